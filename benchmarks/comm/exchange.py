@@ -4,7 +4,7 @@ change nothing.
 Forward alone and with its backward pass, the kinds of exchange in turn. A shape is K:E:T, K of E
 experts for each of a rank's T tokens of 1024 bfloat16. Formula:
 `jmoe.planning.exchange.exchange_traffic`. The links are measured at the start, as a run does;
-`planned_seconds` is what `jmoe.planning.exchange.exchange_seconds` makes of them, and `auto` the
+`planned_exchange_s` is what `jmoe.planning.exchange.exchange_s` makes of them, and `auto` the
 exchange that a run would take.
 """
 
@@ -21,7 +21,7 @@ from jmoe.planning.exchange import (
     ExchangeLoad,
     ExchangePlan,
     Traffic,
-    exchange_seconds,
+    exchange_s,
     exchange_traffic,
     plan_exchange,
 )
@@ -155,7 +155,7 @@ def measure_shape(
     rows, reference = [], a.kinds[0]
     for (direction, kind), rounds in taken.items():
         sent, of = (formula(plans[each], shape, a, direction) for each in (kind, reference))
-        planned_s = exchange_seconds(plans[kind], sent, links, backward=direction == "backward")
+        planned_s = exchange_s(plans[kind], sent, links, backward=direction == "backward")
         row = rounds.row(reference, taken[direction, reference])
         formula_bytes = a.ranks_per_node * sent.across_bytes
         rows.append(
@@ -167,7 +167,7 @@ def measure_shape(
                 "direction": direction,
                 "exchange": kind,
                 **row,
-                "planned_seconds": round(planned_s, 4),
+                "planned_exchange_s": round(planned_s, 4),
                 "auto": auto.kind,
                 "formula_bytes": formula_bytes,
                 "sent_to_formula": round(row["sent_bytes"] / formula_bytes, 3),

@@ -10,7 +10,7 @@ Nodes of 8 GPUs, NVLink inside, one InfiniBand port a GPU across, 32 nodes below
 and the spine between these; every GPU has its own tokens, whatever the number of nodes. Bytes are
 those of `exchange_traffic` and `embedding_traffic` of `jmoe.planning`, the formulas that tests
 compare with the compiled programs and benchmarks with the counters of a real link; an exchange's
-time is that by which a run chooses it, `exchange_seconds`. A collective takes its latency once, a
+time is that by which a run chooses it, `exchange_s`. A collective takes its latency once, a
 while for every message of a device, and its bytes at the link's full rate; messages of different
 levels of one collective overlap, collectives do not. Not in the model: congestion, uneven routing,
 and compute, which hides part of all this. Uniform routing is the worst case of dedup.
@@ -45,7 +45,7 @@ from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic
 from jmoe.planning.exchange import (
     ExchangeLoad,
     Traffic,
-    exchange_seconds,
+    exchange_s,
     exchange_traffic,
     plan_exchange,
 )
@@ -106,7 +106,7 @@ def simulate_exchange(
     sent = exchange_traffic(
         plan, num_tokens=a.tokens, row_bytes=load.row_bytes, capacity_factor=1.0, **sizes
     )
-    return _row("exchange", kind, nodes, sent, exchange_seconds(plan, sent, links)) | {
+    return _row("exchange", kind, nodes, sent, exchange_s(plan, sent, links)) | {
         "exchange": plan.kind
     }
 

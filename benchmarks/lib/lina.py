@@ -27,7 +27,13 @@ from jmoe.inference.sampling_params import SamplingParams
 from jmoe.mesh import BATCH, REPLICATED, put
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place
+from jmoe.planning.placement import (
+    EMPTY,
+    Placement,
+    PlacementChanges,
+    place_experts,
+    placement_changes,
+)
 
 LENGTHS = (1, 3, 6)
 LINA, LINA_WHOLE = "lina, l = 3", "lina, l = 3, all experts"
@@ -98,7 +104,7 @@ def contest(runner: MeshRunner, name: str, folder: str) -> None:
     num_experts = experts.index.num_experts
     for layer, placement in enumerate(experts.placements):
         slots = placement.slots_per_device
-        even = place(
+        even = place_experts(
             np.ones(num_experts),
             placement.num_devices,
             slots_per_device=slots,
@@ -235,7 +241,7 @@ class Places:
         self.index = ExpertIndex(config.num_moe_layers, config.num_experts)
         self.process_of_N, self.copies_N = np.arange(devices), np.zeros(devices, np.int64)
         self.copied_bytes, self.copied_s = 0, 0.0
-        even = place(
+        even = place_experts(
             np.ones(config.num_experts),
             devices,
             slots_per_device=slots,
@@ -246,10 +252,10 @@ class Places:
         self._held = [even.physical_to_logical.copy() for _ in self.placements]
         self.slowest_copies = 0  # of the process that has most to copy, every time
 
-    def changes(self, layer: int, placement: Placement) -> Changes:
-        return changes(self._held[layer], placement)
+    def changes(self, layer: int, placement: Placement) -> PlacementChanges:
+        return placement_changes(self._held[layer], placement)
 
-    def apply(self, layer: int, changed: Changes) -> None:
+    def apply(self, layer: int, changed: PlacementChanges) -> None:
         copies_N = np.zeros_like(self.copies_N)
         for fill in changed.fills:
             self._held[layer][fill.device, fill.slot] = fill.expert
@@ -292,7 +298,10 @@ def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
             placer.correct_placement(layer, idx_TK)
             placement = places.placements[layer]
             token, choice = np.nonzero(idx_TK < placement.num_experts)
-            device = placement.physical(token, idx_TK[token, choice]) // placement.slots_per_device
+            device = (
+                placement.replicas_taking(token, idx_TK[token, choice])
+                // placement.slots_per_device
+            )
             most += int(np.max(np.bincount(device, minlength=1)))
             path.append(idx_TK)
         placer.end_step()
@@ -324,7 +333,7 @@ def plans_ms(
         places = Places(config, devices, slots)
 
         def call() -> None:
-            planned = place(
+            planned = place_experts(
                 counts_E, devices, slots_per_device=slots, max_packed=slots, policy="lina"
             )
             places.changes(layer, planned)

@@ -172,13 +172,13 @@ class Contestant:
 
 def planned(use_LE: np.ndarray) -> list[JsonObject]:
     """Return max / mean load, averaged over layers, of placements on several numbers of devices."""
-    from jmoe.planning.placement import place
+    from jmoe.planning.placement import place_experts
 
     def over_mean(devices: int, redundancy: float, policy: PlacementPolicy) -> float:
         slots = math.ceil(redundancy * use_LE.shape[1] / devices)
         options: dict[str, Any] = {"slots_per_device": slots, "max_packed": slots, "policy": policy}
         return float(
-            np.mean([1 / place(use_E, devices, **options).balancedness for use_E in use_LE])
+            np.mean([1 / place_experts(use_E, devices, **options).balancedness for use_E in use_LE])
         )
 
     return [

@@ -44,7 +44,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import ImageTask, Split
-from jmoe.planning.elastic import Layout, Share, TaskLoad, plan
+from jmoe.planning.elastic import Layout, Share, TaskLoad, plan_layout
 
 NUM_DEVICES = 2
 MICRO_BATCH = 16  # images at once, the same for all, so that only who has how many of them differs
@@ -100,9 +100,9 @@ def layouts(config: VisionTrainConfig) -> dict[str, tuple[VisionTrainConfig, Lay
     tasks, half = loads(config), halved(config)
     return {
         "imbalanced": (config, imbalanced_layout(tasks, NUM_DEVICES)),
-        "elastic": (config, plan(tasks, NUM_DEVICES)),
-        "even": (config, plan(tasks, NUM_DEVICES, mode="even")),
-        "half": (half, plan(loads(half), NUM_DEVICES)),
+        "elastic": (config, plan_layout(tasks, NUM_DEVICES)),
+        "even": (config, plan_layout(tasks, NUM_DEVICES, mode="even")),
+        "half": (half, plan_layout(loads(half), NUM_DEVICES)),
     }
 
 
@@ -125,7 +125,7 @@ class Training:
         from jmoe.training.tasks.step import VisionTrainer
 
         accumulated = dataclasses.replace(
-            config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH
+            config, gradient_accumulation_steps=layout.largest_micro_batch // MICRO_BATCH
         )
         tasks = [random_task(name, config, seed) for seed, name in enumerate(config.tasks)]
         batches = ImageBatches(tasks, accumulated, layout, rank, rank + 1)
@@ -189,11 +189,11 @@ def measure(a: argparse.Namespace) -> list[JsonObject]:
         idle, traced = (
             [round(max(0.0, float(share)), 3) for share in shares] for shares in every.T
         )
-        seconds, images = report.median(run.seconds), sum(run.layout.images)
+        seconds, images = report.median(run.seconds), sum(run.layout.images_per_device)
         rows.append(
             {
                 "layout": name,
-                "images_by_device": list(run.layout.images),
+                "images_by_device": list(run.layout.images_per_device),
                 "step_s": seconds,
                 "samples_per_s": round(images / seconds, 1),
                 "samples_per_s_a_device": round(images / seconds / NUM_DEVICES, 1),
@@ -202,7 +202,9 @@ def measure(a: argparse.Namespace) -> list[JsonObject]:
                 else None,
                 "traced_idle_by_device": traced,
                 "idle_by_device": idle,
-                "planned_idle_by_device": [round(share, 3) for share in run.layout.idle()],
+                "planned_idle_by_device": [
+                    round(share, 3) for share in run.layout.idle_fractions()
+                ],
                 "all_step_s": [round(s, 4) for s in run.seconds],
             }
         )
@@ -227,15 +229,17 @@ def simulated(
     }
     tasks, result = loads(config), []
     for devices in (4, 8, 16):
-        layout = plan(tasks, devices)
-        step_s = fixed_s + image_s * max(layout.images)
+        layout = plan_layout(tasks, devices)
+        step_s = fixed_s + image_s * max(layout.images_per_device)
         result.append(
             {
                 "devices": devices,
                 "devices_by_task": [len(layout.devices_of(i)) for i in range(len(tasks))],
                 "step_s": round(step_s, 4),
-                "samples_per_s_a_device": round(sum(layout.images) / step_s / devices, 1),
-                "mean_idle": round(float(np.mean(layout.idle())), 3),
+                "samples_per_s_a_device": round(
+                    sum(layout.images_per_device) / step_s / devices, 1
+                ),
+                "mean_idle": round(float(np.mean(layout.idle_fractions())), 3),
             }
         )
     for row in result:

@@ -24,7 +24,7 @@ from benchmarks import RESULTS
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 from jmoe.config.cluster import LinkConfig, LinksConfig
-from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_seconds
+from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_s
 
 MEASURED = RESULTS / "exchange_two_nodes_cpu.json"
 NODES, RANKS = 2, 2  # of which each; every node sends `formula_bytes`
@@ -41,7 +41,7 @@ def predicted_s(row: JsonObject) -> float:
     """Return the seconds of an exchange and its return over the row's link, twice if backward."""
     plan = ExchangePlan(row["exchange"], "", NODES, RANKS, 1.0)
     sent = Traffic(across_bytes=row["formula_bytes"] // RANKS, inside_bytes=0)
-    return exchange_seconds(
+    return exchange_s(
         plan, sent, links_of(row["mbit_per_s"]), backward=row["direction"] == "backward"
     )
 

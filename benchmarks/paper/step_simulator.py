@@ -48,7 +48,7 @@ from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 from benchmarks.paper.simulator import NODES, RANKS, links_of
 from jmoe.config.parallel import ExchangeKind
-from jmoe.planning.exchange import ExchangePlan, exchange_seconds, exchange_traffic, nodes_per_token
+from jmoe.planning.exchange import ExchangePlan, exchange_s, exchange_traffic, nodes_per_token
 
 OVERLAPPED = ("chunks", "pipelined")
 EXCHANGES: dict[str, ExchangeKind] = {
@@ -139,7 +139,7 @@ def exchanged(row: Row, nodes: int, on_link: int) -> tuple[int, float]:
     sizes["num_tokens"] = row["tokens_per_rank"]
     plan = ExchangePlan(kind, "", nodes, RANKS, nodes_per_token(nodes, experts, top_k))
     sent = exchange_traffic(plan, **sizes, capacity_factor=CAPACITY_FACTOR, backward=True)
-    seconds = exchange_seconds(plan, sent, links_of(row["mbit_per_s"], on_link), backward=True)
+    seconds = exchange_s(plan, sent, links_of(row["mbit_per_s"], on_link), backward=True)
     return row["layers"] * RANKS * sent.across_bytes, row["layers"] * seconds
 
 

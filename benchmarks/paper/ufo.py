@@ -51,7 +51,7 @@ from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches, held_out_batches
 from jmoe.data.images import ImageTask, load_task
 from jmoe.deploy.extract import path_model_config
-from jmoe.planning.elastic import Layout, plan
+from jmoe.planning.elastic import Layout, plan_layout
 
 WIDE_STEPS = 4
 PARTS = ("speeds", "accuracies")
@@ -121,7 +121,7 @@ class Training:
         from jmoe.training.tasks.step import VisionTrainer
 
         accumulated = dataclasses.replace(
-            config, gradient_accumulation_steps=layout.micro_batch // MICRO_BATCH
+            config, gradient_accumulation_steps=layout.largest_micro_batch // MICRO_BATCH
         )
         self.tasks, self.layout, self.mesh = tuple(tasks), layout, mesh
         self.batches = ImageBatches(tasks, accumulated, layout, first, first + 1)
@@ -249,18 +249,18 @@ def contestants(config: VisionTrainConfig, rank: int, mesh: Mesh) -> list[Contes
         for name, task in config.tasks.items()
     ]
     layouts = {
-        "super-network": plan(loads(config), NUM_DEVICES),
+        "super-network": plan_layout(loads(config), NUM_DEVICES),
         "imbalanced": imbalanced_layout(loads(config), NUM_DEVICES),
     }
     result = [
-        Contestant(name, [Training(config, tasks, layout, mesh, rank)], layout.images)
+        Contestant(name, [Training(config, tasks, layout, mesh, rank)], layout.images_per_device)
         for name, layout in layouts.items()
     ]
     packed, alone, own = layouts["super-network"], make_mesh((1, 1, 1), jax.local_devices()), []
     for share in packed.shares[rank]:
         dense = dense_config(config, tasks[share.task].name)
-        own.append(Training(dense, [tasks[share.task]], plan(loads(dense), 1), alone, 0))
-    return [*result, Contestant("dense", own, packed.images)]
+        own.append(Training(dense, [tasks[share.task]], plan_layout(loads(dense), 1), alone, 0))
+    return [*result, Contestant("dense", own, packed.images_per_device)]
 
 
 def measure(a: argparse.Namespace) -> JsonObject:

@@ -69,7 +69,7 @@ def mesh_of(num_devices: int) -> Mesh:
 def batch_of(config: VisionTrainConfig, trainer: VisionTrainer) -> ImageBatch:
     """Return the shapes of the images of a step."""
     layout, size = trainer.layout, trainer.micro_batch
-    leading = len(layout.shares), max(layout.images) // size, size
+    leading = len(layout.shares), max(layout.images_per_device) // size, size
     sharding = NamedSharding(trainer.model.mesh, BATCH)
 
     def of(dtype: Any, *sizes: int) -> Any:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
-from jmoe.planning.exchange import ExchangePlan, buffer_rows, index_bytes
+from jmoe.planning.exchange import ExchangePlan, buffer_rows, smallest_uint_bytes
 from jmoe.types import PyTree
 from kernels_pallas.saved import saved, saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
@@ -500,7 +500,7 @@ def _choices_of_rows(
     idx_PCK = idx_MK.reshape(num_nodes, -1, idx_MK.shape[1])
     idx_PCK = idx_PCK - node_size * jnp.arange(num_nodes, dtype=jnp.int32)[:, None, None]
     idx_PCK = jnp.where((idx_PCK >= 0) & (idx_PCK < node_size), idx_PCK, node_size)
-    return idx_PCK.reshape(idx_MK.shape).astype(f"uint{8 * index_bytes(node_size)}")
+    return idx_PCK.reshape(idx_MK.shape).astype(f"uint{8 * smallest_uint_bytes(node_size)}")
 
 
 def make_exchange(

@@ -86,7 +86,7 @@ class ImageBatches:
         task_batches = {task: self._task_batch(task, self._step) for task in sorted(needed)}
         self._step += 1
         size = self.micro_batch
-        most = max(self._layout.images) // size
+        most = max(self._layout.images_per_device) // size
         rows = [self._device_images(device, task_batches) for device in self._devices]
         parts = []
         for arrays in zip(*rows, strict=True):
@@ -99,7 +99,7 @@ class ImageBatches:
     @property
     def micro_batch(self) -> int:
         """Number of images that a device processes at once."""
-        return self._layout.micro_batch // self._config.gradient_accumulation_steps
+        return self._layout.largest_micro_batch // self._config.gradient_accumulation_steps
 
     def _device_images(self, device: int, task_batches: dict[int, Split]) -> tuple[np.ndarray, ...]:
         shares = self._layout.shares[device]

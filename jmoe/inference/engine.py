@@ -260,7 +260,7 @@ class Engine(Closing):
             self._sampler.start(chunk)
         groups = self._scheduler.groups(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        policy = self.plan.policy(num_tokens)
+        policy = self.plan.choose_policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         draws = self._run(plan, groups)
         sampled = plan.sampled
@@ -284,7 +284,7 @@ class Engine(Closing):
             if routing is not None:
                 before, typical_tokens = self.plan, round(routing.num_tokens)
                 self._collector.plan = replace(before, routing=routing)
-                if self.plan.policy(typical_tokens) != before.policy(typical_tokens):
+                if self.plan.choose_policy(typical_tokens) != before.choose_policy(typical_tokens):
                     log.info("%s, by %s", self.plan.describe(typical_tokens), routing)
         return outputs
 

@@ -29,7 +29,13 @@ from jmoe.models.decoder import Decoder
 from jmoe.models.functional import split
 from jmoe.models.lazy_checkpoint import EmbedAndHead, LazyCheckpoint, split_decoder
 from jmoe.offload import slots
-from jmoe.planning.gpu_estimate import ExpertRows, GpuEstimate, estimate_module, gpu_rates, joined
+from jmoe.planning.gpu_estimate import (
+    ExpertKernelFacts,
+    GpuEstimate,
+    estimate_module,
+    gpu_rates,
+    join_estimates,
+)
 from jmoe.planning.hlo import parse_hlo
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, plan_memory
 from jmoe.planning.roofline import distinct_experts
@@ -210,7 +216,7 @@ class _Programs:
         self.temporary_bytes = max(
             self.temporary_bytes, 0 if sizes is None else sizes.temp_size_in_bytes
         )
-        rows = ExpertRows(num_experts=self._config.num_experts)
+        rows = ExpertKernelFacts(num_experts=self._config.num_experts)
         module = parse_hlo(compiled.as_text() or "")
         return results, estimate_module(module, gpu_rates(self._gpu), rows, lambda scope: trips)
 
@@ -242,7 +248,7 @@ class _Programs:
         )
         _, draw = self._run(1, sampler._greedy, logits_PV)
         parts = [("embedding", 1, embed), *layers]
-        gpu = joined([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
+        gpu = join_estimates([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
         return EngineStep(num_rows, width, gpu, self._link_s(tokens))
 
     def _run_layers(

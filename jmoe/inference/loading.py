@@ -37,7 +37,7 @@ from jmoe.planning.memory_plan import (
     plan_memory,
     plan_mesh_memory,
 )
-from jmoe.planning.placement import Placement, slot_rows
+from jmoe.planning.placement import Placement, slot_rows_and_sizes
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.run.compatibility import check_same_options
 from jmoe.run.compile_cache import keep_compiled_programs
@@ -322,7 +322,7 @@ def _plan(
     devices, expert_slots = options.mesh.devices, None
     # every device has as many slots as the device with the most experts needs
     if (placements := segments_of(checkpoint, options)) is not None:
-        expert_slots = sum(slot_rows(placements)[1])
+        expert_slots = sum(slot_rows_and_sizes(placements)[1])
     if devices > 1:
         local_devices = min(jax.local_device_count(), devices)
         return lambda model: plan_mesh_memory(model, free, options, local_devices, expert_slots)

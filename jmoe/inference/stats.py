@@ -176,7 +176,7 @@ class StatsCollector:
         p = self._phases[phase]
         mean_tokens = max(1, round(p.tokens / max(1, p.steps)))
         return PhaseStats(
-            policy=self.plan.policy(mean_tokens),
+            policy=self.plan.choose_policy(mean_tokens),
             steps=p.steps,
             tokens=p.tokens,
             step_s=p.seconds / max(1, p.steps),

@@ -30,7 +30,14 @@ from jmoe.offload.slot_arrays import (
     NamedArrays,
     as_weights,
 )
-from jmoe.planning.placement import EMPTY, Changes, Placement, changes, place, slot_rows
+from jmoe.planning.placement import (
+    EMPTY,
+    Placement,
+    PlacementChanges,
+    place_experts,
+    placement_changes,
+    slot_rows_and_sizes,
+)
 from kernels_pallas.grouped_mlp import MLPWeights
 
 ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
@@ -119,7 +126,7 @@ class PlacedExperts(MeshExperts):
         # layer -> row of slots; row -> slots per device
         self._rows, slots = list(range(index.num_layers)), [slots_per_device] * index.num_layers
         if placements is not None:
-            self._rows, slots = slot_rows(placements)
+            self._rows, slots = slot_rows_and_sizes(placements)
         self.num_slots = sum(slots)
         self.num_bytes = self.num_slots * self.expert_bytes
         self._held = [np.full((mesh.size, one.slots_per_device), EMPTY, np.int32) for one in first]
@@ -136,11 +143,11 @@ class PlacedExperts(MeshExperts):
     def weights(self, layer: int) -> MLPWeights:
         return as_weights(self._weights[self._rows[layer]])
 
-    def changes(self, layer: int, placement: Placement) -> Changes:
+    def changes(self, layer: int, placement: Placement) -> PlacementChanges:
         """Return the copies that a new placement of a layer needs."""
-        return changes(self._held[layer], placement)
+        return placement_changes(self._held[layer], placement)
 
-    def apply(self, layer: int, changed: Changes) -> None:
+    def apply(self, layer: int, changed: PlacementChanges) -> None:
         """Copy new experts to this process's devices, and route the layer's next tokens by the new
         placement.
         """
@@ -205,4 +212,4 @@ def even_placement(
     """
     slots_per_device = slots_per_device or -(-num_experts // num_devices)
     packed = {"slots_per_device": slots_per_device, "max_packed": slots_per_device}
-    return place(np.ones(num_experts), num_devices, policy="even", **packed)
+    return place_experts(np.ones(num_experts), num_devices, policy="even", **packed)

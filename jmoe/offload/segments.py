@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.config.engine import EngineMesh
-from jmoe.planning.placement import EMPTY, Placement, place_as, shared_rows
+from jmoe.planning.placement import EMPTY, Placement, placement_from_slots, shared_slot_rows
 from jmoe.types import Json
 
 FIELD = "mesh.segments"
@@ -21,9 +21,9 @@ FIELD = "mesh.segments"
 def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[Placement]:
     """Return the placement of each layer from the file `mesh.segments`.
 
-    Layers on disjoint devices share a row of slots (`shared_rows`); the fullest device sets the
-    row's number of slots. Raises `ValueError` naming the file, and the device, layer and expert, if
-    the file is unreadable or does not fit the model and mesh.
+    Layers on disjoint devices share a row of slots (`shared_slot_rows`); the fullest device sets
+    the row's number of slots. Raises `ValueError` naming the file, and the device, layer and
+    expert, if the file is unreadable or does not fit the model and mesh.
     """
     assert mesh.segments is not None
     file = Path(mesh.segments).expanduser()
@@ -39,7 +39,9 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
         ) from error
     _check(mesh, devices, num_layers, num_experts)
     by_layer = [[set(layers[layer]) for layers in devices] for layer in range(num_layers)]
-    rows = shared_rows([{n for n, experts in enumerate(layer) if experts} for layer in by_layer])
+    rows = shared_slot_rows(
+        [{n for n, experts in enumerate(layer) if experts} for layer in by_layer]
+    )
     # slots per device of each row; there are at most as many rows as layers
     slots = [mesh.slots_per_device or 1] * num_layers
     for row, experts_N in zip(rows, by_layer, strict=True):
@@ -49,7 +51,7 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
         experts_NS = np.full((mesh.devices, slots[row]), EMPTY, np.int32)
         for device, layers in enumerate(devices):
             experts_NS[device, : len(layers[layer])] = layers[layer]
-        placements.append(place_as(experts_NS, np.ones(num_experts)))
+        placements.append(placement_from_slots(experts_NS, np.ones(num_experts)))
     return placements
 
 

@@ -21,7 +21,7 @@ GRADIENT_BYTES = 4  # per parameter, where gradients are summed
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class LayerExchange:
     """The token exchange of a MoE layer: its plan over nodes and devices. row_bytes: bytes of a
     token's hidden state.
     """
@@ -50,9 +50,9 @@ class ClusterPlan:
         return sum(self.training.compute_s)
 
     @property
-    def tiers_s(self) -> float:
+    def tier_transfers_s(self) -> float:
         """Return the seconds of a step's transfers between device, host memory and disk."""
-        return sum(self.training.transfers_s)
+        return sum(self.training.step_transfers_s)
 
     @property
     def step_s(self) -> float:
@@ -72,9 +72,10 @@ class ClusterPlan:
 
 
 def plan_cluster(
-    training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig, batch_tokens: int
+    training: TrainingPlan, exchanged: LayerExchange, cluster: ClusterConfig, batch_tokens: int
 ) -> ClusterPlan:
-    """Return the plan of `training` on the nodes that its devices fill.
+    """Return the plan of `training` on the nodes that its devices fill, with the times of its
+    network traffic.
 
     batch_tokens: tokens of a step on all nodes.
     """
@@ -85,13 +86,13 @@ def plan_cluster(
         nodes,
         batch_tokens,
         all_to_all_s(training, exchanged, cluster),
-        dense_s(model, nodes, cluster) + expert_gradients_s(model, nodes, cluster),
-        SAVED_BYTES * (model.dense_parameters + model.all_parameters),
+        dense_collectives_s(model, nodes, cluster) + expert_all_reduce_s(model, nodes, cluster),
+        SAVED_BYTES * (model.dense_parameters + model.all_expert_parameters),
         checkpoint_s(model, nodes, training.machine.link_bytes_per_s, cluster),
     )
 
 
-def all_to_all_s(training: TrainingPlan, exchanged: Exchanged, cluster: ClusterConfig) -> float:
+def all_to_all_s(training: TrainingPlan, exchanged: LayerExchange, cluster: ClusterConfig) -> float:
     """Return the seconds that a step spends in all-to-alls of tokens, from `exchange_traffic` and
     the speed of the links.
 
@@ -102,7 +103,7 @@ def all_to_all_s(training: TrainingPlan, exchanged: Exchanged, cluster: ClusterC
     if model.num_devices == 1:
         return 0.0
     tokens = model.step_tokens // model.num_devices // model.micro_batches
-    passes, seconds = sum(training.passes), 0.0
+    passes, seconds = sum(training.dense_passes), 0.0
     for backward, times in ((True, 1), (False, max(0, passes - 3))):
         sent = exchange_traffic(
             exchange,
@@ -133,7 +134,7 @@ def _exchange_s(
     return max(between_s, inside_s) if exchange.kind == "flat" else between_s + inside_s
 
 
-def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
+def dense_collectives_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
     """Return the seconds of a step's all-gathers of dense parameters (forward and backward) and
     reductions of their gradients.
 
@@ -143,12 +144,16 @@ def dense_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
     gathered = model.dense_parameters * model.compute_bytes
     reduced = model.dense_parameters * GRADIENT_BYTES
     if not model.shard_dense:
-        return 2 * _ring_s(reduced, nodes, model.num_layers, cluster)
-    gathers_s = 2 * _ring_s(gathered, nodes, model.num_layers, cluster)
-    return (gathers_s + _ring_s(reduced, nodes, model.num_layers, cluster)) * model.micro_batches
+        return 2 * _all_gathers_s(reduced, nodes, model.num_layers, cluster)
+    gathers_s = 2 * _all_gathers_s(gathered, nodes, model.num_layers, cluster)
+    return (
+        gathers_s + _all_gathers_s(reduced, nodes, model.num_layers, cluster)
+    ) * model.micro_batches
 
 
-def _ring_s(ring_bytes: float, nodes: int, collectives: int, cluster: ClusterConfig) -> float:
+def _all_gathers_s(
+    ring_bytes: float, nodes: int, collectives: int, cluster: ClusterConfig
+) -> float:
     """Return the seconds of all-gathers with `ring_bytes` B in total: B (N - 1) / N across nodes,
     then B (Q - 1) / Q inside.
     """
@@ -157,15 +162,18 @@ def _ring_s(ring_bytes: float, nodes: int, collectives: int, cluster: ClusterCon
         ring_bytes * (nodes - 1) / nodes / network.between_bytes_per_s
         + ring_bytes * (per_node - 1) / per_node / network.inside_bytes_per_s
         + collectives
-        * (_hops(nodes) * network.between_latency_s + _hops(per_node) * network.inside_latency_s)
+        * (
+            _log2_hops(nodes) * network.between_latency_s
+            + _log2_hops(per_node) * network.inside_latency_s
+        )
     )
 
 
-def _hops(members: int) -> int:
+def _log2_hops(members: int) -> int:
     return math.ceil(math.log2(members))
 
 
-def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
+def expert_all_reduce_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
     """Return the seconds in which replicas all-reduce the gradients of their experts, with one ring
     per device of a group.
 
@@ -175,15 +183,16 @@ def expert_gradients_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) 
     replicas, network = model.replicas, cluster.network
     if replicas == 1:
         return 0.0
-    ring_bytes = 2 * GRADIENT_BYTES * model.device_parameters * (replicas - 1) / replicas
+    ring_bytes = 2 * GRADIENT_BYTES * model.device_expert_parameters * (replicas - 1) / replicas
     rings = min(model.num_devices, cluster.devices_per_node)
     if nodes == 1:
         return (
-            ring_bytes / network.inside_bytes_per_s + 2 * _hops(replicas) * network.inside_latency_s
+            ring_bytes / network.inside_bytes_per_s
+            + 2 * _log2_hops(replicas) * network.inside_latency_s
         )
     return (
         rings * ring_bytes / network.between_bytes_per_s
-        + 2 * _hops(replicas) * network.between_latency_s
+        + 2 * _log2_hops(replicas) * network.between_latency_s
     )
 
 
@@ -193,11 +202,11 @@ def checkpoint_s(
     """Return the seconds until a checkpoint is on the shared disk, limited by the disk, the busiest
     node's link, or a device's link to its host.
     """
-    dense, experts = SAVED_BYTES * model.dense_parameters, SAVED_BYTES * model.all_parameters
+    dense, experts = SAVED_BYTES * model.dense_parameters, SAVED_BYTES * model.all_expert_parameters
     # one group writes the experts
     group_nodes = max(1, model.num_devices // cluster.devices_per_node)
     of_node = dense / (nodes if model.shard_dense else 1) + experts / group_nodes
-    of_device = dense / model.dense_shards + SAVED_BYTES * model.device_parameters
+    of_device = dense / model.dense_shards + SAVED_BYTES * model.device_expert_parameters
     return max(
         (dense + experts) / cluster.storage.write_bytes_per_s,
         of_node / cluster.network.between_bytes_per_s,
@@ -205,7 +214,7 @@ def checkpoint_s(
     )
 
 
-def link_figures(network: NetworkConfig) -> str:
+def describe_bandwidths(network: NetworkConfig) -> str:
     """Return the network's bandwidths as text."""
     inside, between = network.inside_bytes_per_s / 1e9, network.between_bytes_per_s / 1e9
     return (

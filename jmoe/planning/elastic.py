@@ -51,7 +51,7 @@ class TaskLoad:
         )
 
     @property
-    def load(self) -> float:
+    def batch_s(self) -> float:
         """Return the time of the task's whole batch on one device, in the unit of `image_s`."""
         return self.batch_size * self.image_s
 
@@ -82,12 +82,12 @@ class Layout:
     shared_bytes: int = 0
 
     @property
-    def images(self) -> tuple[int, ...]:
+    def images_per_device(self) -> tuple[int, ...]:
         """Return the number of images of each device."""
         return tuple(sum(share.size for share in shares) for shares in self.shares)
 
     @property
-    def seconds(self) -> tuple[float, ...]:
+    def seconds_per_device(self) -> tuple[float, ...]:
         """Return the load of each device, in the unit of `TaskLoad.image_s`."""
         return tuple(
             sum(share.size * self.tasks[share.task].image_s for share in shares)
@@ -95,7 +95,7 @@ class Layout:
         )
 
     @property
-    def num_bytes(self) -> tuple[int, ...]:
+    def bytes_per_device(self) -> tuple[int, ...]:
         """Return the bytes that each device needs for shared parameters and for its own tasks."""
         own = [{share.task for share in shares} for shares in self.shares]
         return tuple(
@@ -103,9 +103,9 @@ class Layout:
         )
 
     @property
-    def micro_batch(self) -> int:
+    def largest_micro_batch(self) -> int:
         """Return the largest micro-batch size that divides the number of images of every device."""
-        return reduce(math.gcd, self.images)
+        return reduce(math.gcd, self.images_per_device)
 
     def devices_of(self, task: int) -> tuple[int, ...]:
         """Return the devices that run images of task number `task`."""
@@ -116,26 +116,32 @@ class Layout:
     @property
     def imbalance(self) -> float:
         """Return the largest load of a device divided by the mean load."""
-        return max(self.seconds) * len(self.seconds) / sum(self.seconds)
+        seconds = self.seconds_per_device
+        return max(seconds) * len(seconds) / sum(seconds)
 
-    def idle(self) -> tuple[float, ...]:
+    def idle_fractions(self) -> tuple[float, ...]:
         """Return the fraction of the step that each device waits for the slowest device."""
-        slowest = max(self.seconds)
-        return tuple(1 - seconds / slowest for seconds in self.seconds)
+        slowest = max(self.seconds_per_device)
+        return tuple(1 - seconds / slowest for seconds in self.seconds_per_device)
 
-    def lines(self) -> list[str]:
+    def describe_lines(self) -> list[str]:
         """Return the layout as text, one line per device, with bytes if they are known."""
-        width, slowest = 32, max(self.seconds)
+        width, slowest = 32, max(self.seconds_per_device)
         lines = []
-        for device, (shares, seconds) in enumerate(zip(self.shares, self.seconds, strict=True)):
+        for device, (shares, seconds) in enumerate(
+            zip(self.shares, self.seconds_per_device, strict=True)
+        ):
             bar = "#" * max(1, round(width * seconds / slowest))
             runs = " + ".join(
                 f"{self.tasks[share.task].name} {share.start}:{share.stop}" for share in shares
             )
-            size = f"  {size_text(self.num_bytes[device])}" if any(self.num_bytes) else ""
-            lines.append(
-                f"device {device:<3} {bar:<{width}} {self.idle()[device]:4.0%} idle{size}  {runs}"
+            size = (
+                f"  {size_text(self.bytes_per_device[device])}"
+                if any(self.bytes_per_device)
+                else ""
             )
+            idle = f"{self.idle_fractions()[device]:4.0%} idle"
+            lines.append(f"device {device:<3} {bar:<{width}} {idle}{size}  {runs}")
         return lines
 
 
@@ -148,11 +154,11 @@ class DeviceMemory:
     device_bytes: int | None = None
     shared_bytes: int = 0
 
-    def fits(self, need: int) -> bool:
-        """Return True if `need` bytes of tasks' own parameters fit on a device."""
-        return self.device_bytes is None or self.shared_bytes + need <= self.device_bytes
+    def fits(self, need_bytes: int) -> bool:
+        """Return True if `need_bytes` bytes of tasks' own parameters fit on a device."""
+        return self.device_bytes is None or self.shared_bytes + need_bytes <= self.device_bytes
 
-    def check(self, tasks: Sequence[TaskLoad]) -> None:
+    def check_fits(self, tasks: Sequence[TaskLoad]) -> None:
         """Raise `ValueError`, naming the tasks, if the tasks do not fit on one device together."""
         need = sum(task.num_bytes for task in tasks)
         names = " and ".join(task.name for task in tasks)
@@ -163,7 +169,7 @@ class DeviceMemory:
 ANY_MEMORY = DeviceMemory()
 
 
-def plan(
+def plan_layout(
     tasks: Sequence[TaskLoad],
     num_devices: int,
     *,
@@ -182,13 +188,15 @@ def plan(
     check(num_devices > 0, "num_devices", num_devices, "must be greater than 0")
     tasks = tuple(tasks)
     if mode == "even":
-        shares = _even(tasks, num_devices, memory)
+        shares = _even_shares(tasks, num_devices, memory)
     else:
-        shares = _split(tasks, num_devices, memory) or _packed(tasks, num_devices, memory)
+        shares = _divide_tasks(tasks, num_devices, memory) or _pack_tasks(
+            tasks, num_devices, memory
+        )
     return Layout(tasks, shares, memory.shared_bytes)
 
 
-def _even(
+def _even_shares(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
 ) -> tuple[tuple[Share, ...], ...]:
     total = sum(task.batch_size for task in tasks)
@@ -206,16 +214,16 @@ def _even(
             start, stop = max(begin - first, 0), min(begin + each - first, task.batch_size)
             own += [Share(number, start, stop)] if start < stop else []
             first += task.batch_size
-        memory.check([tasks[share.task] for share in own])
+        memory.check_fits([tasks[share.task] for share in own])
         shares.append(tuple(own))
     return tuple(shares)
 
 
-def _split(
+def _divide_tasks(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
 ) -> tuple[tuple[Share, ...], ...] | None:
-    """Return a layout with at least one device per task, or None if there are fewer devices than
-    tasks.
+    """Return the shares of each device, with at least one device per task; None if there are fewer
+    devices than tasks.
 
     Raises `ValueError` if there are more devices than images.
     """
@@ -230,10 +238,10 @@ def _split(
     )
     counts = [1] * len(tasks)
     for task in tasks:
-        memory.check([task])
+        memory.check_fits([task])
     for _ in range(num_devices - len(tasks)):
         loads = [
-            task.load / count if count < task.batch_size else 0.0
+            task.batch_s / count if count < task.batch_size else 0.0
             for task, count in zip(tasks, counts)
         ]
         counts[loads.index(max(loads))] += 1
@@ -244,17 +252,17 @@ def _split(
     return tuple(shares)
 
 
-def _packed(
+def _pack_tasks(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
 ) -> tuple[tuple[Share, ...], ...]:
-    """Return a layout in which every task runs on a single device.
+    """Return the shares of each device if every task runs on a single device.
 
     Tasks are assigned by load, the heaviest first (Graham's rule: at most 4/3 of the optimum). If a
     task then does not fit, the assignment is repeated by bytes, the largest first.
     """
     orders = (
-        lambda task: (-task.load, -task.num_bytes),
-        lambda task: (-task.num_bytes, -task.load),
+        lambda task: (-task.batch_s, -task.num_bytes),
+        lambda task: (-task.num_bytes, -task.batch_s),
     )
     for key in orders:
         own: list[list[int]] = [[] for _ in range(num_devices)]
@@ -262,7 +270,7 @@ def _packed(
             free = [d for d in own if memory.fits(sum(tasks[i].num_bytes for i in (*d, number)))]
             if not free:
                 break
-            min(free, key=lambda d: sum(tasks[i].load for i in d)).append(number)
+            min(free, key=lambda d: sum(tasks[i].batch_s for i in d)).append(number)
         else:
             return tuple(tuple(Share(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own)
     need = max(

@@ -126,22 +126,22 @@ def plan_embedding(
             "replicated", "one device", num_nodes, devices_per_node, parallel_head=False
         )
 
-    def slow_bytes(plan: EmbeddingPlan) -> int:
+    def slowest_level_bytes(plan: EmbeddingPlan) -> int:
         sent = embedding_traffic(plan, vocabulary)
         return sent.across_bytes if num_nodes > 1 else sent.inside_bytes
 
-    def plan_for(kind: EmbeddingKind) -> EmbeddingPlan:
+    def cheapest_plan_of(kind: EmbeddingKind) -> EmbeddingPlan:
         plans = [
             EmbeddingPlan(kind, "as configured", num_nodes, devices_per_node, p)
             for p in (False, True)
         ]
-        return plans[0] if kind == "replicated" else min(plans, key=slow_bytes)
+        return plans[0] if kind == "replicated" else min(plans, key=slowest_level_bytes)
 
     if kind != "auto":
         for name in SPLIT_SIZES.get(kind, ()):
             size, many = getattr(vocabulary, name), f"must be a multiple of the {devices} devices"
             check(size % devices == 0, name, size, f"{many} for embedding = {kind!r}")
-        return plan_for(kind)
+        return cheapest_plan_of(kind)
     even = [
         kind
         for kind, sizes in SPLIT_SIZES.items()
@@ -150,11 +150,15 @@ def plan_embedding(
     if not even:
         reason = f"vocab_size = {vocabulary.vocab_size} is no multiple of {devices} devices"
         return EmbeddingPlan("replicated", reason, num_nodes, devices_per_node, parallel_head=False)
-    replicated, best = plan_for("replicated"), plan_for(even[0])
-    for other in map(plan_for, even[1:]):
-        best = other if slow_bytes(other) < (1 - MIN_SAVING) * slow_bytes(best) else best
+    replicated, best = cheapest_plan_of("replicated"), cheapest_plan_of(even[0])
+    for other in map(cheapest_plan_of, even[1:]):
+        best = (
+            other
+            if slowest_level_bytes(other) < (1 - MIN_SAVING) * slowest_level_bytes(best)
+            else best
+        )
     where = "to other nodes" if num_nodes > 1 and devices_per_node > 1 else "to other devices"
-    chosen_mb, replicated_mb = (slow_bytes(plan) / 1e6 for plan in (best, replicated))
+    chosen_mb, replicated_mb = (slowest_level_bytes(plan) / 1e6 for plan in (best, replicated))
     reason = (
         f"a device sends {chosen_mb:.1f} MB {where} in a pass with {best.kind}, {replicated_mb:.1f}"
         " MB replicated"

@@ -149,7 +149,7 @@ def plan_exchange(
     else:
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         seconds = {
-            each: planned_seconds(
+            each: planned_exchange_s(
                 ExchangePlan(each, "", num_nodes, devices_per_node, reached), load, **sizes
             )
             for each in get_args(ExchangeKind)
@@ -161,7 +161,7 @@ def plan_exchange(
     return ExchangePlan(chosen, reason, num_nodes, devices_per_node, reached)
 
 
-def planned_seconds(
+def planned_exchange_s(
     plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int, num_experts_per_tok: int
 ) -> float:
     """Return the seconds of a layer's all-to-alls: dispatch and combine, forward and backward."""
@@ -174,7 +174,7 @@ def planned_seconds(
         capacity_factor=load.capacity_factor,
         backward=True,
     )
-    return exchange_seconds(plan, sent, load.links, backward=True)
+    return exchange_s(plan, sent, load.links, backward=True)
 
 
 def buffer_rows(
@@ -191,7 +191,7 @@ def buffer_rows(
     return min(most_rows, -(-ceil(factor * fair_rows) // 8) * 8)
 
 
-def expert_rows(
+def receive_buffer_rows(
     num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None
 ) -> int:
     """Return the rows of a device's receive buffers, over all of its experts. num_tokens: tokens of
@@ -238,12 +238,12 @@ def exchange_traffic(
         hops = p if plan.kind == "hierarchical" else 1
         return Traffic((p - 1) * q * block_bytes, hops * (q - 1) * block_bytes)
     rows = buffer_rows(num_tokens * plan.nodes_per_token / p, num_tokens, capacity_factor)
-    across = rows * (passes * (2 * row_bytes + 4 * k) + k * index_bytes(num_experts // p))
+    across = rows * (passes * (2 * row_bytes + 4 * k) + k * smallest_uint_bytes(num_experts // p))
     rows = buffer_rows(num_tokens * k / q, p * rows * k, capacity_factor)
     return Traffic((p - 1) * across, (q - 1) * (passes * 2 * rows * row_bytes + sizes_bytes))
 
 
-def exchange_seconds(
+def exchange_s(
     plan: ExchangePlan, sent: Traffic, links: LinksConfig, *, backward: bool = False
 ) -> float:
     """Return the seconds that a layer's all-to-alls take to send the bytes in `sent`.
@@ -263,14 +263,14 @@ def exchange_seconds(
     across, inside = (
         sum(times) for times in zip(*COLLECTIVES[plan.kind][: 1 + backward], strict=True)
     )
-    across_s = _level_seconds(
+    across_s = _level_s(
         (links.rail, links.leaf, links.spine), peers, sent.across_bytes, across, links.message_s
     )
-    inside_s = _level_seconds((links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s)
+    inside_s = _level_s((links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s)
     return max(across_s, inside_s) if plan.kind == "flat" else across_s + inside_s
 
 
-def _level_seconds(
+def _level_s(
     path: tuple[LinkConfig, ...],
     peers: tuple[int, ...],
     sent_bytes: float,
@@ -292,7 +292,7 @@ def _level_seconds(
     return collectives * (path[farthest].latency_s + everyone * message_s) + bytes_s
 
 
-def index_bytes(largest: int) -> int:
+def smallest_uint_bytes(largest: int) -> int:
     """Return the size in bytes of the smallest unsigned integer type that holds `largest`: 1, 2 or
     4.
     """

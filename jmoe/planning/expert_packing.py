@@ -75,13 +75,13 @@ def next_packing(
     for name, seconds in (("all_to_all_s", all_to_all_s), ("ffn_s", ffn_s)):
         check(seconds >= 0, name, seconds, "must not be negative")  # also rejects nan
 
-    def decide(experts: int, done: bool, why: str) -> PackingDecision:
+    def decision_with_times(experts: int, done: bool, why: str) -> PackingDecision:
         times = f"all-to-all {1e3 * all_to_all_s:.3g} ms, experts {1e3 * ffn_s:.3g} ms"
         return PackingDecision(experts, done, f"{times}: {why}")
 
     now, times_s = experts_per_device, step_s or {}
     if not is_decided_at(step):
-        return decide(
+        return decision_with_times(
             now,
             False,
             f"packing is decided before step {FIRST_STEP}, then every {EVERY_STEPS} steps",
@@ -91,21 +91,25 @@ def next_packing(
         slower = (
             f"a step takes {times_s[now]:.3g} s, {before_s:.3g} s with half the experts on a device"
         )
-        return decide(now // 2, True, f"{slower}: back to {_experts(now // 2)}")
+        return decision_with_times(now // 2, True, f"{slower}: back to {_experts_text(now // 2)}")
     if all_to_all_s <= ffn_s:
-        return decide(now, True, f"the experts are not the shorter: it stays at {_experts(now)}")
+        return decision_with_times(
+            now, True, f"the experts are not the shorter: it stays at {_experts_text(now)}"
+        )
     if 2 * now > most_experts:
-        return decide(now, True, f"the mesh allows no more than {_experts(now)}")
+        return decision_with_times(now, True, f"the mesh allows no more than {_experts_text(now)}")
     if shortfall is not None and shortfall.lacking_bytes > 0:
-        return decide(now, True, f"it stays at {_experts(now)}: {_forbidden(shortfall)}")
-    return decide(2 * now, False, f"{_experts(2 * now)} from now on")
+        return decision_with_times(
+            now, True, f"it stays at {_experts_text(now)}: {_shortfall_text(shortfall)}"
+        )
+    return decision_with_times(2 * now, False, f"{_experts_text(2 * now)} from now on")
 
 
-def _experts(count: int) -> str:
+def _experts_text(count: int) -> str:
     return f"{count} expert{'s' * (count > 1)} a device"
 
 
-def _forbidden(shortfall: MemoryShortfall) -> str:
+def _shortfall_text(shortfall: MemoryShortfall) -> str:
     lacking = f"twice as many need {shortfall.lacking_bytes / 1e9:.2f} GB more memory than there is"
     if shortfall.offloaded_lacking_bytes > 0:
         short = f"{shortfall.offloaded_lacking_bytes / 1e9:.2f} GB"

@@ -32,7 +32,7 @@ class ReachedShare:
     product: float = 1.0
 
 
-# Measured on an H100 in a training step of OLMoE's shape, kernel by kernel.
+# Measurements on an H100 in a training step of OLMoE's shape, kernel by kernel.
 SHARES = {
     "pass": ReachedShare(1.0),  # elementwise operations, reductions, copies
     "product": ReachedShare(0.85, 0.9),
@@ -171,7 +171,7 @@ class GpuEstimate:
 
 
 @dataclass(frozen=True)
-class ExpertRows:
+class ExpertKernelFacts:
     """Facts about expert kernels that the shapes of their operands do not show.
 
     num_experts: experts of a layer, if a kernel's operand holds the weights of more (0: it never
@@ -182,14 +182,14 @@ class ExpertRows:
     filled: float = 1.0
 
 
-ALL_ROWS = ExpertRows()
+ALL_ROWS = ExpertKernelFacts()
 Trips = Callable[[str], int | None]  # trip count of the loop with this scope; None: unknown
 
 
 def estimate_module(
     module: HloModule,
     rates: GpuRates,
-    experts: ExpertRows = ALL_ROWS,
+    experts: ExpertKernelFacts = ALL_ROWS,
     trips: Trips = lambda scope: None,
 ) -> GpuEstimate:
     """Return the predicted time of one run of a module.
@@ -198,11 +198,11 @@ def estimate_module(
     trip count counts once, with a note.
     """
     pricing = _Pricing(module, rates, experts, trips)
-    pricing.run(module.entry, 1)
+    pricing.add_computation_s(module.entry, 1)
     return pricing.estimate()
 
 
-def joined(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
+def join_estimates(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate:
     """Return the estimate of several programs that run one after another. parts: (name, number of
     runs, estimate).
     """
@@ -236,7 +236,7 @@ def short_scope(scope: str) -> str:
 
 
 @dataclass
-class _Work:
+class _KernelWork:
     """One kernel launch: name, scope, kind (a key of `SHARES`), bytes moved and FLOPs."""
 
     name: str
@@ -253,7 +253,7 @@ class _Pricing:
 
     module: HloModule
     rates: GpuRates
-    experts: ExpertRows
+    experts: ExpertKernelFacts
     trips: Trips
     kernels: dict[str, GpuKernel] = field(default_factory=dict)
     communication: dict[str, Communication] = field(default_factory=dict)
@@ -264,7 +264,7 @@ class _Pricing:
         communication = sorted(self.communication.values(), key=lambda each: -each.seconds)
         return GpuEstimate(tuple(kernels), tuple(communication), tuple(self.notes))
 
-    def run(self, computation: HloComputation, times: int) -> float:
+    def add_computation_s(self, computation: HloComputation, times: int) -> float:
         """Add everything that a computation runs, `times` times; return the seconds of one run.
 
         Computation between the start and the end of a collective hides that much of the collective.
@@ -276,26 +276,26 @@ class _Pricing:
                     self.notes[
                         f"a collective of unknown devices is not priced: {operation.name}"
                     ] = None
-                seconds = collective.seconds(self.rates.links, self.rates.devices_per_node)
+                seconds = collective.duration_s(self.rates.links, self.rates.devices_per_node)
                 added = Communication(
                     collective.name, times, times * collective.sent_bytes, times * seconds
                 )
-                self._communicate(added)
+                self._add_communication(added)
                 under_way[operation.name] = collective.name, seconds
                 ended = "" if operation.kind.endswith("-start") else operation.name
             else:
                 ended = operation.operands[0] if operation.kind.endswith("-done") else ""
-                computed_s = self._operation_s(computation, operation, times)
+                computed_s = self._add_operation_s(computation, operation, times)
                 total_s += computed_s
                 for started, (name, left_s) in under_way.items():
                     hidden_s = min(left_s, computed_s)
                     under_way[started] = name, left_s - hidden_s
-                    self._communicate(Communication(name, hidden_s=times * hidden_s))
+                    self._add_communication(Communication(name, hidden_s=times * hidden_s))
             if ended in under_way:
                 total_s += under_way.pop(ended)[1]
         return total_s
 
-    def _communicate(self, added: Communication) -> None:
+    def _add_communication(self, added: Communication) -> None:
         old = self.communication.get(added.name, Communication(added.name))
         self.communication[added.name] = Communication(
             added.name,
@@ -305,7 +305,7 @@ class _Pricing:
             old.hidden_s + added.hidden_s,
         )
 
-    def _operation_s(
+    def _add_operation_s(
         self, computation: HloComputation, operation: HloOperation, times: int
     ) -> float:
         """Add everything that an operation launches, `times` times; return the seconds of one
@@ -313,14 +313,18 @@ class _Pricing:
         """
         kind = operation.kind
         if kind == "while":
-            return self._loop_s(operation, times)
+            return self._add_loop_s(operation, times)
         if kind == "conditional":
-            return self.run(max(self.module.branches(operation), key=self._seconds_of), times)
+            return self.add_computation_s(
+                max(self.module.branch_computations(operation), key=self._computation_s), times
+            )
         if kind in ("call", "async-start"):
-            return self.run(self.module.called(operation, "to_apply", "calls"), times)
+            return self.add_computation_s(
+                self.module.called_computation(operation, "to_apply", "calls"), times
+            )
         if kind in _FREE or kind.endswith("-done"):
             return 0.0
-        work = self._work(computation, operation)
+        work = self._operation_work(computation, operation)
         share, rates = SHARES[work.kind], self.rates
         flops_per_s = share.product * DTYPE_RATES.get(work.dtype, 1.0) * rates.product_flops
         seconds = max(
@@ -337,117 +341,129 @@ class _Pricing:
         )
         return seconds
 
-    def _loop_s(self, operation: HloOperation, times: int) -> float:
-        trips = operation.known_trips
+    def _add_loop_s(self, operation: HloOperation, times: int) -> float:
+        trips = operation.known_trip_count
         if trips is None and (trips := self.trips(operation.scope)) is None:
             self.notes[f"a loop of unknown length counts once: {short_scope(operation.scope)}"] = (
                 None
             )
             trips = 1
-        return trips * self.run(self.module.called(operation, "body"), times * trips)
+        return trips * self.add_computation_s(
+            self.module.called_computation(operation, "body"), times * trips
+        )
 
-    def _seconds_of(self, computation: HloComputation) -> float:
+    def _computation_s(self, computation: HloComputation) -> float:
         """Return the seconds of a computation without adding it to the sums."""
-        return _Pricing(self.module, self.rates, self.experts, self.trips).run(computation, 1)
+        return _Pricing(self.module, self.rates, self.experts, self.trips).add_computation_s(
+            computation, 1
+        )
 
-    def _work(self, computation: HloComputation, operation: HloOperation) -> _Work:
+    def _operation_work(self, computation: HloComputation, operation: HloOperation) -> _KernelWork:
         kind, name, scope = operation.kind, operation.name, operation.scope
         if kind in ("fusion", "fusion-start"):
-            return self._fusion(operation)
+            return self._fusion_work(operation)
         if kind == "custom-call":
-            return self._custom_call(computation, operation)
+            return self._custom_call_work(computation, operation)
         operands = [computation[operand] for operand in operation.operands]
         moved = operation.num_bytes + sum(operand.num_bytes for operand in operands)
         if kind == "dot":
             left = operands[0].results[0]
-            return _Work(
+            return _KernelWork(
                 name,
                 scope,
                 "product",
                 moved,
                 dot_flops(operation, left),
-                _rate_name(operation, left),
+                _dtype_rate_key(operation, left),
             )
         if kind in ("dynamic-slice", "slice", "gather"):
             moved = 2 * operation.num_bytes
         elif kind == "dynamic-update-slice":
             moved = 2 * operands[1].num_bytes
-        return _Work(name, scope, "pass", moved)
+        return _KernelWork(name, scope, "pass", moved)
 
-    def _fusion(self, operation: HloOperation) -> _Work:
-        body = self.module.called(operation, "calls")
+    def _fusion_work(self, operation: HloOperation) -> _KernelWork:
+        body = self.module.called_computation(operation, "calls")
         name = operation.name
         scope = operation.scope
         moved = body.read_bytes() + body.written_bytes()
         calls = [part for part in body.values() if part.kind == "custom-call"]
         if calls:  # a library's or jmoe's kernel, fused with the slices that it reads and writes
-            return replace(self._custom_call(body, calls[0]), num_bytes=moved)
+            return replace(self._custom_call_work(body, calls[0]), num_bytes=moved)
         dots = [part for part in body.values() if part.kind == "dot"]
         if not dots:
-            return _Work(name, scope, "pass", moved)
+            return _KernelWork(name, scope, "pass", moved)
         lefts = [body[dot.operands[0]].results[0] for dot in dots]
         flops = sum(dot_flops(dot, left) for dot, left in zip(dots, lefts, strict=True))
-        users = [user for user in body.users(dots[0].name) if user.kind == "add"]
+        users = [user for user in body.users_of(dots[0].name) if user.kind == "add"]
         is_added = any(body[name].kind == "parameter" for user in users for name in user.operands)
         kind = "sum of products" if is_added else "product"
-        return _Work(name, scope, kind, moved, flops, _rate_name(dots[0], lefts[0]))
+        return _KernelWork(name, scope, kind, moved, flops, _dtype_rate_key(dots[0], lefts[0]))
 
-    def _custom_call(self, computation: HloComputation, operation: HloOperation) -> _Work:
+    def _custom_call_work(
+        self, computation: HloComputation, operation: HloOperation
+    ) -> _KernelWork:
         target, scope = operation.attribute("custom_call_target"), operation.scope
         arrays = [array for name in operation.operands for array in computation[name].results]
         moved = operation.num_bytes + sum(array.num_bytes for array in arrays)
         kernel = re.search(r"(\w+)_kernel\b", scope) if target.startswith("mosaic") else None
         if kernel and kernel[1] in SHARES:
-            return _own_kernel(kernel[1], operation, arrays, self.experts)
+            return _pallas_kernel_work(kernel[1], operation, arrays, self.experts)
         if target.startswith("__cublas"):
             left = arrays[0]
             name = f"{target} {operation.name}"
-            return _Work(name, scope, "product", moved, dot_flops(operation, left), left.dtype)
+            return _KernelWork(
+                name, scope, "product", moved, dot_flops(operation, left), left.dtype
+            )
         if target.startswith("__cudnn$fmha"):
-            return _Work(target, scope, "attention", moved, _attention_flops(operation, arrays))
+            return _KernelWork(
+                target, scope, "attention", moved, _attention_flops(operation, arrays)
+            )
         self.notes[f"a kernel is priced by its bytes alone: {target or operation.name}"] = None
-        return _Work(target or operation.name, scope, "pass", moved)
+        return _KernelWork(target or operation.name, scope, "pass", moved)
 
 
-def _rate_name(dot: HloOperation, left: HloArray) -> str:
+def _dtype_rate_key(dot: HloOperation, left: HloArray) -> str:
     """Return the key of `DTYPE_RATES` for a product."""
     is_exact = left.dtype == "f32" and "operand_precision={highest" in dot.attributes
     return EXACT_FLOAT32 if is_exact else left.dtype
 
 
-def _own_kernel(
-    name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertRows
-) -> _Work:
+def _pallas_kernel_work(
+    name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertKernelFacts
+) -> _KernelWork:
     """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or one
     of `token_permute`.
     """
     out, scope, read = operation.results[0], operation.scope, [array.num_bytes for array in arrays]
     if name == "grouped_matmul":  # count, tiles, rows, weights of groups, and scales
         _, _, rows, weights = arrays[:4]
-        num_rows, inner = experts.filled * out.shape[0], rows.size // rows.shape[1]
+        num_rows, inner = experts.filled * out.shape[0], rows.num_elements // rows.shape[1]
         groups = min(experts.num_experts or weights.shape[0], weights.shape[0])
         used = groups * (1 - (1 - 1 / groups) ** num_rows)  # expected number under uniform routing
         read[2] *= experts.filled
         read[3:] = [size * used / weights.shape[0] for size in read[3:]]
-        flops = experts.filled * 2.0 * out.size * inner
-        return _Work(
+        flops = experts.filled * 2.0 * out.num_elements * inner
+        return _KernelWork(
             name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype
         )
     if name == "weight_gradient":  # bounds, rows, gradients of what the products make
         _, rows, gradients = arrays[:3]
-        flops = experts.filled * 2.0 * rows.size * gradients.shape[-1]
+        flops = experts.filled * 2.0 * rows.num_elements * gradients.shape[-1]
         read[1:3] = [experts.filled * size for size in read[1:3]]
-        return _Work(name, scope, name, sum(read) + out.num_bytes, flops, rows.dtype)
+        return _KernelWork(name, scope, name, sum(read) + out.num_bytes, flops, rows.dtype)
     table, index = arrays[:2]  # table of rows, and the row index of each output row
-    read[0] = min(read[0], table.num_bytes / table.shape[0] * index.size)
-    return _Work(name, scope, name, sum(read) + out.num_bytes)
+    read[0] = min(read[0], table.num_bytes / table.shape[0] * index.num_elements)
+    return _KernelWork(name, scope, name, sum(read) + out.num_bytes)
 
 
 def _attention_flops(operation: HloOperation, arrays: list[HloArray]) -> float:
     """Return the FLOPs of attention over the scores that its mask leaves: two products forward, or
     five backward. arrays: queries, keys, values, ...
     """
-    batch, heads, queries, keys = operation.numbers("dimensions")  # the first: of the scores
+    batch, heads, queries, keys = operation.attribute_integers(
+        "dimensions"
+    )  # the first: of the scores
     key_dim, value_dim = arrays[0].shape[-1], arrays[2].shape[-1]
     backward = "Backward" in operation.attributes
     per_score = 3 * key_dim + 2 * value_dim if backward else key_dim + value_dim

@@ -56,7 +56,7 @@ class Collective:
             return self.held_bytes
         return self.held_bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
-    def seconds(self, links: NetworkConfig, devices_per_node: int) -> float:
+    def duration_s(self, links: NetworkConfig, devices_per_node: int) -> float:
         """Return the seconds of the collective alone: the longer of the traffic inside nodes and
         between nodes, plus a latency.
 
@@ -83,7 +83,7 @@ def collective_of(
     kind = operation.kind.removesuffix("-start")
     attributes = [operation.attributes]
     if kind == "async":
-        inner = module.called(operation, "calls").root
+        inner = module.called_computation(operation, "calls").root
         kind, attributes = inner.kind, [*attributes, inner.attributes]
     elif called := module.computations.get(operation.attribute("calls")):
         attributes += [inner.attributes for inner in called.values()]
@@ -106,7 +106,7 @@ def replica_groups(attributes: str) -> Groups:
         shape, counted, order = (
             [int(n) for n in text.split(",")] if text else [] for text in match.groups()
         )
-        numbers, size = _transposed(counted, order or list(range(len(counted)))), shape[-1]
+        numbers, size = _transposed_numbers(counted, order or list(range(len(counted)))), shape[-1]
     # the named mesh axes are the ones along which the devices of a group differ
     elif match := _MESH_GROUPS.search(attributes):
         axes = _MESH_AXIS.findall(match[1])
@@ -116,7 +116,10 @@ def replica_groups(attributes: str) -> Groups:
             [n for n, is_joined in enumerate(joined) if is_joined == which]
             for which in (False, True)
         )
-        numbers, size = _transposed(sizes, outer + inner), math.prod(sizes[n] for n in inner)
+        numbers, size = (
+            _transposed_numbers(sizes, outer + inner),
+            math.prod(sizes[n] for n in inner),
+        )
         if len(inner) != len(match[2].split(",")):  # a group covers only part of an axis
             return ()
     else:
@@ -124,7 +127,7 @@ def replica_groups(attributes: str) -> Groups:
     return tuple(tuple(numbers[i : i + size]) for i in range(0, len(numbers), size))
 
 
-def _transposed(shape: list[int], order: list[int]) -> list[int]:
+def _transposed_numbers(shape: list[int], order: list[int]) -> list[int]:
     """Return the numbers 0, 1, 2, … of an array of this shape, in the order of its transpose."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     numbers = [0]

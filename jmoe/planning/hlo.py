@@ -31,13 +31,13 @@ class HloArray:
     shape: tuple[int, ...]
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> float:
-        return ITEM_BYTES[self.dtype] * self.size
+        return ITEM_BYTES[self.dtype] * self.num_elements
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ class HloOperation:
         return sum(array.num_bytes for array in self.results)
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         """Return the total number of elements of all results."""
-        return sum(array.size for array in self.results)
+        return sum(array.num_elements for array in self.results)
 
     def attribute(self, name: str) -> str:
         """Return the value of attribute `name`, a single word; "" without the attribute."""
         match = re.search(rf'\b{name}="?%?([\w.$\-]+)', self.attributes)
         return match[1] if match else ""
 
-    def numbers(self, name: str) -> tuple[int, ...]:
+    def attribute_integers(self, name: str) -> tuple[int, ...]:
         """Return the integers in the braces or brackets after `name=` or after the JSON key `name`;
         () without them.
         """
@@ -85,7 +85,7 @@ class HloOperation:
         return match[1] if match else ""
 
     @property
-    def known_trips(self) -> int | None:
+    def known_trip_count(self) -> int | None:
         """Return the trip count of a loop, or None if XLA does not know it."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(match[1]) if match else None
@@ -104,24 +104,28 @@ class HloComputation(dict[str, HloOperation]):
         parameters = [operation for operation in self.values() if operation.kind == "parameter"]
         return sorted(parameters, key=lambda operation: int(operation.inside))
 
-    def users(self, name: str) -> Iterator[HloOperation]:
+    def users_of(self, name: str) -> Iterator[HloOperation]:
         return (operation for operation in self.values() if name in operation.operands)
 
     def read_bytes(self) -> float:
         """Return the bytes that a fusion reads; for a parameter that is only sliced, the bytes of
         the slices.
         """
-        return sum(self._read_of(parameter) for parameter in self.parameters)
+        return sum(self._parameter_read_bytes(parameter) for parameter in self.parameters)
 
-    def _read_of(self, parameter: HloOperation) -> float:
+    def _parameter_read_bytes(self, parameter: HloOperation) -> float:
         whole, ahead, bytes_read = parameter.num_bytes, [parameter], 0.0
         while ahead:
             source = ahead.pop()
-            for user in self.users(source.name):
+            for user in self.users_of(source.name):
                 first = user.operands[0] == source.name
                 if first and user.kind in _SLICES:
                     bytes_read += user.num_bytes
-                elif user.kind in _SAME_ELEMENTS and user.size == source.size and not user.is_root:
+                elif (
+                    user.kind in _SAME_ELEMENTS
+                    and user.num_elements == source.num_elements
+                    and not user.is_root
+                ):
                     ahead.append(user)
                 elif not (first and user.kind in ("dynamic-update-slice", "scatter")):
                     return whole
@@ -133,9 +137,9 @@ class HloComputation(dict[str, HloOperation]):
         """
         root = self.root
         names = root.operands if root.kind == "tuple" else (root.name,)
-        return sum(self._written_to(self[name]) for name in names)
+        return sum(self._result_written_bytes(self[name]) for name in names)
 
-    def _written_to(self, result: HloOperation) -> float:
+    def _result_written_bytes(self, result: HloOperation) -> float:
         made = result
         while made.kind in _SAME_ELEMENTS and made.operands[0] in self:
             made = self[made.operands[0]]
@@ -153,11 +157,11 @@ class HloModule:
     computations: dict[str, HloComputation]
     entry: HloComputation
 
-    def called(self, operation: HloOperation, *names: str) -> HloComputation:
+    def called_computation(self, operation: HloOperation, *names: str) -> HloComputation:
         """Return the computation named by the first of these attributes that the operation has."""
         return next(self.computations[called] for n in names if (called := operation.attribute(n)))
 
-    def branches(self, operation: HloOperation) -> list[HloComputation]:
+    def branch_computations(self, operation: HloOperation) -> list[HloComputation]:
         """Return the branch computations of a conditional."""
         match = re.search(r"branch_computations=\{([^}]*)\}", operation.attributes)
         names = _NAME.findall(match[1]) if match else []
@@ -169,10 +173,10 @@ class HloModule:
 
 def dot_flops(operation: HloOperation, left: HloArray) -> float:
     """Return the FLOPs of a matrix product, `dot` or a library call. left: the first operand."""
-    contracted = operation.numbers("lhs_contracting_dims") or operation.numbers(
-        "lhs_contracting_dimensions"
-    )
-    return 2.0 * operation.results[0].size * math.prod(left.shape[n] for n in contracted)
+    contracted = operation.attribute_integers(
+        "lhs_contracting_dims"
+    ) or operation.attribute_integers("lhs_contracting_dimensions")
+    return 2.0 * operation.results[0].num_elements * math.prod(left.shape[n] for n in contracted)
 
 
 def parse_hlo(text: str) -> HloModule:
@@ -188,14 +192,14 @@ def parse_hlo(text: str) -> HloModule:
         elif current is None and (match := _COMPUTATION.match(line)):
             computations[match[2]] = current = HloComputation()
             entry = current if match[1] else entry
-        elif current is not None and (operation := _operation(line)):
+        elif current is not None and (operation := _parse_operation(line)):
             current[operation.name] = operation
     if entry is None:
         raise ValueError("module: must be the text of an XLA module, with an ENTRY computation")
     return HloModule(computations, entry)
 
 
-def _operation(line: str) -> HloOperation | None:
+def _parse_operation(line: str) -> HloOperation | None:
     match = _OPERATION.match(line)
     if match is None:
         return None
@@ -204,7 +208,7 @@ def _operation(line: str) -> HloOperation | None:
         depth += {"(": 1, ")": -1}.get(match[5][end], 0)
         end += 1
     inside, attributes = match[5][: end - 1], match[5][end:]
-    results = tuple(_arrays(match[3]))
+    results = tuple(_parse_arrays(match[3]))
     return HloOperation(
         match[2],
         match[4],
@@ -216,7 +220,7 @@ def _operation(line: str) -> HloOperation | None:
     )
 
 
-def _arrays(text: str) -> Iterable[HloArray]:
+def _parse_arrays(text: str) -> Iterable[HloArray]:
     for dtype, sizes in _ARRAY.findall(text):
         if dtype in ITEM_BYTES:  # otherwise a token or an opaque value
             yield HloArray(dtype, tuple(int(n) for n in sizes.split(",") if n))

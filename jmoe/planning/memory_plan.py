@@ -119,7 +119,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
         if fits:
             return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
     if device_bytes is None:
-        device_bytes = _slot_bytes(model, free, options)
+        device_bytes = _default_slot_bytes(model, free, options)
     layers, e = model.weights.num_layers, model.weights.num_experts
     fit = device_bytes // model.weights.expert_bytes
     needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
@@ -136,7 +136,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     free_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
         free_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
-    tier, host_bytes = _record_tier(
+    tier, host_bytes = _record_tier_and_host_bytes(
         model.num_experts * model.record_bytes, free_bytes, model, options
     )
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
@@ -168,7 +168,7 @@ def _checked_options(model: ModelBytes, options: EngineConfig) -> EngineConfig:
             "must be auto or host with policy = 'hybrid'",
         )
         options = replace(options, expert_tier="host")
-    _check_cache(options)
+    _check_host_cache(options)
     return options
 
 
@@ -267,7 +267,7 @@ def _plan_mesh_ring(
     """Return the memory plan of each of several devices if whole layers pass through a ring of
     slots.
     """
-    _check_cache(options)
+    _check_host_cache(options)
     mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
     slots = slots_per_device(mesh, model.weights.num_experts)
     layer_bytes = slots * model.weights.expert_bytes  # of a device
@@ -304,7 +304,7 @@ def _plan_mesh_ring(
         free_host_bytes -= local_devices * (
             ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes
         )
-    tier, host_bytes = _record_tier(own_bytes, free_host_bytes, model, options)
+    tier, host_bytes = _record_tier_and_host_bytes(own_bytes, free_host_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes)
 
@@ -322,7 +322,7 @@ def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
     return slots
 
 
-def _check_cache(options: EngineConfig) -> None:
+def _check_host_cache(options: EngineConfig) -> None:
     usable = options.host_cache_bytes is None or options.expert_tier != "host"
     check(usable, "host_cache_bytes", options.host_cache_bytes, "needs expert_tier = 'nvme'")
 
@@ -332,7 +332,7 @@ def _free_device_bytes(model: ModelBytes, free: FreeMemory) -> int:
     return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
 
 
-def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:
+def _default_slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:
     """Return the default number of bytes for expert slots."""
     if options.ring_slots is not None:
         return options.ring_slots * model.weights.layer_bytes
@@ -348,7 +348,7 @@ def _slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> i
     return max(0, free_bytes)
 
 
-def _record_tier(
+def _record_tier_and_host_bytes(
     all_bytes: int, free_bytes: int, model: ModelBytes, options: EngineConfig
 ) -> tuple[Literal["host", "nvme"], int]:
     """Return (tier of a process's expert records, bytes of records in host memory).

@@ -17,7 +17,14 @@ import numpy as np
 
 from jmoe.config.checks import check
 from jmoe.config.engine import PlacementPolicy
-from jmoe.planning.placement_policies import CYCLE, ROUNDING, ExpertParts, apportion, eplb, lina
+from jmoe.planning.placement_policies import (
+    CYCLE,
+    ROUNDING,
+    ExpertParts,
+    apportion_turns,
+    eplb_parts_and_devices,
+    lina_parts_and_devices,
+)
 
 EMPTY = -1
 
@@ -53,17 +60,18 @@ class Placement:
         """Return the physical numbers of an expert's replicas, in ascending order."""
         return np.flatnonzero(self.physical_to_logical == expert)
 
-    def physical(self, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    def replicas_taking(self, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """Return int32, the physical number of the replica that takes each token.
 
         rows, experts: integer arrays of broadcastable shapes, with a token's row in the step and
         one of its experts. The result depends on these only, not on other tokens or the calling
-        device: an expert's replicas alternate over CYCLE rows, in proportion to their quotas.
+        device: an expert's replicas alternate over CYCLE rows, in proportion to their
+        replica_loads.
         """
         return self.replica_of_row[experts, rows % CYCLE]
 
     @property
-    def quotas(self) -> np.ndarray:
+    def replica_loads(self) -> np.ndarray:
         """Return float64 [N, S], the popularity that each replica takes if tokens are spread evenly
         over rows.
         """
@@ -78,7 +86,7 @@ class Placement:
     @property
     def loads(self) -> np.ndarray:
         """Return float64 [N], the popularity that each device takes."""
-        loads: np.ndarray = self.quotas.sum(axis=1)
+        loads: np.ndarray = self.replica_loads.sum(axis=1)
         return loads
 
     @property
@@ -101,7 +109,7 @@ class Fill(NamedTuple):
     expert: int
 
 
-class Changes(NamedTuple):
+class PlacementChanges(NamedTuple):
     """A placement whose slots are ordered so that most experts stay in place, and the loads that
     lead to it.
     """
@@ -110,7 +118,7 @@ class Changes(NamedTuple):
     fills: tuple[Fill, ...]
 
 
-def place(
+def place_experts(
     popularity_E: np.ndarray,
     num_devices: int,
     *,
@@ -144,21 +152,23 @@ def place(
             " devices"
         )
         check(slots * num_devices >= size, name, slots, enough)
-    num_nodes = _checked_nodes(nodes, num_devices, num_groups, size)
+    num_nodes = _checked_num_nodes(nodes, num_devices, num_groups, size)
 
     shape, in_order = (num_devices, slots_per_device), np.arange(size) * num_devices // size
     largest = np.max(np.bincount(in_order, popularity_E))
     if policy != "even" and popularity_E.any():
         if policy == "lina":
-            parts, devices = lina(popularity_E, num_devices, capacity)
+            parts, devices = lina_parts_and_devices(popularity_E, num_devices, capacity)
         else:
             split = num_nodes if num_groups % num_nodes == 0 else 1
-            parts, devices = eplb(popularity_E, num_devices, capacity, split, num_groups)
-        planned = _placement(parts, devices, shape, popularity_E)
+            parts, devices = eplb_parts_and_devices(
+                popularity_E, num_devices, capacity, split, num_groups
+            )
+        planned = _placement_of_parts(parts, devices, shape, popularity_E)
         if planned.loads.max() <= largest * (1 + ROUNDING):
             return planned
     parts = ExpertParts(np.arange(size), np.full(size, CYCLE), popularity_E)
-    return _placement(parts, in_order, shape, popularity_E)
+    return _placement_of_parts(parts, in_order, shape, popularity_E)
 
 
 def _check_popularity(popularity_E: np.ndarray) -> None:
@@ -175,7 +185,7 @@ def _check_popularity(popularity_E: np.ndarray) -> None:
     )
 
 
-def _checked_nodes(nodes: int | None, num_devices: int, num_groups: int, size: int) -> int:
+def _checked_num_nodes(nodes: int | None, num_devices: int, num_groups: int, size: int) -> int:
     """Return the number of nodes. Raises `ValueError` unless nodes divide the devices and groups
     divide the experts.
     """
@@ -195,9 +205,9 @@ def _checked_nodes(nodes: int | None, num_devices: int, num_groups: int, size: i
     return num_nodes
 
 
-def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Placement:
+def placement_from_slots(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Placement:
     """Return the `Placement` with experts in the given slots; an expert's replicas get equal
-    quotas.
+    replica_loads.
 
     physical_to_logical: integers [N, S], EMPTY for an empty slot. Raises `ValueError` if an expert
     is missing, or twice on a device.
@@ -223,15 +233,15 @@ def place_as(physical_to_logical: np.ndarray, popularity_E: np.ndarray) -> Place
     check(once, "physical_to_logical", physical_to_logical, "must have no expert twice on a device")
     num_turns_NS = np.zeros(experts_NS.shape, np.int64)
     for expert in range(size):
-        num_turns_NS[experts_NS == expert] = apportion(np.ones(copies[expert]))
+        num_turns_NS[experts_NS == expert] = apportion_turns(np.ones(copies[expert]))
     return Placement(
         experts_NS,
-        _take_turns(experts_NS, num_turns_NS, size),
+        _spread_turns(experts_NS, num_turns_NS, size),
         np.asarray(popularity_E, np.float64),
     )
 
 
-def shared_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
+def shared_slot_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
     """Return a row of slots for each layer, such that layers with disjoint sets of devices share a
     row.
 
@@ -249,17 +259,17 @@ def shared_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
     return rows
 
 
-def slot_rows(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+def slot_rows_and_sizes(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
     """Return (row of each layer, slots per device of each row) for layers whose placement never
-    changes; see `shared_rows`.
+    changes; see `shared_slot_rows`.
     """
     on_NS = [placement.physical_to_logical != EMPTY for placement in placements]
-    rows = shared_rows([set(np.flatnonzero(on.any(axis=1)).tolist()) for on in on_NS])
+    rows = shared_slot_rows([set(np.flatnonzero(on.any(axis=1)).tolist()) for on in on_NS])
     slots = dict(zip(rows, (placement.slots_per_device for placement in placements), strict=True))
     return rows, [slots[row] for row in range(len(slots))]
 
 
-def changes(held: np.ndarray, new: Placement) -> Changes:
+def placement_changes(held: np.ndarray, new: Placement) -> PlacementChanges:
     """Return the loads that turn the slots' current contents into a new placement.
 
     held: integers [N, S], the expert whose weights are in each slot, or EMPTY; initially
@@ -296,12 +306,12 @@ def changes(held: np.ndarray, new: Placement) -> Changes:
                 fills.append(Fill(device, places[expert], expert))
             ordered_NS[device, places[expert]] = expert
             moved_to[device * slots + slot] = device * slots + places[expert]
-    return Changes(
+    return PlacementChanges(
         Placement(ordered_NS, moved_to[new.replica_of_row], new.popularity_E), tuple(fills)
     )
 
 
-def _placement(
+def _placement_of_parts(
     parts: ExpertParts, device_I: np.ndarray, shape: tuple[int, int], popularity_E: np.ndarray
 ) -> Placement:
     """Return the placement of parts on devices, with each device's experts in ascending order."""
@@ -311,11 +321,11 @@ def _placement(
     experts_NS[device_I[order], slots] = parts.experts[order]
     num_turns_NS[device_I[order], slots] = parts.num_turns[order]
     return Placement(
-        experts_NS, _take_turns(experts_NS, num_turns_NS, len(popularity_E)), popularity_E
+        experts_NS, _spread_turns(experts_NS, num_turns_NS, len(popularity_E)), popularity_E
     )
 
 
-def _take_turns(experts_NS: np.ndarray, num_turns_NS: np.ndarray, num_experts: int) -> np.ndarray:
+def _spread_turns(experts_NS: np.ndarray, num_turns_NS: np.ndarray, num_experts: int) -> np.ndarray:
     """Return int32 [E, C], the replica of each turn, with every replica's turns evenly spaced."""
     experts, turns = experts_NS.ravel(), num_turns_NS.ravel()
     replica_EC = np.zeros((num_experts, CYCLE), np.int32)

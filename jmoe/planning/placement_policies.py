@@ -32,7 +32,7 @@ class ExpertParts(NamedTuple):
     weights: np.ndarray
 
 
-def lina(
+def lina_parts_and_devices(
     popularity_E: np.ndarray, num_devices: int, capacity: int
 ) -> tuple[ExpertParts, np.ndarray]:
     """Return Lina's parts and the device of each (section 5.2 of the paper).
@@ -46,7 +46,7 @@ def lina(
     """
     needed_E = num_devices * popularity_E / popularity_E.sum()
     wanted_E = np.clip(np.ceil(needed_E * (1 - ROUNDING)), 1, num_devices).astype(np.int64)
-    copies_E = _replicate(needed_E, num_devices * capacity, wanted_E)
+    copies_E = _count_replicas(needed_E, num_devices * capacity, wanted_E)
     shares = []
     for needed, copies, wanted in zip(needed_E, copies_E, wanted_E, strict=True):
         whole = np.full(copies, needed / copies)
@@ -54,7 +54,7 @@ def lina(
             whole = np.append(np.ones(copies - 1), needed - (copies - 1))
         shares.append(whole)
 
-    def choose(
+    def choose_device(
         weight: float, devices: np.ndarray, loads_N: np.ndarray, counts_N: np.ndarray
     ) -> int:
         if weight == 0:
@@ -62,11 +62,11 @@ def lina(
         fitting = devices[loads_N[devices] + weight <= 1 + ROUNDING]
         return int(fitting[0] if fitting.size else devices[np.argmin(loads_N[devices])])
 
-    parts = _parts(shares)
-    return parts, _pack(parts, num_devices, capacity, choose)
+    parts = _make_parts(shares)
+    return parts, _assign_devices(parts, num_devices, capacity, choose_device)
 
 
-def _eplb_of_node(
+def _eplb_parts_within_node(
     popularity_E: np.ndarray, num_devices: int, capacity: int
 ) -> tuple[ExpertParts, np.ndarray]:
     """Return equal replicas of experts, and the device of each; replicas fill the slots, the same
@@ -76,41 +76,45 @@ def _eplb_of_node(
     assigned, the heaviest first, to the least loaded device.
     """
     most_E = np.where(popularity_E > 0, num_devices, 1)
-    copies_E = _replicate(popularity_E, num_devices * capacity, most_E)
-    parts = _parts(
+    copies_E = _count_replicas(popularity_E, num_devices * capacity, most_E)
+    parts = _make_parts(
         [np.full(copies, popularity / copies) for popularity, copies in zip(popularity_E, copies_E)]
     )
     room = -(-len(parts.experts) // num_devices)
 
-    def choose(
+    def choose_device(
         weight: float, devices: np.ndarray, loads_N: np.ndarray, counts_N: np.ndarray
     ) -> int:
         return int(devices[np.lexsort((counts_N[devices], loads_N[devices]))[0]])
 
-    return parts, _pack(parts, num_devices, room, choose)
+    return parts, _assign_devices(parts, num_devices, room, choose_device)
 
 
-def eplb(
+def eplb_parts_and_devices(
     popularity_E: np.ndarray, num_devices: int, capacity: int, num_nodes: int, num_groups: int
 ) -> tuple[ExpertParts, np.ndarray]:
     """Return EPLB's parts and the device of each: groups of experts are packed onto nodes, equally
     many on each, then replicated inside the node.
     """
     if num_nodes == 1:
-        return _eplb_of_node(popularity_E, num_devices, capacity)
+        return _eplb_parts_within_node(popularity_E, num_devices, capacity)
     experts_GE = np.arange(len(popularity_E)).reshape(num_groups, -1)
     groups = ExpertParts(
         np.arange(num_groups), np.zeros(num_groups), popularity_E[experts_GE].sum(axis=1)
     )
 
-    def choose(weight: float, nodes: np.ndarray, loads_P: np.ndarray, counts_P: np.ndarray) -> int:
+    def choose_node(
+        weight: float, nodes: np.ndarray, loads_P: np.ndarray, counts_P: np.ndarray
+    ) -> int:
         return int(nodes[np.argmin(loads_P[nodes])])
 
-    node_G = _pack(groups, num_nodes, num_groups // num_nodes, choose)
+    node_G = _assign_devices(groups, num_nodes, num_groups // num_nodes, choose_node)
     rows = []
     for node in range(num_nodes):
         experts = experts_GE[node_G == node].ravel()
-        parts, devices = _eplb_of_node(popularity_E[experts], num_devices // num_nodes, capacity)
+        parts, devices = _eplb_parts_within_node(
+            popularity_E[experts], num_devices // num_nodes, capacity
+        )
         here = node * (num_devices // num_nodes) + devices
         rows.append((experts[parts.experts], parts.num_turns, parts.weights, here))
     experts, turns, weights, devices = (
@@ -119,7 +123,7 @@ def eplb(
     return ExpertParts(experts, turns, weights), devices
 
 
-def _replicate(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.ndarray:
+def _count_replicas(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.ndarray:
     """Return int64 [E], the replicas of each expert: one each, and further ones for the expert with
     the most load per replica.
 
@@ -135,18 +139,18 @@ def _replicate(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.nda
     return copies_E
 
 
-def _parts(shares: list[np.ndarray]) -> ExpertParts:
+def _make_parts(shares: list[np.ndarray]) -> ExpertParts:
     """Return one part for each share of an expert, without shares that are too small for a single
     turn.
     """
     rows = []
     for expert, weights in enumerate(shares):
-        turns = apportion(weights) if len(weights) > 1 else [CYCLE]
+        turns = apportion_turns(weights) if len(weights) > 1 else [CYCLE]
         rows += [(expert, turns[i], weights[i]) for i in range(len(weights)) if turns[i] > 0]
     return ExpertParts(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def apportion(weights: np.ndarray) -> np.ndarray:
+def apportion_turns(weights: np.ndarray) -> np.ndarray:
     """Return int64, the number of CYCLE turns of each of an expert's replicas, by the
     largest-remainder method.
     """
@@ -160,19 +164,21 @@ def apportion(weights: np.ndarray) -> np.ndarray:
 Choose = Callable[[float, np.ndarray, np.ndarray, np.ndarray], int]
 
 
-def _pack(parts: ExpertParts, num_devices: int, capacity: int, choose: Choose) -> np.ndarray:
+def _assign_devices(
+    parts: ExpertParts, num_devices: int, capacity: int, choose_device: Choose
+) -> np.ndarray:
     """Return the device of each part [I]. Parts are assigned by descending load, at most `capacity`
     per device, and no expert twice on a device.
 
-    choose: called with a part's load, the devices that may take it, and the loads and counts of all
-    devices; returns a device. If every device with a free slot already has the part's expert,
-    another part moves to that device and frees its own slot for this part.
+    choose_device: called with a part's load, the devices that may take it, and the loads and counts
+    of all devices; returns a device. If every device with a free slot already has the part's
+    expert, another part moves to that device and frees its own slot for this part.
     """
     device_I = np.full(len(parts.experts), NOWHERE)
     loads_N, counts_N = np.zeros(num_devices), np.zeros(num_devices, np.int64)
     holds_NE = np.zeros((num_devices, int(parts.experts.max()) + 1), bool)
 
-    def put(part: int, device: int, sign: int = 1) -> None:
+    def add_or_remove(part: int, device: int, sign: int = 1) -> None:
         device_I[part] = device if sign > 0 else NOWHERE
         loads_N[device] += sign * parts.weights[part]
         counts_N[device] += sign
@@ -182,7 +188,9 @@ def _pack(parts: ExpertParts, num_devices: int, capacity: int, choose: Choose) -
         expert = parts.experts[part]
         devices = np.flatnonzero((counts_N < capacity) & ~holds_NE[:, expert])
         if devices.size:
-            put(part, choose(float(parts.weights[part]), devices, loads_N, counts_N))
+            add_or_remove(
+                part, choose_device(float(parts.weights[part]), devices, loads_N, counts_N)
+            )
             continue
         # A device with a free slot has this expert, so at most capacity - 2 others. A device
         # without it has `capacity` others, at least one of which is not on the former device. Of
@@ -202,7 +210,7 @@ def _pack(parts: ExpertParts, num_devices: int, capacity: int, choose: Choose) -
                 )
         _, other, roomy = min(moves)
         device = int(device_I[other])
-        put(other, device, -1)
-        put(other, roomy)
-        put(part, device)
+        add_or_remove(other, device, -1)
+        add_or_remove(other, roomy)
+        add_or_remove(part, device)
     return device_I

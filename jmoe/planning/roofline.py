@@ -34,7 +34,7 @@ def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: flo
     return num_experts * (1 - (1 - num_experts_per_tok / num_experts) ** num_tokens)
 
 
-def scaled_share(
+def scale_chosen_share(
     share: float,
     num_experts: int,
     num_experts_per_tok: int,
@@ -81,8 +81,8 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Measured times and rates of the machine, and routing of one phase (prefill or decode).
+class Measurements:
+    """Measurements times and rates of the machine, and routing of one phase (prefill or decode).
 
     bandwidth_bytes_per_s: from the experts' tier to the device. compute_s: one layer with its
     weights on the device. sync_s: reading the router's choice back to the host, per layer.
@@ -124,7 +124,9 @@ class Prediction:
     streamed_bytes: float
 
 
-def predict_resident(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+def predict_resident(
+    weights: ExpertWeights, measured: Measurements, device_bytes: int
+) -> Prediction:
     """Predict a step with all experts on the device: N c seconds. Fits if N E s_e bytes fit."""
     return Prediction(
         "resident",
@@ -134,7 +136,7 @@ def predict_resident(weights: ExpertWeights, measured: Measured, device_bytes: i
     )
 
 
-def predict_ring(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+def predict_ring(weights: ExpertWeights, measured: Measurements, device_bytes: int) -> Prediction:
     """Predict a step in which layers pass through two slots, and layers that fit besides stay
     resident.
 
@@ -151,7 +153,9 @@ def predict_ring(weights: ExpertWeights, measured: Measured, device_bytes: int) 
     return Prediction("ring", fitting >= slots, num_layers * layer_s, float(streamed_bytes))
 
 
-def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+def predict_experts(
+    weights: ExpertWeights, measured: Measurements, device_bytes: int
+) -> Prediction:
     """Predict a step that fetches only the chosen experts, into slots shared with a resident set of
     frequent experts.
 
@@ -177,7 +181,7 @@ def predict_experts(weights: ExpertWeights, measured: Measured, device_bytes: in
     return Prediction("experts", slots >= needed, step_s, weights.num_layers * layer_streamed_bytes)
 
 
-def predict_hybrid(weights: ExpertWeights, measured: Measured, device_bytes: int) -> Prediction:
+def predict_hybrid(weights: ExpertWeights, measured: Measurements, device_bytes: int) -> Prediction:
     """Predict a step like `predict_experts` in which the CPU computes with some of the missing
     experts.
 

@@ -100,7 +100,7 @@ def plan_segments(
     plans, errors = [], []
     for split in SPLITS if by is None else (by,):
         try:
-            plans.append(_plan(model, described, tokens, split))
+            plans.append(_plan_split(model, described, tokens, split))
         except ValueError as error:
             errors.append(error)
     if not plans:
@@ -108,7 +108,7 @@ def plan_segments(
     return min(plans, key=lambda plan: plan.step_s)
 
 
-def _plan(
+def _plan_split(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy
 ) -> SegmentPlan:
     """Return the plan of one kind of split with the shortest step. Raises `ValueError` if none
@@ -125,15 +125,15 @@ def _plan(
         for one in machines
     ]
     room, least = max(0, min(rooms)), rooms.index(min(rooms))
-    groups, most = _groups(machines, by), weights.num_experts
+    groups, most = _device_groups(machines, by), weights.num_experts
     possible: list[tuple[float, int, tuple[LayerPlace, ...]]] = []
     for cap in range(-(-most // max(map(len, groups))), most + 1):
         dealt = [
-            _place(model, described, tokens, group, cap)
+            _place_layer(model, described, tokens, group, cap)
             for group in groups
             if len(group) * cap >= most
         ]
-        places = _with_layers(dealt, weights.num_layers, room // cap)
+        places = _distribute_layers(dealt, weights.num_layers, room // cap)
         if places:
             slots = max(place.layers for place in places) * max(
                 max(place.experts_N) for place in places
@@ -151,7 +151,7 @@ def _plan(
     return SegmentPlan(by, places, slots * weights.expert_bytes + rest_bytes)
 
 
-def _groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]:
+def _device_groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]:
     """Return the groups of devices that share a layer."""
     ends = [sum(one.devices for one in machines[: n + 1]) for n in range(len(machines))]
     if by == "experts":
@@ -161,7 +161,7 @@ def _groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]
     return [list(range(end - one.devices, end)) for one, end in zip(machines, ends, strict=True)]
 
 
-def _with_layers(
+def _distribute_layers(
     places: Sequence[LayerPlace], num_layers: int, most: int
 ) -> tuple[LayerPlace, ...]:
     """Return the places with their numbers of layers: at most `most` each, the fastest places
@@ -185,7 +185,7 @@ def _with_layers(
     )
 
 
-def _place(
+def _place_layer(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, group: Sequence[int], cap: int
 ) -> LayerPlace:
     """Return the place of a layer on a group of devices with at most `cap` experts each.
@@ -204,21 +204,21 @@ def _place(
     if described.network is not None:
         sizes = [one.devices for one in described.machines]
         needed_N = [
-            _needed(n, model.weights.num_experts, model.weights.num_experts_per_tok)
+            _reached_token_share(n, model.weights.num_experts, model.weights.num_experts_per_tok)
             for n in experts_N
         ]
-        link_s = 2 * _sent_s(needed_N, sizes, described.network, tokens)
+        link_s = 2 * _send_tokens_s(needed_N, sizes, described.network, tokens)
     return LayerPlace(tuple(experts_N), read_s, link_s)
 
 
-def _needed(experts: int, num_experts: int, k: int) -> float:
+def _reached_token_share(experts: int, num_experts: int, k: int) -> float:
     """Return the fraction of tokens that choose at least one of `experts` experts under uniform
     routing.
     """
     return 1 - math.comb(num_experts - experts, k) / math.comb(num_experts, k)
 
 
-def _sent_s(
+def _send_tokens_s(
     needed_N: Sequence[float], sizes: Sequence[int], network: NetworkConfig, tokens: StepTokens
 ) -> float:
     """Return the seconds to send tokens, one way, to the devices that need them. Tokens are evenly

@@ -11,7 +11,7 @@ import numpy as np
 from jmoe.config.engine import Policy
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.roofline import (
-    Measured,
+    Measurements,
     Prediction,
     distinct_experts,
     predict_experts,
@@ -23,7 +23,7 @@ from jmoe.planning.roofline import (
 MOST_TOKENS_ON_HOST = 32  # limit of the native CPU operations, in tokens of a step
 
 
-def _tokens(count: int) -> str:
+def _tokens_text(count: int) -> str:
     return "1 token" if count == 1 else f"{count} tokens"
 
 
@@ -49,7 +49,7 @@ class Calibration:
     def __str__(self) -> str:
         of_steps = zip(self.step_tokens, self.layer_s, strict=True)
         layers = ", ".join(
-            f"{seconds * 1e3:.3g} ms for {_tokens(tokens)}" for tokens, seconds in of_steps
+            f"{seconds * 1e3:.3g} ms for {_tokens_text(tokens)}" for tokens, seconds in of_steps
         )
         rates = {
             "experts are copied": self.bandwidth_bytes_per_s,
@@ -110,14 +110,14 @@ class StreamingPlan:
         nvme = self.calibration.nvme_bytes_per_s / missed if missed > 0 else math.inf
         return min(self.calibration.bandwidth_bytes_per_s, nvme)
 
-    def measured(self, num_tokens: int) -> Measured:
+    def interpolate_measurements(self, num_tokens: int) -> Measurements:
         """Return the measurements, interpolated for a step of `num_tokens` tokens."""
         assert self.calibration is not None
         layer_s = float(
             np.interp(num_tokens, self.calibration.step_tokens, self.calibration.layer_s)
         )
         rates = self.bandwidth_bytes_per_s, self.calibration.host_bytes_per_s
-        uniform = Measured(
+        uniform = Measurements(
             rates[0], layer_s, num_tokens, self.calibration.sync_s, host_bytes_per_s=rates[1]
         )
         routing, weights = self.routing, self.memory.model.weights
@@ -132,7 +132,7 @@ class StreamingPlan:
             early_fraction=routing.early_fraction,
         )
 
-    def policy(self, num_tokens: int) -> Policy:
+    def choose_policy(self, num_tokens: int) -> Policy:
         """Return how a step of `num_tokens` tokens gets its experts; the fastest way if the memory
         plan's policy is `auto`.
 
@@ -155,7 +155,7 @@ class StreamingPlan:
         """
         if self.calibration is None:
             return ()
-        measured, weights = self.measured(num_tokens), self.memory.model.weights
+        measured, weights = self.interpolate_measurements(num_tokens), self.memory.model.weights
         device_bytes = self.memory.device_expert_bytes
         resident = predict_resident(weights, measured, device_bytes)
         if self.memory.policy == "resident":
@@ -169,7 +169,7 @@ class StreamingPlan:
         """Return the predicted seconds of a step of `num_tokens` tokens, with logits and sampling;
         None without measurements.
         """
-        policy, calibration = self.policy(num_tokens), self.calibration
+        policy, calibration = self.choose_policy(num_tokens), self.calibration
         predicted = [p.step_s for p in self.predictions(num_tokens) if p.policy == policy]
         return predicted[0] + calibration.rest_s if predicted and calibration is not None else None
 
@@ -179,5 +179,5 @@ class StreamingPlan:
             f"{p.policy} {p.step_s * 1e3:.1f} ms" + ("" if p.fits else " (does not fit)")
             for p in self.predictions(num_tokens)
         )
-        line = f"{_tokens(num_tokens)} a step: {self.policy(num_tokens)}"
+        line = f"{_tokens_text(num_tokens)} a step: {self.choose_policy(num_tokens)}"
         return f"{line}, predicted: {said}" if said else line

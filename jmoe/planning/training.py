@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jmoe.config.tiers import TIERS, Tier
 from jmoe.planning.memory_plan import RESERVE
-from jmoe.planning.roofline import distinct_experts, scaled_share
+from jmoe.planning.roofline import distinct_experts, scale_chosen_share
 
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 WEIGHT_BYTES = 4  # per parameter, moment or summed gradient
@@ -64,10 +64,10 @@ class Machine:
         options = " and ".join(f"--machine.{tier}-bytes" for tier in self.assumed_tiers)
         return [line if self.shared else f"{line}: give {options} of the hosts that the run is for"]
 
-    def larger(self, tier: Tier) -> str:
+    def enlarge_advice(self, tier: Tier) -> str:
         """Return advice for a tier that no other change makes large enough."""
         if tier in self.assumed_tiers and not self.shared:
-            free = _gigabytes(self.free_bytes(tier))
+            free = _gigabytes_text(self.free_bytes(tier))
             return (
                 f"--machine.{tier}-bytes, if a host of the run has more than the {free} of this"
                 " machine"
@@ -123,7 +123,7 @@ class TrainedModel:
     on_gpu: bool = False
 
     @property
-    def in_use_bytes(self) -> int:
+    def layer_activation_bytes(self) -> int:
         """Return the bytes that a device uses for a layer of a micro-batch, besides the layer's
         weights.
         """
@@ -133,12 +133,12 @@ class TrainedModel:
         return (self.working_bytes + recomputed_bytes) // self.num_devices
 
     @property
-    def loss_bytes(self) -> int:
+    def device_logits_bytes(self) -> int:
         """Return the bytes of logits that a device has at once."""
         return min(self.loss_chunk_bytes, self.logits_bytes // self.num_devices)
 
     @property
-    def casts_experts(self) -> bool:
+    def casts_all_experts_at_once(self) -> bool:
         """Return True if the experts of all layers are cast to the compute dtype at once, and their
         gradients stay in that dtype.
 
@@ -158,17 +158,17 @@ class TrainedModel:
         return self.all_devices if self.shard_dense else 1
 
     @property
-    def all_parameters(self) -> int:
+    def all_expert_parameters(self) -> int:
         """Return the number of parameters of all experts."""
         return self.num_layers * self.num_experts * self.expert_parameters
 
     @property
-    def device_parameters(self) -> int:
+    def device_expert_parameters(self) -> int:
         """Return the number of parameters of one device's experts."""
-        return self.all_parameters // self.num_devices
+        return self.all_expert_parameters // self.num_devices
 
     @property
-    def even_experts(self) -> float:
+    def uniform_active_experts(self) -> float:
         """Return the expected number of a device's experts of a layer that any replica's tokens
         choose in a step under uniform routing.
         """
@@ -180,12 +180,12 @@ class TrainedModel:
     @property
     def active_experts(self) -> float:
         """Return the mean number of a device's experts of a layer that a step's tokens choose:
-        measured if `chosen_share` is set, else `even_experts`.
+        measured if `chosen_share` is set, else `uniform_active_experts`.
         """
         return (
             self.chosen_share * self.num_experts / self.num_devices
             if self.chosen_share
-            else self.even_experts
+            else self.uniform_active_experts
         )
 
     @property
@@ -193,7 +193,7 @@ class TrainedModel:
         """Return the number of a device's experts of a layer to plan slots for: single steps may
         choose more experts than the mean.
         """
-        return max(self.even_experts, self.active_experts)
+        return max(self.uniform_active_experts, self.active_experts)
 
     @property
     def tokens_per_expert(self) -> float:
@@ -206,7 +206,9 @@ class TrainedModel:
 
 
 class ExpertTraffic(NamedTuple):
-    """Bytes moved for one expert: between device and host, read from NVMe, and written to NVMe."""
+    """Bytes traffic_of for one expert: between device and host, read from NVMe, and written to
+    NVMe.
+    """
 
     link_bytes: float
     read_bytes: float
@@ -267,7 +269,7 @@ class TrainingPlan:
         return {tier: bytes_ for tier, bytes_ in left.items() if bytes_ > 0}
 
     @property
-    def slot_experts(self) -> int:
+    def experts_per_slot(self) -> int:
         """Return the number of experts per layer slot of a device: as configured, but at least the
         experts that a step's tokens choose.
         """
@@ -282,7 +284,10 @@ class TrainingPlan:
         """Return the bytes of host memory that cache one device's expert records of the tier
         nvme.
         """
-        on_disk = _record_bytes(self.model, self.placement) * self.model.device_parameters
+        on_disk = (
+            _nvme_bytes_per_parameter(self.model, self.placement)
+            * self.model.device_expert_parameters
+        )
         cache_bytes = self.placement.host_cache_bytes
         return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
 
@@ -305,12 +310,12 @@ class TrainingPlan:
             n * model.expert_parameters for n in (4, 8, model.gradient_bytes)
         )
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
-        on_disk = _record_bytes(model, place) * model.device_parameters
+        on_disk = _nvme_bytes_per_parameter(model, place) * model.device_expert_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
         # the last layers' weights are still on the device
         again = 1 - min(1.0, place.device_layers / model.num_layers)
 
-        def moved(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
+        def traffic_of(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
             """Return the bytes of all kinds; times: how often each comes and goes."""
             link = read = written = 0.0
             for (tier, size), (comes, goes) in zip(kinds, times, strict=True):
@@ -319,10 +324,10 @@ class TrainingPlan:
                 written += size * goes * missed * (tier == "nvme")
             return ExpertTraffic(link, read, written)
 
-        return moved([(1, 1), (1, 1), (1, 0)]), moved([(again, 0), (0, 0), (0, 1)])
+        return traffic_of([(1, 1), (1, 1), (1, 0)]), traffic_of([(again, 0), (0, 0), (0, 1)])
 
     @property
-    def transfer_s(self) -> tuple[float, float]:
+    def expert_transfer_s(self) -> tuple[float, float]:
         """Return the seconds of one expert's transfers, (forward, backward), each on the slower of
         link and disk.
         """
@@ -335,7 +340,7 @@ class TrainingPlan:
         return seconds[0], seconds[1]
 
     @property
-    def passes(self) -> tuple[int, int]:
+    def dense_passes(self) -> tuple[int, int]:
         """Return the number of products of a dense weight with a token, (forward, backward);
         recomputation adds one.
         """
@@ -344,7 +349,7 @@ class TrainingPlan:
     @property
     def expert_passes(self) -> tuple[int, int]:
         """Return the number of products of an expert's weight with a token, (forward, backward)."""
-        forward, back = self.passes
+        forward, back = self.dense_passes
         return forward, back + self.model.experts_again
 
     @property
@@ -353,7 +358,7 @@ class TrainingPlan:
         expert's transfers, in both passes.
         """
         flops = 2 * self.model.expert_parameters  # of a token and a pass
-        both = zip(self.transfer_s, self.expert_passes, strict=True)
+        both = zip(self.expert_transfer_s, self.expert_passes, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     @property
@@ -369,15 +374,15 @@ class TrainingPlan:
         num_active = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.dense_shards
         updated += num_active * model.expert_parameters
-        passes = zip(self.expert_passes, self.passes, strict=True)
+        passes = zip(self.expert_passes, self.dense_passes, strict=True)
         flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)
         return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
 
     @property
-    def transfers_s(self) -> tuple[float, float]:
+    def step_transfers_s(self) -> tuple[float, float]:
         """Return the seconds of a step's expert transfers, (forward, backward)."""
-        forward, back = self.transfer_s
+        forward, back = self.expert_transfer_s
         experts = self.model.num_layers * self.model.active_experts
         return experts * forward, experts * back
 
@@ -386,27 +391,29 @@ class TrainingPlan:
         their sum if `overlapped` is False.
         """
         longer = max if overlapped else operator.add
-        return sum(longer(*both) for both in zip(self.compute_s, self.transfers_s, strict=True))
+        return sum(
+            longer(*both) for both in zip(self.compute_s, self.step_transfers_s, strict=True)
+        )
 
     def advice(self) -> list[str]:
         """Return one line per tier that is too small, with settings to change; [] if everything
         fits.
         """
-        return [self._advice(tier) for tier in self.lacking]
+        return [self._tier_advice(tier) for tier in self.lacking]
 
-    def _advice(self, tier: Tier) -> str:
-        sizes = {kind: size for _, kind, _ in self.rows if (size := self._bytes_of(tier, kind))}
+    def _tier_advice(self, tier: Tier) -> str:
+        sizes = {kind: size for _, kind, _ in self.rows if (size := self._state_bytes(tier, kind))}
         by_size = sorted(sizes, key=lambda kind: -sizes[kind])
         remedies = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
         if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
-            remedies.append(self.machine.larger(tier))
-        lack, most = _gigabytes(self.lacking[tier]), _gigabytes(sizes[by_size[0]])
+            remedies.append(self.machine.enlarge_advice(tier))
+        lack, most = _gigabytes_text(self.lacking[tier]), _gigabytes_text(sizes[by_size[0]])
         return (
             f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take"
             f" {', or '.join(remedies)}"
         )
 
-    def _bytes_of(self, tier: Tier, kind: str) -> int:
+    def _state_bytes(self, tier: Tier, kind: str) -> int:
         """Return the bytes of one kind of state on a tier, counted as in `needed_bytes`."""
         rows = tuple(row for row in self.rows if row[1] == kind)
         return replace(self, rows=rows).needed_bytes(tier)
@@ -416,11 +423,11 @@ class TrainingPlan:
         more than now.
         """
         remedies: dict[str, str] = {}
-        for setting, value, model, place in _changes(self.model, self.placement):
+        for setting, value, model, place in _possible_changes(self.model, self.placement):
             plan = plan_training(model, place, self.machine)
             saved = self.needed_bytes(tier) - plan.needed_bytes(tier)
             shrinks = (
-                plan._bytes_of(tier, kind) < self._bytes_of(tier, kind)
+                plan._state_bytes(tier, kind) < self._state_bytes(tier, kind)
                 and saved > 0.1 * self.lacking[tier]
             )
             harmless = all(
@@ -429,17 +436,23 @@ class TrainingPlan:
             # For each setting keep the first value that is enough, or else the last one.
             enough = setting in remedies and remedies[setting].endswith(_ENOUGH)
             if shrinks and harmless and not enough:
-                remark = _ENOUGH if tier not in plan.lacking else f" ({_gigabytes(saved)} less)"
+                remark = (
+                    _ENOUGH if tier not in plan.lacking else f" ({_gigabytes_text(saved)} less)"
+                )
                 remedies[setting] = f"{setting} = {value}{remark}"
         return list(remedies.values())[:3]
 
     def __str__(self) -> str:
         advice = self.advice()
         fits = [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice]
-        lines = [*self._table(), *self.machine.free_bytes_note, *(fits if advice else ["it fits"])]
-        return "\n".join([*lines, *self._prediction()])
+        lines = [
+            *self._table_lines(),
+            *self.machine.free_bytes_note,
+            *(fits if advice else ["it fits"]),
+        ]
+        return "\n".join([*lines, *self._prediction_lines()])
 
-    def _table(self) -> list[str]:
+    def _table_lines(self) -> list[str]:
         """Return lines with the bytes of each kind of state on each tier."""
         num_devices = self.model.all_devices
         hosts = num_devices // self.model.devices_per_host
@@ -448,9 +461,9 @@ class TrainingPlan:
             sizes = [
                 sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS
             ]
-            table[kind] = [_gigabytes(size) if size else "" for size in sizes]
-        table["together"] = [_gigabytes(self.bytes_on(tier)) for tier in TIERS]
-        table["free"] = [_gigabytes(self.machine.free_bytes(tier)) for tier in TIERS]
+            table[kind] = [_gigabytes_text(size) if size else "" for size in sizes]
+        table["together"] = [_gigabytes_text(self.bytes_on(tier)) for tier in TIERS]
+        table["free"] = [_gigabytes_text(self.machine.free_bytes(tier)) for tier in TIERS]
         if self.machine.shared:
             table["free"][TIERS.index("device")] = "of the host"
         return [
@@ -464,7 +477,7 @@ class TrainingPlan:
             ),
         ]
 
-    def _prediction(self) -> list[str]:
+    def _prediction_lines(self) -> list[str]:
         """Return lines with the predicted step time and the figures it assumes."""
         model, machine, lines = self.model, self.machine, list[str]()
         predicted = f"predicted step: {self.step_s():.2f} s"
@@ -498,7 +511,7 @@ _LARGER = {
 }
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A setting's new value, with the model and the placement that result."""
 
     setting: str
@@ -507,11 +520,11 @@ class Change(NamedTuple):
     placement: StatePlacement
 
 
-def _gigabytes(size: int) -> str:
+def _gigabytes_text(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
+def _possible_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
     """Yield the changes of settings that may save memory, those with the least effect on the run
     first.
     """
@@ -520,9 +533,9 @@ def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
         again = replace(
             model, residual_bytes=residual_bytes, experts_residual_bytes=0, experts_again=True
         )
-        yield Change("remat", "experts", again, place)
+        yield SettingChange("remat", "experts", again, place)
     if model.residual_bytes:
-        yield Change(
+        yield SettingChange(
             "remat",
             "layer",
             replace(model, residual_bytes=0, experts_residual_bytes=0, experts_again=False),
@@ -531,42 +544,54 @@ def _changes(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
     number = model.micro_batches
     while number * 2 <= model.max_micro_batches:
         number *= 2
-        smaller = _scaled(replace(model, micro_batches=number), model.micro_batches / number)
-        yield Change("gradient_accumulation_steps", number, smaller, place)
+        smaller = _scale_micro_batch(
+            replace(model, micro_batches=number), model.micro_batches / number
+        )
+        yield SettingChange("gradient_accumulation_steps", number, smaller, place)
     if model.packing > 1:
-        yield Change("comm.packing", model.packing // 2, _less_packed(model), place)
-    yield from _changes_of_tiers(model, place)
+        yield SettingChange("comm.packing", model.packing // 2, _with_half_packing(model), place)
+    yield from _tier_changes(model, place)
     if place.checkpoints > LEAST_CHECKPOINTS:
         fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
-        yield Change("checkpoint.keep", LEAST_CHECKPOINTS, model, fewer)
-    yield from _changes_of_devices(model, place)
+        yield SettingChange("checkpoint.keep", LEAST_CHECKPOINTS, model, fewer)
+    yield from _device_changes(model, place)
 
 
-def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
+def _tier_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
     if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.streamed:
-        yield Change("tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place)
-    for experts, optimizer in candidates("auto", "auto"):
+        yield SettingChange(
+            "tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place
+        )
+    for experts, optimizer in candidate_tiers("auto", "auto"):
         if experts != place.experts and optimizer != place.optimizer:
             both = f"{experts} and tiers.optimizer = {optimizer}"
-            yield Change(
+            yield SettingChange(
                 "tiers.experts", both, model, replace(place, experts=experts, optimizer=optimizer)
             )
         elif experts != place.experts:
-            yield Change("tiers.experts", experts, model, replace(place, experts=experts))
+            yield SettingChange("tiers.experts", experts, model, replace(place, experts=experts))
         elif optimizer != place.optimizer:
-            yield Change("tiers.optimizer", optimizer, model, replace(place, optimizer=optimizer))
+            yield SettingChange(
+                "tiers.optimizer", optimizer, model, replace(place, optimizer=optimizer)
+            )
     if place.streamed:
         gradients: Tier = "nvme" if place.gradients == "host" else "host"
-        yield Change("tiers.gradients", gradients, model, replace(place, gradients=gradients))
+        yield SettingChange(
+            "tiers.gradients", gradients, model, replace(place, gradients=gradients)
+        )
     if place.streamed and place.experts != "device" and place.device_layers > 1:
-        yield Change("tiers.device_layers", 1, model, replace(place, device_layers=1))
+        yield SettingChange("tiers.device_layers", 1, model, replace(place, device_layers=1))
     share = math.ceil(8 * model.peak_experts * model.num_devices / model.num_experts) / 8
     if place.streamed and place.experts != "device" and share < place.device_experts:
-        yield Change("tiers.device_experts", share, model, replace(place, device_experts=share))
+        yield SettingChange(
+            "tiers.device_experts", share, model, replace(place, device_experts=share)
+        )
     for share in (8, 16, 64):
-        cache_bytes = _record_bytes(model, place) * model.device_parameters // share
+        cache_bytes = (
+            _nvme_bytes_per_parameter(model, place) * model.device_expert_parameters // share
+        )
         if cache_bytes:
-            yield Change(
+            yield SettingChange(
                 "tiers.host_cache_bytes",
                 cache_bytes,
                 model,
@@ -574,7 +599,7 @@ def _changes_of_tiers(model: TrainedModel, place: StatePlacement) -> Iterator[Ch
             )
 
 
-def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[Change]:
+def _device_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
     hosts = model.num_devices * model.packing // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
@@ -585,7 +610,7 @@ def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[
             spread = replace(
                 model, num_devices=devices, max_micro_batches=model.max_micro_batches // times
             )
-            yield Change(
+            yield SettingChange(
                 "mesh.expert_inter",
                 f"{hosts * times}, on {devices * model.replicas} devices",
                 spread,
@@ -595,20 +620,20 @@ def _changes_of_devices(model: TrainedModel, place: StatePlacement) -> Iterator[
         if model.max_micro_batches >= model.micro_batches * times:
             more = _with_replicas(model, times)
             value = f"{more.replicas // more.packing}, on {more.all_devices} devices"
-            yield Change("mesh.data", value, more, place)
+            yield SettingChange("mesh.data", value, more, place)
     sequences = model.max_micro_batches
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
-        yield Change(
+        yield SettingChange(
             "batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place
         )
 
 
-def _less_packed(model: TrainedModel) -> TrainedModel:
+def _with_half_packing(model: TrainedModel) -> TrainedModel:
     """Return the model with half the experts per device: half the replicas, each with twice the
     tokens.
     """
-    half = _scaled(model, 2.0)
+    half = _scale_micro_batch(model, 2.0)
     return replace(
         half,
         packing=model.packing // 2,
@@ -624,7 +649,7 @@ def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
     step's tokens.
     """
     return replace(
-        _scaled(model, 1 / times),
+        _scale_micro_batch(model, 1 / times),
         replicas=model.replicas * times,
         step_tokens=model.step_tokens // times,
         dense_flops=model.dense_flops / times,
@@ -635,17 +660,17 @@ def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
 def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
     """Return the model with a step of `sequences` sequences per device."""
     share = sequences / model.max_micro_batches
-    smaller = _scaled(replace(model, max_micro_batches=sequences), share)
+    smaller = _scale_micro_batch(replace(model, max_micro_batches=sequences), share)
     smaller = replace(
         smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share
     )
     measured_tokens, num_tokens = (m.step_tokens * m.replicas for m in (model, smaller))
     routing = model.chosen_share, model.num_experts, model.num_experts_per_tok
-    chosen = scaled_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
+    chosen = scale_chosen_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
     return replace(smaller, chosen_share=chosen)
 
 
-def _scaled(model: TrainedModel, share: float) -> TrainedModel:
+def _scale_micro_batch(model: TrainedModel, share: float) -> TrainedModel:
     """Return the model with the sizes of a micro-batch multiplied by `share`."""
     return replace(
         model,
@@ -661,30 +686,34 @@ def _scaled(model: TrainedModel, share: float) -> TrainedModel:
 def plan_training(model: TrainedModel, placement: StatePlacement, machine: Machine) -> TrainingPlan:
     """Return the plan with the bytes of every kind of state on every tier."""
     plan = TrainingPlan(model, placement, machine, ())
-    return replace(plan, rows=tuple((tier, kind, size) for tier, kind, size in _rows(plan) if size))
+    return replace(
+        plan, rows=tuple((tier, kind, size) for tier, kind, size in _state_rows(plan) if size)
+    )
 
 
-def _record_bytes(model: TrainedModel, place: StatePlacement) -> int:
+def _nvme_bytes_per_parameter(model: TrainedModel, place: StatePlacement) -> int:
     """Return the bytes on the tier nvme per expert parameter."""
     kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
     return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
 
 
-def _saved_bytes(model: TrainedModel, place: StatePlacement) -> int:
+def _save_copy_bytes(model: TrainedModel, place: StatePlacement) -> int:
     """Return the bytes of host memory that a save needs per device: a copy of its arrays, and a few
     expert records at a time if experts are streamed.
     """
     dense = 12 * model.dense_parameters // model.dense_shards
     return dense + 12 * (
-        SAVED_AT_ONCE * model.expert_parameters if place.streamed else model.device_parameters
+        SAVED_AT_ONCE * model.expert_parameters
+        if place.streamed
+        else model.device_expert_parameters
     )
 
 
-def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
+def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     """Yield (tier, kind of state, bytes), see `TrainingPlan.rows`; some with 0 bytes."""
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
-    dense_bytes = 4 * WEIGHT_BYTES + _summed_bytes(model, place)
+    dense_bytes = 4 * WEIGHT_BYTES + _summed_gradient_bytes(model, place)
     yield (
         "device",
         "dense weights, moments, gradients",
@@ -699,21 +728,27 @@ def _rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         )
     times = model.micro_batches if place.streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
-    yield "device", "activations: in use", model.in_use_bytes
+    yield "device", "activations: in use", model.layer_activation_bytes
     layer = model.num_experts // devices * model.expert_parameters
-    cast_bytes = 0 if place.streamed or model.casts_experts else 2 * model.compute_bytes * layer
+    cast_bytes = (
+        0 if place.streamed or model.casts_all_experts_at_once else 2 * model.compute_bytes * layer
+    )
     # the loss and the layers' gradients do not coexist: count the larger
-    yield "device", "logits in use", max(0, model.loss_bytes - model.in_use_bytes - cast_bytes)
+    yield (
+        "device",
+        "logits in use",
+        max(0, model.device_logits_bytes - model.layer_activation_bytes - cast_bytes),
+    )
     yield "device", "kept for the backward pass", model.residual_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * per_host
-    yield "host", "copies for a save", _saved_bytes(model, place) * per_host
+    yield "host", "copies for a save", _save_copy_bytes(model, place) * per_host
     if place.streamed:
         yield from _streamed_expert_rows(plan)
     else:
-        yield from _resident_expert_rows(model, _summed_bytes(model, place), cast_bytes)
+        yield from _resident_expert_rows(model, _summed_gradient_bytes(model, place), cast_bytes)
 
 
-def _summed_bytes(model: TrainedModel, place: StatePlacement) -> int:
+def _summed_gradient_bytes(model: TrainedModel, place: StatePlacement) -> int:
     """Return the bytes per parameter of the gradients summed over earlier micro-batches."""
     return WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0
 
@@ -724,20 +759,24 @@ def _resident_expert_rows(
     """Yield the rows of experts that are all on the device. cast_bytes: of a layer's weights and
     gradients in the compute dtype, if layers are cast one by one.
     """
-    yield "device", "experts: weights", 4 * model.device_parameters
-    yield "device", "experts: moments", 8 * model.device_parameters
-    gradient_bytes = summed_bytes + (model.compute_bytes if model.casts_experts else WEIGHT_BYTES)
-    yield "device", "experts: gradients", gradient_bytes * model.device_parameters
+    yield "device", "experts: weights", 4 * model.device_expert_parameters
+    yield "device", "experts: moments", 8 * model.device_expert_parameters
+    gradient_bytes = summed_bytes + (
+        model.compute_bytes if model.casts_all_experts_at_once else WEIGHT_BYTES
+    )
+    yield "device", "experts: gradients", gradient_bytes * model.device_expert_parameters
     yield "device", "experts: in use", cast_bytes
-    if model.casts_experts:
-        copied = model.device_parameters + (model.dense_parameters if model.all_devices == 1 else 0)
+    if model.casts_all_experts_at_once:
+        copied = model.device_expert_parameters + (
+            model.dense_parameters if model.all_devices == 1 else 0
+        )
         yield "device", "weights in the products' dtype", model.compute_bytes * copied
 
 
 def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     """Yield the rows of experts whose state is on several tiers."""
     model, place, per_host = plan.model, plan.placement, plan.model.devices_per_host
-    layer = plan.slot_experts * model.expert_parameters
+    layer = plan.experts_per_slot * model.expert_parameters
     slots = (
         model.num_layers
         if place.experts == "device"
@@ -756,21 +795,25 @@ def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]
         (place.optimizer, "experts: moments", 8, place.checkpoints),
         (place.gradients, "experts: gradients", model.gradient_bytes, 0),
     )
-    saved = -(-model.device_parameters // model.replicas)  # replicas share the saving
+    saved = -(-model.device_expert_parameters // model.replicas)  # replicas share the saving
     for tier, kind, size, checkpoints in kinds:
         if tier != "device":
-            yield tier, kind, size * model.device_parameters * per_host
+            yield tier, kind, size * model.device_expert_parameters * per_host
         if tier == "nvme":
             yield "nvme", "older versions in checkpoints", checkpoints * size * saved * per_host
     # a checkpoint contains every gradient not yet applied, including those in host memory
     if place.optimizer == "nvme":
-        own = place.checkpoints * saved + (place.gradients != "nvme") * model.device_parameters
+        own = (
+            place.checkpoints * saved + (place.gradients != "nvme") * model.device_expert_parameters
+        )
         yield "nvme", "gradients in checkpoints", model.gradient_bytes * own * per_host
     if "nvme" in (place.experts, place.optimizer, place.gradients):
         yield "host", "cache of records on nvme", plan.host_cache_bytes * per_host
 
 
-def choose(model: TrainedModel, machine: Machine, placements: list[StatePlacement]) -> TrainingPlan:
+def first_fitting_plan(
+    model: TrainedModel, machine: Machine, placements: list[StatePlacement]
+) -> TrainingPlan:
     """Return the plan of the first placement that fits. Raises `ValueError`, with advice for the
     last placement, if none fits.
     """
@@ -783,7 +826,7 @@ def choose(model: TrainedModel, machine: Machine, placements: list[StatePlacemen
     return fitting[0]
 
 
-def candidates(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
+def candidate_tiers(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
     """Return pairs of tiers (experts, optimizer), fastest first. `experts` and `optimizer` name a
     tier or `auto`.
     """

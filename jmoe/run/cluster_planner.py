@@ -12,9 +12,9 @@ from pathlib import Path
 from jmoe.config import MeshConfig, TrainConfig, check
 from jmoe.config.cluster import ClusterConfig, read_links
 from jmoe.config.tiers import TIERS
-from jmoe.planning.cluster import ClusterPlan, Exchanged, link_figures, plan_cluster
+from jmoe.planning.cluster import ClusterPlan, LayerExchange, describe_bandwidths, plan_cluster
 from jmoe.planning.exchange import ExchangeLoad, plan_exchange
-from jmoe.planning.roofline import scaled_share
+from jmoe.planning.roofline import scale_chosen_share
 from jmoe.planning.training import plan_training
 from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
 from jmoe.types import JsonObject
@@ -114,7 +114,7 @@ def _chosen_share(config: TrainConfig, batch_size: int) -> float:
         size * config.sequence_length for size in (config.batch_size, batch_size)
     )
     routing = share, model.num_experts, model.num_experts_per_tok
-    return scaled_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
+    return scale_chosen_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
 
 
 def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
@@ -141,7 +141,7 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
         topk_group=model.router.topk_group,
         load=load,
     )
-    exchanged = Exchanged(exchange, row_bytes, model.capacity_factor)
+    exchanged = LayerExchange(exchange, row_bytes, model.capacity_factor)
     batch_tokens = split.batch_size * split.sequence_length
     return ClusterRow(
         nodes, (data, inter, intra), plan_cluster(training, exchanged, cluster, batch_tokens)
@@ -173,7 +173,7 @@ def _plain(row: ClusterRow) -> JsonObject:
         "compute_s": plan.compute_s,
         "all_to_all_s": plan.all_to_all_s,
         "all_reduce_s": plan.all_reduce_s,
-        "tiers_s": plan.tiers_s,
+        "tiers_s": plan.tier_transfers_s,
         "tokens_per_s": plan.tokens_per_s,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_s": plan.checkpoint_s,
@@ -194,7 +194,13 @@ def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
             continue
         training = plan.training
         sizes = [f"{training.bytes_on(tier) / 1e9:,.1f}" for tier in TIERS]
-        parts = (plan.compute_s, plan.all_to_all_s, plan.all_reduce_s, plan.tiers_s, plan.step_s)
+        parts = (
+            plan.compute_s,
+            plan.all_to_all_s,
+            plan.all_reduce_s,
+            plan.tier_transfers_s,
+            plan.step_s,
+        )
         cells = [
             str(row.nodes),
             str(training.model.all_devices),
@@ -222,5 +228,5 @@ def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
         machine = shown[0].training.machine
         yield (
             f"devices of {machine.flops / 1e12:.4g} TFLOP/s ({machine.source});"
-            f" {link_figures(cluster.network)}"
+            f" {describe_bandwidths(cluster.network)}"
         )

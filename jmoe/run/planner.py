@@ -23,15 +23,15 @@ from jmoe.layers.experts import up_columns
 from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
-from jmoe.planning.exchange import expert_rows
+from jmoe.planning.exchange import receive_buffer_rows
 from jmoe.planning.expert_packing import MemoryShortfall
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
     TrainedModel,
     TrainingPlan,
-    candidates,
-    choose,
+    candidate_tiers,
+    first_fitting_plan,
     plan_training,
 )
 from jmoe.run.metrics import MetricsLog, read_metrics
@@ -153,7 +153,7 @@ def residual_elements(
     rows = (
         buffers
         * num_devices
-        * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+        * receive_buffer_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
     )
     up, dense_up, shared_up = (
         up_columns(size, model.hidden_act)
@@ -196,7 +196,7 @@ def in_use_elements(
     rows = (
         buffers
         * num_devices
-        * expert_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
+        * receive_buffer_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
     )
     sent = hidden if num_devices > 1 else 0
     again = rows * (2 * hidden + up + inner)
@@ -316,8 +316,10 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     if "auto" not in (tiers.experts, tiers.optimizer):
         return config
     model = trained_model(config)
-    pairs = candidates(tiers.experts, tiers.optimizer)
-    place = choose(model, machine(config), [_placement(config, *pair) for pair in pairs]).placement
+    pairs = candidate_tiers(tiers.experts, tiers.optimizer)
+    place = first_fitting_plan(
+        model, machine(config), [_placement(config, *pair) for pair in pairs]
+    ).placement
     return dataclasses.replace(config, tiers=tiers.placed(place.experts, place.optimizer))
 
 

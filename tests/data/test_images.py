@@ -8,7 +8,7 @@ from jmoe.config.parallel import CommConfig
 from jmoe.config.vision import ImagesConfig
 from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches
 from jmoe.data.images import GLYPHS, ImageTask, load_task
-from jmoe.planning.elastic import TaskLoad, plan
+from jmoe.planning.elastic import TaskLoad, plan_layout
 from tests.image_files import folder_of
 
 MODEL = VisionModelConfig(image_size=8, patch_size=4, position="learned", num_experts=0)
@@ -49,7 +49,7 @@ def rows_of(
         layout=mode,  # type: ignore[arg-type]
     )
     loads = [TaskLoad(name, task.batch_size) for name, task in config.tasks.items()]
-    layout, each = plan(loads, num_devices, mode=config.layout), num_devices // processes
+    layout, each = plan_layout(loads, num_devices, mode=config.layout), num_devices // processes
     rows = []
     for process in range(processes):
         batches = ImageBatches(tasks, config, layout, process * each, (process + 1) * each)
@@ -83,7 +83,7 @@ def test_other_images_are_refused(tasks: list[ImageTask]) -> None:
     config = VisionTrainConfig(
         model=MODEL, tasks={"a": TaskConfig("x")}, comm=CommConfig(schedule="none")
     )
-    batches = ImageBatches(tasks[:1], config, plan([TaskLoad("a", 16)], 1), 0, 1)
+    batches = ImageBatches(tasks[:1], config, plan_layout([TaskLoad("a", 16)], 1), 0, 1)
     with pytest.raises(ValueError, match="the data has changed"):
         batches.set_state({"next_step": 1, "images": "others"})
 

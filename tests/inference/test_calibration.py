@@ -118,7 +118,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, logger="jmoe")
     read_back = {"estimator": "router"}  # else nothing is, and whole layers have no advantage
     with tiny_engine("qwen3_moe", device_bytes=device_bytes, **read_back) as fast:
-        assert fast.plan.policy(1) == fast.plan.policy(4) == "ring"
+        assert fast.plan.choose_policy(1) == fast.plan.choose_policy(4) == "ring"
         run(fast)
         stats = fast.stats()
         assert (stats.prefill.policy, stats.decode.policy, stats.readback_s) == ("ring", "ring", 0)
@@ -133,10 +133,10 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
                 measured.bandwidth_bytes_per_s if tier == "host" else measured.nvme_bytes_per_s
             )
             assert measured <= 1.1 * limit
-            assert plan.policy(1) == "experts"
+            assert plan.choose_policy(1) == "experts"
             for num_tokens in range(1, 7):
                 fitting = [p for p in plan.predictions(num_tokens) if p.fits]
-                assert plan.policy(num_tokens) == min(fitting, key=lambda p: p.step_s).policy
+                assert plan.choose_policy(num_tokens) == min(fitting, key=lambda p: p.step_s).policy
             slow.generate([[5]], max_new_tokens=36, ignore_eos=True)
             # 35 decode steps of 1 token: 2 of 4 experts, some on the device
             assert slow.plan.routing is not None

@@ -10,7 +10,7 @@ import pytest
 from jmoe.mesh import expert_mesh
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.placed_experts import PlacedExperts
-from jmoe.planning.placement import EMPTY, place_as
+from jmoe.planning.placement import EMPTY, placement_from_slots
 
 FIELDS = {"w_up": ((2, 6), np.dtype(np.float32)), "w_down": ((3, 2), np.dtype(np.uint16))}
 EXPERT_BYTES = 2 * 6 * 4 + 3 * 2 * 2
@@ -56,7 +56,7 @@ def test_only_what_is_new_is_copied() -> None:
     places[3] = [0, EMPTY, 2]
     missing = sorted(set(range(5)) - set(places.ravel().tolist()))
     places[0, : len(missing)] = missing
-    changed = experts.changes(1, place_as(places, np.ones(5)))
+    changed = experts.changes(1, placement_from_slots(places, np.ones(5)))
     records.opened.clear()
     experts.apply(1, changed)
     assert sorted(records.opened) == sorted(5 + fill.expert for fill in changed.fills)

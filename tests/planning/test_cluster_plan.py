@@ -6,7 +6,13 @@ import pytest
 
 from jmoe.config import MachineConfig
 from jmoe.config.cluster import ClusterConfig, NetworkConfig, StorageConfig
-from jmoe.planning.cluster import Exchanged, checkpoint_s, dense_s, expert_gradients_s, plan_cluster
+from jmoe.planning.cluster import (
+    LayerExchange,
+    checkpoint_s,
+    dense_collectives_s,
+    expert_all_reduce_s,
+    plan_cluster,
+)
 from jmoe.planning.exchange import plan_exchange
 from jmoe.planning.training import (
     Machine,
@@ -50,7 +56,7 @@ def training(model: TrainedModel) -> TrainingPlan:
     )
 
 
-def exchanged(nodes: int, devices: int, kind: str = "flat") -> Exchanged:
+def exchanged(nodes: int, devices: int, kind: str = "flat") -> LayerExchange:
     exchange = plan_exchange(
         kind,  # type: ignore[arg-type]
         num_nodes=nodes,
@@ -58,41 +64,42 @@ def exchanged(nodes: int, devices: int, kind: str = "flat") -> Exchanged:
         num_experts=4,
         num_experts_per_tok=1,
     )
-    return Exchanged(exchange, row_bytes=10, capacity_factor=1.0)
+    return LayerExchange(exchange, row_bytes=10, capacity_factor=1.0)
 
 
 def test_dense_parameters_of_one_node_stay_inside() -> None:
     """Half of 2 gathers of 200 bytes and of a reduction of 400, at 1 kB/s."""
-    assert dense_s(MODEL, 1, CLUSTER) == pytest.approx(0.4)
-    assert dense_s(replace(MODEL, micro_batches=3), 1, CLUSTER) == pytest.approx(1.2)
-    assert dense_s(replace(MODEL, shard_dense=False), 1, CLUSTER) == pytest.approx(0.4)  # twice 400
+    assert dense_collectives_s(MODEL, 1, CLUSTER) == pytest.approx(0.4)
+    assert dense_collectives_s(replace(MODEL, micro_batches=3), 1, CLUSTER) == pytest.approx(1.2)
+    # twice 400
+    assert dense_collectives_s(replace(MODEL, shard_dense=False), 1, CLUSTER) == pytest.approx(0.4)
     # three layers, three collectives, one hop
-    assert dense_s(MODEL, 1, LATE) == pytest.approx(0.4 + 3 * 3 * 0.5)
+    assert dense_collectives_s(MODEL, 1, LATE) == pytest.approx(0.4 + 3 * 3 * 0.5)
 
 
 def test_dense_parameters_cross_between_nodes_once() -> None:
     """On four nodes three quarters of 800 bytes at 2 kB/s come to it; each layer's has two hops
     more.
     """
-    assert dense_s(MODEL, 4, CLUSTER) == pytest.approx(0.4 + 0.3)
-    assert dense_s(MODEL, 4, LATE) == pytest.approx(0.4 + 0.3 + 9 * (0.5 + 2 * 0.25))
+    assert dense_collectives_s(MODEL, 4, CLUSTER) == pytest.approx(0.4 + 0.3)
+    assert dense_collectives_s(MODEL, 4, LATE) == pytest.approx(0.4 + 0.3 + 9 * (0.5 + 2 * 0.25))
 
 
 def test_gradients_of_experts_are_summed_over_their_replicas() -> None:
     """A device has 30 parameters of experts: 120 bytes, there and back; a node's two rings share
     its link.
     """
-    assert expert_gradients_s(MODEL, 1, CLUSTER) == 0.0
-    assert expert_gradients_s(replace(MODEL, replicas=2), 2, CLUSTER) == pytest.approx(
+    assert expert_all_reduce_s(MODEL, 1, CLUSTER) == 0.0
+    assert expert_all_reduce_s(replace(MODEL, replicas=2), 2, CLUSTER) == pytest.approx(
         2 * 2 * 120 / 2 / 2e3
     )
-    assert expert_gradients_s(replace(MODEL, replicas=4), 4, LATE) == pytest.approx(
+    assert expert_all_reduce_s(replace(MODEL, replicas=4), 4, LATE) == pytest.approx(
         2 * 2 * 120 * 3 / 4 / 2e3 + 1.0
     )
     # both replicas in one node, all 60 parameters on each device
     alone = replace(MODEL, num_devices=1, replicas=2)
-    assert expert_gradients_s(alone, 1, CLUSTER) == pytest.approx(2 * 240 / 2 / 1e3)
-    assert expert_gradients_s(replace(alone, replicas=4), 2, CLUSTER) == pytest.approx(
+    assert expert_all_reduce_s(alone, 1, CLUSTER) == pytest.approx(2 * 240 / 2 / 1e3)
+    assert expert_all_reduce_s(replace(alone, replicas=4), 2, CLUSTER) == pytest.approx(
         2 * 240 * 3 / 4 / 2e3
     )
 
@@ -144,7 +151,7 @@ def test_the_step_is_the_sum_of_what_waits() -> None:
     plan = plan_cluster(training(MODEL), exchanged(1, 2), CLUSTER, 64)
     assert plan.step_s == plan.all_to_all_s + max(plan.training.step_s(), plan.all_reduce_s)
     assert plan.step_without_overlap_s == pytest.approx(
-        plan.compute_s + plan.tiers_s + plan.all_reduce_s + plan.all_to_all_s
+        plan.compute_s + plan.tier_transfers_s + plan.all_reduce_s + plan.all_to_all_s
     )
     assert plan.tokens_per_s == 64 / plan.step_s
     assert plan.checkpoint_bytes == 160 * 12

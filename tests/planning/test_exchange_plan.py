@@ -17,13 +17,13 @@ from jmoe.planning.exchange import (
     ExchangeLoad,
     Traffic,
     buffer_rows,
-    exchange_seconds,
+    exchange_s,
     exchange_traffic,
-    expert_rows,
-    index_bytes,
     nodes_per_token,
     plan_exchange,
-    planned_seconds,
+    planned_exchange_s,
+    receive_buffer_rows,
+    smallest_uint_bytes,
 )
 
 KINDS = get_args(ExchangeKind)
@@ -132,7 +132,7 @@ def test_the_choice_on_known_links(options: dict[str, Any], tokens: int, kind: s
     assert chosen.kind == kind
     if options["nodes"] > 1:
         sizes = {"num_experts": options["experts"], "num_experts_per_tok": options["k"]}
-        seconds = {each: planned_seconds(plan(each, **options), load, **sizes) for each in KINDS}
+        seconds = {each: planned_exchange_s(plan(each, **options), load, **sizes) for each in KINDS}
         assert seconds[kind] <= 1.12 * min(seconds.values())  # type: ignore[index]
         assert re.fullmatch(
             r"on these links .* take [\d.e+]+ ms flat, [\d.e+]+ ms hier.*, .* ms dedup",
@@ -163,21 +163,21 @@ def test_seconds_by_hand() -> None:
     # flat: 1 on the rail, 1 below the leaf switch, 4 over the spine; 600, 500 and 400 bytes of six
     # peers
     flat = 3 * (4.0 + 6 * 0.1) + max(600 / 100, 500 / 50, 400 / 20)
-    assert exchange_seconds(plan("flat", 4), sent, links) == pytest.approx(flat)
+    assert exchange_s(plan("flat", 4), sent, links) == pytest.approx(flat)
     # in two hops 1 on the rail and 2 over the spine
     across = 3 * (4.0 + 3 * 0.1) + max(600 / 100, 400 / 20)
-    assert exchange_seconds(plan("hierarchical", 4), sent, links) == pytest.approx(
+    assert exchange_s(plan("hierarchical", 4), sent, links) == pytest.approx(
         across + 3 * (1.0 + 0.1) + 1.0
     )
     across = 7 * (4.0 + 3 * 0.1) + max(600 / 100, 400 / 20)
-    both = exchange_seconds(plan("dedup", 4), sent, links, backward=True)
+    both = exchange_s(plan("dedup", 4), sent, links, backward=True)
     assert both == pytest.approx(across + 5 * (1.0 + 0.1) + 1.0)
     one = replace(links, nodes_per_leaf=0)  # nothing crosses the spine
     across = 3 * (2.0 + 3 * 0.1) + 600 / 100
-    assert exchange_seconds(plan("hierarchical", 4), sent, one) == pytest.approx(
+    assert exchange_s(plan("hierarchical", 4), sent, one) == pytest.approx(
         across + 3 * (1.0 + 0.1) + 1.0
     )
-    assert exchange_seconds(plan("hierarchical", 1), Traffic(0, 1000), links) == pytest.approx(
+    assert exchange_s(plan("hierarchical", 1), Traffic(0, 1000), links) == pytest.approx(
         3 * 1.1 + 1.0
     )
 
@@ -212,7 +212,7 @@ def test_buffer_rows() -> None:
 
 
 def test_index_bytes() -> None:
-    assert [index_bytes(n) for n in (0, 255, 256, 65535, 65536)] == [1, 1, 2, 2, 4]
+    assert [smallest_uint_bytes(n) for n in (0, 255, 256, 65535, 65536)] == [1, 1, 2, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,6 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
 
 def test_rows_of_a_devices_experts() -> None:
     """Every assignment, times the room for imbalance."""
-    assert expert_rows(1024, 2, 4, 1.0) == 1024 * 2
-    assert expert_rows(1024, 2, 4, None) == 2 * 1024 * 2
-    assert expert_rows(1024, 2, 1, None) == 1024 * 2
+    assert receive_buffer_rows(1024, 2, 4, 1.0) == 1024 * 2
+    assert receive_buffer_rows(1024, 2, 4, None) == 2 * 1024 * 2
+    assert receive_buffer_rows(1024, 2, 1, None) == 1024 * 2

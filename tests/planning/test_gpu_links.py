@@ -46,16 +46,16 @@ def test_inside_a_node_and_between() -> None:
     """An all-to-all leaves the node once for each peer there; a ring once for all devices of the
     node.
     """
-    assert Collective("all-to-all", (NODE,), 8e6).seconds(LINKS, 8) == pytest.approx(7e6 / 400e9)
-    assert Collective("all-to-all", (TWO_NODES,), 16e6).seconds(LINKS, 8) == pytest.approx(
+    assert Collective("all-to-all", (NODE,), 8e6).duration_s(LINKS, 8) == pytest.approx(7e6 / 400e9)
+    assert Collective("all-to-all", (TWO_NODES,), 16e6).duration_s(LINKS, 8) == pytest.approx(
         8e6 / 50e9
     )
     ring = Collective("all-reduce", (TWO_NODES,), 16e6)
     away = ring.sent_bytes * 8 / 15 / 8
-    assert ring.seconds(LINKS, 8) == pytest.approx(
+    assert ring.duration_s(LINKS, 8) == pytest.approx(
         max(away / 50e9, (ring.sent_bytes - away) / 400e9)
     )
-    assert Collective("all-reduce", ((0,), (1,)), 16e6).seconds(LINKS, 8) == 0
+    assert Collective("all-reduce", ((0,), (1,)), 16e6).duration_s(LINKS, 8) == 0
 
 
 def test_of_a_computation_that_runs_beside_others() -> None:

@@ -54,9 +54,9 @@ ROW = 1024 * 4
 def test_operations_and_loops() -> None:
     module = parse_hlo(MODULE)
     loop = module.entry["loop"]
-    assert (loop.kind, loop.known_trips, loop.scope) == ("while", 12, "jit(step)/loss/while")
-    assert module.called(loop, "body")["new"].operands == ("x", "i", "row")
-    assert module.entry["product"].known_trips is None
+    assert (loop.kind, loop.known_trip_count, loop.scope) == ("while", 12, "jit(step)/loss/while")
+    assert module.called_computation(loop, "body")["new"].operands == ("x", "i", "row")
+    assert module.entry["product"].known_trip_count is None
     assert loop.results == (HloArray("s32", ()), HloArray("f32", (8, 1024)))
     assert module.entry.root.name == "result"
 

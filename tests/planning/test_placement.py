@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmoe.config.engine import PlacementPolicy
-from jmoe.planning.placement import EMPTY, Fill, Placement, balancedness, changes, place, place_as
+from jmoe.planning.placement import (
+    EMPTY,
+    Fill,
+    Placement,
+    balancedness,
+    place_experts,
+    placement_changes,
+    placement_from_slots,
+)
 from jmoe.planning.placement_policies import CYCLE
 
 POLICIES = get_args(PlacementPolicy)
@@ -53,23 +61,23 @@ def _check(placement: Placement, popularity_E: np.ndarray, max_packed: int) -> N
         assert len(set(experts)) == len(experts) <= max_packed
     assert all(len(placement.replicas_of(expert)) for expert in range(size))
     # whoever takes a token of an expert holds it, and every row is taken
-    taken = placement.physical(ROWS[:, None], np.arange(size)[None])
+    taken = placement.replicas_taking(ROWS[:, None], np.arange(size)[None])
     assert taken.dtype == np.int32
     np.testing.assert_array_equal(
         placement.physical_to_logical.ravel()[taken], np.tile(np.arange(size), (CYCLE, 1))
     )
     np.testing.assert_array_equal(
-        placement.physical(ROWS + 7 * CYCLE, np.zeros(CYCLE, int)), taken[:, 0]
+        placement.replicas_taking(ROWS + 7 * CYCLE, np.zeros(CYCLE, int)), taken[:, 0]
     )
     # quotas add up to the counts and are what the rows get; every replica gets some
     quotas_E = np.zeros(size)
     filled = placement.physical_to_logical != EMPTY
-    np.add.at(quotas_E, placement.physical_to_logical[filled], placement.quotas[filled])
+    np.add.at(quotas_E, placement.physical_to_logical[filled], placement.replica_loads[filled])
     np.testing.assert_allclose(quotas_E, popularity_E, rtol=1e-12)
     for expert in range(size):
         replicas, times = np.unique(taken[:, expert], return_counts=True)
         np.testing.assert_array_equal(replicas, placement.replicas_of(expert))
-        share = placement.quotas.ravel()[replicas]
+        share = placement.replica_loads.ravel()[replicas]
         np.testing.assert_allclose(share, popularity_E[expert] * times / CYCLE, rtol=1e-12)
     np.testing.assert_allclose(placement.loads.sum(), popularity_E.sum(), rtol=1e-12)
 
@@ -78,13 +86,13 @@ def _check(placement: Placement, popularity_E: np.ndarray, max_packed: int) -> N
 @given(_problems())
 def test_what_holds_for_every_placement(problem: tuple[np.ndarray, int, dict[str, Any]]) -> None:
     popularity_E, num_devices, more = problem
-    even = place(popularity_E, num_devices, policy="even", **more)
+    even = place_experts(popularity_E, num_devices, policy="even", **more)
     assert np.count_nonzero(even.physical_to_logical != EMPTY) == len(popularity_E)
     for policy in POLICIES:
-        placement = place(popularity_E, num_devices, policy=policy, **more)
+        placement = place_experts(popularity_E, num_devices, policy=policy, **more)
         _check(placement, popularity_E, more["max_packed"])
         assert placement.loads.max() <= even.loads.max() * (1 + 1e-9)
-        again = place(popularity_E.copy(), num_devices, policy=policy, **more)
+        again = place_experts(popularity_E.copy(), num_devices, policy=policy, **more)
         np.testing.assert_array_equal(placement.replica_of_row, again.replica_of_row)
         np.testing.assert_array_equal(placement.physical_to_logical, again.physical_to_logical)
 
@@ -95,11 +103,11 @@ def test_changes_keep_what_is_there(
     problem: tuple[np.ndarray, int, dict[str, Any]], seed: int
 ) -> None:
     popularity_E, num_devices, more = problem
-    old = place(popularity_E, num_devices, policy="even", **more)
-    new = place(
+    old = place_experts(popularity_E, num_devices, policy="even", **more)
+    new = place_experts(
         np.random.default_rng(seed).permutation(popularity_E), num_devices, policy="eplb", **more
     )
-    ordered, fills = changes(old.physical_to_logical, new)
+    ordered, fills = placement_changes(old.physical_to_logical, new)
     _check(ordered, new.popularity_E, more["max_packed"])
     held = old.physical_to_logical.copy()
     for device, slot, expert in fills:
@@ -117,15 +125,15 @@ def test_changes_keep_what_is_there(
     rows, experts = ROWS[:, None], np.arange(len(popularity_E))
     slots = more["slots_per_device"]
     np.testing.assert_array_equal(
-        ordered.physical(rows, experts) // slots, new.physical(rows, experts) // slots
+        ordered.replicas_taking(rows, experts) // slots, new.replicas_taking(rows, experts) // slots
     )
-    assert changes(held, ordered).fills == ()
+    assert placement_changes(held, ordered).fills == ()
 
 
 def test_lina_gives_popular_experts_whole_devices_and_packs_the_others() -> None:
     # of 8 devices: 3.5, 2, 1 and 0.5, 0.5, 0.5
     popularity_E = np.array([350, 200, 100, 50, 50, 50, 0, 0])
-    placement = place(popularity_E, 8, slots_per_device=4, policy="lina")
+    placement = place_experts(popularity_E, 8, slots_per_device=4, policy="lina")
     assert [len(placement.replicas_of(expert)) for expert in range(8)] == [4, 2, 1, 1, 1, 1, 1, 1]
     assert placement.balancedness > 0.97  # 120 rows give no exact sevenths
     assert placement.physical_to_logical[:6, 0].tolist() == [0, 0, 0, 1, 1, 2]
@@ -135,31 +143,31 @@ def test_lina_gives_popular_experts_whole_devices_and_packs_the_others() -> None
     }
     # no estimate: where the fewest experts are
     assert sorted(placement.physical_to_logical[:2, 1]) == [6, 7]
-    even = place(popularity_E, 8, slots_per_device=1, policy="even")
+    even = place_experts(popularity_E, 8, slots_per_device=1, policy="even")
     assert even.balancedness == pytest.approx(100 / 350)
     # without a spare slot experts are only rearranged
-    alone = place(popularity_E, 4, slots_per_device=2, policy="lina")
+    alone = place_experts(popularity_E, 4, slots_per_device=2, policy="lina")
     assert sorted(alone.physical_to_logical.ravel()) == list(range(8))
     assert sorted(alone.loads) == [100, 150, 200, 350]
     # too few slots for all parts: the most loaded experts are replicated, and those without all
     # theirs equally
-    some = place(popularity_E, 5, slots_per_device=2, policy="lina")
+    some = place_experts(popularity_E, 5, slots_per_device=2, policy="lina")
     assert [len(some.replicas_of(expert)) for expert in range(8)] == [2, 2, 1, 1, 1, 1, 1, 1]
-    assert some.quotas[some.physical_to_logical == 0].tolist() == [175, 175]
-    assert sorted(some.quotas[some.physical_to_logical == 1].tolist()) == [40, 160]
+    assert some.replica_loads[some.physical_to_logical == 0].tolist() == [175, 175]
+    assert sorted(some.replica_loads[some.physical_to_logical == 1].tolist()) == [40, 160]
 
 
 def test_eplb_replicates_and_packs_equal_numbers() -> None:
     popularity_E = np.array([90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86])
-    placement = place(popularity_E, 8, slots_per_device=2, policy="eplb")
+    placement = place_experts(popularity_E, 8, slots_per_device=2, policy="eplb")
     assert np.all(placement.physical_to_logical != EMPTY)
     assert [len(placement.replicas_of(expert)) for expert in (10, 5, 1, 4)] == [2, 2, 2, 2]
     # half of expert 1 beside expert 8
     assert placement.balancedness == pytest.approx(1033 / 8 / 139)
-    alone = place(popularity_E, 4, slots_per_device=3, policy="eplb")
+    alone = place_experts(popularity_E, 4, slots_per_device=3, policy="eplb")
     assert sorted(alone.physical_to_logical.ravel()) == list(range(12))
     # two nodes: a group of three experts stays on one
-    nodes = place(popularity_E, 8, slots_per_device=2, policy="eplb", nodes=2, num_groups=4)
+    nodes = place_experts(popularity_E, 8, slots_per_device=2, policy="eplb", nodes=2, num_groups=4)
     of_node = [
         {int(e) // 3 for e in half.ravel()} for half in np.split(nodes.physical_to_logical, 2)
     ]
@@ -171,23 +179,25 @@ def test_an_expert_makes_room_where_a_copy_may_not_go() -> None:
     moves there.
     """
     popularity_E = np.array([29, 5, 17])
-    placement = place(popularity_E, 2, slots_per_device=2, policy="lina")
+    placement = place_experts(popularity_E, 2, slots_per_device=2, policy="lina")
     assert placement.physical_to_logical.tolist() == [[0, 1], [0, 2]]
     assert placement.loads[0] == pytest.approx(29 * 106 / 120 + 5)  # 106 of 120 rows: 25.5 of 29
 
 
 def test_replicas_take_turns_at_equal_distances() -> None:
-    placement = place(np.array([3, 1]), 4, slots_per_device=1, policy="lina")
-    taken = placement.physical(np.arange(9), np.zeros(9, int))
+    placement = place_experts(np.array([3, 1]), 4, slots_per_device=1, policy="lina")
+    taken = placement.replicas_taking(np.arange(9), np.zeros(9, int))
     assert taken.tolist() == [0, 1, 2] * 3
     assert placement.loads.tolist() == [1, 1, 1, 1]
 
 
 def test_place_as() -> None:
-    placement = place_as(np.array([[2, EMPTY], [0, 2], [1, 2]]), np.array([1.0, 0.0, 6.0]))
+    placement = placement_from_slots(
+        np.array([[2, EMPTY], [0, 2], [1, 2]]), np.array([1.0, 0.0, 6.0])
+    )
     assert placement.loads.tolist() == [2, 3, 2]
     assert placement.replicas_of(2).tolist() == [0, 3, 5]
-    assert changes(np.array([[EMPTY, 2], [2, 1], [0, 1]]), placement).fills == (
+    assert placement_changes(np.array([[EMPTY, 2], [2, 1], [0, 1]]), placement).fills == (
         Fill(1, 1, 0),
         Fill(2, 0, 2),
     )
@@ -198,9 +208,9 @@ def test_place_as() -> None:
         ([[0, 0], [1, 2]], "no expert twice"),
     ):
         with pytest.raises(ValueError, match=message):
-            place_as(np.array(wrong), np.ones(3))
+            placement_from_slots(np.array(wrong), np.ones(3))
     with pytest.raises(ValueError, match="held = "):
-        changes(np.zeros((2, 2), int), placement)
+        placement_changes(np.zeros((2, 2), int), placement)
 
 
 @pytest.mark.parametrize(
@@ -226,4 +236,4 @@ def test_a_bad_value_is_named(field: str, wrong: dict[str, Any]) -> None:
         "slots_per_device": 2,
     }
     with pytest.raises(ValueError, match=f"^{field} = "):
-        place(**(arguments | wrong))
+        place_experts(**(arguments | wrong))

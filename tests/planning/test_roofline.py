@@ -8,19 +8,19 @@ import pytest
 
 from jmoe.planning.roofline import (
     ExpertWeights,
-    Measured,
+    Measurements,
     distinct_experts,
     predict_experts,
     predict_hybrid,
     predict_resident,
     predict_ring,
-    scaled_share,
+    scale_chosen_share,
 )
 
 # 8 layers of 64 experts of 1 MB, top-2; a link of 1 GB/s: a layer takes 64 ms, an expert 1 ms.
 WEIGHTS = ExpertWeights(num_layers=8, num_experts=64, num_experts_per_tok=2, expert_bytes=10**6)
-DECODE = Measured(bandwidth_bytes_per_s=1e9, compute_s=0.002, num_tokens=1)
-PREFILL = Measured(bandwidth_bytes_per_s=1e9, compute_s=0.100, num_tokens=4096)
+DECODE = Measurements(bandwidth_bytes_per_s=1e9, compute_s=0.002, num_tokens=1)
+PREFILL = Measurements(bandwidth_bytes_per_s=1e9, compute_s=0.100, num_tokens=4096)
 
 
 def test_distinct_experts() -> None:
@@ -33,7 +33,9 @@ def test_distinct_experts() -> None:
 
 def test_a_measured_share_changes_as_with_uniform_routing() -> None:
     def scaled(share: float, measured_tokens: int, num_tokens: int) -> float:
-        return scaled_share(share, 8, 2, measured_tokens=measured_tokens, num_tokens=num_tokens)
+        return scale_chosen_share(
+            share, 8, 2, measured_tokens=measured_tokens, num_tokens=num_tokens
+        )
 
     assert scaled(0.3, 10, 10) == pytest.approx(0.3)
     assert scaled(0.4, 1, 2) == pytest.approx(0.4 * 3.5 / 2)
@@ -113,11 +115,11 @@ def test_hybrid() -> None:
             r"num_experts_per_tok = 9: must be in \[1, num_experts = 8\]",
         ),
         (lambda: distinct_experts(8, 2, -1), "num_tokens = -1"),
-        (lambda: Measured(0, 0.1, 1), "bandwidth_bytes_per_s = 0"),
+        (lambda: Measurements(0, 0.1, 1), "bandwidth_bytes_per_s = 0"),
         (lambda: ExpertWeights(0, 1, 1, 1), "num_layers = 0"),
         (lambda: ExpertWeights(1, 2, 3, 1), "num_experts_per_tok = 3"),
-        (lambda: Measured(1e9, 0.1, 1, hit_rate=1.5), "hit_rate = 1.5"),
-        (lambda: Measured(1e9, -0.1, 1), "compute_s = -0.1"),
+        (lambda: Measurements(1e9, 0.1, 1, hit_rate=1.5), "hit_rate = 1.5"),
+        (lambda: Measurements(1e9, -0.1, 1), "compute_s = -0.1"),
     ],
 )
 def test_numbers_that_make_no_sense(call: Any, message: str) -> None:

@@ -14,7 +14,7 @@ from jmoe.config.cluster import DevicesConfig, MachinesConfig, NetworkConfig
 from jmoe.config.engine import EngineMesh
 from jmoe.offload.segments import as_segments, read_segments
 from jmoe.planning.memory_plan import ModelBytes
-from jmoe.planning.placement import slot_rows
+from jmoe.planning.placement import slot_rows_and_sizes
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.planning.segmentation import SegmentBy, SegmentPlan, StepTokens, plan_segments
 
@@ -90,7 +90,7 @@ def test_layers_of_devices_are_a_file_with_shared_rows(tmp_path: Path) -> None:
         mesh = EngineMesh(devices=4, segments=str(tmp_path / "segments.json"))
         placements = read_segments(mesh, 3, 5)
         assert as_segments(placements) == planned.segments()
-        assert 100 * sum(slot_rows(placements)[1]) + 100 == planned.device_bytes
+        assert 100 * sum(slot_rows_and_sizes(placements)[1]) + 100 == planned.device_bytes
 
 
 def test_link_time_is_that_of_tokens_counted_one_by_one() -> None:

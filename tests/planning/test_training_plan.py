@@ -11,9 +11,9 @@ from jmoe.planning.training import (
     StatePlacement,
     TrainedModel,
     TrainingPlan,
-    _changes,
-    candidates,
-    choose,
+    _possible_changes,
+    candidate_tiers,
+    first_fitting_plan,
     plan_training,
 )
 
@@ -76,7 +76,7 @@ def test_room_for_a_share_of_a_layers_experts() -> None:
     }
     assert in_use["experts: in use"] == (2 * 4 + 2 * 2) * 32 * 10**6
     on_device = replace(NVME, experts="device", device_experts=0.5)  # all of them are there
-    assert plan_training(few, on_device, MACHINE).slot_experts == 64
+    assert plan_training(few, on_device, MACHINE).experts_per_slot == 64
 
     tight = replace(MACHINE, device_bytes=1300 * 10**6)
     (advice,) = plan_training(few, NVME, tight).advice()
@@ -98,18 +98,22 @@ def test_a_measured_share_of_chosen_experts() -> None:
     estimated = plan_training(MODEL, replace(NVME, device_experts=0.25), MACHINE)
     half, quarter = (estimated.with_chosen_share(share) for share in (0.5, 0.25))
     assert (half.model.active_experts, quarter.model.active_experts) == (32, 16)
-    assert (estimated.slot_experts, half.slot_experts, quarter.slot_experts) == (64, 64, 64)
+    assert (estimated.experts_per_slot, half.experts_per_slot, quarter.experts_per_slot) == (
+        64,
+        64,
+        64,
+    )
     few = plan_training(
         replace(MODEL, step_tokens=1, chosen_share=0.5), replace(NVME, device_experts=0.25), MACHINE
     )
-    assert few.slot_experts == 32  # more than even routing chooses
+    assert few.experts_per_slot == 32  # more than even routing chooses
     assert {row[:2]: row[2] for row in few.rows}["device", "experts: weights"] == 4 * 2 * 32 * 10**6
     assert moved(estimated) == pytest.approx(2 * moved(half)) and moved(half) == pytest.approx(
         2 * moved(quarter)
     )
     assert half.step_s() == pytest.approx(estimated.step_s() / 2)  # all of it transfers
     assert half.step_s(overlapped=False) == pytest.approx(
-        sum(half.compute_s) + sum(half.transfers_s)
+        sum(half.compute_s) + sum(half.step_transfers_s)
     )
     # updates of those chosen
     assert estimated.compute_s[0] > half.compute_s[0] > quarter.compute_s[0]
@@ -124,7 +128,7 @@ def test_a_smaller_batch_is_expected_to_choose_a_smaller_share() -> None:
     few = replace(MODEL, chosen_share=0.3, step_tokens=32, max_micro_batches=4)
     shares = [
         change.model.chosen_share
-        for change in _changes(few, NVME)
+        for change in _possible_changes(few, NVME)
         if change.setting == "batch_size"
     ]
     assert len(shares) == 2 and 0.3 > shares[0] > shares[1] > 2 / 64
@@ -170,7 +174,7 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     plan = plan_training(MODEL, replace(NVME, experts="device", optimizer="device"), MACHINE)
-    parameters = MODEL.all_parameters + MODEL.dense_parameters
+    parameters = MODEL.all_expert_parameters + MODEL.dense_parameters
     assert plan.bytes_on("device") >= 16 * parameters
     assert plan.bytes_on("nvme") == 0
     assert set(plan.lacking) == {"device"}
@@ -298,7 +302,7 @@ def test_traffic_of_an_expert() -> None:
     assert forward == pytest.approx((28e6, 16e6, 12e6))  # everything comes, weights and moments go
     # weights come, gradients go
     assert back == pytest.approx((4e6 * again + 4e6, 4e6 * again, 4e6))
-    whole = replace(NVME, host_cache_bytes=16 * MODEL.all_parameters)
+    whole = replace(NVME, host_cache_bytes=16 * MODEL.all_expert_parameters)
     assert all(
         traffic[1:] == (0, 0) for traffic in plan_training(MODEL, whole, MACHINE).expert_traffic()
     )
@@ -307,7 +311,7 @@ def test_traffic_of_an_expert() -> None:
 def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
     plan = plan_training(MODEL, NVME, MACHINE)
     experts = 16 * MODEL.active_experts
-    assert plan.step_s() == pytest.approx(experts * sum(plan.transfer_s))
+    assert plan.step_s() == pytest.approx(experts * sum(plan.expert_transfer_s))
     assert plan.step_s(overlapped=False) > plan.step_s()
     fast = replace(
         MACHINE, nvme_read_bytes_per_s=1e15, nvme_write_bytes_per_s=1e15, link_bytes_per_s=1e15
@@ -355,7 +359,7 @@ def test_each_way_takes_the_longer_of_computing_and_moving() -> None:
         replace(MODEL, residual_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18)
     )
     experts, computing_s = 16 * MODEL.active_experts, plan.step_s(overlapped=False)
-    forward_s, back_s = (experts * seconds for seconds in plan.transfer_s)
+    forward_s, back_s = (experts * seconds for seconds in plan.expert_transfer_s)
     computing_s -= forward_s + back_s
     # computing then takes 1 and 2 times what moving takes back
     flops = MACHINE.flops * computing_s / (3 * back_s)
@@ -370,24 +374,28 @@ def test_break_even() -> None:
     tokens = plan.break_even_tokens * MODEL.num_experts / MODEL.num_experts_per_tok
     there = plan_training(replace(MODEL, step_tokens=int(tokens)), NVME, MACHINE)
     assert there.model.tokens_per_expert == pytest.approx(plan.break_even_tokens, rel=1e-3)
-    assert there.step_s(overlapped=False) - there.step_s() >= 0.99 * sum(there.transfer_s) * 16 * 64
+    assert (
+        there.step_s(overlapped=False) - there.step_s()
+        >= 0.99 * sum(there.expert_transfer_s) * 16 * 64
+    )
 
 
 def test_auto_takes_the_fastest_that_fits() -> None:
-    assert candidates("auto", "auto")[0] == ("device", "device")
-    assert candidates("auto", "auto")[-1] == ("nvme", "nvme")
-    assert candidates("host", "auto") == [("host", "host"), ("host", "nvme")]
-    places = [replace(NVME, experts=a, optimizer=b) for a, b in candidates("auto", "auto")]
+    assert candidate_tiers("auto", "auto")[0] == ("device", "device")
+    assert candidate_tiers("auto", "auto")[-1] == ("nvme", "nvme")
+    assert candidate_tiers("host", "auto") == [("host", "host"), ("host", "nvme")]
+    places = [replace(NVME, experts=a, optimizer=b) for a, b in candidate_tiers("auto", "auto")]
     assert (
-        choose(MODEL, replace(MACHINE, device_bytes=30 * GB), places).placement.experts == "device"
+        first_fitting_plan(MODEL, replace(MACHINE, device_bytes=30 * GB), places).placement.experts
+        == "device"
     )
-    chosen = choose(MODEL, MACHINE, places).placement
+    chosen = first_fitting_plan(MODEL, MACHINE, places).placement
     assert (chosen.experts, chosen.optimizer) == ("device", "host")
     small = replace(MACHINE, device_bytes=2 * GB, host_bytes=2 * GB)
-    chosen = choose(MODEL, small, places).placement
+    chosen = first_fitting_plan(MODEL, small, places).placement
     assert (chosen.experts, chosen.optimizer) == ("nvme", "nvme")
     with pytest.raises(ValueError, match=r"no choice of tiers fits. .*nvme: "):
-        choose(MODEL, replace(small, nvme_bytes=GB), places)
+        first_fitting_plan(MODEL, replace(small, nvme_bytes=GB), places)
 
 
 def test_devices_share_everything_out() -> None:

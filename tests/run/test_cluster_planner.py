@@ -47,7 +47,7 @@ def test_one_node_is_the_ordinary_plan() -> None:
         dataclasses.replace(QWEN, mesh=MeshConfig(1, 1, 8), machine=on.machine)
     )
     assert plan.training == ordinary
-    assert plan.compute_s == ordinary.step_s() and plan.tiers_s == 0
+    assert plan.compute_s == ordinary.step_s() and plan.tier_transfers_s == 0
 
 
 def test_bytes_on_all_devices_are_the_models() -> None:
@@ -61,8 +61,8 @@ def test_bytes_on_all_devices_are_the_models() -> None:
             kinds(plan, "device", f"experts: {kind}")
             for kind in ("weights", "moments", "gradients")
         )
-        assert devices * state == 16 * model.all_parameters * model.replicas
-        assert model.dense_parameters + model.all_parameters == total
+        assert devices * state == 16 * model.all_expert_parameters * model.replicas
+        assert model.dense_parameters + model.all_expert_parameters == total
         assert plan.checkpoint_bytes == 12 * total
 
 
@@ -73,11 +73,11 @@ def test_bytes_on_all_disks_are_the_models() -> None:
         model = plan.training.model
         assert model.replicas == 1 and model.num_devices == 8 * plan.nodes
         for kind, size in (("experts: weights", 4), ("experts: moments", 8)):
-            assert plan.nodes * kinds(plan, "nvme", kind) == size * model.all_parameters
+            assert plan.nodes * kinds(plan, "nvme", kind) == size * model.all_expert_parameters
     assert [
         row.mesh for row in cluster_rows(STREAMED, cluster(nodes=(1, 2, 4), grows="experts"))
     ] == [(1, nodes, 8) for nodes in (1, 2, 4)]
-    assert plans[0].tiers_s > plans[1].tiers_s > plans[2].tiers_s > 0
+    assert plans[0].tier_transfers_s > plans[1].tier_transfers_s > plans[2].tier_transfers_s > 0
 
 
 def test_more_nodes_share_a_batch_or_bring_their_own() -> None:

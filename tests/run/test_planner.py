@@ -29,7 +29,7 @@ def test_parameters_add_up(name: str) -> None:
     config = PRESETS[name][1]
     model = trained_model(config)
     total, active = config.model.num_parameters()
-    assert model.all_parameters + model.dense_parameters == total
+    assert model.all_expert_parameters + model.dense_parameters == total
     inactive = (
         (model.num_experts - model.num_experts_per_tok) * model.num_layers * model.expert_parameters
     )
@@ -296,8 +296,8 @@ def test_advice_names_devices_that_help_and_no_others() -> None:
         "or devices with more memory"
     )
     shared = training_plan(dataclasses.replace(MIXTRAL, mesh=MeshConfig(16, 1, 8)))
-    assert 16 * shared.model.in_use_bytes == plan.model.in_use_bytes
-    assert shared.model.device_parameters == plan.model.device_parameters
+    assert 16 * shared.model.layer_activation_bytes == plan.model.layer_activation_bytes
+    assert shared.model.device_expert_parameters == plan.model.device_expert_parameters
 
 
 def test_a_predicted_step_says_that_traffic_is_left_out() -> None:
@@ -323,7 +323,7 @@ def test_what_one_gpu_and_several_have_of_the_weights() -> None:
         plan = training_plan(dataclasses.replace(TINY, **(base | changes)))
         return {kind: size for tier, kind, size in plan.rows if tier == "device"}
 
-    total, experts = TINY.model.num_parameters()[0], trained_model(TINY).all_parameters
+    total, experts = TINY.model.num_parameters()[0], trained_model(TINY).all_expert_parameters
     one, cpu = rows(), rows(machine=MachineConfig())
     copies, gradients = "weights in the products' dtype", "experts: gradients"
     assert (
@@ -348,7 +348,7 @@ def test_the_exchange_has_buffers_and_a_layer_that_is_computed_again_has_more() 
         }
         return trained_model(
             dataclasses.replace(TINY, mesh=MeshConfig(**mesh), **base)
-        ).in_use_bytes
+        ).layer_activation_bytes
 
     # twice the rows that are tokens, and both ends of what is sent
     assert 8 * in_use(expert_intra=8) > 2 * in_use()

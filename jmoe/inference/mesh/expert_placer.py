@@ -22,7 +22,7 @@ import numpy as np
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.path_table import PathTable
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
-from jmoe.planning.placement import Changes, Placement, place
+from jmoe.planning.placement import Placement, PlacementChanges, place_experts
 from jmoe.planning.placement_policies import ROUNDING
 
 RECENT = 0.9  # decay per step of the moving averages
@@ -284,14 +284,16 @@ class ExpertPlacer:
             experts.apply(layer, changed)
         return changed.placement
 
-    def _planned(self, experts: PlacedExperts, layer: int, popularity_E: np.ndarray) -> Changes:
+    def _planned(
+        self, experts: PlacedExperts, layer: int, popularity_E: np.ndarray
+    ) -> PlacementChanges:
         """Return the changes to the policy's placement for this popularity.
 
         A device may use all its slots for replicas; Lina's paper stops at four experts a device.
         """
         held = experts.placements[layer]
         slots = held.slots_per_device
-        placement = place(
+        placement = place_experts(
             popularity_E,
             held.num_devices,
             slots_per_device=slots,

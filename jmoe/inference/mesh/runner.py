@@ -360,7 +360,7 @@ def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequ
     token, choice = np.nonzero(idx_TK < placement.num_experts)
     if not token.size:
         return sorted(sizes)
-    device = placement.physical(token, idx_TK[token, choice]) // placement.slots_per_device
+    device = placement.replicas_taking(token, idx_TK[token, choice]) // placement.slots_per_device
     sent = np.bincount(device if ragged else token // mine * num_devices + device)
     return [bucket(int(np.max(sent)), tuple(sorted(sizes)))]
 

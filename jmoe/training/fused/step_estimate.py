@@ -14,7 +14,7 @@ from jmoe.config.cluster import read_links
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.planning.exchange import DROPLESS_BUFFER
-from jmoe.planning.gpu_estimate import ExpertRows, GpuEstimate, estimate_module, gpu_rates
+from jmoe.planning.gpu_estimate import ExpertKernelFacts, GpuEstimate, estimate_module, gpu_rates
 from jmoe.planning.gpu_links import GPUS_PER_NODE
 from jmoe.planning.hlo import parse_hlo
 from jmoe.run import ahead_of_time
@@ -136,13 +136,13 @@ def machine_shape(config: TrainConfig) -> tuple[int, int]:
     return devices // each, each
 
 
-def expert_rows_of(config: TrainConfig) -> ExpertRows:
+def expert_rows_of(config: TrainConfig) -> ExpertKernelFacts:
     """Return the fraction of a device's expert buffer rows that hold tokens, assuming balanced
     routing.
     """
     devices = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     factor = config.model.capacity_factor or DROPLESS_BUFFER
-    return ExpertRows(filled=min(1.0, 1 / factor) if devices > 1 else 1.0)
+    return ExpertKernelFacts(filled=min(1.0, 1 / factor) if devices > 1 else 1.0)
 
 
 def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:

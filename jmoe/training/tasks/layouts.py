@@ -13,7 +13,7 @@ import jax
 
 from jmoe.config import VisionTrainConfig, check
 from jmoe.models.vision import SHARED_EXPERT
-from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan, size_text
+from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan_layout, size_text
 from jmoe.training.tasks.experts import places_experts_by_task, task_slots
 
 LEAST_GAIN = 1.05  # the speedup of a step that justifies compiling again
@@ -162,10 +162,10 @@ def layout_of(
         for name, task in config.tasks.items()
     )
     active = [number for number, task in enumerate(config.tasks.values()) if task.takes_part(step)]
-    layout = plan(
+    layout = plan_layout(
         [loads[number] for number in active], num_devices, mode=config.layout, memory=memory
     )
-    parts, micro = config.gradient_accumulation_steps, layout.micro_batch
+    parts, micro = config.gradient_accumulation_steps, layout.largest_micro_batch
     if micro % parts:
         raise ValueError(
             f"gradient_accumulation_steps = {parts}: must divide the {micro} images that a device"
@@ -224,7 +224,7 @@ class LayoutController:
         if imbalance <= limit:
             return f"{has}: the layout stays (elastic.max_imbalance = {limit:g})"
         new = layout_of(self._config, self.num_devices, step=step, image_s=known)
-        gain = max(measured.seconds) / max(new.seconds)
+        gain = max(measured.seconds_per_device) / max(new.seconds_per_device)
         if gain < LEAST_GAIN:
             return f"{has}: the layout stays, as no other is better"
         self._image_s = known
@@ -265,7 +265,10 @@ def plan_lines(config: VisionTrainConfig) -> list[str]:
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     config = replace(config, layout="elastic") if groups == 1 else config
     layout = layout_of(config, max(1, mesh.data) * groups)
-    return [*layout.lines(), *filter(None, [slots_line(config, layout), tiers_line(config)])]
+    return [
+        *layout.describe_lines(),
+        *filter(None, [slots_line(config, layout), tiers_line(config)]),
+    ]
 
 
 def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
@@ -275,7 +278,7 @@ def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
     """
     if len(set(layout.shares)) == 1 or config.layout != "elastic":
         return []
-    return [*layout.lines(), *filter(None, [slots_line(config, layout)])]
+    return [*layout.describe_lines(), *filter(None, [slots_line(config, layout)])]
 
 
 def allocated_bytes(config: VisionTrainConfig, layout: Layout) -> int:

@@ -69,7 +69,7 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
         learned[-1] if learned else {name: task.path for name, task in config.tasks.items()},
     )
     measured = [event["idle"] for event in events if event["event"] == "idle"]
-    _draw_idle(idle, layout.idle(), measured[-1] if measured else [])
+    _draw_idle(idle, layout.idle_fractions(), measured[-1] if measured else [])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     write_atomic(output_dir / REPORT_FILE, buffer.getvalue())

@@ -218,7 +218,9 @@ class VisionSession(Session):
                 sums_3A += sum(map(np.asarray, self.trainer.evaluate(state, some, means)))
             idle = self.idle.by_device(devices)
         if self.log is not None and not all(map(math.isnan, idle)):
-            self.log.write_event("idle", step, idle=idle, planned=self.trainer.layout.idle())
+            self.log.write_event(
+                "idle", step, idle=idle, planned=self.trainer.layout.idle_fractions()
+            )
         nll_A, accuracy_A = sums_3A[0] / sums_3A[2], sums_3A[1] / sums_3A[2]
         names = [task.name for task in self.corpus]
         loss, accuracy = dict(zip(names, nll_A.tolist())), dict(zip(names, accuracy_A.tolist()))

@@ -292,7 +292,7 @@ class VisionTrainer:
         self.state_shape, self.save_state = model.state_shape, model.to_saved
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
         self.is_contrastive = self.losses.is_contrastive
-        self.micro_batch = layout.micro_batch // config.gradient_accumulation_steps
+        self.micro_batch = layout.largest_micro_batch // config.gradient_accumulation_steps
         self.init = jax.jit(model.initial_state, out_shardings=shardings(model.state_specs, mesh))
         state = model.state_specs
         sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -384,7 +384,7 @@ class VisionTrainer:
             )
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
-        counts = [images // self.micro_batch for images in self.layout.images]
+        counts = [images // self.micro_batch for images in self.layout.images_per_device]
         if max(counts) == 1:
             grads, metrics = one(0)
         else:
@@ -416,7 +416,8 @@ class VisionTrainer:
             # The forward pass may exchange tokens between devices, so all devices take part.
             compares = [True] * len(compares)
         counts = [
-            compares[d] * images // self.micro_batch for d, images in enumerate(self.layout.images)
+            compares[d] * images // self.micro_batch
+            for d, images in enumerate(self.layout.images_per_device)
         ]
 
         def embed(index: jax.Array | int, z_MBC: jax.Array) -> jax.Array:

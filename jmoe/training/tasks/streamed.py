@@ -97,8 +97,8 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         )
         super().__init__(streamed, run, slotted, before)
         # Evaluation then holds as many hidden states as training saves as layer inputs.
-        images = max(layout.images) * config.gradient_accumulation_steps
-        self.evaluation_batches = len(self._layers) * images // layout.micro_batch
+        images = max(layout.images_per_device) * config.gradient_accumulation_steps
+        self.evaluation_batches = len(self._layers) * images // layout.largest_micro_batch
         if before is not None:
             self._freeze()
 

@@ -80,7 +80,8 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         self.vision = self.sharded = ShardedVision(config, num_classes, mesh, slots)
         self.modules, self.dtype = ModelModules.taken_from(self.sharded), self.sharded.dtype
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
-        self._equal = len(set(layout.images)) == 1  # all devices have equally many images
+        # all devices have equally many images
+        self._equal = len(set(layout.images_per_device)) == 1
         self.outside_spec = REPLICATED
         self.stack_specs = {STACKS[kind]: REPLICATED for kind in self.modules.blocks}
         split: PyTree = BATCH

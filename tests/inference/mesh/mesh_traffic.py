@@ -11,7 +11,7 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.path_table import LayerEstimate
 from jmoe.inference.sequence import Completion
-from jmoe.planning.placement import EMPTY, place_as
+from jmoe.planning.placement import EMPTY, placement_from_slots
 
 MAX_BATCH = 8
 
@@ -82,7 +82,8 @@ def move(runner: MeshRunner, seed: int) -> None:
         num_experts = experts.index.num_experts
         shape = num_experts, placement.num_devices, placement.slots_per_device, seed + layer
         experts.apply(
-            layer, experts.changes(layer, place_as(adversarial(*shape), np.ones(num_experts)))
+            layer,
+            experts.changes(layer, placement_from_slots(adversarial(*shape), np.ones(num_experts))),
         )
 
 

@@ -9,7 +9,7 @@ from jmoe.config.engine import EngineMesh
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.path_table import LayerEstimate
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.planning.placement import Changes, Placement, changes, place
+from jmoe.planning.placement import Placement, PlacementChanges, place_experts, placement_changes
 
 EXPERTS, LAYERS, DEVICES, SLOTS = 8, 2, 4, 3
 DEAR, FREE = SwapCosts(1.0, 1e6), SwapCosts(1.0, 0.0)
@@ -22,13 +22,13 @@ class NotedExperts:
         self.index, self.process_of_N = ExpertIndex(LAYERS, EXPERTS), np.array([0, 0, 1, 1])
         self.copied_bytes, self.copied_s, self.copies_N = 0, 0.0, np.zeros(DEVICES, int)
         options: dict[str, Any] = {"slots_per_device": SLOTS, "max_packed": SLOTS, "policy": "even"}
-        self.placements = [place(np.ones(EXPERTS), DEVICES, **options)] * LAYERS
+        self.placements = [place_experts(np.ones(EXPERTS), DEVICES, **options)] * LAYERS
         self.moved: list[int] = []
 
-    def changes(self, layer: int, placement: Placement) -> Changes:
-        return changes(self.placements[layer].physical_to_logical, placement)
+    def changes(self, layer: int, placement: Placement) -> PlacementChanges:
+        return placement_changes(self.placements[layer].physical_to_logical, placement)
 
-    def apply(self, layer: int, changed: Changes) -> None:
+    def apply(self, layer: int, changed: PlacementChanges) -> None:
         self.placements[layer] = changed.placement
         self.copied_bytes += len(changed.fills)
         self.copies_N += np.bincount([fill.device for fill in changed.fills], minlength=DEVICES)

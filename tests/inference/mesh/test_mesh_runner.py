@@ -20,7 +20,7 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner, _buffer_rows
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import as_segments
-from jmoe.planning.placement import place_as
+from jmoe.planning.placement import placement_from_slots
 from tests.arrays import ragged_all_to_all
 from tests.compiled import compilations
 from tests.damage import flip
@@ -224,7 +224,7 @@ def test_buffers_hold_the_largest_part_and_little_more() -> None:
     """What each of two devices sends to each: sizes are those that padding compiles, one where
     rows are few.
     """
-    even = place_as(np.arange(4).reshape(2, 2), np.ones(4))
+    even = placement_from_slots(np.arange(4).reshape(2, 2), np.ones(4))
     choices = {
         "none": np.full((128, 2), 4),
         "even": np.tile([0, 2], (128, 1)),

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_named_with_what_it_needs() -> None:
     ) as few:
         layout_of(with_bytes(3_000_000), 2)
     least = int(str(few.value).rpartition(" ")[2])
-    assert 3_000_000 < least <= min(layout_of(ELASTIC, 2).num_bytes) + 10**6
+    assert 3_000_000 < least <= min(layout_of(ELASTIC, 2).bytes_per_device) + 10**6
     with pytest.raises(
         ValueError, match=r"machine\.device_bytes = 3000000: must be at least \d+ for glyphs"
     ):
@@ -170,8 +170,8 @@ def test_seventeen_billion_parameters_are_planned() -> None:
 def test_what_devices_keep_in_fact_is_said() -> None:
     layout = layout_of(ELASTIC, 4)
     kept = allocated_bytes(ELASTIC, layout)
-    every = layout_of(ELASTIC, 1).num_bytes[0]
-    assert max(layout.num_bytes) <= kept < 0.7 * every
+    every = layout_of(ELASTIC, 1).bytes_per_device[0]
+    assert max(layout.bytes_per_device) <= kept < 0.7 * every
     says = (
         f"every device has room for 2 of 4 experts in each of 2 layers: {kept / 1e6:,.2f} MB in all"
     )
@@ -185,7 +185,7 @@ def test_what_devices_keep_in_fact_is_said() -> None:
     large = dataclasses.replace(ufo_17b, layout="elastic")
     own = layout_of(large, 40)
     # a task each: nothing is padding
-    assert allocated_bytes(large, own) == own.num_bytes[0] == own.num_bytes[39]
+    assert allocated_bytes(large, own) == own.bytes_per_device[0] == own.bytes_per_device[39]
 
 
 def test_experts_on_tiers_are_planned() -> None:
@@ -237,7 +237,7 @@ def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
     place = config.model.expert_parameters * (4 * 2 + 2 * 4 + 4 + 2)
     counts = [len(shares) for shares in layout.shares]
     assert set(counts) == {1, 3}
-    assert [num_bytes - layout.shared_bytes for num_bytes in layout.num_bytes] == [
+    assert [num_bytes - layout.shared_bytes for num_bytes in layout.bytes_per_device] == [
         place * count for count in counts
     ]
     assert allocated_bytes(config, layout) == layout.shared_bytes + 3 * place
