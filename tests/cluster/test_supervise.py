@@ -566,7 +566,9 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         ["train.py", "tiny", "--plan"],
     )
     assert (
-        config.prefix("a")[0] == "ssh" and config.prefix("a")[-1] == "a" and config.prefix("") == []
+        config.launch_words("a")[0] == "ssh"
+        and config.launch_words("a")[-1] == "a"
+        and config.launch_words("") == []
     )
 
 

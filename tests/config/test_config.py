@@ -28,7 +28,7 @@ from jmoe.config import (
 )
 from jmoe.config.distil import DistilConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.config.parallel import most_packing, packed_shape
+from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.config.router import RouterConfig
 from jmoe.configs import PRESETS
 
@@ -549,16 +549,16 @@ def test_dense_model_needs_no_expert_settings() -> None:
 def test_check_devices_gives_the_mesh(
     mesh: MeshConfig, num_devices: int, shape: tuple[int, int, int]
 ) -> None:
-    assert TrainConfig(mesh=mesh, batch_size=8).check_devices(num_devices) == shape
+    assert TrainConfig(mesh=mesh, batch_size=8).checked_mesh_shape(num_devices) == shape
 
 
 def test_experts_over_whole_hosts() -> None:
     config = TrainConfig(mesh=MeshConfig(expert_inter=2, expert_intra=0), batch_size=16)
-    assert config.check_devices(16, devices_per_host=4) == (2, 2, 4)
+    assert config.checked_mesh_shape(16, devices_per_host=4) == (2, 2, 4)
     with pytest.raises(
         ValueError, match=re.escape("mesh.expert_intra = 0: needs hosts of one number of devices")
     ):
-        config.check_devices(16)
+        config.checked_mesh_shape(16)
 
 
 @pytest.mark.parametrize(
@@ -577,11 +577,11 @@ def test_packing_shrinks_the_expert_axes(
     mesh: MeshConfig, packing: Any, shape: tuple[int, int, int]
 ) -> None:
     config = TrainConfig(mesh=mesh, comm=CommConfig(packing=packing))
-    assert config.check_devices(8, devices_per_host=4) == shape
+    assert config.checked_mesh_shape(8, devices_per_host=4) == shape
 
 
 def test_the_most_packing() -> None:
-    assert [most_packing(shape) for shape in ((1, 2, 4), (4, 1, 1), (1, 6, 2), (1, 1, 3))] == [
+    assert [largest_packing(shape) for shape in ((1, 2, 4), (4, 1, 1), (1, 6, 2), (1, 1, 3))] == [
         8,
         1,
         4,
@@ -683,7 +683,7 @@ def test_check_devices_names_what_does_not_split(
     values: dict[str, Any], num_devices: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        TrainConfig(**values).check_devices(num_devices)
+        TrainConfig(**values).checked_mesh_shape(num_devices)
 
 
 def test_differences_name_each_changed_field() -> None:
@@ -727,9 +727,9 @@ def test_gpt_moe_has_the_sizes_of_moesys_table_2(num_experts: int, total: float)
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("tiny", "small"))])
 def test_small_presets_split_over_devices(name: str, num_devices: int) -> None:
     config = PRESETS[name][1]
-    assert config.check_devices(num_devices) == (num_devices, 1, 1)
+    assert config.checked_mesh_shape(num_devices) == (num_devices, 1, 1)
     experts_apart = dataclasses.replace(config, mesh=MeshConfig(expert_intra=num_devices))
-    assert experts_apart.check_devices(num_devices) == (1, 1, num_devices)
+    assert experts_apart.checked_mesh_shape(num_devices) == (1, 1, num_devices)
 
 
 @pytest.mark.parametrize(
@@ -738,7 +738,7 @@ def test_small_presets_split_over_devices(name: str, num_devices: int) -> None:
 def test_large_presets_split_over_nodes_of_8(name: str) -> None:
     config = PRESETS[name][1]
     num_devices = 8 * config.mesh.expert_inter
-    assert config.check_devices(num_devices) == (1, config.mesh.expert_inter, 8)
+    assert config.checked_mesh_shape(num_devices) == (1, config.mesh.expert_inter, 8)
 
 
 def test_descriptions_are_one_line() -> None:

@@ -393,10 +393,10 @@ def test_tiers_that_the_planner_chooses_drop_what_others_would_honour() -> None:
     tiers = TiersConfig(
         experts="auto", optimizer="auto", path="/nvme", device_layers=3, device_experts=0.5
     )
-    assert tiers.placed("device", "device") == TiersConfig()
-    assert tiers.placed("host", "host") == TiersConfig(
+    assert tiers.with_tiers("device", "device") == TiersConfig()
+    assert tiers.with_tiers("host", "host") == TiersConfig(
         "host", "host", device_layers=3, device_experts=0.5
     )
-    assert tiers.placed("host", "nvme") == dataclasses.replace(
+    assert tiers.with_tiers("host", "nvme") == dataclasses.replace(
         tiers, experts="host", optimizer="nvme"
     )

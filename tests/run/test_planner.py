@@ -45,7 +45,7 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
         )
 
     roomy = run(device_bytes=10**12)
-    assert roomy.tiers.on_device and roomy.tiers.device_experts == 1
+    assert roomy.tiers.all_on_device and roomy.tiers.device_experts == 1
     tight = run(device_bytes=180_000_000, host_bytes=10**12)
     assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
     assert tight.tiers.device_experts == (1 if tight.tiers.experts == "device" else 0.5)

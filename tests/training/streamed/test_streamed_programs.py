@@ -207,7 +207,7 @@ def test_meshes_that_are_refused(
     shape: tuple[int, int, int], comm: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        spread_over(dataclasses.replace(SPREAD, tiers=HOST), *shape, **comm).check_devices(4)
+        spread_over(dataclasses.replace(SPREAD, tiers=HOST), *shape, **comm).checked_mesh_shape(4)
 
 
 @pytest.mark.slow
