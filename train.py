@@ -97,7 +97,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
     """Take steps until `num_steps` or a stop signal; return (state, whether all steps are done)."""
     config, start = run.config, int(state.step)
     progress = progress_bar(config, run.mesh) if run.log is not None else None
-    profile_from, profile_to = config.profile.span() or (-1, -1)
+    profile_from, profile_to = config.profile.traced_steps() or (-1, -1)
     stopped, compiled = False, CompiledPrograms()
     with distributed.PreemptionSignal(steps_in_flight=0) as stop:
         for step in range(start, config.num_steps):
@@ -145,7 +145,7 @@ def log_step(run: Session, progress: ProgressBar, step: int, record: JsonObject)
     """Write a step's record to the log, the exporter and the progress bar; on process 0 only."""
     assert run.log is not None
     config = run.config
-    if not config.tiers.on_device:
+    if not config.tiers.all_on_device:
         record["tiers"] = tier_counts(run.trainer.expert_stats())
     run.log.write_step(step, record)
     if run.exporter is not None:
@@ -318,7 +318,7 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
     distributed.start(config.distributed)
     keep_compiled_programs()
     devices, per_host = jax.device_count(), devices_per_host()
-    config.check_devices(devices, per_host)
+    config.checked_mesh_shape(devices, per_host)
     expert_packing = PackingController(
         config, config.mesh.shape(devices, per_host), initial_packing(config, devices, per_host)
     )

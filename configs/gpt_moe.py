@@ -8,7 +8,7 @@ and tied embeddings.
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 
 
-def _gpt_moe(num_experts: int) -> TrainConfig:
+def _gpt_moe_preset(num_experts: int) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(
             vocab_size=50304,
@@ -40,8 +40,8 @@ def _gpt_moe(num_experts: int) -> TrainConfig:
     )
 
 
-gpt_moe_8e = _gpt_moe(8)
-gpt_moe_16e = _gpt_moe(16)
-gpt_moe_32e = _gpt_moe(32)
-gpt_moe_64e = _gpt_moe(64)
-gpt_moe_128e = _gpt_moe(128)
+gpt_moe_8e = _gpt_moe_preset(8)
+gpt_moe_16e = _gpt_moe_preset(16)
+gpt_moe_32e = _gpt_moe_preset(32)
+gpt_moe_64e = _gpt_moe_preset(64)
+gpt_moe_128e = _gpt_moe_preset(128)

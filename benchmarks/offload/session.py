@@ -92,7 +92,7 @@ def config_of(
         mesh=mesh,
         batch_size=a.batch_size,
         sequence_length=a.sequence_length,
-        tiers=TiersConfig("auto", "auto", path=str(folder), **options).placed(*places),
+        tiers=TiersConfig("auto", "auto", path=str(folder), **options).with_tiers(*places),
     )
 
 

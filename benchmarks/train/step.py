@@ -218,7 +218,7 @@ class Job:
 
         join(a, rank)
         self.config = train_config(a)
-        mesh = make_mesh(self.config.check_devices(jax.device_count()))
+        mesh = make_mesh(self.config.checked_mesh_shape(jax.device_count()))
         program = make_trainer(self.config, mesh)
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         local = tokens(a, self.config, rank)

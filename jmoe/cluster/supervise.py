@@ -262,7 +262,7 @@ class Supervisor:
         for host in hosts:
             local_rank = sum(remote.host == host for remote in remotes)
             try:
-                remotes.append(RemoteProcess(host, local_rank, self._config.prefix(host)))
+                remotes.append(RemoteProcess(host, local_rank, self._config.launch_words(host)))
             except OSError as error:
                 raise OSError(f"launch = {self._config.launch!r}: {error}") from error
             stack.callback(remotes[-1].close)
@@ -280,7 +280,7 @@ class Supervisor:
         for number in range(available, config.fewest_processes - 1, -1):
             try:
                 per_host = self._local_devices * config.processes_per_host
-                self._train.check_devices(number * self._local_devices, per_host)
+                self._train.checked_mesh_shape(number * self._local_devices, per_host)
                 return number
             except ValueError as error:
                 problem = error

@@ -26,26 +26,26 @@ def check_field(ok: bool, config: object, name: str, constraint: str) -> None:
     check(ok, name, getattr(config, name.rpartition(".")[2]), constraint)
 
 
-def positive(config: object, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
     """Check that each named field is greater than 0."""
     for name in names:
         check_field(getattr(config, name) > 0, config, name, "must be greater than 0")
 
 
-def not_negative(config: object, *names: str) -> None:
+def check_not_negative(config: object, *names: str) -> None:
     """Check that each named field is 0 or greater."""
     for name in names:
         check_field(getattr(config, name) >= 0, config, name, "must not be negative")
 
 
-def positive_or_none(config: object, *names: str) -> None:
+def check_positive_or_none(config: object, *names: str) -> None:
     """Check that each named field is None or greater than 0."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value > 0, name, value, "must be greater than 0, or None")
 
 
-def unset(config: object, section: str, names: Sequence[str], why: str) -> None:
+def check_unset(config: object, section: str, names: Sequence[str], why: str) -> None:
     """Check that each named field has its default, because no code would use another value.
 
     why: ends the error's constraint, e.g. "with policy = 'resident'".
@@ -65,7 +65,7 @@ MOST_STEPS = 2**31 - 1  # that a run's state counts
 _FLOAT32 = 1.1754944e-38, 3.4028235e38  # the least above 0 in full precision, and the largest
 
 
-def countable(config: object, *names: str) -> None:
+def check_step_counts(config: object, *names: str) -> None:
     """Check that each named field, a number of steps, is None or at most `MOST_STEPS`."""
     for name in names:
         value = getattr(config, name)
@@ -73,13 +73,13 @@ def countable(config: object, *names: str) -> None:
 
 
 @functools.cache
-def _types(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the allowed types of each field of class `kind` that `_must_be` can check.
+def _checkable_types(kind: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the allowed types of each field of class `kind` that `_violated_constraint` can check.
 
     A tuple field has its elements' types. Fields of other types, and unions of a Literal and
     another type, are omitted; their class checks them.
     """
-    declared = {name: _alternatives(hint) for name, hint in typing.get_type_hints(kind).items()}
+    declared = {name: _union_members(hint) for name, hint in typing.get_type_hints(kind).items()}
     known = {int, float, type(None)}
     return {
         name: kinds
@@ -88,14 +88,14 @@ def _types(kind: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _union_members(hint: Any) -> tuple[Any, ...]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return sum(map(_alternatives, args), ())
+        return sum(map(_union_members, args), ())
     return (args[0],) if origin is tuple and args[1:] == (...,) else (hint,)
 
 
-def _must_be(value: Any, kinds: tuple[Any, ...]) -> str:
+def _violated_constraint(value: Any, kinds: tuple[Any, ...]) -> str:
     """Return the constraint that `value` violates, "" if it has one of the types `kinds`."""
     if typing.get_origin(kinds[0]) is Literal:
         allowed = [choice for kind in kinds for choice in typing.get_args(kind)]
@@ -116,11 +116,11 @@ def _must_be(value: Any, kinds: tuple[Any, ...]) -> str:
     )
 
 
-def check_values(config: object) -> None:
+def check_field_types(config: object) -> None:
     """Check each field declared as a number or a Literal (or a tuple of them) against its type."""
     kind: Any = type(config)
-    for name, kinds in _types(kind).items():
+    for name, kinds in _checkable_types(kind).items():
         value = getattr(config, name)
         for one in value if isinstance(value, list | tuple) else (value,):
-            constraint = _must_be(one, kinds)
+            constraint = _violated_constraint(one, kinds)
             check(not constraint, name, value, constraint)

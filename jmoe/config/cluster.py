@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from jmoe.config.checks import check, check_field, check_values, not_negative, positive
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+)
 from jmoe.config.tiers import MachineConfig
 
 T = TypeVar("T")
@@ -33,9 +39,9 @@ class NetworkConfig:
     between_latency_s: float = 1e-5
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "inside_bytes_per_s", "between_bytes_per_s")
-        not_negative(self, "inside_latency_s", "between_latency_s")
+        check_field_types(self)
+        check_positive(self, "inside_bytes_per_s", "between_bytes_per_s")
+        check_not_negative(self, "inside_latency_s", "between_latency_s")
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ class LinkConfig:
     latency_s: float
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "bytes_per_s")
-        not_negative(self, "latency_s")
+        check_field_types(self)
+        check_positive(self, "bytes_per_s")
+        check_not_negative(self, "latency_s")
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ class LinksConfig:
     nodes_per_leaf: int = 0
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "message_s", "nodes_per_leaf")
+        check_field_types(self)
+        check_not_negative(self, "message_s", "nodes_per_leaf")
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ class StorageConfig:
     write_bytes_per_s: float  # of all nodes together
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "write_bytes_per_s")
+        check_field_types(self)
+        check_positive(self, "write_bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,8 @@ class ClusterConfig:
     grows: Literal["data", "experts"] = "data"
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "devices_per_node")
+        check_field_types(self)
+        check_positive(self, "devices_per_node")
         rising = sorted({*self.nodes}) == [*self.nodes] and min(self.nodes, default=0) > 0
         check_field(rising, self, "nodes", "must be numbers of nodes, from the fewest on")
         for name in ("host_bytes", "nvme_bytes"):
@@ -137,8 +143,8 @@ class DevicesConfig:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "devices", "device_bytes", "bytes_per_s")
+        check_field_types(self)
+        check_positive(self, "devices", "device_bytes", "bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -156,15 +162,19 @@ def read_cluster(path: Path) -> ClusterConfig:
     """Return the cluster described by a TOML file. Raises ValueError naming the file and the
     field.
     """
-    return _read("cluster", path, lambda table: _made(ClusterConfig, table, ""))
+    return _read_toml(
+        "cluster", path, lambda table: _dataclass_from_table(ClusterConfig, table, "")
+    )
 
 
 def read_links(path: Path) -> LinksConfig:
     """Return the links in a TOML file. Raises ValueError naming the file and the field."""
-    return _read("comm.links", path, lambda table: _made(LinksConfig, table, ""))
+    return _read_toml(
+        "comm.links", path, lambda table: _dataclass_from_table(LinksConfig, table, "")
+    )
 
 
-def links_text(links: LinksConfig) -> str:
+def links_to_toml(links: LinksConfig) -> str:
     """Return the content of a TOML file that `read_links` parses to these links."""
     lines = []
     for name, value in dataclasses.asdict(links).items():
@@ -179,17 +189,19 @@ def read_machines(path: Path) -> MachinesConfig:
 
     Raises ValueError naming the file and the field.
     """
-    return _read("machines", path, _machines)
+    return _read_toml("machines", path, _parse_machines)
 
 
-def _machines(table: dict[str, Any]) -> MachinesConfig:
+def _parse_machines(table: dict[str, Any]) -> MachinesConfig:
     for name, value in table.items():
         check(name in ("machines", "network"), name, value, "is neither machines nor network")
     tables = table.get("machines")
     is_list = isinstance(tables, list) and tables and all(isinstance(one, dict) for one in tables)
     check(bool(is_list), "machines", tables, "must be tables, [[machines]]")
     assert tables is not None
-    machines = tuple(_made(DevicesConfig, one, f"machines[{n}].") for n, one in enumerate(tables))
+    machines = tuple(
+        _dataclass_from_table(DevicesConfig, one, f"machines[{n}].") for n, one in enumerate(tables)
+    )
     network = table.get("network")
     check(
         network is None or isinstance(network, dict),
@@ -198,11 +210,12 @@ def _machines(table: dict[str, Any]) -> MachinesConfig:
         "must be a table, [network]",
     )
     return MachinesConfig(
-        machines, None if network is None else _made(NetworkConfig, network, "network.")
+        machines,
+        None if network is None else _dataclass_from_table(NetworkConfig, network, "network."),
     )
 
 
-def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
+def _read_toml(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
     try:
         return make(tomllib.loads(path.read_text()))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
@@ -212,7 +225,7 @@ def _read(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
         raise ValueError(f"{option} = {str(path)!r}: {error}") from error
 
 
-def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
+def _dataclass_from_table(kind: Any, values: dict[str, Any], section: str) -> Any:
     """Return a dataclass of type `kind` with the values of a TOML table.
 
     Raises ValueError for unknown fields, missing fields and wrong types.
@@ -227,9 +240,9 @@ def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
                 value,
                 f"must be a table, [{section}{name}]",
             )
-            made[name] = _made(hints[name], value, f"{section}{name}.")
+            made[name] = _dataclass_from_table(hints[name], value, f"{section}{name}.")
         else:
-            made[name] = _plain(value, hints[name], f"{section}{name}")
+            made[name] = _convert_value(value, hints[name], f"{section}{name}")
     for field_ in dataclasses.fields(kind):
         required = (
             field_.default is dataclasses.MISSING and field_.default_factory is dataclasses.MISSING
@@ -243,7 +256,7 @@ def _made(kind: Any, values: dict[str, Any], section: str) -> Any:
         raise ValueError(f"{'' if named else section}{error}") from error
 
 
-def _plain(value: Any, hint: Any, name: str) -> Any:
+def _convert_value(value: Any, hint: Any, name: str) -> Any:
     """Return a TOML value converted to the type `hint`: a number, a string or a tuple of whole
     numbers.
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check_field, check_values, positive, positive_or_none, unset
+from jmoe.config.checks import (
+    check_field,
+    check_field_types,
+    check_positive,
+    check_positive_or_none,
+    check_unset,
+)
 
 
 @dataclass(frozen=True)
@@ -25,14 +31,14 @@ class DistilConfig:
     ring_slots: int | None = None  # policy = ring: layers on the device at once; None: what fits
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         check_field(
             0 < self.weight <= 1, self, "distil.weight", "must be greater than 0 and at most 1"
         )
-        positive(self, "temperature")
-        positive_or_none(self, "ring_slots")
+        check_positive(self, "temperature")
+        check_positive_or_none(self, "ring_slots")
         if not self.teacher:
-            unset(
+            check_unset(
                 self,
                 "distil",
                 ["weight", "temperature", "policy", "ring_slots"],

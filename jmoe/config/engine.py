@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, check_values, positive, positive_or_none, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_positive,
+    check_positive_or_none,
+    check_unset,
+)
 from kernels_pallas.formats import EXPERT_DTYPES, ExpertDtype
 
 Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
@@ -40,9 +47,9 @@ class EngineMesh:
     dense: DensePlaces = "replicated"
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "devices", "rebalance_every", "rebalance_window")
-        positive_or_none(self, "slots_per_device")
+        check_field_types(self)
+        check_positive(self, "devices", "rebalance_every", "rebalance_window")
+        check_positive_or_none(self, "slots_per_device")
         check_field(
             self.dense == "replicated" or self.devices > 1,
             self,
@@ -56,14 +63,14 @@ class EngineMesh:
             "needs mesh.devices above 1",
         )
         if self.devices == 1:
-            unset(
+            check_unset(
                 self,
                 "mesh",
                 ["placement", "slots_per_device"],
                 "with mesh.devices = 1, which has all experts",
             )
         if self.placement != "eplb":
-            unset(
+            check_unset(
                 self,
                 "mesh",
                 ["rebalance_every", "rebalance_window"],
@@ -125,8 +132,8 @@ class EngineConfig:
     mesh: EngineMesh = field(default_factory=EngineMesh)
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "max_batch", "prefill_chunk_tokens")
+        check_field_types(self)
+        check_positive(self, "max_batch", "prefill_chunk_tokens")
         apart = self.pin_host_memory != "on" or self.policy != "hybrid"
         check_field(apart, self, "pin_host_memory", "must be auto or off with policy = 'hybrid'")
         usable = self.native != "off" or self.policy != "hybrid"
@@ -149,7 +156,7 @@ class EngineConfig:
             self._check_mesh()
 
     @property
-    def mesh_may_ring(self) -> bool:
+    def mesh_allows_ring(self) -> bool:
         """Whether a mesh of devices may hold only some layers' experts at a time."""
         evenly = (
             self.mesh.placement == "even"
@@ -162,7 +169,7 @@ class EngineConfig:
         """Reject options of expert tiers and guesses that the policy does not use."""
         if self.policy == "resident":
             why = "with policy = 'resident', which keeps every expert on the device"
-            unset(self, "", ["expert_tier", "host_cache_bytes", "pin_host_memory"], why)
+            check_unset(self, "", ["expert_tier", "host_cache_bytes", "pin_host_memory"], why)
         guesses = self.policy not in ("resident", "ring") or self.mesh.placement == "lina"
         constraint = (
             f"must be auto or None with policy = {self.policy!r}, which fetches no experts by a"
@@ -203,7 +210,7 @@ class EngineConfig:
             )
             evenly = "must be None with policy = 'ring', where layers pass through the devices"
             check(mesh.segments is None, "mesh.segments", mesh.segments, evenly)
-        if self.mesh_may_ring:
+        if self.mesh_allows_ring:
             return
         stays = (
             f"experts stay on their devices with policy = {self.policy!r}, mesh.placement ="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jmoe.config.checks import check_field, check_values, unset
+from jmoe.config.checks import check_field, check_field_types, check_unset
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class MetricsConfig:
     host: str = "0.0.0.0"  # the address to listen on
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         check_field(
             0 <= self.port <= 65535,
             self,
@@ -23,7 +23,7 @@ class MetricsConfig:
             "must be between 1 and 65535, or 0 for none",
         )
         if not self.port:
-            unset(self, "metrics", ["host"], "without metrics.port")
+            check_unset(self, "metrics", ["host"], "without metrics.port")
         check_field(
             bool(self.host),
             self,

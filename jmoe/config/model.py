@@ -11,11 +11,11 @@ from typing import Literal
 from jmoe.config.checks import (
     check,
     check_field,
-    check_values,
-    not_negative,
-    positive,
-    positive_or_none,
-    unset,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_positive_or_none,
+    check_unset,
 )
 from jmoe.config.layers import Layer, LayerKind, layer_table
 from jmoe.config.router import RouterConfig, check_routing
@@ -46,23 +46,23 @@ class MoEConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
-        positive_or_none(self, "output_initializer_range")
+        check_field_types(self)
+        check_positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
+        check_positive_or_none(self, "output_initializer_range")
         check_routing(self.num_experts, self.num_experts_per_tok, self.router)
         fits = self.capacity_factor is None or self.capacity_factor > 0
         check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
 
-    def by_task(self, choices: int) -> MoEConfig:
+    def routed_by_task(self, experts_per_image: int) -> MoEConfig:
         """Return a copy in which the image's task selects the experts.
 
-        choices: experts per image. With 2, the second expert may be dropped at random.
+        With 2 experts per image, the second may be dropped at random.
         """
         some: RouterConfig = RouterConfig(
             kind="gshard", second_expert_policy="random", aux_loss_coef=0.0
         )
-        router = RouterConfig(aux_loss_coef=0.0) if choices == 1 else some
-        return dataclasses.replace(self, num_experts_per_tok=choices, router=router)
+        router = RouterConfig(aux_loss_coef=0.0) if experts_per_image == 1 else some
+        return dataclasses.replace(self, num_experts_per_tok=experts_per_image, router=router)
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,18 @@ class YarnConfig:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-        not_negative(self, "mscale", "mscale_all_dim")
+        check_field_types(self)
+        check_positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        check_not_negative(self, "mscale", "mscale_all_dim")
         check_field(
             self.beta_slow <= self.beta_fast,
             self,
             "beta_slow",
             f"must not exceed beta_fast {self.beta_fast}",
         )
-        positive_or_none(self, "attention_factor")
+        check_positive_or_none(self, "attention_factor")
 
-    def magnitude(self, mscale: float = 1.0) -> float:
+    def attention_magnitude(self, mscale: float = 1.0) -> float:
         """Return 0.1 mscale ln(factor) + 1: how much longer contexts sharpen attention."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
@@ -110,8 +110,10 @@ class YarnConfig:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
-        return self.magnitude()
+            return self.attention_magnitude(self.mscale) / self.attention_magnitude(
+                self.mscale_all_dim
+            )
+        return self.attention_magnitude()
 
 
 # What of a model concerns its training only; a run that starts from a checkpoint (`init_from`)
@@ -189,9 +191,11 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        positive(
+        check_field_types(self)
+        check_positive(
+            self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
+        )
+        check_positive(
             self,
             "num_key_value_heads",
             "max_position_embeddings",
@@ -200,8 +204,8 @@ class ModelConfig:
         )
         for name, most in MODEL_LIMITS.items():
             check_field((getattr(self, name) or 0) <= most, self, name, f"must be at most {most:,}")
-        positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
-        not_negative(
+        check_positive(self, "decoder_sparse_step", "norm_eps", "rope_theta", "initializer_range")
+        check_not_negative(
             self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size"
         )
         self._check_attention()
@@ -217,7 +221,7 @@ class ModelConfig:
             f"must divide num_attention_heads = {heads}",
         )
         self._check_windows()
-        positive_or_none(self, "clip_qkv")
+        check_positive_or_none(self, "clip_qkv")
         rope = self.position == "rope"
         check_field(
             self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'"
@@ -227,7 +231,7 @@ class ModelConfig:
             return
         check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
         latent_fields = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        unset(self, "", latent_fields, "without kv_lora_rank: needs latent attention")
+        check_unset(self, "", latent_fields, "without kv_lora_rank: needs latent attention")
         divides = self.head_dim is not None or self.hidden_size % heads == 0
         constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
         check(divides, "num_attention_heads", heads, constraint)
@@ -236,7 +240,7 @@ class ModelConfig:
 
     def _check_windows(self) -> None:
         if self.sliding_window is not None:
-            positive(self, "sliding_window")
+            check_positive(self, "sliding_window")
         types, layers = self.layer_types, self.num_hidden_layers
         check(
             len(types) in (0, layers), "layer_types", types, f"must have {layers} entries or none"
@@ -256,7 +260,7 @@ class ModelConfig:
         )
 
     def _check_latent_attention(self) -> None:
-        positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        check_positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_field(
             self.q_lora_rank is None or self.q_lora_rank > 0,
             self,
@@ -324,7 +328,7 @@ class ModelConfig:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
-    def task_choices(self) -> int:
+    def experts_per_image(self) -> int:
         """Experts per image in a layer routed by task."""
         return 1
 
@@ -356,7 +360,7 @@ class ModelConfig:
 
     @property
     def moe(self) -> MoEConfig:
-        """Return the layers with experts."""
+        """Return the configuration of a layer with experts."""
         return MoEConfig(
             hidden_size=self.hidden_size,
             num_experts=self.num_experts,
@@ -400,14 +404,14 @@ class ModelConfig:
             + bias
         )
 
-    def _mlp(self, f: int) -> int:
+    def _mlp_parameters(self, hidden_units: int) -> int:
         up, d = 1 if self.hidden_act == "gelu" else 2, self.hidden_size
-        return (up + 1) * d * f + (up * f + d if self.mlp_bias else 0)
+        return (up + 1) * d * hidden_units + (up * hidden_units + d if self.mlp_bias else 0)
 
     @property
     def expert_parameters(self) -> int:
-        """Return the parameters of one expert."""
-        return self._mlp(self.moe_intermediate_size)
+        """Return the number of parameters of one expert."""
+        return self._mlp_parameters(self.moe_intermediate_size)
 
     def num_parameters(self) -> tuple[int, int]:
         """Return (total, active per token) parameters, embeddings included."""
@@ -417,7 +421,7 @@ class ModelConfig:
         moe_layers, experts, k = self.num_moe_layers, self.num_experts, self.num_experts_per_tok
         dense_layers = self.num_hidden_layers - moe_layers
         shared = (
-            self._mlp(self.shared_expert_intermediate_size)
+            self._mlp_parameters(self.shared_expert_intermediate_size)
             if self.shared_expert_intermediate_size
             else 0
         )
@@ -425,9 +429,9 @@ class ModelConfig:
         bias = experts * (self.router.bias + self.router.rules.has_bias)
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
         common += self.max_position_embeddings * d if self.position == "learned" else 0
-        common += self.num_hidden_layers * (attention + 2 * norm) + dense_layers * self._mlp(
-            self.intermediate_size
-        )
+        common += self.num_hidden_layers * (
+            attention + 2 * norm
+        ) + dense_layers * self._mlp_parameters(self.intermediate_size)
         common += moe_layers * (d * experts + bias + shared)
         expert = self.expert_parameters
         return common + moe_layers * experts * expert, common + moe_layers * k * expert

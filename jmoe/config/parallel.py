@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, check_values, not_negative, positive, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_unset,
+)
 
 ExchangeKind = Literal["flat", "hierarchical", "dedup"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
@@ -30,9 +37,9 @@ class MeshConfig:
     expert_intra: int = 1
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "data", "expert_intra")
-        positive(self, "expert_inter")
+        check_field_types(self)
+        check_not_negative(self, "data", "expert_intra")
+        check_positive(self, "expert_inter")
 
     def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
         """Return the mesh shape (data, expert_inter, expert_intra) for `num_devices` devices.
@@ -72,7 +79,7 @@ def packed_shape(shape: tuple[int, int, int], packing: int) -> tuple[int, int, i
     return data * packing, inter // nodes, intra // (packing // nodes)
 
 
-def most_packing(shape: tuple[int, int, int]) -> int:
+def largest_packing(shape: tuple[int, int, int]) -> int:
     """Return the largest power of two that `packed_shape` accepts as packing."""
     _, inter, intra = shape
     return (inter & -inter) * (intra & -intra)
@@ -111,8 +118,8 @@ class CommConfig:
     fuse_dense: bool = True
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "bucket_bytes", "chunk_bytes", "exchange_chunks")
+        check_field_types(self)
+        check_not_negative(self, "bucket_bytes", "chunk_bytes", "exchange_chunks")
         if self.exchange_chunks:
             constraint = (
                 f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"
@@ -135,7 +142,7 @@ class CommConfig:
         constraint = "must be 0 with fuse_dense = False: every parameter is reduced by itself"
         check_field(buckets, self, "bucket_bytes", constraint)
         if self.schedule not in ("chunks", "pipelined"):
-            unset(
+            check_unset(
                 self,
                 "comm",
                 ["chunk_bytes"],

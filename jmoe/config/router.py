@@ -9,7 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, check_values, not_negative, positive
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+)
 
 RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
 
@@ -69,10 +75,10 @@ class RouterConfig:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
+        check_field_types(self)
+        check_not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
         check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
-        positive(self, "n_group", "topk_group", "routed_scaling_factor")
+        check_positive(self, "n_group", "topk_group", "routed_scaling_factor")
         check_field(
             self.topk_group <= self.n_group,
             self,
@@ -109,11 +115,11 @@ class RouterConfig:
         return ROUTERS[self.kind]
 
     @property
-    def draws(self) -> bool:
-        """Return whether training draws random numbers to route."""
+    def draws_random_numbers(self) -> bool:
+        """Return whether training draws_random_numbers random numbers to route."""
         return self.jitter_noise > 0 or self.second_expert_policy == "random"
 
-    def normalizes(self, num_experts_per_tok: int) -> bool:
+    def normalizes_weights(self, num_experts_per_tok: int) -> bool:
         """Return whether the weights of a token's chosen experts are divided by their sum."""
         own = self.rules.normalizes
         return (self.norm_topk_prob if own is None else own) and num_experts_per_tok > 1

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from jmoe.config.checks import check, check_field, check_values, not_negative, positive, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_unset,
+)
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import EstimatedGpu
 from jmoe.config.train import DistributedConfig
@@ -60,7 +67,7 @@ class ServeConfig:
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         alone = not (self.estimate and self.dry_run)
         check_field(alone, self, "estimate", "must not be given together with dry_run")
         one = not self.estimate or self.engine.mesh.devices == 1
@@ -79,14 +86,16 @@ class ServeConfig:
             )
             check(_ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, words)
         if self.api_key_file is not None:
-            unset(
+            check_unset(
                 self,
                 "",
                 ["allowed_hosts"],
                 "with api_key_file: whoever has a key is served under any name",
             )
         of_training = ["heartbeat_folder", "stopped_exit_code"]
-        unset(self.distributed, "distributed", of_training, "for a server: it is of training")
-        not_negative(self, "max_waiting")
-        positive(self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections")
-        positive(self, "header_timeout_s", "body_timeout_s", "send_timeout_s")
+        check_unset(self.distributed, "distributed", of_training, "for a server: it is of training")
+        check_not_negative(self, "max_waiting")
+        check_positive(
+            self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections"
+        )
+        check_positive(self, "header_timeout_s", "body_timeout_s", "send_timeout_s")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from jmoe.config.checks import check, check_field, check_values, not_negative, positive, unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_unset,
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class SuperviseConfig:
     return_check_s: float = 60.0  # interval of checks whether an unreachable host is back
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         check_field(
             self.processes is None or self.processes > 0,
             self,
@@ -45,12 +52,12 @@ class SuperviseConfig:
         if self.min_processes is not None:
             constraint = f"must be between 1 and processes = {most}"
             check_field(1 <= self.min_processes <= most, self, "min_processes", constraint)
-        positive(self, "same_step_limit", "host_timeout_s", "host_wait_s", "return_check_s")
-        not_negative(self, "max_restarts", "backoff_s", "max_backoff_s")
+        check_positive(self, "same_step_limit", "host_timeout_s", "host_wait_s", "return_check_s")
+        check_not_negative(self, "max_restarts", "backoff_s", "max_backoff_s")
         if not self.hosts:
-            unset(self, "", ["launch"], "without hosts: the processes are on this machine")
+            check_unset(self, "", ["launch"], "without hosts: the processes are on this machine")
         if self.min_processes is None:
-            unset(
+            check_unset(
                 self,
                 "",
                 ["return_check_s"],
@@ -86,7 +93,7 @@ class SuperviseConfig:
     def fewest_processes(self) -> int:
         return self.min_processes if self.min_processes is not None else self.num_processes
 
-    def prefix(self, host: str) -> list[str]:
+    def launch_words(self, host: str) -> list[str]:
         """Return the words that launch a command on `host`, e.g. ssh; an empty list for this
         machine.
         """

@@ -8,7 +8,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jmoe.config.checks import check, check_values, not_negative, positive, unset
+from jmoe.config.checks import (
+    check,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_unset,
+)
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the largest
@@ -53,9 +59,9 @@ class TiersConfig:
     chosen_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "host_cache_bytes", "write_back_every_steps")
-        positive(self, "device_layers")
+        check_field_types(self)
+        check_not_negative(self, "host_cache_bytes", "write_back_every_steps")
+        check_positive(self, "device_layers")
         share = self.device_experts
         check(0 < share <= 1, "tiers.device_experts", share, "must be greater than 0 and at most 1")
         fetched = self.experts != "device" or share == 1
@@ -76,14 +82,14 @@ class TiersConfig:
                 self.optimizer,
                 f"must be {allowed} with tiers.experts = {self.experts!r}",
             )
-        for name, why in _idle_options(self.experts, self.optimizer, self.gradients).items():
-            unset(self, "tiers", [name], why)
+        for name, why in _unused_options(self.experts, self.optimizer, self.gradients).items():
+            check_unset(self, "tiers", [name], why)
 
-    def placed(self, experts: Tier, optimizer: Tier) -> TiersConfig:
+    def with_tiers(self, experts: Tier, optimizer: Tier) -> TiersConfig:
         """Return a copy with these tiers in place of `auto`, and options that the tiers do not use
         reset to their defaults.
         """
-        idle = _idle_options(experts, optimizer, self.gradients)
+        idle = _unused_options(experts, optimizer, self.gradients)
         options: dict[str, Any] = {
             f.name: f.default for f in dataclasses.fields(self) if f.name in idle
         }
@@ -92,7 +98,7 @@ class TiersConfig:
         return dataclasses.replace(self, experts=experts, optimizer=optimizer, **options)
 
     @property
-    def on_device(self) -> bool:
+    def all_on_device(self) -> bool:
         """Whether weights and optimizer state of all experts stay on the device."""
         return (self.experts, self.optimizer) == ("device", "device")
 
@@ -102,7 +108,7 @@ EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
 
 
-def _idle_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
+def _unused_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
     """Return the options that no code uses on these tiers, with the reason of each.
 
     Empty while a tier is `auto`.
@@ -167,12 +173,12 @@ class MachineConfig:
     nvme_write_bytes_per_s: float = 1.5e9
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
-        not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
-        positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+        check_field_types(self)
+        check_not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
+        check_not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
+        check_positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
 
-    def device(self) -> Accelerator:
+    def device_figures(self) -> Accelerator:
         """The device's figures: those given explicitly, else the accelerator's."""
         nominal = dataclasses.asdict(ACCELERATORS.get(self.accelerator, TWO_CORES))
         return Accelerator(

@@ -1,8 +1,8 @@
 """All settings of a training run. Standard library only.
 
-Each frozen dataclass checks its own fields in `__post_init__`; `TrainConfig.check_devices` checks
-the constraints that depend on the number of devices. A bad value raises ValueError before anything
-is compiled or written.
+Each frozen dataclass checks its own fields in `__post_init__`; `TrainConfig.checked_mesh_shape`
+checks the constraints that depend on the number of devices. A bad value raises ValueError before
+anything is compiled or written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Literal
 from jmoe.config.checks import (
     check,
     check_field,
-    check_values,
-    countable,
-    not_negative,
-    positive,
-    unset,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_step_counts,
+    check_unset,
 )
 from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
@@ -33,7 +33,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_LOSS_SCALE = 2.0**32
 
 
-def _streamed(tiers: TiersConfig) -> str:
+def _offloaded_phrase(tiers: TiersConfig) -> str:
     """Return the end of an error message that blames the expert tiers for a refused setting."""
     return (
         f"with experts on other tiers (tiers.experts = {tiers.experts!r} and tiers.optimizer ="
@@ -64,7 +64,7 @@ class DataConfig:
     prefetch_batches: int = 2
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         weighted, paths = not self.weights or len(self.weights) == len(self.path), len(self.path)
         check_field(
             weighted,
@@ -85,9 +85,9 @@ class DataConfig:
             "data.held_out_fraction",
             "must be between 0 and 1",
         )
-        positive(self, "held_out_bytes", "prefetch_batches")
+        check_positive(self, "held_out_bytes", "prefetch_batches")
         if not self.path:
-            unset(
+            check_unset(
                 self, "data", ["field", "encoding"], "without data.path: it is for text of your own"
             )
 
@@ -119,10 +119,10 @@ class OptimizerConfig:
     clip_norm: float = 1.0  # global norm; 0: no clip
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "learning_rate", "eps")
-        not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
-        countable(self, "warmup_steps")
+        check_field_types(self)
+        check_positive(self, "learning_rate", "eps")
+        check_not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
+        check_step_counts(self, "warmup_steps")
         for name in ("beta1", "beta2"):
             check_field(
                 0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"
@@ -135,7 +135,7 @@ class OptimizerConfig:
             "must be between 0 and 1",
         )
         if self.schedule == "constant":
-            unset(
+            check_unset(
                 self,
                 "optimizer",
                 ["final_learning_rate_fraction"],
@@ -156,15 +156,15 @@ class LossScaleConfig:
     growth_steps: int | None = None
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         scale = self.initial
         power = scale is None or (1 <= scale <= MAX_LOSS_SCALE and scale & (scale - 1) == 0)
         check_field(power, self, "loss_scale.initial", "must be a power of two from 1 to 2**32")
         check_field(self.steps_to_grow >= 1, self, "loss_scale.growth_steps", "must be at least 1")
-        countable(self, "growth_steps")
+        check_step_counts(self, "growth_steps")
 
     @property
-    def first(self) -> int:
+    def initial_scale(self) -> int:
         """The loss scale at step 0."""
         return 65536 if self.initial is None else self.initial
 
@@ -188,14 +188,14 @@ class CheckpointConfig:
     memory_every_steps: int = 10  # steps between two snapshots
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "every_steps", "keep", "drain_timeout_s", "memory_every_steps")
+        check_field_types(self)
+        check_positive(self, "every_steps", "keep", "drain_timeout_s", "memory_every_steps")
         check_field(self.memory_dir != "", self, "checkpoint.memory_dir", "must name a folder")
         if self.memory_dir is None:
-            unset(self, "checkpoint", ["memory_every_steps"], "without checkpoint.memory_dir")
+            check_unset(self, "checkpoint", ["memory_every_steps"], "without checkpoint.memory_dir")
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         """The number of checkpoints kept, at least 2.
 
         The run has continued from the older of two checkpoints with finite values, so it is known
@@ -214,10 +214,12 @@ class EvaluationConfig:
     sample_temperature: float = 0.8
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "every_steps", "sample_tokens", "sample_temperature")
+        check_field_types(self)
+        check_not_negative(self, "every_steps", "sample_tokens", "sample_temperature")
         if not self.sample_tokens:
-            unset(self, "evaluation", ["sample_temperature"], "with evaluation.sample_tokens = 0")
+            check_unset(
+                self, "evaluation", ["sample_temperature"], "with evaluation.sample_tokens = 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -241,8 +243,8 @@ class DistributedConfig:
     stopped_exit_code: int = 0
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
+        check_field_types(self)
+        check_positive(self, "start_timeout_s", "step_timeout_s", "heartbeat_timeout_s")
         check_field(
             0 <= self.stopped_exit_code <= 255,
             self,
@@ -275,10 +277,10 @@ class ProfileConfig:
     steps: str = ""  # "10:13" writes a trace of steps 10, 11, 12
 
     def __post_init__(self) -> None:
-        check_values(self)
-        self.span()
+        check_field_types(self)
+        self.traced_steps()
 
-    def span(self) -> tuple[int, int] | None:
+    def traced_steps(self) -> tuple[int, int] | None:
         """The traced steps as (first, last + 1), or None without a trace."""
         if not self.steps:
             return None
@@ -334,9 +336,11 @@ class TrainConfig:
     estimate: EstimatedGpu = ""
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps")
-        countable(self, "num_steps")
+        check_field_types(self)
+        check_positive(
+            self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps"
+        )
+        check_step_counts(self, "num_steps")
         check_field(0 <= self.seed < 2**31, self, "seed", "must be between 0 and 2**31 - 1")
         positions = self.model.max_position_embeddings
         fits = self.model.position != "learned" or self.sequence_length <= positions
@@ -353,7 +357,7 @@ class TrainConfig:
         self._check_memory_dir()
         self._check_precision()
         self._check_teacher()
-        span = self.profile.span()
+        span = self.profile.traced_steps()
         ends = span is None or span[1] <= self.num_steps
         check_field(
             ends, self.profile, "profile.steps", f"must end by num_steps = {self.num_steps}"
@@ -361,18 +365,26 @@ class TrainConfig:
 
     def _check_tiers(self) -> None:
         tiers = self.tiers.experts, self.tiers.optimizer
-        has_experts = self.tiers.on_device or bool(self.model.expert_layers)
+        has_experts = self.tiers.all_on_device or bool(self.model.expert_layers)
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         if not self.init_from:  # whose model is not known here
             self.check_chosen_share()
         stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
-        check(stays, "comm.packing", self.comm.packing, f"must be a number {_streamed(self.tiers)}")
+        check(
+            stays,
+            "comm.packing",
+            self.comm.packing,
+            f"must be a number {_offloaded_phrase(self.tiers)}",
+        )
 
     def _check_memory_dir(self) -> None:
         memory_dir, tiers = self.checkpoint.memory_dir, (self.tiers.experts, self.tiers.optimizer)
         alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
         check(
-            alone, "checkpoint.memory_dir", memory_dir, f"must not be set {_streamed(self.tiers)}"
+            alone,
+            "checkpoint.memory_dir",
+            memory_dir,
+            f"must not be set {_offloaded_phrase(self.tiers)}",
         )
 
     def _check_precision(self) -> None:
@@ -397,7 +409,7 @@ class TrainConfig:
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher")
         tiers = self.tiers.experts, self.tiers.optimizer
-        check(self.tiers.on_device, "tiers", tiers, "must be device with distil.teacher")
+        check(self.tiers.all_on_device, "tiers", tiers, "must be device with distil.teacher")
         check(
             self.comm.packing == 1,
             "comm.packing",
@@ -409,10 +421,10 @@ class TrainConfig:
         if self.estimate:
             check_field(not self.plan, self, "estimate", "must not be given together with plan")
             where = (
-                f"must not be given {_streamed(self.tiers)}: such a step is many programs; take"
-                " --plan"
+                f"must not be given {_offloaded_phrase(self.tiers)}: such a step is many programs;"
+                " take --plan"
             )
-            check_field(self.tiers.on_device, self, "estimate", where)
+            check_field(self.tiers.all_on_device, self, "estimate", where)
             alone = not self.distil.teacher
             check_field(
                 alone,
@@ -439,7 +451,9 @@ class TrainConfig:
             constraint = f"must be at least {least} / {experts}, what one token chooses"
             check(share > least / experts - 1e-6, "tiers.chosen_share", share, constraint)
 
-    def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
+    def checked_mesh_shape(
+        self, num_devices: int, devices_per_host: int = 0
+    ) -> tuple[int, int, int]:
         """Return the mesh shape for this many devices.
 
         devices_per_host: 0 if unknown or different between hosts. Raises ValueError if the run
@@ -451,7 +465,7 @@ class TrainConfig:
         steps = self.gradient_accumulation_steps
         constraint = f"must be a multiple of {num_devices} devices x {steps} accumulation steps"
         check_field(self.batch_size % (num_devices * steps) == 0, self, "batch_size", constraint)
-        if not self.tiers.on_device and num_devices > 1:
+        if not self.tiers.all_on_device and num_devices > 1:
             fused = self.comm.fuse_dense or not self.comm.shard_dense
             check_field(
                 fused, self.comm, "comm.fuse_dense", "must be True with experts on other tiers"
@@ -482,7 +496,7 @@ class TrainConfig:
             )
         return shape
 
-    def packed(self, packing: int) -> TrainConfig:
+    def with_packing(self, packing: int) -> TrainConfig:
         """Return a copy with `packing` times as many experts per device."""
         return dataclasses.replace(self, comm=dataclasses.replace(self.comm, packing=packing))
 

@@ -14,11 +14,11 @@ from typing import Literal
 from jmoe.config.checks import (
     check,
     check_field,
-    check_values,
-    countable,
-    not_negative,
-    positive,
-    unset,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_step_counts,
+    check_unset,
 )
 from jmoe.config.layers import LayerKind
 from jmoe.config.model import ModelConfig
@@ -47,8 +47,8 @@ class VisionModelConfig(ModelConfig):
     learn_paths: bool = False
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "image_size", "patch_size")
+        check_field_types(self)
+        check_positive(self, "image_size", "patch_size")
         check_field(self.channels in (1, 3), self, "channels", "must be 1 or 3")
         divides = self.image_size % self.patch_size == 0
         check_field(divides, self, "patch_size", f"must divide image_size = {self.image_size}")
@@ -98,7 +98,7 @@ class VisionModelConfig(ModelConfig):
         )
 
     @property
-    def task_choices(self) -> int:
+    def experts_per_image(self) -> int:
         """Experts per image in a task-routed layer in training: 2 with learned paths, else 1."""
         return 2 if self.learn_paths else 1
 
@@ -113,7 +113,7 @@ class VisionModelConfig(ModelConfig):
             + self.max_position_embeddings * d
         )
         own = (self.patch_size**2 * self.channels + 1 + 2 * side) * d
-        dense, expert = self._mlp(self.intermediate_size), self.expert_parameters
+        dense, expert = self._mlp_parameters(self.intermediate_size), self.expert_parameters
         total, active = (count - text + own for count in super().num_parameters())
         return total + tasks * (self.num_experts * expert - dense), active + tasks * (
             expert - dense
@@ -161,13 +161,17 @@ class TaskConfig:
     num_steps: int = 0
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         check_field(bool(self.source), self, "source", "must name a built-in task or a folder")
-        positive(self, "batch_size", "loss_weight", "embedding_size", "contrastive_temperature")
-        not_negative(self, "num_steps")
-        countable(self, "num_steps")
+        check_positive(
+            self, "batch_size", "loss_weight", "embedding_size", "contrastive_temperature"
+        )
+        check_not_negative(self, "num_steps")
+        check_step_counts(self, "num_steps")
         if self.head == "classes":
-            unset(self, "", ["embedding_size", "contrastive_temperature"], "with head = 'classes'")
+            check_unset(
+                self, "", ["embedding_size", "contrastive_temperature"], "with head = 'classes'"
+            )
         enough = self.head == "classes" or self.batch_size > 1
         check_field(
             enough,
@@ -180,7 +184,7 @@ class TaskConfig:
         """Return the number of output features of the task's head."""
         return num_classes if self.head == "classes" else self.embedding_size
 
-    def takes_part(self, step: int) -> bool:
+    def is_trained_at(self, step: int) -> bool:
         """Return whether the task is trained in step `step`, counted from 0."""
         return not self.num_steps or step < self.num_steps
 
@@ -194,11 +198,11 @@ class ImagesConfig:
     max_shift: int = 1
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         check_field(
             0 < self.held_out_fraction < 1, self, "held_out_fraction", "must be between 0 and 1"
         )
-        not_negative(self, "max_shift")
+        check_not_negative(self, "max_shift")
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,8 @@ class ElasticConfig:
     max_imbalance: float = 1.2
 
     def __post_init__(self) -> None:
-        check_values(self)
-        not_negative(self, "replan_every_steps")
+        check_field_types(self)
+        check_not_negative(self, "replan_every_steps")
         check_field(self.max_imbalance >= 1, self, "elastic.max_imbalance", "must be at least 1")
 
 
@@ -228,8 +232,8 @@ class PathsConfig:
     final_temperature: float = 0.2
 
     def __post_init__(self) -> None:
-        check_values(self)
-        positive(self, "temperature", "final_temperature")
+        check_field_types(self)
+        check_positive(self, "temperature", "final_temperature")
         falls = self.final_temperature <= self.temperature
         limit = f"must not exceed paths.temperature = {self.temperature:g}"
         check(falls, "paths.final_temperature", self.final_temperature, limit)
@@ -240,8 +244,8 @@ class VisionTrainConfig(TrainConfig):
     """One run that learns several image tasks. The batch is that of all tasks; a sequence is an
     image's patches.
 
-    `init_from` is another run's folder, whose tasks may be fewer: those that come to them begin
-    with a new head, and what their paths name.
+    `init_from` is another run's folder. A task that the other run lacks begins with a new head, and
+    with the experts that its path names.
     """
 
     model: VisionModelConfig = field(
@@ -258,7 +262,7 @@ class VisionTrainConfig(TrainConfig):
     sequence_length: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_field_types(self)
         check_field(bool(self.tasks), self, "tasks", "must have at least one task")
         object.__setattr__(self, "batch_size", sum(task.batch_size for task in self.tasks.values()))
         object.__setattr__(self, "sequence_length", self.model.num_patches)
@@ -283,10 +287,10 @@ class VisionTrainConfig(TrainConfig):
             "estimate",
             "must not be given for images: their steps are not estimated",
         )
-        self._check_ends()
+        self._check_task_ends()
         self._check_supported()
 
-    def _check_ends(self) -> None:
+    def _check_task_ends(self) -> None:
         for name, task in self.tasks.items():
             fits = task.num_steps <= self.num_steps
             check(
@@ -320,11 +324,11 @@ class VisionTrainConfig(TrainConfig):
 
     def _check_supported(self) -> None:
         text_fields = [field.name for field in dataclasses.fields(self.data)]
-        unset(self.data, "data", text_fields, "for images: each task has a source")
-        unset(
+        check_unset(self.data, "data", text_fields, "for images: each task has a source")
+        check_unset(
             self.distil, "distil", ["teacher"], "for images: a language model learns from a teacher"
         )
-        unset(
+        check_unset(
             self.evaluation,
             "evaluation",
             ["sample_tokens", "sample_temperature"],
@@ -333,14 +337,16 @@ class VisionTrainConfig(TrainConfig):
         constraint = "must be auto or off for images, whose steps are XLA's alone"
         check_field(self.native != "on", self, "native", constraint)
         if not self.model.learn_paths:
-            unset(
+            check_unset(
                 self.paths,
                 "paths",
                 ["temperature", "final_temperature"],
                 "without model.learn_paths",
             )
         if not self.elastic.replan_every_steps:
-            unset(self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps")
+            check_unset(
+                self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps"
+            )
         self._check_image_tiers()
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")
@@ -361,7 +367,9 @@ class VisionTrainConfig(TrainConfig):
         self.check_chosen_share()
         every = self.elastic.replan_every_steps
         constraint = "must be 0 with experts on other tiers than the device"
-        check(self.tiers.on_device or not every, "elastic.replan_every_steps", every, constraint)
+        check(
+            self.tiers.all_on_device or not every, "elastic.replan_every_steps", every, constraint
+        )
 
     def _check_image_comm(self) -> None:
         check(
@@ -402,10 +410,12 @@ class VisionTrainConfig(TrainConfig):
         )
         return images * self.sequence_length
 
-    def check_devices(self, num_devices: int, devices_per_host: int = 0) -> tuple[int, int, int]:
-        """Return the mesh's shape; see `TrainConfig.check_devices`. Elastic layouts divide what
-        they are given.
+    def checked_mesh_shape(
+        self, num_devices: int, devices_per_host: int = 0
+    ) -> tuple[int, int, int]:
+        """Return the mesh's shape; see `TrainConfig.checked_mesh_shape`. Elastic layouts divide
+        what they are given.
         """
         if self.layout == "even":
-            return super().check_devices(num_devices, devices_per_host)
+            return super().checked_mesh_shape(num_devices, devices_per_host)
         return self.mesh.shape(num_devices, devices_per_host)

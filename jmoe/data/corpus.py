@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
-from jmoe.config.checks import unset
+from jmoe.config.checks import check_unset
 from jmoe.data.shards import (
     BlockChecks,
     Ids,
@@ -340,9 +340,9 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
                     " would be trained on"
                 )
     if all(entry.is_shards for entry in inputs):
-        unset(config, "data", ["encoding"], "with token shards alone, which hold no text")
+        check_unset(config, "data", ["encoding"], "with token shards alone, which hold no text")
     if not any(file.field for entry in inputs for file in entry.files):
-        unset(
+        check_unset(
             config,
             "data",
             ["field"],

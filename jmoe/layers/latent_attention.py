@@ -55,7 +55,9 @@ class LatentAttention(Attention):
         """Factor of the scores before the softmax: 1 / sqrt(d), times YaRN's magnitude squared."""
         yarn = self.config.rope_scaling
         magnitude = (
-            yarn.magnitude(yarn.mscale_all_dim) if yarn is not None and yarn.mscale_all_dim else 1.0
+            yarn.attention_magnitude(yarn.mscale_all_dim)
+            if yarn is not None and yarn.mscale_all_dim
+            else 1.0
         )
         return self.config.dim_per_head**-0.5 * magnitude * magnitude
 

@@ -117,7 +117,7 @@ def route(
     else:
         chosen_TK = topk_idx_TK
     weights_TK, counts_E = _gather_and_count(scores_TE, chosen_TK)
-    if config.normalizes(num_experts_per_tok):
+    if config.normalizes_weights(num_experts_per_tok):
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
     idx_TK = chosen_TK if topk_idx_TK is None else topk_idx_TK
     if sampled and topk_idx_TK is None and key is not None:
@@ -373,16 +373,17 @@ class Router(nnx.Module):
         """Return the `Routing` of T tokens x_TD.
 
         In training, x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise) for the logits,
-        and a random draw may leave out second experts. key: needed then (if `config.draws`), and
-        must differ between devices: fold in the device's index. topk_idx_TK, token_mask_T: as in
-        `route`. Raises ValueError for a wrong shape of x or a missing key.
+        and a random draw may leave out second experts. key: needed then (if
+        `config.draws_random_numbers`), and must differ between devices: fold in the device's index.
+        topk_idx_TK, token_mask_T: as in `route`. Raises ValueError for a wrong shape of x or a
+        missing key.
         """
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
         check(ok, "x_TD.shape", x_TD.shape, f"must be [tokens, hidden_size = {kernel_DE.shape[0]}]")
         x_TD = x_TD.astype(jnp.float32)
         jitter, policy = self.config.jitter_noise, self.config.second_expert_policy
-        if train and self.config.draws and key is None:
+        if train and self.config.draws_random_numbers and key is None:
             draws = f"jitter_noise = {jitter}" if jitter else f"second_expert_policy = {policy!r}"
             raise ValueError(f"key = None: is needed in training with {draws}")
         if train and jitter > 0:

@@ -110,7 +110,7 @@ class Block(nnx.Module):
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
         routed = (
-            config.moe.by_task(config.task_choices)
+            config.moe.routed_by_task(config.experts_per_image)
             if kind == "task"
             else config.moe
             if moe

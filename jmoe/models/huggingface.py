@@ -451,7 +451,7 @@ def _fields_by_family(config: ModelConfig) -> dict[str, JsonObject]:
             "sliding_window": config.sliding_window,
         }
     )
-    divided = {"norm_topk_prob": router.normalizes(config.num_experts_per_tok)}
+    divided = {"norm_topk_prob": router.normalizes_weights(config.num_experts_per_tok)}
     dense_layers = {
         "mlp_only_layers": [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]
     }
@@ -500,7 +500,7 @@ def _deepseek_config_json(config: ModelConfig) -> JsonObject:
         "n_routed_experts": config.num_experts,
         "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
         "first_k_dense_replace": config.first_k_dense_replace,
-        "norm_topk_prob": router.normalizes(config.num_experts_per_tok),
+        "norm_topk_prob": router.normalizes_weights(config.num_experts_per_tok),
         "n_group": n_group,
         "topk_group": topk_group,
         "routed_scaling_factor": router.routed_scaling_factor,
@@ -554,7 +554,7 @@ def _normal_form(config: ModelConfig) -> JsonObject:
             router.bias,
             router.rules.scores,
             router.rules.has_bias,
-            router.normalizes(config.num_experts_per_tok),
+            router.normalizes_weights(config.num_experts_per_tok),
             router.n_group,
             router.topk_group,
         ),

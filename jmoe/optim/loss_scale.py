@@ -44,7 +44,7 @@ def initial_loss_scale(config: TrainConfig) -> LossScale | None:
     """Return the loss scale of step 0; None unless the compute dtype is float16."""
     if config.compute_dtype != "float16":
         return None
-    return LossScale(jnp.float32(config.loss_scale.first), jnp.int32(0))
+    return LossScale(jnp.float32(config.loss_scale.initial_scale), jnp.int32(0))
 
 
 def scaled(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:

@@ -242,7 +242,7 @@ def plan_mesh_memory(
         options.device_bytes or needed_bytes
     )
     if options.policy == "ring" or (
-        options.mesh_may_ring and (options.ring_slots is not None or not fits)
+        options.mesh_allows_ring and (options.ring_slots is not None or not fits)
     ):
         return _plan_mesh_ring(model, free, options, local_devices)
     where = (

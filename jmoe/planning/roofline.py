@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jmoe.config.checks import check, not_negative, positive
+from jmoe.config.checks import check, check_not_negative, check_positive
 
 Policy = Literal["resident", "ring", "experts", "hybrid"]
 RING_SLOTS = 2  # the minimum for overlap: one slot loads a layer while the other is in use
@@ -65,7 +65,7 @@ class ExpertWeights:
     expert_bytes: int
 
     def __post_init__(self) -> None:
-        positive(self, "num_layers", "num_experts", "expert_bytes")
+        check_positive(self, "num_layers", "num_experts", "expert_bytes")
         k, name = self.num_experts_per_tok, "num_experts_per_tok"
         check(
             0 < k <= self.num_experts, name, k, f"must be in [1, num_experts = {self.num_experts}]"
@@ -105,8 +105,8 @@ class Measurements:
     host_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        positive(self, "bandwidth_bytes_per_s", "num_tokens")
-        not_negative(self, "compute_s", "sync_s")
+        check_positive(self, "bandwidth_bytes_per_s", "num_tokens")
+        check_not_negative(self, "compute_s", "sync_s")
         for name in ("hit_rate", "early_fraction"):
             value = getattr(self, name)
             check(value is None or 0 <= value <= 1, name, value, "must be in [0, 1]")

@@ -98,7 +98,7 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
         config, mesh=mesh, machine=cluster.machine, batch_size=batch_size, tiers=tiers
     )
     split = with_chosen_tiers(split)
-    _, inter, intra = split.check_devices(devices, per_node)
+    _, inter, intra = split.checked_mesh_shape(devices, per_node)
     whole = intra == per_node or (per_node % (inter * intra) == 0)
     constraint = f"must be {per_node}, the devices of a node, or all experts inside a node"
     check(whole, "mesh.expert_intra", intra, constraint)
@@ -124,7 +124,7 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     own = training_plan(split)
     trained = dataclasses.replace(trained_model(split), devices_per_host=per_node)
     training = plan_training(trained, own.placement, own.machine)
-    data, inter, intra = split.check_devices(nodes * per_node, per_node)
+    data, inter, intra = split.checked_mesh_shape(nodes * per_node, per_node)
     row_bytes, load = trained.compute_bytes * model.hidden_size, None
     if config.comm.links:
         tokens = trained.step_tokens // trained.num_devices // trained.micro_batches

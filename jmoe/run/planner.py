@@ -17,7 +17,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
-from jmoe.config.parallel import most_packing, packed_shape
+from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.config.tiers import Tier
 from jmoe.layers.experts import up_columns
 from jmoe.layers.loss import logits_bytes
@@ -95,7 +95,7 @@ def _activations(config: TrainConfig, num_tokens: int, num_devices: int) -> _Act
     number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
     sizes = model, num_tokens, num_devices, _buffers(config)
     working, recomputed = in_use_elements(*sizes)
-    dense, experts = residual_elements(*sizes, streamed=not config.tiers.on_device)
+    dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
     return _Activations(
@@ -116,7 +116,7 @@ def _compute_bytes(config: TrainConfig) -> int:
 
 
 def _on_gpu(config: TrainConfig) -> bool:
-    return bool(config.machine.device().device_bytes)
+    return bool(config.machine.device_figures().device_bytes)
 
 
 def _buffers(config: TrainConfig) -> int:
@@ -210,7 +210,7 @@ def machine(config: TrainConfig) -> Machine:
     described, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
-    device = described.device()
+    device = described.device_figures()
     device_bytes, share = device.device_bytes, device_memory_share()
     if described.accelerator and not described.device_bytes:
         device_bytes = int(share * device_bytes)
@@ -254,7 +254,7 @@ def _placement(config: TrainConfig, experts: Tier, optimizer: Tier) -> StatePlac
         gradients=tiers.gradients,
         device_layers=tiers.device_layers,
         host_cache_bytes=tiers.host_cache_bytes or None,
-        checkpoints=config.checkpoint.kept,
+        checkpoints=config.checkpoint.num_kept,
         device_experts=tiers.device_experts,
     )
 
@@ -271,7 +271,7 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
             " experts"
         )
     mesh, inside = config.mesh, max(1, config.mesh.expert_intra)
-    config.check_devices(max(1, mesh.data) * mesh.expert_inter * inside, inside)
+    config.checked_mesh_shape(max(1, mesh.data) * mesh.expert_inter * inside, inside)
     model, tiers = trained_model(config), config.tiers
     assert tiers.experts != "auto" and tiers.optimizer != "auto"
     return plan_training(model, _placement(config, tiers.experts, tiers.optimizer), machine(config))
@@ -301,8 +301,8 @@ def packing_summary(config: TrainConfig) -> str:
         return f"{line} (comm.packing = {first})"
     on, fits = machine(config), 1
     while (
-        fits < most_packing(full)
-        and not packing_shortfall(config.packed(2 * fits), on).lacking_bytes
+        fits < largest_packing(full)
+        and not packing_shortfall(config.with_packing(2 * fits), on).lacking_bytes
     ):
         fits *= 2
     return f"{line} at first; memory and mesh allow up to {fits * alone} (comm.packing = auto)"
@@ -320,7 +320,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     place = first_fitting_plan(
         model, machine(config), [_placement(config, *pair) for pair in pairs]
     ).placement
-    return dataclasses.replace(config, tiers=tiers.placed(place.experts, place.optimizer))
+    return dataclasses.replace(config, tiers=tiers.with_tiers(place.experts, place.optimizer))
 
 
 # fractions of a device's experts of a layer, see `ExpertStats`

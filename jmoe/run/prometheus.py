@@ -109,7 +109,7 @@ class RunMetrics:
             "gauge", "save_seconds", "Time for which the last save kept the steps waiting."
         )
         self._define("gauge", "restarts", "Restarts of the run so far.")
-        if not config.tiers.on_device:
+        if not config.tiers.all_on_device:
             self._define(
                 "gauge",
                 "tier_hit_rate",

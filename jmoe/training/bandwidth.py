@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jmoe.collectives.schedule import SCHEDULES, chunk_bytes
 from jmoe.config import CommConfig, TrainConfig
-from jmoe.config.cluster import LinkConfig, LinksConfig, links_text, read_links
+from jmoe.config.cluster import LinkConfig, LinksConfig, links_to_toml, read_links
 from jmoe.data.shards import write_atomic
 from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED
 
@@ -86,7 +86,7 @@ def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
         return _links(numbers)
     links = measured_links(mesh)
     if jax.process_index() == 0 and path.parent.is_dir():
-        write_atomic(path, links_text(links).encode())
+        write_atomic(path, links_to_toml(links).encode())
     return links
 
 

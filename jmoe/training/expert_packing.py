@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jmoe.cluster.distributed import from_rank_0
 from jmoe.collectives.exchange import Choices, sent_to_experts
 from jmoe.config import MeshConfig, TrainConfig
-from jmoe.config.parallel import most_packing, packed_shape
+from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
 from jmoe.planning.expert_packing import (
     EVERY_STEPS,
@@ -60,7 +60,7 @@ def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int
         )
 
     saved = int(from_rank_0("packing", look, config.distributed.start_timeout_s))
-    return min(saved, most_packing(config.mesh.shape(num_devices, devices_per_host)))
+    return min(saved, largest_packing(config.mesh.shape(num_devices, devices_per_host)))
 
 
 class PackingController:
@@ -75,7 +75,7 @@ class PackingController:
         self.done = (
             config.comm.packing != "auto"
             or not config.model.num_moe_layers
-            or most_packing(shape) == 1
+            or largest_packing(shape) == 1
         )
         data, inter, intra = shape
         self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
@@ -101,7 +101,7 @@ class PackingController:
 
     def current_config_and_shape(self) -> tuple[TrainConfig, tuple[int, int, int]]:
         """Return the configuration and the mesh shape for the current packing."""
-        return self._config.packed(self.packing), packed_shape(self._shape, self.packing)
+        return self._config.with_packing(self.packing), packed_shape(self._shape, self.packing)
 
     def note_step(self, seconds: float, *, compiled: bool) -> None:
         """Record the seconds of a step, unless packing is settled. A step that compiled is counted
@@ -144,7 +144,7 @@ class PackingController:
             ffn_s,
             self.experts_per_device,
             step=step,
-            most_experts=most_packing(self._shape) * self._experts_unpacked,
+            most_experts=largest_packing(self._shape) * self._experts_unpacked,
             shortfall=MemoryShortfall(int(lacking_bytes), int(offloaded_bytes)),
             step_s=self._step_s,
         )
@@ -154,9 +154,9 @@ class PackingController:
 
     def _shortfall(self) -> MemoryShortfall:
         assert self._machine is not None
-        if self.packing == most_packing(self._shape):
+        if self.packing == largest_packing(self._shape):
             return MemoryShortfall()
-        return packing_shortfall(self._config.packed(2 * self.packing), self._machine)
+        return packing_shortfall(self._config.with_packing(2 * self.packing), self._machine)
 
 
 def _with_device_bytes(config: TrainConfig) -> TrainConfig:
@@ -164,7 +164,7 @@ def _with_device_bytes(config: TrainConfig) -> TrainConfig:
     configuration or its accelerator already gives one.
     """
     limit_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    if config.machine.device().device_bytes or not limit_bytes:
+    if config.machine.device_figures().device_bytes or not limit_bytes:
         return config
     return dataclasses.replace(
         config, machine=dataclasses.replace(config.machine, device_bytes=int(limit_bytes))

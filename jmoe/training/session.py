@@ -326,7 +326,7 @@ class Session:
                     self.config,
                     self.mesh,
                 )
-        totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
+        totals = {} if self.config.tiers.all_on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return
         with status("drawing the report", say):

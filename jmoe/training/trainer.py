@@ -109,6 +109,6 @@ def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageT
     """
     chunk_bytes = measured_chunk_bytes(config.comm, mesh)
     links = links_of(config, mesh)
-    if config.tiers.on_device:
+    if config.tiers.all_on_device:
         return FusedTrainer(config, mesh, chunk_bytes, links)
     return StreamedTrainer(config, mesh, chunk_bytes, run, links)

@@ -168,7 +168,7 @@ class FusedTrainer:
                 partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
             )
             key = None
-            if self.config.model.router.draws:
+            if self.config.model.router.draws_random_numbers:
                 key = router_key(self.config, state.step, lax.axis_index(ALL), index)
             params = self.model.with_copies(state.params, state.cast)
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, micro_batch, key)

@@ -151,7 +151,7 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
     """
     hosts, each = machine_shape(config)
     devices = ahead_of_time.devices(target, hosts, each)
-    mesh = make_mesh(config.check_devices(len(devices), each), devices)
+    mesh = make_mesh(config.checked_mesh_shape(len(devices), each), devices)
     links = read_links(Path(config.comm.links)) if config.comm.links else None
     trainer, parts = FusedTrainer(config, mesh, links=links), config.gradient_accumulation_steps
     sizes = parts, config.batch_size // parts, config.sequence_length + 1

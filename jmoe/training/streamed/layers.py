@@ -318,7 +318,7 @@ class LayerFunctions:
         draw nothing.
         """
         config, step, accumulation = self.config, layer.step, layer.accumulation
-        if not config.model.router.draws or step is None or accumulation is None:
+        if not config.model.router.draws_random_numbers or step is None or accumulation is None:
             return None
         device = lax.axis_index(ALL) if self.mesh.size > 1 else 0
         key = router_key(config, step, device, accumulation)

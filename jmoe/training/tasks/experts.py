@@ -232,7 +232,7 @@ def places_experts_by_task(config: VisionTrainConfig, num_devices: int) -> bool:
     """
     elastic = config.layout == "elastic" and num_devices > 1 and bool(config.model.task_layers)
     stay = not any(task.num_steps % config.num_steps for task in config.tasks.values())
-    return elastic and (config.tiers.on_device or (stay and not config.model.num_moe_layers))
+    return elastic and (config.tiers.all_on_device or (stay and not config.model.num_moe_layers))
 
 
 def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:

@@ -69,7 +69,7 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     parts = num_devices if config.comm.shard_dense else 1
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
-    if not config.tiers.on_device:
+    if not config.tiers.all_on_device:
         whole = not places_experts_by_task(config, num_devices)
         experts = model.num_experts * slot_bytes(config, num_devices) // groups if whole else 0
     return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
@@ -122,8 +122,8 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     model, mesh = config.model, config.mesh
     # the number of devices over which the mesh splits experts, in every layout
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
-    device_bytes = config.machine.device().device_bytes or None
-    if not config.tiers.on_device:
+    device_bytes = config.machine.device_figures().device_bytes or None
+    if not config.tiers.all_on_device:
         shared, places = common_bytes(config, num_devices), dict.fromkeys(config.tasks, 0)
         if places_experts_by_task(config, num_devices):
             shared_places, places = _places_by_task(config, num_devices)
@@ -161,7 +161,9 @@ def layout_of(
         TaskLoad(name, task.batch_size, image_s[name] if image_s else 1.0, own_bytes[name])
         for name, task in config.tasks.items()
     )
-    active = [number for number, task in enumerate(config.tasks.values()) if task.takes_part(step)]
+    active = [
+        number for number, task in enumerate(config.tasks.values()) if task.is_trained_at(step)
+    ]
     layout = plan_layout(
         [loads[number] for number in active], num_devices, mode=config.layout, memory=memory
     )
@@ -245,7 +247,7 @@ class LayoutController:
         )
         tiers = config.tiers.experts, config.tiers.optimizer
         constraint = "must be device for another number of devices while the run goes on"
-        check(config.tiers.on_device, "tiers", tiers, constraint)
+        check(config.tiers.all_on_device, "tiers", tiers, constraint)
         check(0 < num_devices <= most, "devices", num_devices, f"must be between 1 and {most}")
         check(
             num_devices % processes == 0,
@@ -288,7 +290,7 @@ def allocated_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
     experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
-    if not config.tiers.on_device:
+    if not config.tiers.all_on_device:
         experts = 0 if slots is None else num_slots * slot_bytes(config, len(layout.shares))
     return common_bytes(config, len(layout.shares)) + experts
 
@@ -298,7 +300,7 @@ def tiers_line(config: VisionTrainConfig) -> str:
     without tiers.
     """
     tiers, layers = config.tiers, len(config.model.expert_layers)
-    if tiers.on_device:
+    if tiers.all_on_device:
         return ""
     parameters = config.model.num_experts * layers * config.model.expert_parameters
     gradient_bytes = 2 if tiers.gradient_dtype == "bfloat16" else 4
@@ -325,8 +327,10 @@ def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
     slots = task_slots(config, layout)
     if slots is None:
         return ""
-    kept, limit = allocated_bytes(config, layout), config.machine.device().device_bytes
+    kept, limit = allocated_bytes(config, layout), config.machine.device_figures().device_bytes
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
-    layers = len(config.model.task_layers) if config.tiers.on_device else _layers_on_device(config)
+    layers = (
+        len(config.model.task_layers) if config.tiers.all_on_device else _layers_on_device(config)
+    )
     of = f"{slots.num_slots} of {slots.num_experts} experts in each of {layers} layers"
     return f"every device has room for {of}: {size_text(kept)} in all{more}"

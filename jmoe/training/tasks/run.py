@@ -106,7 +106,7 @@ def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> Train
     model, or a task's path, head or classes, differs from that run's.
     """
     config = trainer.config
-    folder, later = Path(config.init_from).expanduser(), not config.tiers.on_device
+    folder, later = Path(config.init_from).expanduser(), not config.tiers.all_on_device
     run = read_vision_run(folder, "init_from", trainer.model.mesh, config, experts_later=later)
     where = f"in init_from = {config.init_from!r}"
     for name in (field.name for field in dataclasses.fields(run.model)):

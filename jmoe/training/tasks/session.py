@@ -135,7 +135,9 @@ class VisionSession(Session):
         if layout.shares != trainer.layout.shares:
             if not reasons:
                 ended = [
-                    name for name, task in trainer.config.tasks.items() if not task.takes_part(step)
+                    name
+                    for name, task in trainer.config.tasks.items()
+                    if not task.is_trained_at(step)
                 ]
                 reasons.append(f"{', '.join(ended)} ended")
             with self.watchdog.waiting_for("another layout before step", step):
@@ -262,7 +264,7 @@ class VisionSession(Session):
         of `evaluate_first`.
         """
         accuracy = self.evaluate(state)
-        totals = {} if self.config.tiers.on_device else tier_totals(self.trainer.expert_stats())
+        totals = {} if self.config.tiers.all_on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return
         assert isinstance(self.config, VisionTrainConfig)

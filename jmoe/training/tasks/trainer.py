@@ -26,6 +26,6 @@ def make_vision_trainer(
 
     num_classes: by task. run: the folder name of the experts' records below `tiers.path`.
     """
-    if config.tiers.on_device:
+    if config.tiers.all_on_device:
         return VisionTrainer(config, num_classes, mesh, layout)
     return StreamedVisionTrainer(config, num_classes, mesh, layout, run)
