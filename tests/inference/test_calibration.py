@@ -102,7 +102,9 @@ def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None
     with tiny_engine(
         "mixtral", max_batch=4, device_bytes=layer_bytes("mixtral") * 7 // 4
     ) as served:
-        monkeypatch.setattr(StreamingPlan, "choose_policy", lambda _, n: "ring" if n >= 4 else "experts")
+        monkeypatch.setattr(
+            StreamingPlan, "choose_policy", lambda _, n: "ring" if n >= 4 else "experts"
+        )
         served.compile_for_service()
         # two sequences decode beside the chunks of a third one's prompt, then all three
         with compilations() as compiled:

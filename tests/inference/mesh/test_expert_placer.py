@@ -155,7 +155,8 @@ def test_dear_copies_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     # at most 44 are saved, by two copies or more
     assert placer.stats().replans == 2 and experts.moved == []
     monkeypatch.setattr(
-        "jmoe.inference.mesh.expert_placer.place_experts", lambda *_, **__: pytest.fail("was planned")
+        "jmoe.inference.mesh.expert_placer.place_experts",
+        lambda *_, **__: pytest.fail("was planned"),
     )
     placer, experts = placer_of(DEAR, Table(counts(OTHERS)), placement="lina")
     step(placer, OTHERS, SKEWED)
