@@ -64,7 +64,7 @@ def test_auto_computes_what_resident_computes(
             if whole is not None:
                 patch.setattr(
                     StreamingPlan,
-                    "policy",
+                    "choose_policy",
                     lambda _, n, whole=whole: "ring" if n >= whole else "experts",
                 )
             known = streamed.residency.stats().layers
