@@ -120,9 +120,9 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
         from jmoe.data.shards import open_shard
         shard = open_shard(Path(sys.argv[1]))
         os.truncate(sys.argv[1], 100_000)
-        shard.blocks.check(0, 1000)
+        shard.blocks.check_ids(0, 1000)
         for check in (
-            lambda: shard.blocks.check(900_000, 900_100),
+            lambda: shard.blocks.check_ids(900_000, 900_100),
             lambda: shard.blocks.check_all(shard.header),
         ):
             try:
