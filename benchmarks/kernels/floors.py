@@ -28,7 +28,7 @@ from benchmarks.comm import exchange
 from benchmarks.lib import report
 from benchmarks.lib.floors import floors, seconds
 from benchmarks.lib.report import JsonObject
-from jmoe.collectives.fusion import ShardInBuffer, gather_fused_local
+from jmoe.collectives.fusion import ShardInBuffer, gather_parameters_fused_local
 from jmoe.mesh import BATCH, hierarchy, make_mesh
 from jmoe.planning.exchange import plan_exchange
 
@@ -68,9 +68,11 @@ def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[Jso
     grads = [draw(jax.random.key(0), shape, jnp.bfloat16) for shape in matrices]
 
     def reduce(shards: list[jax.Array], grads: list[jax.Array]) -> list[jax.Array]:
-        return jax.vjp(lambda w: gather_fused_local(w, entries, levels), shards)[1](grads)
+        return jax.vjp(lambda w: gather_parameters_fused_local(w, entries, levels), shards)[1](
+            grads
+        )
 
-    gather = partial(gather_fused_local, entries=entries, hierarchy=levels)
+    gather = partial(gather_parameters_fused_local, entries=entries, hierarchy=levels)
     on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
     # four bytes of an element in float32, two in bfloat16
     moved_bytes = 6 * sum(entry.size for entry in entries)

@@ -18,16 +18,16 @@ from kernels_pallas.saved import bits
 AllToAll = Callable[[PyTree], PyTree]
 
 
-def flat_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def flat_all_to_all_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return [R, C, ...], where block r came from device r of `axes`. Block r of x goes to device
     r.
     """
     return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
 
-def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """Return `flat_local` of [R, C, ...], bit for bit, by two hops: within the node to the
-    destination's place in its node, then across nodes.
+def hierarchical_all_to_all_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
+    """Return `flat_all_to_all_local` of [R, C, ...], bit for bit, by two hops: within the node to
+    the destination's place in its node, then across nodes.
 
     axes: (across nodes, within a node).
     """
@@ -40,7 +40,7 @@ def hierarchical_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _moved(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _apply_to_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Apply `move`, an all-to-all, to the bits of x.
 
     XLA:CPU would send bfloat16 as float32. The gradient is moved by the same function, since an
@@ -49,15 +49,19 @@ def _moved(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
     return lax.bitcast_convert_type(move(bits(x)), x.dtype)
 
 
-def _moved_fwd(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, None]:
-    return _moved(x, move), None
+def _apply_to_bits_fwd(
+    x: jax.Array, move: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, None]:
+    return _apply_to_bits(x, move), None
 
 
-def _moved_bwd(move: Callable[[jax.Array], jax.Array], _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (_moved(g, move),)
+def _apply_to_bits_bwd(
+    move: Callable[[jax.Array], jax.Array], _: None, g: jax.Array
+) -> tuple[jax.Array]:
+    return (_apply_to_bits(g, move),)
 
 
-_moved.defvjp(_moved_fwd, _moved_bwd)
+_apply_to_bits.defvjp(_apply_to_bits_fwd, _apply_to_bits_bwd)
 
 
 def make_all_to_all(axes: tuple[str, ...], hierarchical: bool = False) -> AllToAll:
@@ -67,7 +71,9 @@ def make_all_to_all(axes: tuple[str, ...], hierarchical: bool = False) -> AllToA
     """
     if hierarchical:
         inter, intra = axes
-        move: Callable[[jax.Array], jax.Array] = partial(hierarchical_local, axes=(inter, intra))
+        move: Callable[[jax.Array], jax.Array] = partial(
+            hierarchical_all_to_all_local, axes=(inter, intra)
+        )
     else:
-        move = partial(flat_local, axes=axes)
-    return lambda tree: jax.tree.map(lambda x: _moved(x, move), tree)
+        move = partial(flat_all_to_all_local, axes=axes)
+    return lambda tree: jax.tree.map(lambda x: _apply_to_bits(x, move), tree)

@@ -81,7 +81,7 @@ class Choices(NamedTuple):
     counts_E: jax.Array  # int32
 
     @classmethod
-    def counted(
+    def from_topk(
         cls, topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, num_experts: int
     ) -> "Choices":
         """Return `Choices` with the number of assignments per expert computed from
@@ -121,7 +121,7 @@ def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 @dataclass(frozen=True)
-class OneDevice:
+class OneDeviceExchange:
     """The exchange if all experts are on this device: a sort. Nothing is sent or dropped, and
     experts gather the rows themselves.
 
@@ -158,7 +158,7 @@ class OneDevice:
 
 
 @dataclass(frozen=True)
-class PerDevice:
+class PerDeviceExchange:
     """The exchange that sends one row per assignment to the device of its expert.
 
     Capacity is per destination device, not per expert.
@@ -185,7 +185,7 @@ class PerDevice:
         expected_rows: rows that arrive on this device when the load is balanced.
         """
         (num_tokens, k), num_devices = chosen.topk_idx_TK.shape, self.num_devices
-        num_chunks, width = _chunks_of(rows, num_chunks)
+        num_chunks, width = _num_chunks_and_width(rows, num_chunks)
         with jax.named_scope("dispatch"):
             idx_N, kept_E = _drop_lightest(chosen, num_devices, rows)
             order_N, rank_N = _order_by_expert(idx_N, kept_E.size)
@@ -197,15 +197,15 @@ class PerDevice:
                 at_C < totals_R[:, None], starts_R[:, None] + at_C, num_tokens * k
             )
             token_RC = jnp.take(order_N // k, sorted_RC, mode="fill", fill_value=num_tokens)
-            token_M = _deal_out(token_RC, num_chunks, num_tokens).reshape(-1)
+            token_M = _deal_into_chunks(token_RC, num_chunks, num_tokens).reshape(-1)
             dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
-            row_TK = _rows_in_chunks(dest_N, place_N, num_devices, rows, num_chunks).reshape(
+            row_TK = _index_in_chunks(dest_N, place_N, num_devices, rows, num_chunks).reshape(
                 num_tokens, k
             )
             send_MD = dispatch(x_TD, token_M, row_TK)
         arrived, sorts = [], []
-        sizes_XRL = _sizes_in_chunks(kept_RL, num_chunks)
+        sizes_XRL = _expert_rows_per_chunk(kept_RL, num_chunks)
         for sent_RCD, sizes_RL in zip(
             send_MD.reshape(num_chunks, num_devices, width, -1), sizes_XRL, strict=True
         ):
@@ -214,7 +214,7 @@ class PerDevice:
                 recv_RCD = saved(recv_RCD, "expert_rows")
                 recv_RL = saved_residual(recv_RL, "routing")
             with jax.named_scope("sort_by_expert"):
-                sorts.append(sort := _sort_of_arrivals(recv_RL, width))
+                sorts.append(sort := _sort_arrivals_by_expert(recv_RL, width))
                 recv_MD = recv_RCD.reshape(num_devices * width, -1)
                 rows_MD = dispatch(recv_MD, sort[0], sort[1][:, None], True)
                 group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
@@ -238,10 +238,10 @@ class PerDevice:
                 ).reshape(out_MD.shape)
                 back.append(saved(back_MD, "expert_rows"))
         with jax.named_scope("combine"):
-            return combine(_together(back), topk_weights_TK, token_M, row_TK)
+            return combine(_concatenate_chunks(back), topk_weights_TK, token_M, row_TK)
 
 
-def _chunks_of(rows: int, num_chunks: int) -> tuple[int, int]:
+def _num_chunks_and_width(rows: int, num_chunks: int) -> tuple[int, int]:
     """Return (number of chunks, rows of a chunk) for `rows` per destination; never more chunks than
     rows.
     """
@@ -249,29 +249,29 @@ def _chunks_of(rows: int, num_chunks: int) -> tuple[int, int]:
     return num_chunks, -(-rows // num_chunks)
 
 
-def _deal_out(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
+def _deal_into_chunks(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array:
     """Return [X, R, width, ...]: row i of each destination goes to chunk i % X; `empty` fills the
     end.
     """
-    num_chunks, width = _chunks_of(x_RC.shape[1], num_chunks)
+    num_chunks, width = _num_chunks_and_width(x_RC.shape[1], num_chunks)
     padding = [(0, 0)] * x_RC.ndim
     padding[1] = 0, num_chunks * width - x_RC.shape[1]
     x_RC = jnp.pad(x_RC, padding, constant_values=empty)
     return jnp.moveaxis(x_RC.reshape(x_RC.shape[0], width, num_chunks, *x_RC.shape[2:]), 2, 0)
 
 
-def _rows_in_chunks(
+def _index_in_chunks(
     dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int
 ) -> jax.Array:
-    """Return the index, in all chunks of `_deal_out` laid end to end, of row `place` of destination
-    `dest`; the total length if there is no such row.
+    """Return the index, in all chunks of `_deal_into_chunks` laid end to end, of row `place` of
+    destination `dest`; the total length if there is no such row.
     """
-    num_chunks, width = _chunks_of(rows, num_chunks)
+    num_chunks, width = _num_chunks_and_width(rows, num_chunks)
     slot = (place % num_chunks * num_dest + dest) * width + place // num_chunks
     return jnp.where((dest < num_dest) & (place < rows), slot, num_chunks * num_dest * width)
 
 
-def _sizes_in_chunks(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
+def _expert_rows_per_chunk(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
     """Return int32 [X, R, L], the rows of each expert in each chunk, given that the rows of a
     destination are ordered by expert.
     """
@@ -280,7 +280,7 @@ def _sizes_in_chunks(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
     return (ends_RL + last_X) // num_chunks - (ends_RL - sizes_RL + last_X) // num_chunks
 
 
-def _together(chunks: Sequence[jax.Array]) -> jax.Array:
+def _concatenate_chunks(chunks: Sequence[jax.Array]) -> jax.Array:
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
@@ -339,7 +339,7 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
     return saved_residual(idx_N, "routing"), saved_residual(counts_E, "routing")
 
 
-def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def _sort_arrivals_by_expert(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Return (order, rank) that sort arrived rows by local expert, empty rows last.
 
     sizes_RL: rows from each source device for each local expert; they arrive in this order.
@@ -353,7 +353,7 @@ def _sort_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Ar
 
 
 @dataclass(frozen=True)
-class PerNode:
+class PerNodeExchange:
     """The exchange that sends a token's row once to every node with one of its experts (dedup),
     then within the node to the experts' devices.
 
@@ -366,7 +366,7 @@ class PerNode:
     """
 
     across: AllToAll
-    inside: PerDevice
+    inside: PerDeviceExchange
     num_nodes: int
     nodes_per_token: float
     capacity_factor: float | None
@@ -384,15 +384,15 @@ class PerNode:
                 num_nodes, dtype=jnp.int32
             )
             weights_TP = jnp.where(on_TKP, topk_weights_TK[:, :, None], 0).sum(axis=1)
-            place_TP, src_PC = _places_for(on_TKP.any(axis=1), weights_TP, rows)
+            place_TP, src_PC = _assign_buffer_rows(on_TKP.any(axis=1), weights_TP, rows)
             lost_TKP = on_TKP & (place_TP == rows)[:, None, :]
             nodes, src_M = jnp.arange(num_nodes, dtype=jnp.int32), src_PC.reshape(-1)
-            idx_MK = _choices_of_rows(topk_idx_TK, src_M, num_nodes, node_size)
+            idx_MK = _local_experts_of_rows(topk_idx_TK, src_M, num_nodes, node_size)
             send_MK = dispatch(
-                topk_weights_TK, src_M, _rows_in_chunks(nodes, place_TP, num_nodes, rows, 1)
+                topk_weights_TK, src_M, _index_in_chunks(nodes, place_TP, num_nodes, rows, 1)
             )
-            slot_TP = _rows_in_chunks(nodes, place_TP, num_nodes, rows, num_chunks)
-            src_XPC = _deal_out(src_PC, num_chunks, num_tokens)
+            slot_TP = _index_in_chunks(nodes, place_TP, num_nodes, rows, num_chunks)
+            src_XPC = _deal_into_chunks(src_PC, num_chunks, num_tokens)
             send_XPCD = dispatch(x_TD, src_XPC.reshape(-1), slot_TP).reshape(*src_XPC.shape, -1)
         with jax.named_scope("all_to_all_across"):
             weights_MK, idx_MK = self.across(
@@ -400,10 +400,10 @@ class PerNode:
             )
             weights_MK = saved(weights_MK, "routing").reshape(-1, k)
             idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
-        there = Choices.counted(idx_MK, weights_MK, node_size)
+        there = Choices.from_topk(idx_MK, weights_MK, node_size)
         fair_rows = num_tokens * k / self.inside.num_devices
         expected_rows = -(-num_tokens * k // len(send_XPCD))
-        by_chunk, device_rows, lost = self._shared_out(
+        by_chunk, device_rows, lost = self._choices_per_chunk(
             there, len(send_XPCD), fair_rows, full_capacity
         )
         arrived = []
@@ -415,7 +415,7 @@ class PerNode:
         handle = [part.handle for part in arrived], src_XPC.reshape(-1), slot_TP
         return DispatchedTokens(tuple(part.chunks[0] for part in arrived), dropped, handle)
 
-    def _shared_out(
+    def _choices_per_chunk(
         self, there: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
     ) -> tuple[list[Choices], int, jax.Array]:
         """Return (choices per chunk, buffer rows per device of the node, number of choices dropped
@@ -433,14 +433,16 @@ class PerNode:
             return [there], device_rows, jnp.zeros((), jnp.int32)
         idx_N, kept_E = _drop_lightest(there, self.inside.num_devices, device_rows)
         rows_PCK = self.num_nodes, -1, k
-        idx_XPCK = _deal_out(idx_N.reshape(rows_PCK), num_chunks, node_size)
-        weights_XPCK = _deal_out(there.topk_weights_TK.reshape(rows_PCK), num_chunks, 0)
+        idx_XPCK = _deal_into_chunks(idx_N.reshape(rows_PCK), num_chunks, node_size)
+        weights_XPCK = _deal_into_chunks(there.topk_weights_TK.reshape(rows_PCK), num_chunks, 0)
         chunks = zip(
             idx_XPCK.reshape(num_chunks, -1, k),
             weights_XPCK.reshape(num_chunks, -1, k),
             strict=True,
         )
-        by_chunk = [Choices.counted(idx_MK, weights_MK, node_size) for idx_MK, weights_MK in chunks]
+        by_chunk = [
+            Choices.from_topk(idx_MK, weights_MK, node_size) for idx_MK, weights_MK in chunks
+        ]
         most_rows = idx_XPCK[0].size
         if self.capacity_factor is None:
             device_rows = buffer_rows(fair_rows / num_chunks, most_rows, None, full_capacity)
@@ -456,10 +458,10 @@ class PerNode:
                 back_PCD = self.across(partial_MD.reshape(self.num_nodes, -1, partial_MD.shape[1]))
                 back.append(back_PCD.reshape(partial_MD.shape))
         with jax.named_scope("combine"):
-            return sum_rows(_together(back), src_M, slot_TP)
+            return sum_rows(_concatenate_chunks(back), src_M, slot_TP)
 
 
-def _places_for(
+def _assign_buffer_rows(
     needed_TP: jax.Array, weights_TP: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (place_TP, the buffer row of each needed (token, node), in token order; src_PC, the
@@ -488,7 +490,7 @@ def _places_for(
     return place_TP, src_PC.at[nodes, place_TP].set(tokens_T, mode="drop")
 
 
-def _choices_of_rows(
+def _local_experts_of_rows(
     topk_idx_TK: jax.Array, src_M: jax.Array, num_nodes: int, node_size: int
 ) -> jax.Array:
     """Return [M, K], the experts of each row as indices within the row's destination node.
@@ -518,23 +520,23 @@ def make_exchange(
     an expert, never E (no expert). Raises ValueError if the number of axes does not fit the plan.
     """
     if plan.num_devices == 1:
-        return OneDevice(complete)
+        return OneDeviceExchange(complete)
     if plan.kind != "flat" and len(axes) != 2:
         raise ValueError(
             f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not"
             f" {axes}"
         )
     if plan.kind != "dedup":
-        return PerDevice(
+        return PerDeviceExchange(
             make_all_to_all(axes, plan.kind == "hierarchical"), plan.num_devices, capacity_factor
         )
-    inside = PerDevice(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
-    return PerNode(
+    inside = PerDeviceExchange(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
+    return PerNodeExchange(
         make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor
     )
 
 
-def sent_to_experts(
+def trace_dispatch_all_to_alls(
     exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices, num_chunks: int = 1
 ) -> list[tuple[AllToAll, PyTree]]:
     """Return the all-to-alls that `exchange.dispatch` calls, each with the shapes of its operands.
@@ -543,19 +545,19 @@ def sent_to_experts(
     """
     sent: list[tuple[AllToAll, PyTree]] = []
 
-    def noting(all_to_all: AllToAll) -> AllToAll:
-        def note(tree: PyTree) -> PyTree:
+    def recording_calls(all_to_all: AllToAll) -> AllToAll:
+        def record_call(tree: PyTree) -> PyTree:
             sent.append(
                 (all_to_all, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree))
             )
             return tree
 
-        return note
+        return record_call
 
-    if isinstance(exchange, PerNode):
-        inside = replace(exchange.inside, all_to_all=noting(exchange.inside.all_to_all))
-        exchange = replace(exchange, across=noting(exchange.across), inside=inside)
-    elif isinstance(exchange, PerDevice):
-        exchange = replace(exchange, all_to_all=noting(exchange.all_to_all))
+    if isinstance(exchange, PerNodeExchange):
+        inside = replace(exchange.inside, all_to_all=recording_calls(exchange.inside.all_to_all))
+        exchange = replace(exchange, across=recording_calls(exchange.across), inside=inside)
+    elif isinstance(exchange, PerDeviceExchange):
+        exchange = replace(exchange, all_to_all=recording_calls(exchange.all_to_all))
     jax.eval_shape(partial(exchange.dispatch, num_chunks=num_chunks), x, chosen)
     return sent

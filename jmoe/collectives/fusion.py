@@ -26,7 +26,9 @@ Hierarchy = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest l
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather_local(shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, ...]) -> jax.Array:
+def gather_parameter_local(
+    shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, ...]
+) -> jax.Array:
     """Return the unsharded parameter in `dtype`, all-gathered along `dim` over the devices of
     `axes` from float32 shards.
 
@@ -38,7 +40,7 @@ def gather_local(shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, 
 def _gather_fwd(
     shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> tuple[jax.Array, None]:
-    return gather_local(shard, dim, dtype, axes), None
+    return gather_parameter_local(shard, dim, dtype, axes), None
 
 
 def _gather_bwd(
@@ -47,7 +49,7 @@ def _gather_bwd(
     return (lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dim, tiled=True),)
 
 
-gather_local.defvjp(_gather_fwd, _gather_bwd)
+gather_parameter_local.defvjp(_gather_fwd, _gather_bwd)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class BufferLayout:
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 
 
-def _carrier(entries: Sequence[ShardInBuffer]) -> np.dtype:
+def _buffer_dtype(entries: Sequence[ShardInBuffer]) -> np.dtype:
     """Return the dtype of a buffer: float32 if all its parameters are used in float32, else
     uint16.
     """
@@ -101,13 +103,13 @@ def _carrier(entries: Sequence[ShardInBuffer]) -> np.dtype:
     )
 
 
-def _width(entry: ShardInBuffer, carrier: np.dtype) -> int:
+def _num_words(entry: ShardInBuffer, carrier: np.dtype) -> int:
     return entry.size * (jnp.dtype(entry.dtype).itemsize // carrier.itemsize)
 
 
 def flatten(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> jax.Array:
     """Return a device's row [C]: its shards end to end, each cast to the dtype of its use."""
-    carrier = _carrier(entries)
+    carrier = _buffer_dtype(entries)
     rows = [
         lax.bitcast_convert_type(w.astype(entry.dtype), carrier)
         for w, entry in zip(shards, entries, strict=True)
@@ -119,10 +121,10 @@ def unflatten(
     buffer_RC: jax.Array, entries: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> list[jax.Array]:
     """Return the unsharded parameters from the rows of all devices, buffer_RC."""
-    carrier, sizes = buffer_RC.dtype, _sizes(hierarchy)
+    carrier, sizes = buffer_RC.dtype, _level_sizes(hierarchy)
     unsharded, start = [], 0
     for entry in entries:
-        words = buffer_RC[:, start : start + (width := _width(entry, carrier))]
+        words = buffer_RC[:, start : start + (width := _num_words(entry, carrier))]
         start += width
         if width > entry.size:
             words = words.reshape(words.shape[0], entry.size, -1)
@@ -142,7 +144,7 @@ def flatten_gradients(
     """Return float32 [R, G] from this device's unsharded gradients: row r holds the shards of
     device r.
     """
-    sizes = _sizes(hierarchy)
+    sizes = _level_sizes(hierarchy)
     rows = [jnp.zeros((math.prod(sizes), 0))]
     for g, entry in zip(grads, entries, strict=True):
         split = (*entry.shape[: entry.dim], *sizes, *entry.shape[entry.dim :])
@@ -161,7 +163,7 @@ def unflatten_gradients(row_G: jax.Array, entries: Sequence[ShardInBuffer]) -> l
     return shards
 
 
-def _sizes(hierarchy: Hierarchy) -> tuple[int, ...]:
+def _level_sizes(hierarchy: Hierarchy) -> tuple[int, ...]:
     return tuple(lax.axis_size(axes) for axes in hierarchy)
 
 
@@ -220,7 +222,7 @@ _Entries = tuple[ShardInBuffer, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_fused_local(
+def gather_parameters_fused_local(
     shards: list[jax.Array], entries: _Entries, hierarchy: Hierarchy
 ) -> list[jax.Array]:
     """Return the unsharded parameters, all-gathered as one buffer; their gradients are
@@ -234,7 +236,7 @@ def gather_fused_local(
 def _gather_fused_fwd(
     shards: list[jax.Array], entries: _Entries, hierarchy: Hierarchy
 ) -> tuple[list[jax.Array], None]:
-    return gather_fused_local(shards, entries, hierarchy), None
+    return gather_parameters_fused_local(shards, entries, hierarchy), None
 
 
 def _gather_fused_bwd(
@@ -244,4 +246,4 @@ def _gather_fused_bwd(
     return (unflatten_gradients(row_G, entries),)
 
 
-gather_fused_local.defvjp(_gather_fused_fwd, _gather_fused_bwd)
+gather_parameters_fused_local.defvjp(_gather_fused_fwd, _gather_fused_bwd)

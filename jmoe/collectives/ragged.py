@@ -1,8 +1,8 @@
 """The exchange of a layer's tokens by ragged all-to-all, inside `shard_map`: only rows with a token
 are sent, none as padding.
 
-The mesh engine uses `Ragged` on GPUs, the only platform where XLA implements the collective;
-elsewhere `PerDevice` of `exchange.py` pads each block to the largest.
+The mesh engine uses `RaggedExchange` on GPUs, the only platform where XLA implements the
+collective; elsewhere `PerDeviceExchange` of `exchange.py` pads each block to the largest.
 
 Legend: T local tokens, D hidden, K choices per token, N = T K assignments, E experts of all
 devices, L experts of this device, R devices, M rows of the receive buffer.
@@ -23,7 +23,7 @@ from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
 RaggedAllToAll = Callable[..., jax.Array]
 
 
-class Parts(NamedTuple):
+class BlockOffsets(NamedTuple):
     """Offsets and sizes of the blocks of rows, one block per (source device, expert), at sender and
     receiver.
     """
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     returns_to_RL: jax.Array  # offset in the source device's rows
 
 
-def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
+def block_offsets(counts_RE: jax.Array, device: jax.Array) -> BlockOffsets:
     """Return the offsets and sizes of the blocks that `device` sends and receives.
 
     counts_RE: int32, rows that each device sends to each expert.
@@ -48,15 +48,15 @@ def parts_of(counts_RE: jax.Array, device: jax.Array) -> Parts:
     starts_RL = jnp.cumsum(totals_RL, axis=1) - totals_RL
     lands_at_RE = starts_RL.reshape(-1) + jnp.cumsum(counts_RE, axis=0) - counts_RE
 
-    def taken(x_RE: jax.Array) -> jax.Array:
+    def local_columns(x_RE: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(x_RE, device * local, local, 1)
 
     mine = (x_RE[device] for x_RE in (sent_at_RE, counts_RE, lands_at_RE))
-    return Parts(*mine, *map(taken, (lands_at_RE, counts_RE, sent_at_RE)))
+    return BlockOffsets(*mine, *map(local_columns, (lands_at_RE, counts_RE, sent_at_RE)))
 
 
 @dataclass(frozen=True)
-class Ragged:
+class RaggedExchange:
     """The exchange that sends one row per assignment to its final position, sorted by expert, on
     the expert's device. Nothing is dropped.
 
@@ -88,9 +88,9 @@ class Ragged:
             send_ND = dispatch(x_TD, token_N, row_TK)
         with jax.named_scope("all_to_all"):
             counts_RE = lax.all_gather(chosen.counts_E, self.axis)
-            parts = parts_of(counts_RE, lax.axis_index(self.axis))
+            parts = block_offsets(counts_RE, lax.axis_index(self.axis))
             outward = parts.sent_at_E, parts.sent_E, parts.lands_at_E, parts.taken_RL.reshape(-1)
-            rows_MD = self._moved(send_ND, rows, *outward)
+            rows_MD = self._exchange_rows(send_ND, rows, *outward)
         sizes_L, none = parts.taken_RL.sum(axis=0, dtype=jnp.int32), jnp.zeros((), jnp.int32)
         handle = parts, chosen.topk_weights_TK, token_N, row_TK
         return DispatchedTokens((ArrivedRows(rows_MD, None, sizes_L, expected_rows),), none, handle)
@@ -103,12 +103,12 @@ class Ragged:
         parts, topk_weights_TK, token_N, row_TK = handle
         with jax.named_scope("all_to_all_back"):
             back = parts.taken_at_RL, parts.taken_RL, parts.returns_to_RL
-            back_ND = self._moved(
+            back_ND = self._exchange_rows(
                 out_MD, token_N.size, *(x.reshape(-1) for x in back), parts.sent_E
             )
         with jax.named_scope("combine"):
             return combine(back_ND, topk_weights_TK, token_N, row_TK)
 
-    def _moved(self, rows_ND: jax.Array, num_rows: int, *parts: jax.Array) -> jax.Array:
+    def _exchange_rows(self, rows_ND: jax.Array, num_rows: int, *parts: jax.Array) -> jax.Array:
         empty_MD = jnp.zeros((num_rows, rows_ND.shape[1]), rows_ND.dtype)
         return self.move(rows_ND, empty_MD, *parts, axis_name=self.axis)

@@ -74,7 +74,7 @@ SCHEDULES = {
 }
 
 
-def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
+def cut_ranges(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
     """Return [(start, stop), ...] that cut `width` elements into the fewest even ranges of at most
     `limit_bytes` each.
     """
@@ -84,7 +84,7 @@ def cuts(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, in
     )
 
 
-def _can_wait(x: jax.Array | ShapedArray) -> bool:
+def _can_carry_dependence(x: jax.Array | ShapedArray) -> bool:
     """Return whether x holds numbers, through whose bits a dependence can be added."""
     return jnp.issubdtype(x.dtype, jnp.number) and x.size > 0
 
@@ -106,7 +106,7 @@ class _Equation(NamedTuple):
     deferred: bool = False
 
     @property
-    def exchanges(self) -> bool:
+    def is_all_to_all(self) -> bool:
         return self.eqn.primitive.name == "all_to_all"
 
 
@@ -134,7 +134,7 @@ class _ClosedJaxpr(Protocol):
     def eqns(self) -> list[JaxprEqn]: ...
 
 
-def _inner(eqn: JaxprEqn) -> list[_ClosedJaxpr]:
+def _inner_functions(eqn: JaxprEqn) -> list[_ClosedJaxpr]:
     """Return the functions inside an equation, in any supported version of JAX."""
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
@@ -145,13 +145,15 @@ def _shape_of(var: Var | Literal) -> ShapedArray:
     return var.aval
 
 
-def _exchanges(eqn: JaxprEqn) -> bool:
+def _contains_all_to_all(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "all_to_all":
         return True
-    return any(_exchanges(inner) for function in _inner(eqn) for inner in function.eqns)
+    return any(
+        _contains_all_to_all(inner) for function in _inner_functions(eqn) for inner in function.eqns
+    )
 
 
-def _products(eqn: JaxprEqn) -> int:
+def _num_multiplications(eqn: JaxprEqn) -> int:
     """Return the number of multiplications in an equation's matrix products and native operations;
     for a conditional, those of the most expensive branch.
     """
@@ -164,7 +166,7 @@ def _products(eqn: JaxprEqn) -> int:
     if eqn.primitive.name == "ffi_call":
         shapes = [_shape_of(var).shape for var in eqn.invars]
         return multiplications(eqn.params["target_name"], shapes)
-    inner = (sum(map(_products, function.eqns)) for function in _inner(eqn))
+    inner = (sum(map(_num_multiplications, function.eqns)) for function in _inner_functions(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 
 
@@ -176,10 +178,10 @@ class _Program:
         self.constants: dict[int, jax.Array] = {}
         self.equations: list[_Equation] = []
         self.inputs = [next(self._names) for _ in closed.jaxpr.invars]
-        self.outputs = self._add(closed.jaxpr, closed.consts, self.inputs, "")
-        self.equations = self._in_use()
+        self.outputs = self._inline(closed.jaxpr, closed.consts, self.inputs, "")
+        self.equations = self._used_equations()
 
-    def _add(
+    def _inline(
         self, jaxpr: Jaxpr, consts: Sequence[jax.Array], inputs: Sequence[Operand], scope: str
     ) -> list[Operand]:
         names: dict[Var, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -190,13 +192,13 @@ class _Program:
         for eqn in jaxpr.eqns:
             read_by = [read(v) for v in eqn.invars]
             inner = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
-            if eqn.primitive.name in _CALLS and _exchanges(eqn):
+            if eqn.primitive.name in _CALLS and _contains_all_to_all(eqn):
                 (function,) = (
                     f for name, f in eqn.params.items() if name in ("jaxpr", "call_jaxpr")
                 )
                 jaxpr_inside = getattr(function, "jaxpr", function)
                 consts_inside = getattr(function, "consts", ())
-                outputs = self._add(jaxpr_inside, consts_inside, read_by, inner)
+                outputs = self._inline(jaxpr_inside, consts_inside, read_by, inner)
             else:
                 made = [next(self._names) for _ in eqn.outvars]
                 self.equations.append(_Equation(eqn, read_by, made, inner))
@@ -204,7 +206,7 @@ class _Program:
             names.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _in_use(self) -> list[_Equation]:
+    def _used_equations(self) -> list[_Equation]:
         """Return the equations whose results are used.
 
         XLA cannot remove unused collectives here, since every later collective depends on them.
@@ -216,7 +218,7 @@ class _Program:
                 read.update(name for name in equation.inputs if not isinstance(name, Literal))
         return used[::-1]
 
-    def places(self) -> dict[int, list[int]]:
+    def work_places(self) -> dict[int, list[int]]:
         """Return {position in the list of equations, before which work may run: the equations whose
         matrix products overlap with that work}.
 
@@ -224,11 +226,13 @@ class _Program:
         """
         place, begin = 0, 0
         places: dict[int, list[int]] = {place: []}
-        left = {i for i, equation in enumerate(self.equations) if _products(equation.eqn)}
+        left = {
+            i for i, equation in enumerate(self.equations) if _num_multiplications(equation.eqn)
+        }
         for at, equation in enumerate(self.equations):
-            if not equation.exchanges:
+            if not equation.is_all_to_all:
                 continue
-            products = sorted(self._needed(at) & left)
+            products = sorted(self._dependencies_of(at) & left)
             if products and products[-1] >= begin:
                 place = at
             places.setdefault(place, []).extend(products)
@@ -236,14 +240,14 @@ class _Program:
             begin = at + 1
         return places | {len(self.equations): sorted(left)}
 
-    def operands(self, products: list[int]) -> list[int]:
+    def operands_to_wait_for(self, products: list[int]) -> list[int]:
         """Return the values that the work in front of `products` should wait for: they become known
         when the product that waits for the last all-to-all can start.
 
         They are its inputs that depend on an all-to-all or, if none does, its latest input; [] if
-        every product gives way.
+        every product is deferred.
         """
-        latest = self._latest()
+        latest = self._latest_all_to_alls()
         products = [i for i in products if not self.equations[i].deferred]
         if not products:
             return []
@@ -255,7 +259,7 @@ class _Program:
         numbers = [
             name
             for name, var in inputs
-            if not isinstance(name, Literal) and _can_wait(_shape_of(var))
+            if not isinstance(name, Literal) and _can_carry_dependence(_shape_of(var))
         ]
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
@@ -275,7 +279,7 @@ class _Program:
         ]
         return list(dict.fromkeys(names))
 
-    def _latest(self) -> list[int]:
+    def _latest_all_to_alls(self) -> list[int]:
         """Return for each equation the index of the last all-to-all that it is or depends on; -1
         without one.
         """
@@ -286,38 +290,40 @@ class _Program:
                 (waits_for.get(x, -1) for x in equation.inputs if not isinstance(x, Literal)),
                 default=-1,
             )
-            latest.append(at if equation.exchanges else waits)
+            latest.append(at if equation.is_all_to_all else waits)
             waits_for.update(dict.fromkeys(equation.outputs, latest[-1]))
         return latest
 
-    def all_to_alls_first(self) -> None:
+    def move_all_to_alls_first(self) -> None:
         """Reorder the equations so that a product runs after the first all-to-all that it could
         delay: one from which it is independent in both directions.
 
         All-to-alls without a product between them form one exchange.
         """
-        first = next((at for at, equation in enumerate(self.equations) if equation.exchanges), 0)
-        begins, latest = {first, *self.places()}, self._latest()
+        first = next(
+            (at for at, equation in enumerate(self.equations) if equation.is_all_to_all), 0
+        )
+        begins, latest = {first, *self.work_places()}, self._latest_all_to_alls()
         order: list[int] = []
         deferred: set[int] = set()
         left = set(range(len(self.equations)))
 
-        def take(some: set[int]) -> None:
+        def take_equations(some: set[int]) -> None:
             order.extend(sorted(some & left))
             left.difference_update(some)
 
         for at, equation in enumerate(self.equations):
-            if equation.exchanges:
-                take(self._needed(at))
-                take({at})
+            if equation.is_all_to_all:
+                take_equations(self._dependencies_of(at))
+                take_equations({at})
                 if at in begins:
                     others = {i for i in left if latest[i] < at}
-                    deferred |= {i for i in others if _products(self.equations[i].eqn)}
-                    take(others)
-        take(set(left))
+                    deferred |= {i for i in others if _num_multiplications(self.equations[i].eqn)}
+                    take_equations(others)
+        take_equations(set(left))
         self.equations = [self.equations[i]._replace(deferred=i in deferred) for i in order]
 
-    def _needed(self, at: int) -> set[int]:
+    def _dependencies_of(self, at: int) -> set[int]:
         """Return the equations on which this one depends."""
         names, needed = set(self.equations[at].inputs), set()
         for i in reversed(range(at)):
@@ -329,18 +335,18 @@ class _Program:
         return needed
 
 
-class _Order:
+class _CollectiveOrder:
     """A chain of data dependences that makes every collective wait for the previous one."""
 
     def __init__(self, axes: tuple[str, ...]) -> None:
         self.zero = lax.axis_index(axes) // lax.axis_size(axes)
         self.last = self.zero
 
-    def after(self, x: jax.Array) -> jax.Array:
+    def after_last_collective(self, x: jax.Array) -> jax.Array:
         """Return x, available only once the last collective is done."""
-        return self.behind(x, self.last)
+        return self.delay_until(x, self.last)
 
-    def behind(self, x: jax.Array, zero: jax.Array) -> jax.Array:
+    def delay_until(self, x: jax.Array, zero: jax.Array) -> jax.Array:
         """Return x, available only once `zero` is known."""
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
@@ -348,14 +354,14 @@ class _Order:
                 lax.bitcast_convert_type(x, words) ^ zero.astype(words), x.dtype
             )
 
-    def zero_of(self, y: jax.Array) -> jax.Array:
+    def zero_after(self, y: jax.Array) -> jax.Array:
         """Return 0, known only once y is."""
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
             first = y[(slice(0, 1),) * y.ndim].reshape(())
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
 
-    def hold(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
+    def hold_memory(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
         """Return `result`, and keep XLA from reusing the memory of `arrays` before the last
         collective is done. The next collective waits for `arrays`.
 
@@ -364,13 +370,13 @@ class _Order:
         if not arrays:
             return result
         self.last = hold_until(self.last, arrays)
-        return self.after(result) if at_end else result
+        return self.after_last_collective(result) if at_end else result
 
-    def done(self, y: jax.Array) -> None:
-        self.last = self.zero_of(y)
+    def mark_done(self, y: jax.Array) -> None:
+        self.last = self.zero_after(y)
 
-    def wait_for(self, y: jax.Array) -> None:
-        self.last = self.last | self.zero_of(y)
+    def also_wait_for(self, y: jax.Array) -> None:
+        self.last = self.last | self.zero_after(y)
 
 
 def _assign_work(
@@ -404,25 +410,26 @@ def interleave(
     `optimization_barrier`, so this is a dependence of data: the bits of each operand are XORed with
     an integer that is always 0, which XLA cannot know.
 
-    begin: no work starts before this value is known. Without it XLA would gather the parameters of
-    all layers at once, or keep those gathered in the forward pass for the backward pass.
+    work: functions that each run one of the other collectives. begin: no work starts before this
+    value is known. Without it XLA would gather the parameters of all layers at once, or keep those
+    gathered in the forward pass for the backward pass.
     """
-    order = _Order(axes)
-    order.done(begin)
+    order = _CollectiveOrder(axes)
+    order.mark_done(begin)
     if not schedule.ordered:
-        return function(*args), [send(order.after) for send in work]
+        return function(*args), [send(order.after_last_collective) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     program = _Program(closed)
     if schedule.all_to_alls_first:
-        program.all_to_alls_first()
-    places = program.places()
+        program.move_all_to_alls_first()
+    places = program.work_places()
     hides = {
-        place: sum(_products(program.equations[i].eqn) for i in some)
+        place: sum(_num_multiplications(program.equations[i].eqn) for i in some)
         for place, some in places.items()
     }
     shares = _assign_work(work, hides, schedule)
     run = _InterleavedRun(program, order, places, shares, work, jax.tree.leaves(args))
-    out, results = run.outputs()
+    out, results = run.evaluate()
     return jax.tree.unflatten(jax.tree.structure(shape), out), results
 
 
@@ -435,7 +442,7 @@ class _InterleavedRun:
     def __init__(
         self,
         program: _Program,
-        order: _Order,
+        order: _CollectiveOrder,
         places: dict[int, list[int]],
         shares: dict[int, list[int]],
         work: Sequence[Work],
@@ -446,33 +453,35 @@ class _InterleavedRun:
         self._values = dict(zip(program.inputs, operands, strict=True)) | program.constants
         self._results: dict[int, jax.Array] = {}
 
-    def outputs(self) -> tuple[list[jax.Array], list[jax.Array]]:
+    def evaluate(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (the program's outputs, the results of the work)."""
         order, program = self._order, self._program
         can_start = order.zero
         for at, equation in enumerate(program.equations):
-            operands = [self._value(x) for x in equation.inputs]
+            operands = [self._read_value(x) for x in equation.inputs]
             self._run_work(at)
-            if equation.exchanges:
-                can_start = order.zero_of(operands[0])
-                operands = [order.after(x) for x in operands]
+            if equation.is_all_to_all:
+                can_start = order.zero_after(operands[0])
+                operands = [order.after_last_collective(x) for x in operands]
             if equation.deferred:
-                numbers = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_wait(x))
+                numbers = (
+                    i for i, x in enumerate(operands) if jnp.ndim(x) and _can_carry_dependence(x)
+                )
                 smallest = min(numbers, key=lambda i: operands[i].nbytes)
-                operands[smallest] = order.behind(operands[smallest], can_start)
+                operands[smallest] = order.delay_until(operands[smallest], can_start)
             with jax.named_scope(equation.scope):
                 outputs = equation.eqn.primitive.bind(
                     *operands, **equation.eqn.primitive.get_bind_params(equation.eqn.params)
                 )
             outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
-            if equation.exchanges:
-                order.done(outputs[0])
+            if equation.is_all_to_all:
+                order.mark_done(outputs[0])
             self._values.update(zip(equation.outputs, outputs, strict=True))
         self._run_work(len(program.equations))
         results = [self._results[i] for i in range(len(self._work))]
-        return [self._value(x) for x in program.outputs], results
+        return [self._read_value(x) for x in program.outputs], results
 
-    def _value(self, x: PyTree) -> PyTree:
+    def _read_value(self, x: PyTree) -> PyTree:
         return x.val if isinstance(x, Literal) else self._values[x]
 
     def _run_work(self, place: int) -> None:
@@ -481,16 +490,18 @@ class _InterleavedRun:
             return
         # XLA:CPU starts ready operations in order, and a collective blocks those behind it: let
         # the products start first.
-        for operand in program.operands(self._places[place]):
-            order.wait_for(self._values[operand])
+        for operand in program.operands_to_wait_for(self._places[place]):
+            order.also_wait_for(self._values[operand])
         for i in share:
-            self._results[i] = self._work[i](order.after)
-            order.done(self._results[i])
+            self._results[i] = self._work[i](order.after_last_collective)
+            order.mark_done(self._results[i])
         if in_background():
             begun = [i for i in self._places[place] if i < place]
             arrays = [self._values[x] for x in program.native_operands(begun)]
             at_end = place == len(program.equations)
-            self._results[share[-1]] = order.hold(arrays, self._results[share[-1]], at_end=at_end)
+            self._results[share[-1]] = order.hold_memory(
+                arrays, self._results[share[-1]], at_end=at_end
+            )
 
 
 def chunk_bytes(bytes_per_s: float) -> int:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
-from jmoe.collectives.fusion import gather_local
+from jmoe.collectives.fusion import gather_parameter_local
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.planning.embedding import EmbeddingPlan
 from jmoe.types import PyTree
@@ -326,7 +326,7 @@ class OutputHead:
         if self.plan.kind == "replicated":
             return table.T.astype(dtype)
         if not self.plan.parallel_head:
-            unsharded = gather_local(table, 1, dtype, self.axes)
+            unsharded = gather_parameter_local(table, 1, dtype, self.axes)
             return unsharded.reshape(-1, unsharded.shape[-1]).T
         if self.plan.kind == "rows":
             return table.reshape(table.shape[0], -1).T.astype(dtype)

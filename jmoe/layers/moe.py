@@ -26,7 +26,7 @@ from jmoe.collectives.exchange import (
     Choices,
     DispatchedTokens,
     Exchange,
-    OneDevice,
+    OneDeviceExchange,
     make_exchange,
 )
 from jmoe.config import MoEConfig, RouterConfig, check
@@ -94,7 +94,7 @@ def dispatch_local(
 
     Runs inside `shard_map`. The arguments are those of `moe`; `combine_local` takes the result.
     """
-    chosen = Choices.counted(
+    chosen = Choices.from_topk(
         routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0]
     )
     return exchange.dispatch(x_TD, chosen, full_capacity, num_chunks)
@@ -391,7 +391,11 @@ class MoELayer(nnx.Module):
         if token_mask_T is not None:
             # a NaN in a masked token would reach the router's gradient, as 0 * NaN
             x_TD = jnp.where(token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
-            exchange = OneDevice(complete=False) if isinstance(exchange, OneDevice) else exchange
+            exchange = (
+                OneDeviceExchange(complete=False)
+                if isinstance(exchange, OneDeviceExchange)
+                else exchange
+            )
         routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
         y_TD, dispatched = moe(
             x_TD,

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jmoe.cluster.distributed import from_rank_0
-from jmoe.collectives.exchange import Choices, sent_to_experts
+from jmoe.collectives.exchange import Choices, trace_dispatch_all_to_alls
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
@@ -258,7 +258,7 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
     shape: PyTree = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
     chosen = Choices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
-    sent = sent_to_experts(
+    sent = trace_dispatch_all_to_alls(
         layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks
     )
 

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
-from jmoe.collectives.fusion import BufferLayout, ShardInBuffer, gather_fused_local, gather_local
+from jmoe.collectives.fusion import (
+    BufferLayout,
+    ShardInBuffer,
+    gather_parameter_local,
+    gather_parameters_fused_local,
+)
 from jmoe.config import TrainConfig
 from jmoe.mesh import (
     ALL,
@@ -140,10 +145,12 @@ class ShardedModel(ABC):
         layout = self.layout(tree)
         shards, unbuffered = layout.split(tree)[0], layout.split(self.cast(tree))[1]
         if shards and self.fused:
-            unsharded = gather_fused_local(shards, tuple(layout.entries), self.hierarchy)
+            unsharded = gather_parameters_fused_local(shards, tuple(layout.entries), self.hierarchy)
         else:
             pairs = zip(shards, layout.entries, strict=True)
-            unsharded = [gather_local(w, entry.dim, entry.dtype, ALL) for w, entry in pairs]
+            unsharded = [
+                gather_parameter_local(w, entry.dim, entry.dtype, ALL) for w, entry in pairs
+            ]
         return layout.join(unsharded, unbuffered)
 
     # The state of training

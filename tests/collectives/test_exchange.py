@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jmoe.collectives.exchange import Choices, OneDevice, make_exchange
+from jmoe.collectives.exchange import Choices, OneDeviceExchange, make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
@@ -417,7 +417,7 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
 
 
 def test_make_exchange() -> None:
-    assert isinstance(make_exchange(planned("dedup", (1, 1), 2), (), None), OneDevice)
+    assert isinstance(make_exchange(planned("dedup", (1, 1), 2), (), None), OneDeviceExchange)
     for kind in ("hierarchical", "dedup"):
         with pytest.raises(ValueError, match=rf"exchange = '{kind}': needs two expert axes"):
             make_exchange(planned(kind, (1, 8), 2), ("gpu",), None)

@@ -15,8 +15,8 @@ from jmoe.collectives.fusion import (
     ShardInBuffer,
     all_gather_buffer_local,
     all_reduce_local,
-    gather_fused_local,
-    gather_local,
+    gather_parameter_local,
+    gather_parameters_fused_local,
     reduce_scatter_buffer_local,
 )
 from jmoe.mesh import ALL, BATCH, REPLICATED, hierarchy, make_mesh, split_over
@@ -64,12 +64,18 @@ def test_one_buffer_is_all_parameters(over: Any, dtype: Any) -> None:
         )
 
         def gather(w: Any) -> Any:
-            return dict(zip(w, gather_fused_local(list(w.values()), parts, over), strict=True))
+            return dict(
+                zip(w, gather_parameters_fused_local(list(w.values()), parts, over), strict=True)
+            )
 
         return gather(shards), jax.grad(lambda w: loss(gather(w)))(shards)
 
     def single(shards: dict[str, jax.Array]) -> Any:
-        gather = lambda w: {n: gather_local(x, SHAPES[n][1], dtypes[n], ALL) for n, x in w.items()}  # noqa: E731
+        def gather(w: Any) -> Any:
+            return {
+                n: gather_parameter_local(x, SHAPES[n][1], dtypes[n], ALL) for n, x in w.items()
+            }
+
         return gather(shards), jax.grad(lambda w: loss(gather(w)))(shards)
 
     everywhere = dict.fromkeys(SHAPES, REPLICATED)

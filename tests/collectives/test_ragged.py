@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jmoe.collectives.exchange import Choices
-from jmoe.collectives.ragged import Ragged, parts_of
+from jmoe.collectives.ragged import RaggedExchange, block_offsets
 from jmoe.mesh import split_over
 from tests.arrays import ragged_all_to_all
 from tests.collectives.test_exchange import DEVICES, D, E, T, draw, experts
@@ -24,7 +24,7 @@ def program(move: Any, rows: int) -> Any:
 
     def body(x: jax.Array, idx: jax.Array, weights: jax.Array, w: jax.Array) -> Any:
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
-        exchange = Ragged("gpu", DEVICES, move)
+        exchange = RaggedExchange("gpu", DEVICES, move)
         there = exchange.dispatch_rows(x, Choices(idx, weights, counts_E), rows, idx.size)
         (arrived,) = there.chunks
         out_MD = experts(arrived.rows_MD, arrived.group_sizes_L, w)
@@ -56,7 +56,7 @@ def test_parts_fill_each_device_without_gaps() -> None:
     counts_RE = np.random.default_rng(0).integers(0, 5, (4, 8)).astype(np.int32)
     filled: list[list[tuple[int, int]]] = [[] for _ in range(4)]
     for source in range(4):
-        parts = parts_of(jnp.asarray(counts_RE), jnp.int32(source))
+        parts = block_offsets(jnp.asarray(counts_RE), jnp.int32(source))
         at = np.cumsum(counts_RE[source]) - counts_RE[source]
         np.testing.assert_array_equal(parts.sent_at_E, at)
         for expert in range(8):

@@ -14,7 +14,7 @@ from jmoe.collectives.schedule import (
     SCHEDULES,
     After,
     chunk_bytes,
-    cuts,
+    cut_ranges,
     interleave,
 )
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
@@ -25,10 +25,10 @@ MESH = make_mesh((1, 1, 8))
 
 
 def test_cuts() -> None:
-    assert cuts(10, 4, 1000) == [(0, 10)]
-    assert cuts(10, 4, 16) == [(0, 3), (3, 7), (7, 10)]
-    assert cuts(3, 4, 1) == [(0, 1), (1, 2), (2, 3)]
-    assert cuts(0, 4, 16) == []
+    assert cut_ranges(10, 4, 1000) == [(0, 10)]
+    assert cut_ranges(10, 4, 16) == [(0, 3), (3, 7), (7, 10)]
+    assert cut_ranges(3, 4, 1) == [(0, 1), (1, 2), (2, 3)]
+    assert cut_ranges(0, 4, 16) == []
 
 
 def test_chunk_bytes() -> None:

@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
-from jmoe.collectives.exchange import Choices, PerDevice
-from jmoe.collectives.ragged import Ragged
+from jmoe.collectives.exchange import Choices, PerDeviceExchange
+from jmoe.collectives.ragged import RaggedExchange
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, sent_by_local
 from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_local, embed_local
@@ -167,9 +167,9 @@ def experts_on_mesh(
         numbers = jnp.arange(num_physical, dtype=jnp.int32)
         counts = (physical_TK[:, :, None] == numbers).sum(axis=(0, 1), dtype=jnp.int32)
         weights_TK = jnp.where(real_TK, routed.weights_TK, 0.0)
-        sent: Ragged | PerDevice = Ragged(EXPERT_INTRA, num_devices)
+        sent: RaggedExchange | PerDeviceExchange = RaggedExchange(EXPERT_INTRA, num_devices)
         if not exchange.ragged:
-            sent = PerDevice(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
+            sent = PerDeviceExchange(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
         chosen = Choices(physical_TK, weights_TK, counts)
         there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
         slots = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)

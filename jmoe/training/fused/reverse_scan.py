@@ -41,7 +41,7 @@ from jmoe.collectives.fusion import (
     unflatten,
     unflatten_gradients,
 )
-from jmoe.collectives.schedule import After, Schedule, Work, cuts, interleave
+from jmoe.collectives.schedule import After, Schedule, Work, cut_ranges, interleave
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
@@ -241,7 +241,7 @@ class ReverseScan:
             return []
         num_devices = lax.axis_size(self.axes)
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
-        chunks = cuts(row_C.size, num_devices * row_C.dtype.itemsize, limit)
+        chunks = cut_ranges(row_C.size, num_devices * row_C.dtype.itemsize, limit)
         return self._works(
             "gather", partial(all_gather_buffer_local, hierarchy=self.hierarchy), row_C, chunks
         )
@@ -262,7 +262,9 @@ class ReverseScan:
             for limit in (self.bucket_bytes, self.chunk_bytes * self.schedule.chunked)
             if limit
         ]
-        chunks = cuts(rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes))
+        chunks = cut_ranges(
+            rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes)
+        )
         return self._works(
             "reduce",
             partial(reduce_scatter_buffer_local, hierarchy=self.hierarchy),
@@ -280,7 +282,7 @@ class ReverseScan:
             for limit in (self.bucket_bytes, -(-self.chunk_bytes // 2) * self.schedule.chunked)
             if limit
         ]
-        chunks = cuts(row_G.size, 4, min(limits, default=row_G.nbytes))
+        chunks = cut_ranges(row_G.size, 4, min(limits, default=row_G.nbytes))
         return self._works(
             "all_reduce", partial(all_reduce_buffer_local, hierarchy=hierarchy), row_G, chunks
         )

@@ -486,7 +486,7 @@ class VisionTrainer:
         spec = self.model.state_specs
         sharded = partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
 
-        def gather_local(state: TrainState) -> PyTree:
+        def gather_parameter_local(state: TrainState) -> PyTree:
             return jax.tree.map(lambda a: a[None], self.model.gather_all(state.params))
 
         def gradients_local(params: PyTree, router_bias: PyTree, batch: ImageBatch) -> jax.Array:
@@ -503,7 +503,7 @@ class VisionTrainer:
                 [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
             ).sum()[None]
 
-        params = jax.jit(sharded(gather_local, in_specs=(spec,), out_specs=BATCH))(state)
+        params = jax.jit(sharded(gather_parameter_local, in_specs=(spec,), out_specs=BATCH))(state)
         in_specs = (BATCH, spec.router_bias, BATCH)
         program = jax.jit(sharded(gradients_local, in_specs=in_specs, out_specs=BATCH))
         # Samples alternate, so that a passing slowdown of the machine affects all of them.

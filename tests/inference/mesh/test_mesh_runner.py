@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, tiny_engine
 
-from jmoe.collectives.ragged import Ragged
+from jmoe.collectives.ragged import RaggedExchange
 from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner, _buffer_rows
@@ -250,7 +250,8 @@ def test_a_ragged_exchange_gives_the_same_tokens(
 ) -> None:
     """What a GPU does, with the collective made of those that a CPU has."""
     monkeypatch.setattr(
-        "jmoe.inference.mesh.programs.Ragged", partial(Ragged, move=ragged_all_to_all)
+        "jmoe.inference.mesh.programs.RaggedExchange",
+        partial(RaggedExchange, move=ragged_all_to_all),
     )
     slots = {"slots_per_device": 3} if placement == "lina" else {}
     with tiny_engine("mixtral", policy="resident") as engine:
