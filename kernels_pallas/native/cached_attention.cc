@@ -84,7 +84,11 @@ void attend(
 
 constexpr int64_t kFewTokens = 32, kKeys = kPanel;
 constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
-const Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+Ints counted() {
+  Ints number;
+  for (int i = 0; i < kLanes; i++) number[i] = i;
+  return number;
+}
 
 float largest(const Floats& v) {
   float top = v[0];
@@ -134,7 +138,7 @@ void attend_in_blocks(
       float* score = a.scores.data() + r * kKeys;
       Floats tops = splat(a.top[r]);
       for (int64_t n = 0; n < kKeys; n += kLanes) {
-        const Ints key = kNumbers + int32_t(begin + n);
+        const Ints key = counted() + int32_t(begin + n);
         const Ints seen = (key <= at) & (key > int32_t(window < 0 ? -1 : at - window));
         const Floats mine = seen ? load<Floats>(score + n) * scale : splat(kNone);
         tops = mine > tops ? mine : tops;

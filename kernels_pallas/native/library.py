@@ -37,12 +37,27 @@ OPERATIONS = (
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fPIC",
     "-pthread",
 )
+INSTRUCTION_SET_VARIABLE = "JMOE_NATIVE_ISA"
+_AVX2 = ("avx2", "fma", "f16c", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+# By name: (what /proc/cpuinfo must list, the compiler's flags).
+INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "native": ((), ("-march=native",)),
+    "sse4": (("ssse3", "sse4_2", "popcnt"), ("-march=x86-64-v2",)),
+    "avx2": (_AVX2, ("-march=x86-64-v3",)),
+    "avx_vnni": ((*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
+    "avx512": (_AVX512, ("-march=x86-64-v4",)),
+    "avx512_vnni": ((*_AVX512, "avx512_vnni"), ("-march=x86-64-v4", "-mavx512vnni")),
+    "avx512_bf16": (
+        (*_AVX512, "avx512_vnni", "avx512_bf16"),
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    ),
+}
 BUILD_TIMEOUT_S = 1800  # per file: a minute of processor time, but the machine may be busy
 SEAL_BYTES = hashlib.sha256().digest_size  # the checksum at a library's end, which loaders ignore
 _PARTIAL = "building-"  # prefix of the folders of unfinished builds
@@ -65,9 +80,38 @@ _building: list[subprocess.Popen[str]] = []  # the background build
 
 def take_built(path: Path) -> None:
     """Let `load` use the library at `path`, built earlier from the same sources for this type of
-    processor.
+    processor, unless $JMOE_NATIVE_ISA asks for another instruction set than "native".
     """
     _built[:] = [path]
+
+
+def usable_instruction_sets() -> tuple[str, ...]:
+    """Return the names in `INSTRUCTION_SETS` that this processor has."""
+    has = set(_processor().split())
+    return tuple(name for name, (needed, _) in INSTRUCTION_SETS.items() if has.issuperset(needed))
+
+
+def instruction_set() -> str:
+    """Return the instruction set that the library is built for: $JMOE_NATIVE_ISA, by default
+    "native", everything the processor has.
+
+    Raises ValueError if the processor does not have it.
+    """
+    name = os.environ.get(INSTRUCTION_SET_VARIABLE) or "native"
+    if name not in (usable := usable_instruction_sets()):
+        raise ValueError(
+            f"{INSTRUCTION_SET_VARIABLE} = {name!r}: must be one of {', '.join(usable)}, the"
+            " instruction sets of this processor"
+        )
+    return name
+
+
+def _takes_built() -> bool:
+    return bool(_built) and instruction_set() == "native"
+
+
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, *INSTRUCTION_SETS[instruction_set()][1])
 
 
 @cache
@@ -79,7 +123,7 @@ def load() -> Path:
     folder it is in a temporary folder that this process removes at exit. Raises NotBuiltError if
     there is no compiler or the build fails.
     """
-    path = _built[0] if _built else _build_somewhere()
+    path = _built[0] if _takes_built() else _build_somewhere()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -92,7 +136,7 @@ def load() -> Path:
 def is_built() -> bool:
     """Return whether `load` needs no build. Raises NotBuiltError if there is no compiler."""
     try:
-        return bool(_built) or _is_whole(_place(_compiler()))
+        return _takes_built() or _is_whole(_place(_compiler()))
     except NoCacheError:
         return False
 
@@ -273,7 +317,7 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
-    digest.update("\0".join([*FLAGS, compiler, version, jax.__version__, _processor()]).encode())
+    digest.update("\0".join([*_flags(), compiler, version, jax.__version__, _processor()]).encode())
     return digest.hexdigest()[:16]
 
 
@@ -295,13 +339,13 @@ def _compile(compiler: str, path: Path) -> None:
         tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder,
         ThreadPoolExecutor() as threads,
     ):
-        made, options = Path(folder) / path.name, [*FLAGS, "-isystem", jax.ffi.include_dir()]
+        made, options = Path(folder) / path.name, [*_flags(), "-isystem", jax.ffi.include_dir()]
         objects = {source: made.with_name(f"{source.stem}.o") for source in _sources()}
         commands = [
             [compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()
         ]
         list(threads.map(_run, commands))
-        _run([compiler, *FLAGS, "-shared", *map(str, objects.values()), "-o", str(made)])
+        _run([compiler, *_flags(), "-shared", *map(str, objects.values()), "-o", str(made)])
         with made.open("r+b") as file:
             seal = hashlib.file_digest(file, "sha256").digest()
             file.write(seal)

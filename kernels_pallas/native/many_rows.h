@@ -30,7 +30,7 @@ inline void widen_vector(const Matrix<bfloat16>& w, int64_t first, int64_t last,
 template <Format kFormat>
 inline void widen_vector(const Blocks<kFormat>& w, int64_t first, int64_t last, int64_t n, uint32_t* to) {
   constexpr bool kTwoAByte = Blocks<kFormat>::kTwoAByte;
-  const Floats table = w.table();
+  const Table table = table_of(w.kValues);
   for (int64_t begin = first; begin < last;) {
     const int64_t end = std::min(last, (begin / w.kBlock + 1) * w.kBlock);
     const Floats scales = w.scales_at(begin, n);
@@ -39,8 +39,8 @@ inline void widen_vector(const Blocks<kFormat>& w, int64_t first, int64_t last, 
       __builtin_prefetch(row + 16 * w.N);
       Floats low, high;
       if constexpr (kTwoAByte) {
-        const Words codes = words(load<Bytes>(row));
-        low = look_up(table, codes), high = look_up(table, codes >> 4);
+        const FloatPair both = look_up(table, row);
+        low = both.low, high = both.high;
       } else {
         low = w.values(row), high = w.values(row + w.N);
       }

@@ -65,15 +65,14 @@ struct Blocks {
   int64_t K, N;
   static int64_t bytes(int64_t K, int64_t N) { return K * N / (kTwoAByte ? 2 : 1); }
 
-  static Floats table() {
-    if constexpr (kFormat == Format::kMxfp4)
-      return Floats{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    return Floats{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-  }
+  // What 4 bits stand for; of mxfp4 twice that, which scales_at makes up for
+  static constexpr Sixteen kValues = kFormat == Format::kMxfp4
+                                         ? Sixteen{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}
+                                         : Sixteen{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   Floats scales_at(int64_t k, int64_t n) const {
     const Scale* from = scales + k / kBlock * N + n;
     if constexpr (kFormat == Format::kMxfp4)
-      return (Floats)(words(load<Bytes>(from)) << 23);
+      return (Floats)(words(load<Bytes>(from)) << 23) * 0.5f;
     else
       return kFormat == Format::kFp8 ? floats(from) * 256.0f : floats(from);
   }
@@ -86,7 +85,7 @@ struct Blocks {
   float at(int64_t k, int64_t n) const {
     float value, scale;
     if constexpr (kTwoAByte)
-      value = table()[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
+      value = kValues[(data[k / 2 * N + n] >> (k % 2 * 4)) & 15];
     else if constexpr (kFormat == Format::kFp8)
       value = e4m3_over_256(Bytes{} + data[k * N + n])[0] * 256.0f;
     else
@@ -94,12 +93,13 @@ struct Blocks {
     if constexpr (kFormat == Format::kMxfp4) {
       const uint32_t bits = uint32_t(scales[k / kBlock * N + n]) << 23;
       std::memcpy(&scale, &bits, 4);
+      scale *= 0.5f;
     } else
       scale = scales[k / kBlock * N + n];
     return value * scale;
   }
   static void pair_up(float* x, int64_t first, int64_t last) {  // multiples of 32
-    typedef uint64_t Longs __attribute__((vector_size(64)));
+    typedef uint64_t Longs __attribute__((vector_size(4 * kLanes)));
     for (int64_t k = first; k < last; k += kLanes) {
       const Longs both = load<Longs>(x + k);
       store(x + k, (both >> 16 & 0xffff) | (both >> 32 & 0xffff0000));
@@ -159,7 +159,7 @@ inline void add_block(
   Floats sums[TB][NV];
   for (int t = 0; t < TB; t++)
     for (int v = 0; v < NV; v++) sums[t][v] = splat(0);
-  const Floats table = w.table();
+  const Table table = table_of(w.kValues);
   for (int64_t k = chunk.k; k < chunk.end; k += kTwoAByte || kPaired ? 2 : 1) {
     const uint8_t* row = w.data + (kTwoAByte ? k / 2 : k) * w.N + n;
     const uint8_t* next = kPaired && !kTwoAByte ? row + w.N : row;
@@ -175,8 +175,7 @@ inline void add_block(
           part = paired(w.values(at), w.values(next + v * kLanes));
         for (int t = 0; t < TB; t++) sums[t][v] = add(sums[t][v], part, x[t * x_stride + k]);
       } else if constexpr (kTwoAByte) {
-        const Words codes = words(load<Bytes>(at));
-        const Floats low = look_up(table, codes), high = look_up(table, codes >> 4);
+        const auto [low, high] = look_up(table, at);
         for (int t = 0; t < TB; t++) {
           sums[t][v] = add(sums[t][v], low, x[t * x_stride + k]);
           sums[t][v] = add(sums[t][v], high, x[t * x_stride + k + 1]);
@@ -223,17 +222,18 @@ inline void product(
       auto run = [&]<int NV>(std::integral_constant<int, NV> wide) {
         for (; n + NV * kLanes <= right; n += NV * kLanes) {
           t = 0;
-          if constexpr (NV <= 2) block(std::integral_constant<int, 8>(), wide);
-          if constexpr (NV <= 4) block(std::integral_constant<int, 4>(), wide);
-          if constexpr (NV <= 8) block(std::integral_constant<int, 2>(), wide);
+          constexpr int kSums = kManyRegisters ? 16 : 8;
+          if constexpr (8 * NV <= kSums) block(std::integral_constant<int, 8>(), wide);
+          if constexpr (4 * NV <= kSums) block(std::integral_constant<int, 4>(), wide);
+          if constexpr (2 * NV <= kSums) block(std::integral_constant<int, 2>(), wide);
           block(std::integral_constant<int, 1>(), wide);
         }
       };
       n = left;
-      if (rows == 1) run(std::integral_constant<int, 16>());
-      if (rows <= 3) run(std::integral_constant<int, 8>());
-      if (rows < 8) run(std::integral_constant<int, 4>());
-      run(std::integral_constant<int, 2>());
+      if (rows == 1 && kManyRegisters) run(std::integral_constant<int, 16>());
+      if (rows == 1 || (rows <= 3 && kManyRegisters)) run(std::integral_constant<int, 8>());
+      if (rows <= 3 || (rows < 8 && kManyRegisters)) run(std::integral_constant<int, 4>());
+      if (rows < 8 || kManyRegisters) run(std::integral_constant<int, 2>());
       run(std::integral_constant<int, 1>());
     }
   }
@@ -312,8 +312,8 @@ inline void add_rows(
         }
     }
   };
-  block(std::integral_constant<int, 8>(), std::integral_constant<int, 2>());
-  block(std::integral_constant<int, 4>(), std::integral_constant<int, 4>());
+  block(std::integral_constant<int, 8>(), std::integral_constant<int, kManyRegisters ? 2 : 1>());
+  block(std::integral_constant<int, 4>(), std::integral_constant<int, kManyRegisters ? 4 : 2>());
   block(std::integral_constant<int, 2>(), std::integral_constant<int, 4>());
   block(std::integral_constant<int, 1>(), std::integral_constant<int, 4>());
 }
@@ -365,7 +365,7 @@ inline void dots(const T* w, int64_t K, const float* x, int64_t x_stride, float*
 template <int TN, class T>
 inline void all_dots(const T* w, int64_t K, const float* x, int64_t rows, float* y, int64_t y_stride) {
   int64_t t = 0;
-  for (; t + 4 <= rows; t += 4) dots<4, TN>(w, K, x + t * K, K, y + t * y_stride, y_stride);
+  for (; kManyRegisters && t + 4 <= rows; t += 4) dots<4, TN>(w, K, x + t * K, K, y + t * y_stride, y_stride);
   for (; t + 2 <= rows; t += 2) dots<2, TN>(w, K, x + t * K, K, y + t * y_stride, y_stride);
   for (; t < rows; t++) dots<1, TN>(w, K, x + t * K, K, y + t * y_stride, y_stride);
 }

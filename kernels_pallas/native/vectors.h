@@ -1,23 +1,30 @@
-// Sixteen numbers at a time, in GCC's and Clang's vector types: AVX-512 where the processor has it, halves or quarters
-// of it elsewhere.
+// As many numbers at a time as a register has, in GCC's and Clang's vector types: 16 with AVX-512, 8 with AVX2, else 4.
+// Wider vectors would lie in memory: compilers split their operations, and keep none of them in registers.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr bool kManyRegisters = kLanes == 16;  // 32 registers, else 16: half as many sums at a time
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Chars __attribute__((vector_size(16)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t Chars __attribute__((vector_size(kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <class V>
 inline V load(const void* from) {  // from any address
@@ -31,30 +38,35 @@ inline void store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
-// Bytes and halves as numbers, table[index % 16] for each, and 1/256 of 8-bit floats of four bits of exponent and three of
-// mantissa (NaN is not known): instructions that compilers do not find by themselves.
+// Bytes and halves as numbers, and 1/256 of 8-bit floats of four bits of exponent and three of mantissa (NaN is not
+// known): instructions that compilers do not find by themselves.
 #if defined(__AVX512F__)
 inline Words words(const Bytes& x) { return (Words)_mm512_cvtepu8_epi32((__m128i)x); }
 inline Words words(const Halves& x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }
 inline Halves halves(const Words& x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
 inline Floats floats(const Chars& x) { return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x)); }
-inline Floats look_up(const Floats& table, const Words& index) {
-  return (Floats)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
-}
 inline Floats e4m3_over_256(const Bytes& x) {  // what they are as halves, whose exponent has a bias larger by 8
   const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16((__m128i)x), 7);  // the sign in both upper bits
   return (Floats)_mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(short(0xbfff))));
+}
+#elif defined(__AVX2__)
+inline __m128i widened(const void* from) { return _mm_loadl_epi64((const __m128i*)from); }
+inline Words words(const Bytes& x) { return (Words)_mm256_cvtepu8_epi32(widened(&x)); }
+inline Words words(const Halves& x) { return (Words)_mm256_cvtepu16_epi32((__m128i)x); }
+inline Halves halves(const Words& x) {  // the upper halves are zero
+  const __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);
+  return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+inline Floats floats(const Chars& x) { return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(widened(&x))); }
+inline Floats e4m3_over_256(const Bytes& x) {
+  const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(widened(&x)), 7);
+  return (Floats)_mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(short(0xbfff))));
 }
 #else
 inline Words words(const Bytes& x) { return __builtin_convertvector(x, Words); }
 inline Words words(const Halves& x) { return __builtin_convertvector(x, Words); }
 inline Halves halves(const Words& x) { return __builtin_convertvector(x, Halves); }
 inline Floats floats(const Chars& x) { return __builtin_convertvector(__builtin_convertvector(x, Ints), Floats); }
-inline Floats look_up(const Floats& table, const Words& index) {
-  Floats y;
-  for (int i = 0; i < kLanes; i++) y[i] = table[index[i] & 15];
-  return y;
-}
 inline Floats e4m3_over_256(const Bytes& x) {
   const Words all = words(x), magnitude = all & 0x7f;
   const Floats normal = (Floats)((magnitude << 20) + (112u << 23));
@@ -65,6 +77,40 @@ inline Floats e4m3_over_256(const Bytes& x) {
 #endif
 
 inline Floats splat(float x) { return Floats{} + x; }
+
+// table[low 4 bits] and table[high 4 bits] of as many bytes as a vector has numbers; the table has sixteen whole numbers.
+struct FloatPair {
+  Floats low, high;
+};
+
+typedef int8_t Sixteen __attribute__((vector_size(16)));
+
+#if defined(__AVX512F__)
+typedef Floats Table;
+inline Table table_of(const Sixteen& values) { return floats((Chars)values); }
+inline FloatPair look_up(const Table& table, const uint8_t* codes) {
+  const Words index = words(load<Bytes>(codes));
+  const auto at = [&](const Words& i) { return (Floats)_mm512_permutexvar_ps((__m512i)i, (__m512)table); };
+  return {at(index), at(index >> 4)};
+}
+#else
+typedef Sixteen Table;
+inline Table table_of(const Sixteen& values) { return values; }
+inline FloatPair look_up(const Table& table, const uint8_t* codes) {
+#if defined(__AVX2__)
+  const __m128i both = widened(codes), low_bits = _mm_set1_epi8(15);
+  const __m128i low = _mm_and_si128(both, low_bits), high = _mm_and_si128(_mm_srli_epi16(both, 4), low_bits);
+  const auto at = [&](const __m128i& i) {
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_shuffle_epi8((__m128i)table, i)));
+  };
+  return {at(low), at(high)};
+#else
+  FloatPair y;
+  for (int i = 0; i < kLanes; i++) y.low[i] = table[codes[i] & 15], y.high[i] = table[codes[i] >> 4];
+  return y;
+#endif
+}
+#endif
 
 struct bfloat16 {
   uint16_t bits;
@@ -112,10 +158,14 @@ inline Words paired(const bfloat16* low, const bfloat16* high) {
   return words(load<Halves>(low)) | (high ? words(load<Halves>(high)) << 16 : Words{});
 }
 
-// sum + w x, with AVX-512 rounded once whatever the code around it; of pairs both products are added
+// sum + w x, with AVX2 and AVX-512 rounded once whatever the code around it; of pairs both products are added
 #if defined(__AVX512F__)
 inline Floats add(const Floats& sum, const Floats& w, const Floats& x) {
   return (Floats)_mm512_fmadd_ps((__m512)w, (__m512)x, (__m512)sum);
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+inline Floats add(const Floats& sum, const Floats& w, const Floats& x) {
+  return (Floats)_mm256_fmadd_ps((__m256)w, (__m256)x, (__m256)sum);
 }
 #else
 inline Floats add(const Floats& sum, const Floats& w, const Floats& x) { return sum + w * x; }
@@ -127,13 +177,13 @@ inline Floats add(const Floats& sum, const Words& w, Pair x) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_ps(x.bits));
 }
 // table[index % 16] and table[index / 16 % 16] of each; what is in the table are numbers of bfloat16.
-inline Words look_up_pairs(const Floats& table, const Words& index) {
+inline Words look_up_pairs(const Table& table, const Words& index) {
   const __m512i twice = _mm512_broadcast_i64x4((__m256i)halves((Words)table >> 16));
   return (Words)_mm512_permutexvar_epi16((__m512i)(index | index << 12), twice);
 }
 #else
 constexpr bool kHasPairs = false;  // what is for pairs compiles, and is not to be called
-Words look_up_pairs(const Floats& table, const Words& index);
+Words look_up_pairs(const Table& table, const Words& index);
 #endif
 
 inline float rounded(float x, const float*) { return x; }

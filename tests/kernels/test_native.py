@@ -28,7 +28,12 @@ from kernels_pallas import native
 from kernels_pallas.compressed import SCALES, compress, stored_fields
 from kernels_pallas.formats import FORMATS, Format
 from kernels_pallas.matmul import dot
-from kernels_pallas.native.library import build
+from kernels_pallas.native.library import (
+    INSTRUCTION_SETS,
+    build,
+    instruction_set,
+    usable_instruction_sets,
+)
 from tests.arrays import assert_close
 from tests.processes import without_home
 
@@ -688,6 +693,91 @@ def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build().name != library.name
+
+
+# The instruction sets they are built for
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    monkeypatch.setattr(
+        "kernels_pallas.native.library._processor", lambda: f"model name : one\nflags : {flags}"
+    )
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library built for it would end the process at its first instruction."""
+    processor(monkeypatch, "fpu ssse3 sse4_2 popcnt avx2 fma f16c bmi2 avx512f")
+    assert usable_instruction_sets() == ("native", "sse4", "avx2")
+    monkeypatch.setenv("JMOE_NATIVE_ISA", "avx512")
+    words = r"JMOE_NATIVE_ISA = 'avx512': must be one of native, sse4, avx2"
+    with pytest.raises(ValueError, match=words):
+        instruction_set()
+    with pytest.raises(ValueError, match=words):
+        native.is_built()
+    monkeypatch.setenv("JMOE_NATIVE_ISA", "AVX2")
+    with pytest.raises(ValueError, match="JMOE_NATIVE_ISA = 'AVX2': must be one of"):
+        instruction_set()
+    monkeypatch.setenv("JMOE_NATIVE_ISA", "")
+    assert instruction_set() == "native"
+
+
+def test_a_given_library_is_not_taken_for_another_instruction_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of a bundle is built for everything its processor has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("kernels_pallas.native.library._built", [tmp_path / "given.so"])
+    monkeypatch.delenv("JMOE_NATIVE_ISA", raising=False)
+    assert native.is_built()
+    monkeypatch.setenv("JMOE_NATIVE_ISA", usable_instruction_sets()[1])
+    assert not native.is_built()
+
+
+def test_each_instruction_set_is_a_library_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Built with its flags alone, so that a forced one takes nothing else that the processor
+    has.
+    """
+    every = {flag for needed, _ in INSTRUCTION_SETS.values() for flag in needed}
+    processor(monkeypatch, " ".join(every))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = tmp_path / "c++"  # writes the options that it is given
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nall="$*"\nwhile [ "$1" != -o ]; do shift; done\n'
+        'echo "$all" > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    made: dict[Path, str] = {}
+    for name, (_, flags) in INSTRUCTION_SETS.items():
+        monkeypatch.setenv("JMOE_NATIVE_ISA", name)
+        path = build()
+        options = path.read_bytes().split(b"\n")[0].decode().split()
+        assert [option for option in options if option.startswith("-m")] == list(flags)
+        made[path] = name
+    assert len(made) == len(INSTRUCTION_SETS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in usable_instruction_sets() if name != "native"])
+def test_every_operation_for_each_instruction_set(name: str) -> None:
+    """The tests of this file, with a library built for it. The first run builds it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    chosen = "products or row or norm or top_k or attention or experts or values or token"
+    environment = {**os.environ, "JMOE_NATIVE_ISA": name, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "-k", chosen, __file__],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "skipped" not in done.stdout, done.stdout[-300:]
 
 
 @pytest.mark.parametrize("gather", [False, True])
