@@ -15,6 +15,9 @@ the same expert or matrix again and again, out of caches that hold it (float32's
 MiB). us and cached_us are the times of a layer or product; cached_us of the smallest experts with 1
 and 2 tokens is about what a layer's call itself takes.
 
+instruction_set: that of the native operations, $JMOE_NATIVE_ISA or everything the processor has.
+XLA takes what $XLA_FLAGS=--xla_cpu_max_isa says.
+
 of_floor: an estimate of the least time that a round's product can take, over its time: that of the
 plain read, or that of its multiplications where they take longer, at the speed of one large product
 of the tokens' dtype by XLA in the same round.
@@ -284,6 +287,8 @@ def main() -> None:
         {
             "versions": report.versions("jax"),
             "options": report.options(a),
+            "instruction_set": native.instruction_set(),
+            "processor_has": list(native.usable_instruction_sets()),
             "large_product_gflop_per_s": gflops,
         }
         | {"rows": rows}

@@ -34,6 +34,7 @@ from kernels_pallas.native.library import (
     recorded_background,
     sources_digest,
     take_built,
+    usable_instruction_sets,
 )
 from kernels_pallas.native.scope import (
     MAX_ROWS,
@@ -83,4 +84,5 @@ __all__ = [
     "takes_native_attention",
     "top_k",
     "trains_native",
+    "usable_instruction_sets",
 ]
