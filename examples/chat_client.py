@@ -7,7 +7,9 @@ import sys
 
 import openai
 
-url, question = sys.argv[1:3]
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+url, question = sys.argv[1:]
 client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
 model = client.models.list().data[0].id
 stream = client.completions.create(

@@ -7,6 +7,8 @@ import sys
 
 from jmoe import Engine, EngineConfig
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 # token ids; strings also work if the folder has a tokenizer
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5, 3, 5]]
 OPTIONS = {"max_batch": 2, "max_seq_len": 32, "dtype": "float32"}

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 import jmoe
 
-folder, copy = sys.argv[1:3]
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+folder, copy = sys.argv[1:]
 model = jmoe.load_pretrained(folder, dtype="float32")
 tokens_BS = jnp.arange(8, dtype=jnp.int32)[None]
 logits_BSV = model(tokens_BS)

@@ -8,8 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+
+from tests.arrays import assert_trees_close
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -254,7 +258,7 @@ def test_the_readmes_commands_run_as_written(run_python, tmp_path: Path) -> None
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("README.md", 1), ("docs/layer.md", 6)])
+@pytest.mark.parametrize(("name", "blocks"), [("README.md", 1), ("docs/layer.md", 7)])
 def test_the_layers_code_runs(name: str, blocks: int) -> None:
     """The pieces of a page are one program, as a reader would type them."""
     pieces = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
@@ -269,3 +273,32 @@ def test_the_layers_code_runs(name: str, blocks: int) -> None:
     np.testing.assert_allclose(names["y"], names["one_device"](names["x"])[0], atol=1e-6)
     w_up = names["layer"].experts.w_up[...]
     assert {shard.data.nbytes for shard in w_up.addressable_shards} == {w_up.nbytes // 4}
+
+
+def test_the_router_of_the_layers_page_has_the_gradients_of_one_device() -> None:
+    """With tokens that 8 devices do not divide, so that it is given a mask."""
+    first, *_, router = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "layer.md").read_text().partition("\ncosine = ")[0] + "```",
+        flags=re.DOTALL,
+    )
+    names: dict[str, Any] = {}
+    for code in (first, router):
+        exec(compile(code, "docs/layer.md", "exec"), names)
+    x = names["x"].reshape(-1, 128)[:13]
+
+    def gradients(parallel: Any) -> Any:
+        own = names["CosineRouter"](nnx.Rngs(1))
+        layer = names["MoELayer"](names["config"], parallel, router=own, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(layer)
+
+        def loss(params: nnx.State) -> Any:
+            y, metrics = nnx.merge(graph, params)(x)
+            return (y**2).sum() + 100 * metrics.balance_loss + metrics.entropy, (y, metrics)
+
+        grads, said = jax.jit(jax.grad(loss, has_aux=True))(params)
+        return nnx.to_pure_dict(grads), said
+
+    one, many = gradients(None), gradients(names["parallel"])
+    assert_trees_close(many, one)
+    assert np.abs(one[0]["router"]["w_DE"]).max() > 1e-4

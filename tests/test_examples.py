@@ -20,6 +20,7 @@ PRINTS = {
     "moe_layer.py": "step 49",
     "stacked_layers.py": "4 layers, loss",
 }
+ARGUMENTS = ("chat_client.py", "generate_offloaded.py", "load_and_save.py")
 ELSEWHERE = {"chat_client.py"}  # needs a server: tests/serving/test_completions.py
 
 
@@ -44,3 +45,10 @@ def test_it_prints_what_it_promises(
     done = run_python([ROOT / "examples" / name, *arguments], environment)
     assert done.returncode == 0, done.stderr
     assert PRINTS[name] in done.stdout
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_without_its_arguments_it_says_which(name: str, run_python: Callable[..., Any]) -> None:
+    done = run_python([ROOT / "examples" / name])
+    assert done.returncode == 1 and f"Usage: python examples/{name} " in done.stderr
+    assert "Traceback" not in done.stderr

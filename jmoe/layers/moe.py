@@ -332,10 +332,9 @@ class MoELayer(nnx.Module):
         key: randomness of jitter and of the second expert's draw. topk_idx_TK: use these choices,
         made earlier from the same x, instead of choosing again. topk_weights_TK: their weights, for
         a layer routed by task. token_mask_T: False for tokens that go to no expert. Raises
-        ValueError if a custom router takes no mask or returns wrong shapes.
+        ValueError if a custom router lacks an argument or returns wrong shapes.
         """
-        if token_mask_T is not None:
-            self._check_router_takes_mask()
+        self._check_router_takes(masked=token_mask_T is not None)
         made = {
             "topk_idx_TK": topk_idx_TK,
             "topk_weights_TK": topk_weights_TK,
@@ -416,21 +415,25 @@ class MoELayer(nnx.Module):
         routing = Routing(jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *sums)
         return MoEStats(*sums, jnp.zeros((), jnp.int32), routing if keep_routing else None)
 
-    def _check_router_takes_mask(self) -> None:
-        """Raise ValueError if a custom router does not accept token_mask_T."""
+    def _check_router_takes(self, masked: bool) -> None:
+        """Raise ValueError if a custom router lacks an argument that the layer gives it."""
         parameters = inspect.signature(self.router).parameters
-        takes = "token_mask_T" in parameters or any(
-            p.kind == p.VAR_KEYWORD for p in parameters.values()
-        )
+        if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            return
         name = getattr(self.router, "__name__", type(self.router).__name__)
+        takes = "must take key= and train=: it is called as router(x_TD, key=key, train=train)"
+        check({"key", "train"} <= parameters.keys(), "router", name, takes)
         why = (
             "tokens are left out: those of token_mask, or those that make up a multiple of the"
             " devices"
         )
-        check(takes, "router", name, f"must take token_mask_T=, bool, since {why}")
+        takes = f"must take token_mask_T=, bool, since {why}"
+        check(not masked or "token_mask_T" in parameters, "router", name, takes)
 
     def _check_routing(self, routing: Routing, num_tokens: int) -> None:
-        """Raise ValueError if a router's result does not have the shapes of this layer."""
+        """Raise ValueError if a router's result does not have the shapes of this layer, or its
+        choices are no integers.
+        """
         config, kind = self.config, type(routing).__name__
         check(isinstance(routing, Routing), "router", kind, "must return a jmoe.Routing")
         experts, choices = (config.num_experts,), (num_tokens, config.num_experts_per_tok)
@@ -441,12 +444,18 @@ class MoELayer(nnx.Module):
             "probs_sum_E": experts,
         }
         for name, shape in shapes.items():
-            actual = getattr(routing, name).shape
+            actual = getattr(getattr(routing, name), "shape", ())
             limit = (
                 f"must be {shape} for num_experts_per_tok = {choices[1]} and num_experts ="
                 f" {config.num_experts}"
             )
             check(actual == shape, f"router: {name}.shape", actual, limit)
+        dtype = routing.topk_idx_TK.dtype
+        limit = "must be an integer, as the second result of jax.lax.top_k is"
+        check(jnp.issubdtype(dtype, jnp.integer), "router: topk_idx_TK.dtype", dtype.name, limit)
+        for name in ("z_sum", "entropy_sum"):
+            actual = jnp.shape(getattr(routing, name))
+            check(actual == (), f"router: {name}.shape", actual, "must be (), a sum over tokens")
 
     def __call__(
         self,

@@ -125,12 +125,9 @@ class Snapshots:
         copies = (
             f"and {len(self._pairs)} copies on other hosts"
             if self._pairs
-            else "no copies, as all share the folder"
+            else "without copies, because all processes share the folder"
         )
-        return (
-            f"snapshots in memory: {self.folder}, one of each of {self._processes} processes"
-            f" {copies}"
-        )
+        return f"snapshots in memory: {self.folder}, one a process ({self._processes}), {copies}"
 
     def check_room(self, abstract_state: PyTree) -> None:
         """Raise `ValueError` on every process if a host has too little free memory for `KEPT`

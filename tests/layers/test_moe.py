@@ -672,8 +672,24 @@ def test_what_a_users_router_or_experts_return_is_named() -> None:
     def experts(rows: jax.Array, group_sizes: jax.Array, expected_rows: int) -> jax.Array:
         return rows[:, :3]
 
-    with pytest.raises(ValueError, match=r"router = 'tuple': must return a jmoe\.Routing"):
-        MoELayer(config_of(), router=router, rngs=nnx.Rngs(0))(x)
+    def swapped(x_TD: jax.Array, *, key: Any = None, train: bool = False) -> Routing:
+        made = round_robin(x_TD)
+        return replace(made, topk_idx_TK=made.topk_weights_TK, topk_weights_TK=made.topk_idx_TK)
+
+    def of_each(x_TD: jax.Array, *, key: Any = None, train: bool = False) -> Routing:
+        return replace(round_robin(x_TD), z_sum=jnp.zeros(T))
+
+    def bare(x_TD: jax.Array) -> Routing:
+        return round_robin(x_TD)
+
+    for wrong, words in (
+        (router, r"router = 'tuple': must return a jmoe\.Routing"),
+        (swapped, r"router: topk_idx_TK\.dtype = 'float32': must be an integer, as the second"),
+        (of_each, r"router: z_sum\.shape = \(128,\): must be \(\), a sum over tokens"),
+        (bare, r"router = 'bare': must take key= and train=: it is called as router\(x_TD, key"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            MoELayer(config_of(), router=wrong, rngs=nnx.Rngs(0))(x)
     with pytest.raises(ValueError, match=r"experts: rows.shape = \(\d+, 3\): must be \(\d+, 16\)"):
         MoELayer(config_of(), experts=experts, rngs=nnx.Rngs(0))(x)
 
