@@ -4,7 +4,7 @@ change nothing.
 Forward alone and with its backward pass, the kinds of exchange in turn. A shape is K:E:T, K of E
 experts for each of a rank's T tokens of 1024 bfloat16. Formula:
 `jmoe.planning.exchange.exchange_traffic`. The links are measured at the start, as a run does;
-`planned_exchange_s` is what `jmoe.planning.exchange.exchange_s` makes of them, and `auto` the
+`planned_seconds` is what `jmoe.planning.exchange.exchange_s` makes of them, and `auto` the
 exchange that a run would take.
 """
 
@@ -167,7 +167,7 @@ def measure_shape(
                 "direction": direction,
                 "exchange": kind,
                 **row,
-                "planned_exchange_s": round(planned_s, 4),
+                "planned_seconds": round(planned_s, 4),
                 "auto": auto.kind,
                 "formula_bytes": formula_bytes,
                 "sent_to_formula": round(row["sent_bytes"] / formula_bytes, 3),
