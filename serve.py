@@ -22,6 +22,7 @@ from jmoe.runtime import (
     end_at_once_on_interrupt,
     lacking,
     log_to_screen,
+    outlive_screen,
     program_name,
     reexec_with_env,
     without_devices,
@@ -49,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     """Serve the model that the command line names until a signal arrives; process 0 answers
     requests, other processes follow it.
     """
-    from jmoe.cluster.distributed import check_gpus
+    from jmoe.cluster.distributed import check_gpus, start_backend
     from jmoe.cluster.job import hosts_line
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join
@@ -75,7 +76,9 @@ def run(arguments: Sequence[str]) -> None:
         if opened is not None:
             stack.enter_context(opened)
             config = replace(config, engine=opened.engine)
-        if not config.dry_run:
+        if config.dry_run:
+            start_backend()
+        else:
             check_gpus(config.distributed, config.engine.mesh.devices)
         if opened is not None:
             folder = opened.model
@@ -224,6 +227,7 @@ def main() -> None:
         )
     if is_estimate:
         without_devices()
+    outlive_screen()
     log_to_screen()
     try:
         run(sys.argv[1:])

@@ -9,6 +9,7 @@ from jmoe.runtime import (
     closing,
     end_at_once_on_interrupt,
     log_to_screen,
+    outlive_screen,
     program_name,
     reexec_with_env,
     without_devices,
@@ -413,6 +414,7 @@ def run_all(config: TrainConfig) -> bool:
 
 
 if __name__ == "__main__":
+    outlive_screen()
     log_to_screen()
     try:
         main(sys.argv[1:])

@@ -7,6 +7,8 @@ step's time when measured. Transparent huge pages are faulted in 2 MiB at a time
 keeps memory that threads free in one place.
 """
 
+import contextlib
+import io
 import logging
 import os
 import signal
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
 REEXEC_MARK = "JMOE_RUNTIME"  # set in a re-executed process, so that it is not re-executed again
@@ -119,6 +122,45 @@ def end_at_once_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class _Screen(io.FileIO):
+    """A standard stream that drops what it cannot write, and says so once on stderr."""
+
+    has_lost = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self.has_lost:
+                self.has_lost = True
+                line = f"{program_name()}: goes on, but what it prints is lost: {error.strerror}\n"
+                with contextlib.suppress(OSError):
+                    os.write(2, line.encode())
+            return memoryview(data).nbytes
+
+
+def outlive_screen() -> None:
+    """Let the process go on if what it prints cannot be written: the reader of a pipe or the
+    terminal is gone, or the disk of a log is full.
+
+    Characters that a stream's encoding lacks are escaped.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the parent closed it: nothing is printed
+            continue
+        screen = _Screen(stream.fileno(), "w", closefd=False)
+        written = io.TextIOWrapper(
+            screen if stream.write_through else io.BufferedWriter(screen),
+            encoding=stream.encoding,
+            errors="backslashreplace",
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, written)
+        setattr(sys, f"__{name}__", written)
 
 
 def log_to_screen() -> None:

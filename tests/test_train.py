@@ -347,6 +347,13 @@ def test_a_mistake_is_named_and_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_platform_that_jax_does_not_find_is_named(runs: TrainRuns, tmp_path: Path) -> None:
+    named = {"JAX_PLATFORMS": "nonsense"}
+    done = runs._run_python(runs.command(tmp_path / "run"), runs.environment() | named)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "train.py: JAX_PLATFORMS = 'nonsense': must name devices that JAX finds" in done.stderr
+
+
 @pytest.mark.slow
 def test_preparing_data_may_take_longer_than_the_limit_without_progress(
     runs: TrainRuns, tmp_path: Path

@@ -73,13 +73,28 @@ def start(config: DistributedConfig) -> None:
     check_gpus(config)
 
 
+def start_backend() -> None:
+    """Let JAX find its devices. Raises `ValueError` with the reason if it finds none."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # of JAX_PLATFORMS=cuda without a GPU
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        reason = first_line(error) if str(error) else "the driver or JAX's plugin for it is missing"
+        raise ValueError(
+            f"JAX_PLATFORMS = {wanted!r}: must name devices that JAX finds here, or be unset:"
+            f" {reason}"
+        ) from error
+
+
 def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
-    """Raise `ValueError` if the job was given more GPUs than the run uses.
+    """Raise `ValueError` if JAX finds no devices, or if the job was given more GPUs than the run
+    uses.
 
     devices: number of devices that a run of one process uses; None means every device JAX sees. The
     check is skipped under `jmoe-supervise` (`heartbeat_folder` is set), which has already assigned
     GPUs to its processes.
     """
+    start_backend()
     if config.heartbeat_folder is not None:
         return
     alone = jax.process_count() == 1

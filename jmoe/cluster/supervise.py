@@ -31,7 +31,7 @@ from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.configs import PRESETS
-from jmoe.runtime import EXIT_LOST, EXIT_STOPPED
+from jmoe.runtime import EXIT_LOST, EXIT_STOPPED, outlive_screen
 
 FOLDER = "supervise"
 POLL_S = 0.05
@@ -552,6 +552,7 @@ def _is_killed(code: int | None) -> bool:
 def main() -> None:
     """Supervise the run that the command line names, and exit."""
     config, command = parse_supervise(sys.argv[1:])
+    outlive_screen()
     try:
         sys.exit(Supervisor(config, command).run())
     except (ValueError, OSError) as error:

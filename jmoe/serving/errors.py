@@ -119,7 +119,7 @@ def _validation_error(errors: Sequence[JsonObject]) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Register handlers that turn every exception into an error response in OpenAI's format."""
 
-    def answer(_: Request, error: Exception) -> JSONResponse:
+    async def answer(_: Request, error: Exception) -> JSONResponse:  # a thread may not start
         if isinstance(error, RequestValidationError):
             error = _validation_error(error.errors())
         elif isinstance(error.__cause__, ApiError):  # raised while parsing a body; FastAPI wraps it

@@ -294,7 +294,7 @@ class ForkServer:
         async with self._starting:
             if self._process.poll() is not None:
                 self.close()
-                await asyncio.to_thread(self._start)
+                await start_in_thread(self._start, self._what)
         return self.fork()
 
     def fork(self) -> Fork:
@@ -345,6 +345,16 @@ class ForkServer:
         if refusal:
             self.close()
             raise ValueError(refusal)
+
+
+async def start_in_thread(start: Callable[[], T], what: str) -> T:
+    """Return `start()`, which starts a process, run in a thread. Raises `LostError` if the system
+    starts no process or no thread, at a limit of processes or memory.
+    """
+    try:
+        return await asyncio.to_thread(start)
+    except (OSError, RuntimeError) as error:
+        raise LostError(f"{what}: no process for it can be started ({error}): try again") from error
 
 
 def _framed(data: bytes) -> bytes:

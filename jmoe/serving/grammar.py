@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.config import check
-from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits
+from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits, start_in_thread
 from jmoe.serving.grammar_worker import HEAD, TOKEN, WRONG
 from jmoe.types import JsonObject
 
@@ -142,7 +142,7 @@ class Grammars:
         """Return `count` constraints for `schema`, each with its first mask ready.
 
         Raises ValueError if the schema is invalid, too large or unsupported, or the model has no
-        end token, and `LostError` if the fork was killed.
+        end token, and `LostError` if the fork was killed or none can be started.
         """
         check(
             bool(self._eos_token_ids),
@@ -155,7 +155,7 @@ class Grammars:
         check(len(text) <= MAX_SCHEMA_BYTES, f"len({WHAT})", len(text), constraint)
         async with self._starting:
             if self._server is None:
-                self._server = await asyncio.to_thread(self._start)
+                self._server = await start_in_thread(self._start, WHAT)
         fork = await self._server.new_fork()
         answer = await fork.ask(json.dumps({"schema": text, "count": count}).encode())
         _, _, kind = HEAD.unpack_from(answer)

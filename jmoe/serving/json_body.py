@@ -4,16 +4,17 @@ Python's `json` accepts these, and keeps the last of several values of a name. `
 FastAPI parse with `parse_body`.
 """
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from jmoe.serving.errors import ApiError, replace_surrogates
+from jmoe.serving.threads import run_in_thread
 from jmoe.types import Json, JsonObject
 
 LONG_BODY_BYTES = 1 << 16
@@ -36,7 +37,7 @@ class _JsonRequest(Request):
         if not hasattr(self, "_json"):
             body = await self.body()
             if len(body) > LONG_BODY_BYTES:  # parsing would block the event loop
-                self._json = await asyncio.to_thread(parse_body, body)
+                self._json = await run_in_thread(partial(parse_body, body))
             else:
                 self._json = parse_body(body)
         return self._json

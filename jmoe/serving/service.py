@@ -30,6 +30,7 @@ from jmoe.serving.metrics import Metrics
 from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.model_sampling import ModelSampling
 from jmoe.serving.schemas import GenerationBody, Message
+from jmoe.serving.threads import run_in_thread
 from jmoe.serving.vocabulary import TokenVocabulary
 from jmoe.types import JsonObject
 
@@ -128,14 +129,14 @@ class Service:
         """Return `make()`, run in a thread so that long texts do not block the event loop.
 
         size: number of characters to process; above `LONG_TEXT`, one such call runs at a time.
-        Raises `ApiError` 400 if `make` raises ValueError.
+        Raises `ApiError` 400 if `make` raises ValueError, 503 if the system starts no thread.
         """
         try:
             async with (
                 self._long_texts.permit(client) if size > LONG_TEXT else contextlib.nullcontext(),
                 self._threads.permit(client),
             ):
-                return await asyncio.to_thread(make)
+                return await run_in_thread(make)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
 

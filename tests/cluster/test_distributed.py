@@ -294,6 +294,18 @@ def test_all_ranks_stop_after_the_same_step(
 # One process
 
 
+def test_devices_that_jax_does_not_find_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX_PLATFORMS=cuda without a GPU is an assertion of JAX, without words."""
+
+    def none_found() -> None:
+        raise AssertionError
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(distributed.jax, "devices", none_found)
+    with pytest.raises(ValueError, match=r"JAX_PLATFORMS = 'cuda': must name .* plugin for it is"):
+        distributed.start_backend()
+
+
 def test_one_process_stops_at_once() -> None:
     """Handlers are put back, unless a stop was asked for: then the process is about to end, and
     may do so in peace.

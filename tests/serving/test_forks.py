@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -114,6 +115,25 @@ def test_a_fork_of_a_killed_server() -> None:
         asyncio.run(fork.ask(b"2"))
     with pytest.raises(LostError, match=r"^sums: the process for it is gone"):
         server.fork()
+    server.close()
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a limit of processes: the request may be sent again, and succeeds once there is room."""
+    server = start()
+    server._process.kill()
+    server._process.wait()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(
+            LostError, match=r"^sums: no process for it can be started \(.*temporar"
+        ):
+            asyncio.run(server.ask(b"1"))
+    assert asyncio.run(server.ask(b"1 + 1")) == b"2"
     server.close()
 
 

@@ -1,0 +1,72 @@
+"""What a process prints where nobody can read it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+from tests.train_runs import TrainRuns, losses
+
+SAYS = """if True:
+    import logging, sys
+    from jmoe.runtime import log_to_screen, outlive_screen
+    outlive_screen()
+    log_to_screen()
+    for step in range(1000):
+        print(f"step {step} 日本語", flush=True)
+        logging.getLogger("jmoe").info("step %d", step)
+    open(sys.argv[1], "w").write("done")
+"""
+
+
+def test_a_process_outlives_the_reader_of_its_screen(tmp_path: Path) -> None:
+    """`train.py PRESET | head -1`; the other stream says once that lines are lost."""
+    command = [sys.executable, "-c", SAYS, tmp_path / "end"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "step 0 日本語\n"
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0 and (tmp_path / "end").read_text() == "done"
+    assert said.count(": goes on, but what it prints is lost: Broken pipe\n") == 1
+    assert said.count("INFO jmoe: step ") == 1000
+
+
+def test_a_process_outlives_a_full_disk_with_its_log(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", SAYS, tmp_path / "end"]
+        subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, check=True)
+    assert (tmp_path / "end").read_text() == "done"
+
+
+def test_characters_that_a_screen_lacks_are_escaped(tmp_path: Path) -> None:
+    """A run of hours ended in its last line, which showed a text."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS, tmp_path / "end"],
+        cwd=ROOT,
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("step 0 \\u65e5\\u672c\\u8a9e\n")
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_screen(runs: TrainRuns, tmp_path: Path) -> None:
+    command = runs.command(tmp_path / "run", "--num-steps", 7)
+    environment = {k: v for k, v in runs.environment().items() if v is not None}
+    with Path("/dev/full").open("w") as full:
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=full,
+            stderr=full,
+            check=True,
+        )
+    assert len(losses(tmp_path / "run")) == 7
