@@ -67,13 +67,22 @@ def expert_mesh(num_devices: int) -> Mesh:
     theirs.
     """
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    limit = f"this process has {len(devices)}"
+    limit = f"must be at most the {len(devices)} of this process{cpu_devices_hint(num_devices)}"
     if jax.process_count() > 1:
-        limit = f"the {jax.process_count()} processes have {len(devices)}, which all take part"
+        limit = f"must be the {len(devices)} of the {jax.process_count()} processes, which all take part"
     fits = num_devices == len(devices) or (jax.process_count() == 1 and num_devices < len(devices))
     if not fits:
         raise ValueError(f"mesh.devices = {num_devices}: {limit}")
     return make_mesh((1, 1, num_devices), devices[:num_devices])
+
+
+def cpu_devices_hint(num_devices: int) -> str:
+    """Return the end of an error message that says how to have more devices, or "" unless this
+    process computes on CPUs.
+    """
+    if jax.default_backend() != "cpu":
+        return ""
+    return f"; JAX_NUM_CPU_DEVICES={num_devices} makes as many of a CPU"
 
 
 def process_mesh() -> Mesh:

@@ -37,6 +37,7 @@ from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS, PruneOptions, prune
 from jmoe.deploy.segment import segment
 from jmoe.inference.loading import open_checkpoint
+from jmoe.mesh import cpu_devices_hint
 from jmoe.models.huggingface import family_of, updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tokenizer_file import tokenizer_file
@@ -224,13 +225,9 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     if stages.machines is not None:
         devices, here = _num_devices(stages.machines), jax.device_count()
         check(devices > 1, "machines", str(stages.machines), "has one device: must have several")
-        constraint = f"has {devices} devices: must have at most the {here} of this process"
-        hint = (
-            f"; JAX_NUM_CPU_DEVICES={devices} makes as many of a CPU"
-            if jax.default_backend() == "cpu"
-            else ""
-        )
-        check(devices <= here, "machines", str(stages.machines), constraint + hint)
+        most = f"must have at most the {here} of this process{cpu_devices_hint(devices)}"
+        constraint = f"has {devices} devices: {most}"
+        check(devices <= here, "machines", str(stages.machines), constraint)
 
 
 def _num_devices(machines: Path) -> int:

@@ -299,15 +299,22 @@ class MoELayer(nnx.Module):
         the parameters' metadata for Flax.
 
         A parameter of a user's module that already has `out_sharding` metadata is left unchanged.
+        Raises ValueError if a parameter of the experts has no leading expert dimension.
         """
         for path, variable in nnx.iter_graph(self):
-            if not isinstance(variable, nnx.Variable) or variable.get_metadata().get(
-                "out_sharding"
-            ):
+            if not isinstance(variable, nnx.Variable):
                 continue
             value = variable.get_value()
+            of_experts = path[0] == EXPERTS_PATH and bool(parallel.expert_axes)
+            if of_experts:
+                name, shape = ".".join(map(str, path)), getattr(value, "shape", ())
+                many = f"must begin with num_experts = {self.config.num_experts}, which"
+                split = f"{many} {parallel.expert_axes} split over devices"
+                check(shape[:1] == (self.config.num_experts,), f"{name}.shape", shape, split)
+            if variable.get_metadata().get("out_sharding"):
+                continue
             axes: list[str | tuple[str, ...] | None] = [None] * getattr(value, "ndim", 0)
-            if axes and path[0] == EXPERTS_PATH and parallel.expert_axes:
+            if of_experts:
                 axes[0] = (
                     parallel.expert_axes
                     if len(parallel.expert_axes) > 1

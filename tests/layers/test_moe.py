@@ -8,6 +8,7 @@ expert devices.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -692,6 +693,20 @@ def test_what_a_users_router_or_experts_return_is_named() -> None:
             MoELayer(config_of(), router=wrong, rngs=nnx.Rngs(0))(x)
     with pytest.raises(ValueError, match=r"experts: rows.shape = \(\d+, 3\): must be \(\d+, 16\)"):
         MoELayer(config_of(), experts=experts, rngs=nnx.Rngs(0))(x)
+
+
+@pytest.mark.parametrize("shape", [(), (D,), (E - 1, D), (2 * E, D)])
+def test_experts_over_devices_have_a_leading_expert_dimension(shape: tuple[int, ...]) -> None:
+    """A scale that they share would be cut, and one that is a number cannot be."""
+
+    class Shared(Scale):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nnx.Param(jnp.ones(shape))
+
+    words = rf"experts\.shared\.shape = {re.escape(str(shape))}: must begin with num_experts = 8"
+    with pytest.raises(ValueError, match=words):
+        MoELayer(config_of(), over(make_mesh((2, 2, 2))), experts=Shared(), rngs=nnx.Rngs(0))
 
 
 def test_package_exports() -> None:

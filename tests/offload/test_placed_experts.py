@@ -77,5 +77,5 @@ def test_only_what_is_new_is_copied() -> None:
 
 @pytest.mark.parametrize("num_devices", [9, 16])
 def test_too_few_devices(num_devices: int) -> None:
-    with pytest.raises(ValueError, match=f"mesh.devices = {num_devices}: this process has 8"):
+    with pytest.raises(ValueError, match=f"mesh.devices = {num_devices}: must be at most the 8"):
         expert_mesh(num_devices)

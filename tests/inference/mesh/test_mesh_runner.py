@@ -301,7 +301,10 @@ def test_costs_are_measured_and_decide() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"mesh": EngineMesh(devices=9), "max_batch": 9}, "mesh.devices = 9: this process has 8"),
+        (
+            {"mesh": EngineMesh(devices=9), "max_batch": 9},
+            "mesh.devices = 9: must be at most the 8 of this process; JAX_NUM_CPU_DEVICES=9 makes",
+        ),
         (
             {"mesh": EngineMesh(devices=2, slots_per_device=1)},
             "mesh.slots_per_device = 1: must be at least 2 for 4",
