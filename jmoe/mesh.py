@@ -69,7 +69,7 @@ def expert_mesh(num_devices: int) -> Mesh:
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     limit = f"must be at most the {len(devices)} of this process{cpu_devices_hint(num_devices)}"
     if jax.process_count() > 1:
-        limit = f"must be the {len(devices)} of the {jax.process_count()} processes, which all take part"
+        limit = f"must be all {len(devices)} of the {jax.process_count()} processes"
     fits = num_devices == len(devices) or (jax.process_count() == 1 and num_devices < len(devices))
     if not fits:
         raise ValueError(f"mesh.devices = {num_devices}: {limit}")
