@@ -142,7 +142,7 @@ def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
 
     with LoadedModel(folder, config.engine, say=say) as model:
         say("following process 0")
-        follower.follow(model.runner)
+        follower.repeat_calls(model.runner)
     say("stopped")
 
 

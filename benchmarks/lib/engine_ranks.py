@@ -69,7 +69,7 @@ def run_rank(
     with join(config) as role:
         runners = _Runners(load)
         if isinstance(role, Follower):
-            role.follow(runners)
+            role.repeat_calls(runners)
             return
         runners.leader = role
         engines = {}
@@ -85,8 +85,8 @@ class _LeaderOf:
     def __init__(self, leader: Leader, name: str) -> None:
         self.step, self._leader, self._name = leader.step, leader, name
 
-    def tell(self, method: str, *arguments: object) -> None:
-        self._leader.tell("call", self._name, method, arguments)
+    def send_call(self, method: str, *arguments: object) -> None:
+        self._leader.send_call("call", self._name, method, arguments)
 
 
 class _Runners:

@@ -86,14 +86,14 @@ def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
     placer._estimates = lina and name != "without_estimate"
     placer._table = load_table(folder, length, whole=whole) if placer._estimates else None
     was_right = partial_was_right(placer, name)
-    placer._was_right = was_right  # type: ignore[method-assign]
+    placer._estimate_was_right = was_right  # type: ignore[method-assign]
 
 
 def partial_was_right(placer: ExpertPlacer, name: str) -> Callable[[int, np.ndarray], bool]:
     """Return the test of whether phase two has to plan; it never has to without a phase two."""
     if name == "without_phase_two":
         return lambda layer, counts_E: True
-    return lambda layer, counts_E: ExpertPlacer._was_right(placer, layer, counts_E)
+    return lambda layer, counts_E: ExpertPlacer._estimate_was_right(placer, layer, counts_E)
 
 
 @led

@@ -214,7 +214,7 @@ def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, "Engi
     ]
     return {
         "rows": [report.progress(row) for row in rows],
-        "planned": planned(even.engine.expert_use()),
+        "planned": planned(even.engine.tokens_per_expert()),
     }
 
 

@@ -147,16 +147,18 @@ def step_programs(
     x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
     variant = runner.LayerVariant(False, context)
     inputs = *layer, caches[0], x, batch.rows_P, positions_PC, None
-    x_PCD, _, routed = do(f"layer but for experts, {what}", runner._attend, variant, *inputs)
+    x_PCD, _, routed = do(
+        f"layer but for experts, {what}", runner._attend_program, variant, *inputs
+    )
     for name, arrays in kept.items():
         table_E = of(jnp.int32, config.num_experts)
         operands = config.hidden_act, routed, arrays, table_E
         y_TD = do(f"experts, {name}, {what}", slots.table_mlp_of_tokens, *operands)
-    do(f"next layer's router, {what}", popularity._route, *router, routed.h_TD)
+    do(f"next layer's router, {what}", popularity._route_other_layer, *router, routed.h_TD)
     do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
     x_PCD = do(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
     last_P = of(jnp.int32, rows)
-    logits_PV = do(f"head, {what}", runner.logits_after, *outside, x_PCD, last_P, False)
+    logits_PV = do(f"head, {what}", runner.logits_at_tokens, *outside, x_PCD, last_P, False)
     do(f"draw, {what}", sampler._greedy, logits_PV)
     if width == 1:
         decode_program(programs, config, shapes, batch, context)

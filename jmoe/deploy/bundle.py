@@ -30,7 +30,7 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.loading import (
     open_checkpoint,
     plan_engine_memory,
-    segments_of,
+    segment_placements,
     uses_native,
     with_sequence_length,
 )
@@ -143,7 +143,7 @@ def _resolve_options_and_segments(
         mesh = options.mesh
         if mesh.devices > 1 and mesh.placement == "even" and memory.policy == "resident":
             even = [even_placement(config.num_experts, mesh.devices)] * config.num_moe_layers
-            segments = as_segments(segments_of(checkpoint, options) or even)
+            segments = as_segments(segment_placements(checkpoint, options) or even)
     if options.policy == "auto" and memory.policy == "resident":
         options = replace(options, policy="resident")
     if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:

@@ -34,7 +34,7 @@ IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])
 
 
 @partial(jax.jit, static_argnums=1)
-def _first(tokens_B: jax.Array, num_rows: int) -> jax.Array:
+def _first_rows(tokens_B: jax.Array, num_rows: int) -> jax.Array:
     return tokens_B[:num_rows]
 
 
@@ -74,7 +74,9 @@ class StepAhead:
             if chunk.sequence in going_on:
                 rows_P[row], positions_P1[row, 0] = chunk.row, chunk.end
                 places[chunk.sequence] = row, chunk.end
-        tokens_P = tokens_B if tokens_B.size == group.num_rows else _first(tokens_B, group.num_rows)
+        tokens_P = (
+            tokens_B if tokens_B.size == group.num_rows else _first_rows(tokens_B, group.num_rows)
+        )
         output = runner.run_batch(TokenBatch(tokens_P, rows_P, positions_P1))
         logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))
         return cls(places, output._replace(logits_PV=logits_PV))
@@ -98,8 +100,8 @@ class StepAhead:
         return StepOutcome(ChunkGroup(tuple(chunks), num_rows, 1), output)
 
 
-def warm_up_ahead(max_batch: int, num_rows: int) -> None:
+def warm_up_token_handover(max_batch: int, num_rows: int) -> None:
     """Compile the program that passes tokens sampled in `max_batch` rows to a step of `num_rows`
     rows.
     """
-    _first(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)
+    _first_rows(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)

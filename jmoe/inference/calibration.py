@@ -94,11 +94,13 @@ def calibrate(
     sequence = Sequence(tokens)
     decode = tuple(Chunk(sequence, row, position, [tokens[row]]) for row in range(max_batch))
     prefill = Chunk(sequence, 0, 0, tokens[:prefill_tokens])
-    batch = runner.tokens(ChunkGroup(decode, max_batch, 1))
+    batch = runner.make_batch(ChunkGroup(decode, max_batch, 1))
     by_tokens = {
-        prefill_tokens: _layers_s(runner, runner.tokens(ChunkGroup((prefill,), 1, prefill_tokens))),
-        max_batch: _layers_s(runner, batch),
-        1: _layers_s(runner, runner.tokens(ChunkGroup(decode[:1], 1, 1))),
+        prefill_tokens: _measure_layers_s(
+            runner, runner.make_batch(ChunkGroup((prefill,), 1, prefill_tokens))
+        ),
+        max_batch: _measure_layers_s(runner, batch),
+        1: _measure_layers_s(runner, runner.make_batch(ChunkGroup(decode[:1], 1, 1))),
     }
     (output,) = runner.forward([batch])
     output = output._replace(logits_PV=None)
@@ -115,15 +117,15 @@ def calibrate(
 
 
 def _measure_transfers(runner: ModelRunner, store: TieredStore) -> tuple[int, Calibration]:
-    """Return (slots filled, a `Calibration` with what streamed experts cost beyond layers).
+    """Return (number of slots filled, a `Calibration` of what streamed experts cost beyond layers).
 
-    That is the bandwidths of copies and of experts on the host, and the seconds in which a layer
+    It has the bandwidths of copies and of experts on the host, and the seconds in which a layer
     reads its choices back.
     """
     residency, config = runner.residency, runner.config
-    num_filled, calibration = _copies(store, residency.slots, config.num_experts)
+    num_filled, calibration = _measure_copies(store, residency.slots, config.num_experts)
     before_s = runner.readback_s
-    runner.forward([runner.tokens(ChunkGroup((), 1, 1))])  # padding alone needs no expert
+    runner.forward([runner.make_batch(ChunkGroup((), 1, 1))])  # padding alone needs no expert
     sync_s = (runner.readback_s - before_s) / config.num_moe_layers
     calibration = replace(calibration, sync_s=sync_s)
     if isinstance(residency, HybridExperts):
@@ -132,7 +134,7 @@ def _measure_transfers(runner: ModelRunner, store: TieredStore) -> tuple[int, Ca
     return num_filled, calibration
 
 
-def _layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
+def _measure_layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
     """Return the seconds of a batch's layers, less those of logits that the same program
     computes.
     """
@@ -156,8 +158,11 @@ def _median_s(run: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[int, Calibration]:
-    """Return (slots filled, a `Calibration` with the bandwidths of host and NVMe in bytes/s).
+def _measure_copies(
+    store: TieredStore, slots: ExpertSlots, num_experts: int
+) -> tuple[int, Calibration]:
+    """Copy experts into slots; return (number of slots filled, a `Calibration` with the bandwidths
+    of host and NVMe in bytes/s).
 
     The first copies read NVMe and touch new host memory; only repeated copies count for the host's
     bandwidth.
@@ -170,7 +175,7 @@ def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[i
     num_filled, begun, empty = 0, time.perf_counter(), store.stats()
     with ThreadPoolExecutor(COPY_THREADS) as threads:
 
-        def copy(first: int, end: int) -> None:
+        def copy_slots(first: int, end: int) -> None:
             store.prefetch(np.arange(first, end))
             list(threads.map(lambda i: copy_record(store, i, slots, i), range(first, end)))
 
@@ -178,16 +183,19 @@ def _copies(store: TieredStore, slots: ExpertSlots, num_experts: int) -> tuple[i
             num_filled < wanted and time.perf_counter() - begun < FILL_S
         ):
             filled = min(num_filled + num_experts, wanted)
-            copy(num_filled, filled)
+            copy_slots(num_filled, filled)
             num_filled = filled
         before, begun = store.stats(), time.perf_counter()
         while time.perf_counter() - begun < COPY_S:
-            copy(0, num_filled)
-    nvme, host = _between(empty.nvme, before.nvme), _between(before.host, store.stats().host)
+            copy_slots(0, num_filled)
+    nvme, host = (
+        _bytes_per_s(empty.nvme, before.nvme),
+        _bytes_per_s(before.host, store.stats().host),
+    )
     return num_filled, Calibration((), (), bandwidth_bytes_per_s=host, nvme_bytes_per_s=nvme)
 
 
-def _between(then: LinkStats, now: LinkStats) -> float:
+def _bytes_per_s(then: LinkStats, now: LinkStats) -> float:
     """Return bytes per second between two readings of a link's counters; infinite if nothing
     moved.
     """

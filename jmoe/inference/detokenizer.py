@@ -43,7 +43,7 @@ class TextStream:
     ) -> None:
         self.matched_stop: str | None = None
         self._decode: Callable[[list[int]], str] = tokenizer.decode  # special tokens give no text
-        self._state, self._min_new_tokens = _automaton(tuple(stop)), min_new_tokens
+        self._state, self._min_new_tokens = _stop_automaton(tuple(stop)), min_new_tokens
         self._num_tokens = 0
         self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text was returned
         self._context_text = self._decode(self._context)
@@ -58,7 +58,7 @@ class TextStream:
                 break
             self._pending.append(token)
             self._num_tokens += 1
-            text += self._search(self._decode_pending())
+            text += self._cut_at_stop(self._decode_pending())
         return text
 
     def flush(self) -> str:
@@ -67,7 +67,7 @@ class TextStream:
         """
         if self.matched_stop is not None:
             return ""
-        text = self._search(self._release(len(self._pending)))
+        text = self._cut_at_stop(self._decode_first(len(self._pending)))
         held, self._held = self._held, ""
         return text + held
 
@@ -75,13 +75,13 @@ class TextStream:
         """Return the text of the pending tokens, or "" if later tokens could change it."""
         text = self._decode(self._context + self._pending)
         if not text.endswith(REPLACEMENT) and text != self._context_text:
-            return self._release(len(self._pending))
+            return self._decode_first(len(self._pending))
         if len(self._pending) >= MAX_PENDING_TOKENS:
             # A character has at most 4 bytes, so an incomplete one begins in the last 3 tokens.
-            return self._release(len(self._pending) - 3)
+            return self._decode_first(len(self._pending) - 3)
         return ""
 
-    def _release(self, count: int) -> str:
+    def _decode_first(self, count: int) -> str:
         """Return the text of the first `count` pending tokens; these become the context of later
         ones.
         """
@@ -94,7 +94,7 @@ class TextStream:
         self._context, self._context_text = released, self._decode(released)
         return text
 
-    def _search(self, text: str) -> str:
+    def _cut_at_stop(self, text: str) -> str:
         """Return the part of held text and `text` before a stop string, or before the start of a
         possible one.
         """
@@ -103,7 +103,7 @@ class TextStream:
         text, begin = self._held + text, len(self._held)
         state = self._state
         for at in range(begin, len(text)):
-            state = state.after(text[at])
+            state = state.next_state(text[at])
             if state.match is not None:
                 self.matched_stop, self._held = state.match, ""
                 return text[: at + 1 - len(state.match)]
@@ -127,7 +127,7 @@ class _State:
     longer: dict[str, _State] = field(default_factory=dict)
     shorter: _State | None = None
 
-    def after(self, char: str) -> _State:
+    def next_state(self, char: str) -> _State:
         state = self
         while (longer := state.longer.get(char)) is None:
             if state.shorter is None:
@@ -137,7 +137,7 @@ class _State:
 
 
 @lru_cache(maxsize=64)
-def _automaton(stop: tuple[str, ...]) -> _State:
+def _stop_automaton(stop: tuple[str, ...]) -> _State:
     """Return the root of an Aho-Corasick automaton of stop strings.
 
     The cost per character does not grow with the number of strings. Libraries search complete texts
@@ -152,7 +152,7 @@ def _automaton(stop: tuple[str, ...]) -> _State:
     states = [root]
     for state in states:  # in the order of their depth
         for char, child in state.longer.items():
-            child.shorter = root if state.shorter is None else state.shorter.after(char)
+            child.shorter = root if state.shorter is None else state.shorter.next_state(char)
             child.match = child.match or child.shorter.match
             states.append(child)
     return root

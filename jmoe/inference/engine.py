@@ -26,7 +26,7 @@ import numpy as np
 
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.ahead import StepAhead, warm_up_ahead
+from jmoe.inference.ahead import StepAhead, warm_up_token_handover
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream
@@ -101,7 +101,7 @@ class Engine(Closing):
         placer = None if on_mesh is None else on_mesh.placer
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
-            on_mesh.set_costs(*on_mesh.measure_costs())
+            on_mesh.enable_swaps(*on_mesh.measure_costs())
         # policy "auto" chooses for each step how its experts come, by these measurements
         if model.on_one is not None and memory.policy == "auto":
             prefill_tokens = self._scheduler.prefill_widths[-1]
@@ -109,7 +109,7 @@ class Engine(Closing):
                 "compiling and measuring how fast this machine runs steps", say, timed=True
             ):
                 for shape in {(1, 1), (self.max_batch, 1), (1, prefill_tokens)}:
-                    self._compile(*shape)
+                    self._compile_group(*shape)
                 calibration = calibrate(
                     model.on_one,
                     self._store,
@@ -121,7 +121,7 @@ class Engine(Closing):
                 )
             self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
-        self._forget_steps()
+        self._discard_counters()
 
     # Requests
 
@@ -170,7 +170,7 @@ class Engine(Closing):
                 if sequence.harmony is None
                 else partial(ChannelStream, self.tokenizer, sequence.harmony)
             )
-            with sequence.guard("decoding"):  # of the prompt's last tokens
+            with sequence.catch_errors("decoding"):  # of the prompt's last tokens
                 sequence.text = stream(
                     sequence.prompt_token_ids,
                     stop=sampling.stop,
@@ -200,7 +200,7 @@ class Engine(Closing):
     def abort(self, sequence: Sequence) -> None:
         """End a request; a no-op if it has ended already."""
         self._scheduler.finish(sequence, "abort")
-        self._drop_unwanted()
+        self._drop_unneeded_step()
 
     @property
     def has_unfinished(self) -> bool:
@@ -245,24 +245,24 @@ class Engine(Closing):
             return self._step()
 
     def _step(self) -> list[Output]:
-        paused = self._pause_unready()
+        paused = self._pause_unready_sequences()
         plan = self._scheduler.schedule()
         if not plan.chunks:
             if paused:
                 sequence, constraint = paused[0]
-                with sequence.guard("constraint"):
+                with sequence.catch_errors("constraint"):
                     constraint.wait(PAUSE_S)
             return []
         begun = time.perf_counter()
         for chunk in plan.prefill:
             if chunk.copy_from is not None:
                 self._runner.copy_row(chunk.copy_from, chunk.row, chunk.start)
-            self._sampler.start(chunk)
+            self._sampler.record_prompt(chunk)
         groups = self._scheduler.groups(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.choose_policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
-        draws = self._run(plan, groups)
+        draws = self._run_groups(plan, groups)
         sampled = plan.sampled
         # a sequence whose logits are not finite or whose own code failed ends; the others go on
         for sequence in sampled:
@@ -274,8 +274,8 @@ class Engine(Closing):
             elif sequence.failed is not None:
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
-        outputs = [self._output(sequence, draws[sequence]) for sequence in sampled]
-        self._drop_unwanted()
+        outputs = [self._make_output(sequence, draws[sequence]) for sequence in sampled]
+        self._drop_unneeded_step()
         self._collector.note_step(
             "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
         )
@@ -293,18 +293,20 @@ class Engine(Closing):
         compilation.
         """
         decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
-        prefill_shapes = self._scheduler.prefill_shapes
-        shapes = dict.fromkeys([*decode_shapes, *prefill_shapes])
-        parts: list[Callable[[], None]] = [partial(self._compile, *shape) for shape in shapes]
+        prefill_program_shapes = self._scheduler.prefill_program_shapes
+        shapes = dict.fromkeys([*decode_shapes, *prefill_program_shapes])
+        parts: list[Callable[[], None]] = [partial(self._compile_group, *shape) for shape in shapes]
         parts += [self._compile_copies_and_constraints]
-        parts += [partial(self._compile_prompt_logprobs, *shape) for shape in prefill_shapes]
+        parts += [
+            partial(self._compile_prompt_logprobs, *shape) for shape in prefill_program_shapes
+        ]
         done = 0
         what = "compiling the programs of all requests"
         with status(what, self._say, timed=True, amount=lambda: f"{done} of {len(parts)}"):
             for compile_part in parts:
                 compile_part()
                 done += 1
-        self._forget_steps()
+        self._discard_counters()
 
     def stats(self) -> EngineStats:
         """Return counters since the start, or since `reset_stats`."""
@@ -323,14 +325,14 @@ class Engine(Closing):
         """Reset the counters of `stats` to zero."""
         self._collector.reset()
 
-    def expert_use(self) -> np.ndarray:
+    def tokens_per_expert(self) -> np.ndarray:
         """Return int64 [layers with experts, experts]: tokens that each expert got in the last 16
         steps.
 
         On one device this copies the routers' choices from the device, which waits for running
         steps.
         """
-        return self._runner.expert_use()
+        return self._runner.tokens_per_expert()
 
     def last_choices(self) -> list[np.ndarray]:
         """Return the experts that the last step's tokens chose: int32 [tokens, K] for each layer
@@ -372,24 +374,26 @@ class Engine(Closing):
         logits = self._runner.all_logits(self._runner.zero_output(num_rows, width), 0)
         self._sampler.warm_up_prompt_logprobs(logits)
 
-    def _pause_unready(self) -> list[tuple[Sequence, Constraint]]:
-        """Mark sequences whose constraint is not ready as paused; return both of each."""
+    def _pause_unready_sequences(self) -> list[tuple[Sequence, Constraint]]:
+        """Mark sequences whose constraint is not ready as paused; return each of them with its
+        constraint.
+        """
         paused = []
         for sequence in self._scheduler.decoding:
             if sequence.constraint is not None:
                 sequence.is_paused = False
                 if sequence.failed is None:
-                    with sequence.guard("constraint"):
+                    with sequence.catch_errors("constraint"):
                         sequence.is_paused = not sequence.constraint.is_ready()
                 paused += [(sequence, sequence.constraint)] * sequence.is_paused
         return paused
 
-    def _drop_unwanted(self) -> None:
+    def _drop_unneeded_step(self) -> None:
         """Drop the speculative step once no request needs it."""
         if not self.has_unfinished:
             self._ahead = None
 
-    def _run(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
+    def _run_groups(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
         """Run a plan's groups and return the sampled tokens by sequence.
 
         Begins the next decode step before it waits for the tokens, if no prompt runs in this one.
@@ -398,16 +402,16 @@ class Engine(Closing):
         # None if the plan differs from what ran ahead; the step is then computed normally
         begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None
         if begun is None:
-            batches = [self._runner.tokens(group) for group in groups]
+            batches = [self._runner.make_batch(group) for group in groups]
         else:
             groups = [begun.group, *groups[1:]]
-            batches = [begun.output, *(self._runner.tokens(group) for group in groups[1:])]
+            batches = [begun.output, *(self._runner.make_batch(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], Draws]] = []
         for group, output in zip(groups, self._runner.forward(batches), strict=True):
-            drawing += self._draw(group, output)
+            drawing += self._sample_group(group, output)
         runner = self._model.on_one
         if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
-            going_on = {c.sequence for c in plan.decode if self._scheduler.may_go_on(c.sequence)}
+            going_on = {c.sequence for c in plan.decode if self._scheduler.may_continue(c.sequence)}
             if (
                 going_on
                 and bucket(len(going_on), self._scheduler.decode_buckets) == groups[0].num_rows
@@ -421,7 +425,7 @@ class Engine(Closing):
             for c, draw in zip(last, draws.read(), strict=True)
         }
 
-    def _draw(self, group: ChunkGroup, output: Any) -> list[tuple[list[Chunk], Draws]]:
+    def _sample_group(self, group: ChunkGroup, output: Any) -> list[tuple[list[Chunk], Draws]]:
         """Sample a token for every sequence of a group that gets one; collect prompt
         log-probabilities.
 
@@ -443,18 +447,18 @@ class Engine(Closing):
             at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
         return [(last, self._sampler.draw(self._runner.logits(output, at_P), last))]
 
-    def _output(self, sequence: Sequence, draw: Draw) -> Output:
+    def _make_output(self, sequence: Sequence, draw: Draw) -> Output:
         if sequence.finish_reason == "error":
             return Output(sequence, [], "", [], "error")
         text, reasoning = "", ""
-        with sequence.guard("decoding"):
-            text, reasoning = self._decode(sequence, draw.token)
+        with sequence.catch_errors("decoding"):
+            text, reasoning = self._decode_token(sequence, draw.token)
         if sequence.failed == "decoding":
             self._scheduler.finish(sequence, "error")
             sequence.finish_reason = "error"
             return Output(sequence, [], "", [], "error")
         if sequence.constraint is not None and sequence.finish_reason is None:
-            with sequence.guard("constraint"):
+            with sequence.catch_errors("constraint"):
                 sequence.constraint.accept(draw.token)
         logprobs = [] if draw.logprob is None else [draw.logprob]
         of_prompt = sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else []
@@ -462,7 +466,7 @@ class Engine(Closing):
             sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning
         )
 
-    def _decode(self, sequence: Sequence, token: int) -> tuple[str, str]:
+    def _decode_token(self, sequence: Sequence, token: int) -> tuple[str, str]:
         """Return the text and the reasoning that a token adds; end the sequence at a stop
         string.
         """
@@ -479,21 +483,23 @@ class Engine(Closing):
             text += stream.flush()
         return text, stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
 
-    def _compile(self, num_rows: int, width: int) -> None:
+    def _compile_group(self, num_rows: int, width: int) -> None:
         """Compile the programs of a group of this shape, by running them on padding."""
         at_P = np.zeros(num_rows, np.int32)
-        for batch in self._runner.padding(num_rows, width):
+        for batch in self._runner.padding_batches(num_rows, width):
             (output,) = self._runner.forward([batch])
             if self._model.on_one is not None and self._model.memory.policy == "auto":
-                (whole,) = self._model.on_one.run_layers([batch])  # as a step with the ring does
+                (whole,) = self._model.on_one.run_layer_by_layer(
+                    [batch]
+                )  # as a step with the ring does
                 self._runner.logits(whole, at_P)
             logits_PV = self._runner.logits(output, at_P)
         if width == 1:  # sampling depends on the shape of the logits alone, not on the width
             self._sampler.warm_up(logits_PV)
             if self._model.on_one is not None and num_rows < self.max_batch:
-                warm_up_ahead(self.max_batch, num_rows)
+                warm_up_token_handover(self.max_batch, num_rows)
 
-    def _forget_steps(self) -> None:
+    def _discard_counters(self) -> None:
         """Exclude the steps so far, which compiled or calibrated, from all counters."""
         self._runner.recent_choices.clear()
         self._collector.reset()

@@ -151,7 +151,7 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
     context = options.max_seq_len // 2
     width = min(options.prefill_chunk_tokens, context)
     sizes = dict.fromkeys([(1, 1), (options.max_batch, 1), (1, width)])
-    steps = tuple(programs.step(*size, context) for size in sizes)
+    steps = tuple(programs.estimate_step(*size, context) for size in sizes)
     # a third of a training step's FLOPs: the forward pass alone
     flops = checkpoint.config.flops_per_token(width) / 3 * width
     return EngineEstimate(gpu, steps, memory, programs.temporary_bytes, context, flops)
@@ -184,7 +184,7 @@ class _Programs:
         )
         fields = checkpoint.expert_fields.items()
         self._slots = {
-            name: self._abstract(dtype, memory.expert_slots, *shape)
+            name: self._abstract_array(dtype, memory.expert_slots, *shape)
             for name, (shape, dtype) in fields
         }
 
@@ -195,13 +195,13 @@ class _Programs:
         nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
         return split_decoder(decoder)
 
-    def _abstract(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+    def _abstract_array(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
-    def _on_device(self, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda array: self._abstract(array.dtype, *array.shape), tree)
+    def _abstract_tree(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda array: self._abstract_array(array.dtype, *array.shape), tree)
 
-    def _run(
+    def _compile_and_estimate(
         self, trips: int, function: jax.stages.Wrapped, *operands: PyTree
     ) -> tuple[PyTree, GpuEstimate]:
         """Return (shapes of the results, estimate) of a program.
@@ -209,7 +209,7 @@ class _Programs:
         trips: assumed iterations of each loop whose trip count is not static.
         """
         results, lowered = ahead_of_time.lower_for(
-            self._device, function, *self._on_device_each(operands)
+            self._device, function, *self._abstract_operands(operands)
         )
         compiled = lowered.compile()
         sizes = compiled.memory_analysis()
@@ -220,38 +220,40 @@ class _Programs:
         module = parse_hlo(compiled.as_text() or "")
         return results, estimate_module(module, gpu_rates(self._gpu), rows, lambda scope: trips)
 
-    def _on_device_each(self, operands: tuple[PyTree, ...]) -> list[PyTree]:
+    def _abstract_operands(self, operands: tuple[PyTree, ...]) -> list[PyTree]:
         is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # noqa: E731
         return [
-            self._on_device(operand) if all(map(is_array, jax.tree.leaves(operand))) else operand
+            self._abstract_tree(operand)
+            if all(map(is_array, jax.tree.leaves(operand)))
+            else operand
             for operand in operands
         ]
 
-    def step(self, num_rows: int, width: int, context: int) -> EngineStep:
+    def estimate_step(self, num_rows: int, width: int, context: int) -> EngineStep:
         """Return the estimate of a step of `num_rows` sequences, with `context` tokens before each
         chunk.
         """
         tokens = num_rows * width
         batch = runner.TokenBatch(
-            self._abstract(jnp.int32, tokens),
-            self._abstract(jnp.int32, num_rows),
-            self._abstract(jnp.int32, num_rows, width),
+            self._abstract_array(jnp.int32, tokens),
+            self._abstract_array(jnp.int32, num_rows),
+            self._abstract_array(jnp.int32, num_rows, width),
         )
-        hidden, embed = self._run(
+        hidden, embed = self._compile_and_estimate(
             1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype
         )
-        hidden, layers = self._run_layers(batch, hidden, context)
-        x_PCD, add = self._run(1, runner._add_alone, hidden)
-        at_P = self._abstract(jnp.int32, num_rows)
-        logits_PV, head = self._run(
-            1, runner.logits_after, *self._embed_and_head, x_PCD, at_P, False
+        hidden, layers = self._estimate_layers(batch, hidden, context)
+        x_PCD, add = self._compile_and_estimate(1, runner._add_alone, hidden)
+        at_P = self._abstract_array(jnp.int32, num_rows)
+        logits_PV, head = self._compile_and_estimate(
+            1, runner.logits_at_tokens, *self._embed_and_head, x_PCD, at_P, False
         )
-        _, draw = self._run(1, sampler._greedy, logits_PV)
+        _, draw = self._compile_and_estimate(1, sampler._greedy, logits_PV)
         parts = [("embedding", 1, embed), *layers]
         gpu = join_estimates([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
-        return EngineStep(num_rows, width, gpu, self._link_s(tokens))
+        return EngineStep(num_rows, width, gpu, self._expert_copy_s(tokens))
 
-    def _run_layers(
+    def _estimate_layers(
         self, batch: runner.TokenBatch, hidden: runner.Hidden, context: int
     ) -> tuple[runner.Hidden, list[tuple[str, int, GpuEstimate]]]:
         """Return (shapes of the last layer's output, [(name, how often it runs, estimate) of each
@@ -266,7 +268,7 @@ class _Programs:
         )
         num_rows, width = batch.positions_PC.shape
         tokens = num_rows * width
-        window = None if config.sliding_window is None else self._abstract(jnp.int32)
+        window = None if config.sliding_window is None else self._abstract_array(jnp.int32)
         blocks = -(-(context + width) // BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         routed: ExpertInputs | None = None
@@ -276,8 +278,8 @@ class _Programs:
         arrays_of = dict(self._layers)
         for structure, count in counts.items():
             operands = cache, hidden, batch.rows_P, batch.positions_PC, window
-            (x_PCD, _, y), attend = self._run(
-                blocks, runner._attend, variant, structure, arrays_of[structure], *operands
+            (x_PCD, _, y), attend = self._compile_and_estimate(
+                blocks, runner._attend_program, variant, structure, arrays_of[structure], *operands
             )
             routed = y if isinstance(y, ExpertInputs) else routed
             parts.append(
@@ -291,13 +293,15 @@ class _Programs:
             tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
             tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
-            table_E = self._abstract(jnp.int32, config.num_experts)
+            table_E = self._abstract_array(jnp.int32, config.num_experts)
             function = slots.table_mlp_of_tokens
-            y, mlp = self._run(tiles, function, config.hidden_act, routed, self._slots, table_E)
+            y, mlp = self._compile_and_estimate(
+                tiles, function, config.hidden_act, routed, self._slots, table_E
+            )
             parts.append(("experts", config.num_moe_layers, mlp))
         return runner.Hidden(x_PCD, y), parts
 
-    def _link_s(self, tokens: int) -> float:
+    def _expert_copy_s(self, tokens: int) -> float:
         """Return the seconds to copy the experts that a step's tokens choose and that the device
         lacks.
         """

@@ -113,19 +113,19 @@ class ChannelStream:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the answer's text that these tokens complete, possibly ""."""
-        return "".join(map(self._push, token_ids))
+        return "".join(map(self._push_token, token_ids))
 
     def flush(self) -> str:
         """Return the rest of the answer's text at the end of a request."""
         text = "" if self._header is None or self._expects_role else self._leave_header()
-        return text + self._channelled(self._body.flush())
+        return text + self._keep_answer_text(self._body.flush())
 
     def take_reasoning(self) -> str:
         """Return the text of channels other than `final` since the last call."""
         text, self._reasoning = self._reasoning, ""
         return text
 
-    def _push(self, token: int) -> str:
+    def _push_token(self, token: int) -> str:
         if self.matched_stop is not None:
             return ""
         self._num_tokens += 1
@@ -135,13 +135,15 @@ class ChannelStream:
             self._expects_role = token == self._harmony.start
             return text
         if self._header is None:
-            return self._channelled(self._body.push([token]))
+            return self._keep_answer_text(self._body.push([token]))
         if token == self._harmony.message:
-            return self._begin(is_answer=self._harmony.is_answer(self._tokenizer, self._header))
+            return self._begin_message(
+                is_answer=self._harmony.is_answer(self._tokenizer, self._header)
+            )
         self._header.append(token)
         return self._leave_header() if len(self._header) >= MAX_HEADER_TOKENS else ""
 
-    def _begin(self, is_answer: bool) -> str:
+    def _begin_message(self, is_answer: bool) -> str:
         """Start the text of a message, after a newline if it is not the first one of its kind."""
         self._header, self._is_answer = None, is_answer
         least = max(0, self._min_new_tokens - self._num_tokens)
@@ -149,7 +151,7 @@ class ChannelStream:
             self._tokenizer, stop=self._stop if is_answer else (), min_new_tokens=least
         )
         is_next, self._began[is_answer] = self._began[is_answer], True
-        return self._channelled("\n") if is_next else ""
+        return self._keep_answer_text("\n") if is_next else ""
 
     def _leave_header(self) -> str:
         """Return the tokens of a malformed header as text of the answer.
@@ -160,9 +162,9 @@ class ChannelStream:
         outside = (
             [] if self._harmony.channel in self._header else self._header[self._num_prompt_tokens :]
         )
-        return self._begin(is_answer=True) + self._body.push(outside) if outside else ""
+        return self._begin_message(is_answer=True) + self._body.push(outside) if outside else ""
 
-    def _channelled(self, text: str) -> str:
+    def _keep_answer_text(self, text: str) -> str:
         """Return text of the answer; collect other text for `take_reasoning` and return ""."""
         if self._is_answer:
             return text
@@ -195,7 +197,7 @@ class AnswerConstraint(Constraint):
         begun = harmony.last_message(prompt_token_ids)
         self._is_answer = not begun
         for token in begun:
-            self._follow(token)
+            self._track_header(token)
         self._at_prompt = self._needs_channel()
 
     def is_ready(self) -> bool:
@@ -210,23 +212,23 @@ class AnswerConstraint(Constraint):
             self.answer.fill(words_W)
         elif self._at_prompt:  # the prompt's header must continue with a channel
             words_W[:] = 0
-            _set(words_W, [self._harmony.channel], True)
+            _set_mask_bits(words_W, [self._harmony.channel], True)
         else:
             words_W[:] = -1
-            _set(words_W, self._end_token_ids, False)
+            _set_mask_bits(words_W, self._end_token_ids, False)
 
     def accept(self, token_id: int) -> None:
         self._at_prompt = False
         if self._is_answer:
             self.answer.accept(token_id)
         else:
-            self._follow(token_id)
+            self._track_header(token_id)
 
     def _needs_channel(self) -> bool:
         """Return whether an incomplete header names no channel yet."""
         return self._header is not None and self._harmony.channel not in self._header
 
-    def _follow(self, token: int) -> None:
+    def _track_header(self, token: int) -> None:
         """Update the state by a token before the answer."""
         harmony = self._harmony
         if token == harmony.start or token in harmony.ends:
@@ -237,7 +239,7 @@ class AnswerConstraint(Constraint):
             self._header.append(token)
 
 
-def _set(words_W: np.ndarray, token_ids: Iterable[int], allowed: bool) -> None:
+def _set_mask_bits(words_W: np.ndarray, token_ids: Iterable[int], allowed: bool) -> None:
     """Set (`allowed`) or clear the bits of tokens in a mask of int32 words."""
     bits = words_W.view(np.uint32)
     for word, bit in (divmod(token, 32) for token in token_ids):

@@ -79,31 +79,31 @@ def write(
     new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
     width, real_PC = positions_PC.shape[1], positions_PC < cache.length
 
-    def row(p: jax.Array, cache: KVCache) -> KVCache:
+    def write_row(p: jax.Array, cache: KVCache) -> KVCache:
         start = jnp.minimum(positions_PC[p, 0], cache.length - width)
         late = positions_PC[p, 0] - start
         real_C1 = jnp.roll(real_PC[p], late)[:, None]
 
-        def put(all_BGSd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
+        def put_tokens(all_BGSd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
             at = (rows_P[p], 0, start, 0)
             old = lax.dynamic_slice(all_BGSd, at, (1, all_BGSd.shape[1], width, all_BGSd.shape[3]))
             piece = jnp.where(real_C1, jnp.roll(new_PGCd[p], late, axis=1), old[0])
             return lax.dynamic_update_slice(all_BGSd, piece[None], at)
 
-        return jax.tree.map(put, cache, new)
+        return jax.tree.map(put_tokens, cache, new)
 
-    return lax.fori_loop(0, rows_P.shape[0], row, cache)
+    return lax.fori_loop(0, rows_P.shape[0], write_row, cache)
 
 
-def _write_single(
+def _write_one_token(
     cache: KVCache, rows_P: jax.Array, positions_P: jax.Array, k_P1Gd: jax.Array, v_P1Ge: jax.Array
 ) -> KVCache:
     """Return the cache with one token's key and value written in each row, by one scatter."""
 
-    def put(all_BGSd: jax.Array, new_P1Gd: jax.Array) -> jax.Array:
+    def put_token(all_BGSd: jax.Array, new_P1Gd: jax.Array) -> jax.Array:
         return all_BGSd.at[rows_P, :, positions_P].set(bits(new_P1Gd)[:, 0], mode="drop")
 
-    return KVCache(put(cache.k_BGSd, k_P1Gd), put(cache.v_BGSe, v_P1Ge))
+    return KVCache(put_token(cache.k_BGSd, k_P1Gd), put_token(cache.v_BGSe, v_P1Ge))
 
 
 def write_and_attend(
@@ -124,7 +124,7 @@ def write_and_attend(
         `attend_at_once`; None selects `attend`, or the native operation where available.
     """
     if context is not None:
-        cache = _write_single(cache, rows_P, positions_PC[:, 0], *new[1:])
+        cache = _write_one_token(cache, rows_P, positions_PC[:, 0], *new[1:])
         at = new[0], cache, rows_P, positions_PC
         return attend_at_once(
             *at, context=context, scale=scale, window=window, sinks_H=sinks_H
@@ -167,10 +167,12 @@ def attend_at_once(
     if window is not None:
         seen_PL &= at_L > last_P1 - window
 
-    def read(x_BGSd: jax.Array) -> jax.Array:
+    def read_rows(x_BGSd: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x_BGSd[:, :, :context][rows_P], q_P1Hd.dtype)
 
-    s_PGRL = dot(q_P1Hd.reshape(p, g, h // g, d), read(cache.k_BGSd), b_transposed=True) * scale
+    s_PGRL = (
+        dot(q_P1Hd.reshape(p, g, h // g, d), read_rows(cache.k_BGSd), b_transposed=True) * scale
+    )
     s_PGRL = jnp.where(seen_PL[:, None, None], s_PGRL, _NONE)
     top = s_PGRL.max(axis=-1, keepdims=True)
     if sinks_H is not None:
@@ -179,7 +181,7 @@ def attend_at_once(
     weights = jnp.exp(s_PGRL - top)
     total = weights.sum(axis=-1, keepdims=True) + (0.0 if sinks_H is None else jnp.exp(sinks - top))
     # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
-    v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read(cache.v_BGSe), 0)
+    v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_rows(cache.v_BGSe), 0)
     out = dot(weights.astype(q_P1Hd.dtype), v_PGLe) / total
     return out.astype(q_P1Hd.dtype).reshape(p, 1, h, -1)
 
@@ -194,15 +196,15 @@ def copy_row(
     Copies whole blocks, so up to `BLOCK` - 1 further positions too.
     """
 
-    def copied(x_BGSd: jax.Array) -> jax.Array:
-        def block(i: jax.Array, x_BGSd: jax.Array) -> jax.Array:
+    def copy_row_blocks(x_BGSd: jax.Array) -> jax.Array:
+        def copy_block(i: jax.Array, x_BGSd: jax.Array) -> jax.Array:
             size = (1, x_BGSd.shape[1], BLOCK, x_BGSd.shape[3])
             piece = lax.dynamic_slice(x_BGSd, (source, 0, i * BLOCK, 0), size)
             return lax.dynamic_update_slice(x_BGSd, piece, (target, 0, i * BLOCK, 0))
 
-        return lax.fori_loop(0, (num_tokens + BLOCK - 1) // BLOCK, block, x_BGSd)
+        return lax.fori_loop(0, (num_tokens + BLOCK - 1) // BLOCK, copy_block, x_BGSd)
 
-    return jax.tree.map(copied, cache)
+    return jax.tree.map(copy_row_blocks, cache)
 
 
 def attend(
@@ -253,15 +255,15 @@ def _attend_rows(
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
     last_P1 = jnp.max(jnp.where(positions_PC < length, positions_PC, -1), axis=1, keepdims=True)
 
-    def block(x_BGSd: jax.Array, i: jax.Array) -> jax.Array:
+    def read_block(x_BGSd: jax.Array, i: jax.Array) -> jax.Array:
         part = lax.dynamic_slice_in_dim(x_BGSd, i * BLOCK, BLOCK, axis=2)[rows_P]
         return lax.bitcast_convert_type(part, q.dtype)
 
-    def step(
+    def attend_block(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
-        s = dot(q, block(cache.k_BGSd, i), b_transposed=True) * scale
+        s = dot(q, read_block(cache.k_BGSd, i), b_transposed=True) * scale
         at_L = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         seen = at_L <= at_Q
         if window is not None:
@@ -273,17 +275,19 @@ def _attend_rows(
         # key makes `kept` 0, which discards them
         weights = jnp.exp(s - new_top)
         # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
-        v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], block(cache.v_BGSe, i), 0)
+        v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_block(cache.v_BGSe, i), 0)
         out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 
-    carry = (*_sums_before_keys(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
-    _, total, out = lax.fori_loop(*_blocks_in_use(positions_PC, length, window), step, carry)
+    carry = (*_initial_softmax_sums(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
+    _, total, out = lax.fori_loop(
+        *_used_block_range(positions_PC, length, window), attend_block, carry
+    )
     out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
     return out.reshape(p, g, h // g, c, e).transpose(0, 3, 1, 2, 4).reshape(p, c, h, e)
 
 
-def _blocks_in_use(
+def _used_block_range(
     positions_PC: jax.Array, length: int, window: jax.Array | np.int32 | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return (first, end) of the blocks to which this step's tokens attend."""
@@ -295,7 +299,7 @@ def _blocks_in_use(
     return jnp.maximum(first, 0) // BLOCK, end
 
 
-def _sums_before_keys(
+def _initial_softmax_sums(
     sinks_H: jax.Array | None, shape_PGRC: tuple[int, int, int, int]
 ) -> tuple[jax.Array, jax.Array]:
     """Return (maximum score, sum of weights) of each query before its first key, [P, G, Q, 1].

@@ -16,7 +16,7 @@ from jmoe.cluster.processes import check_alike
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import empty_caches
-from jmoe.inference.mesh.runner import MeshRunner, make_mesh_runner, mesh_caches
+from jmoe.inference.mesh.runner import MeshRunner, make_mesh_caches, make_mesh_runner
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
@@ -59,11 +59,11 @@ Say = Callable[[str], None]
 def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
     """Open a Hugging Face folder with the dtypes that an engine with these options uses."""
     return LazyCheckpoint(
-        folder, options.dtype, "wide" if _on_several(options) else options.expert_dtype
+        folder, options.dtype, "wide" if _uses_several_devices(options) else options.expert_dtype
     )
 
 
-def _on_several(options: EngineConfig) -> bool:
+def _uses_several_devices(options: EngineConfig) -> bool:
     return options.mesh.devices > 1 or jax.process_count() > 1
 
 
@@ -94,7 +94,7 @@ class LoadedModel(Closing):
             table = (
                 PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             )
-            mesh = expert_mesh(options.mesh.devices) if _on_several(options) else None
+            mesh = expert_mesh(options.mesh.devices) if _uses_several_devices(options) else None
             if mesh is not None and options.expert_dtype is None:
                 _log_decoded_experts(checkpoint)
             self.memory = plan_engine_memory(checkpoint, options)
@@ -107,7 +107,7 @@ class LoadedModel(Closing):
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None
             if mesh is None:
-                self.on_one, self.store = _one_device(
+                self.on_one, self.store = _make_runner_on_one_device(
                     checkpoint, self.memory, options, table, limits, use_native
                 )
             else:
@@ -117,7 +117,7 @@ class LoadedModel(Closing):
                     mesh,
                     cache_dir=options.cache_dir,
                     bandwidth_limit_bytes_per_s=limits,
-                    placements=segments_of(checkpoint, options),
+                    placements=segment_placements(checkpoint, options),
                 )
                 self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
         self.folder, self.options = checkpoint.folder, options
@@ -142,7 +142,7 @@ def _log_decoded_experts(checkpoint: LazyCheckpoint) -> None:
         log.info(_MADE_WIDE, kind.name, checkpoint.dtype, checkpoint.expert_bytes)
 
 
-def _one_device(
+def _make_runner_on_one_device(
     checkpoint: LazyCheckpoint,
     memory: MemoryPlan,
     options: EngineConfig,
@@ -244,7 +244,7 @@ def _load_native(say: Say, *, waits: bool) -> bool:
     return True
 
 
-def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Placement] | None:
+def segment_placements(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Placement] | None:
     """Return each layer's placement according to `mesh.segments`, or None if that is not set."""
     config = checkpoint.config
     return (
@@ -257,7 +257,7 @@ def segments_of(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[Place
 def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes:
     """Return the bytes that an engine needs per device, from the checkpoint's headers alone."""
     config, devices = checkpoint.config, options.mesh.devices
-    caches = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
+    caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     weights = ExpertWeights(
         config.num_moe_layers,
         config.num_experts,
@@ -278,7 +278,7 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
 
     Reads headers only.
     """
-    return _plan(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
+    return _memory_planner(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
 
 
 def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
@@ -301,7 +301,7 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
     a_device = (
         replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
     )
-    plan = _plan(checkpoint, shortest, free)
+    plan = _memory_planner(checkpoint, shortest, free)
     length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
     return replace(options, max_seq_len=length)
 
@@ -315,13 +315,13 @@ def _free_memory() -> FreeMemory:
     return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
 
 
-def _plan(
+def _memory_planner(
     checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory
 ) -> Callable[[ModelBytes], MemoryPlan]:
     """Return a function from a model's bytes to the memory plan of these options."""
     devices, expert_slots = options.mesh.devices, None
     # every device has as many slots as the device with the most experts needs
-    if (placements := segments_of(checkpoint, options)) is not None:
+    if (placements := segment_placements(checkpoint, options)) is not None:
         expert_slots = sum(slot_rows_and_sizes(placements)[1])
     if devices > 1:
         local_devices = min(jax.local_device_count(), devices)

@@ -72,11 +72,11 @@ class TableHeader:
         inside = self.num_experts_per_tok <= self.kept <= experts
         check(inside, "kept", self.kept, f"must be in [{self.num_experts_per_tok}, {experts}]")
 
-    def digits(self, layer: int) -> int:
+    def max_digits(self, layer: int) -> int:
         """Return the number of digits of the longest path that ends at `layer`."""
         return min(self.path_length, layer + 1) + (self.num_experts_per_tok > 1)
 
-    def choice(self, digit: int) -> tuple[int, int]:
+    def digit_source(self, digit: int) -> tuple[int, int]:
         """Return (layers back, rank among the token's choices) of a path's digit, most important
         first.
 
@@ -93,9 +93,9 @@ class PathTable:
     """For each layer and path, the experts of the next layer that tokens chose most often.
 
     A path is the top expert of each of the last `path_length` layers, and the second expert of the
-    last one (see `TableHeader.choice`); complete sets of K experts would hardly ever repeat. A path
-    that is not in the table is shortened by its least important digits; a path without an entry
-    even for digit 0 has no estimate.
+    last one (see `TableHeader.digit_source`); complete sets of K experts would hardly ever repeat.
+    A path that is not in the table is shortened by its least important digits; a path without an
+    entry even for digit 0 has no estimate.
 
     starts: int64 [N - 1, G + 1]; rows starts[n, g - 1] to starts[n, g] hold the paths of g digits
         that end at layer n.
@@ -120,33 +120,33 @@ class PathTable:
         Estimates are sums over tokens, so those of several devices add up.
         """
         experts = self.header.num_experts
-        rows_U, tokens_U = self._find(path)
+        rows_U, tokens_U = self._find_rows(path)
         known = rows_U >= 0
         rows, total = rows_U[known], int(tokens_U.sum())
         weights = self.counts[rows] * (tokens_U[known] / self.tokens[rows])[:, None]
         popularity_E = np.bincount(self.experts[rows].ravel(), weights.ravel(), minlength=experts)
         return LayerEstimate(popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0)
 
-    def likely(self, path: Sequence[np.ndarray]) -> np.ndarray:
+    def likely_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         """Return the K most frequent experts of each distinct path of a step, concatenated."""
-        rows_U, _ = self._find(path)
+        rows_U, _ = self._find_rows(path)
         rows, k = rows_U[rows_U >= 0], self.header.num_experts_per_tok
         return self.experts[rows, :k][self.counts[rows, :k] > 0]
 
-    def _find(self, path: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _find_rows(self, path: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return (row of each distinct path of a step, or -1; number of tokens with it), both
         [U].
         """
         layer, experts = len(path) - 1, self.header.num_experts
-        real_T, digits = path[-1][:, 0] < experts, self.header.digits(layer)
+        real_T, max_digits = path[-1][:, 0] < experts, self.header.max_digits(layer)
         keys_T = np.zeros(np.count_nonzero(real_T), np.int64)
-        for digit in range(digits):
-            back, place = self.header.choice(digit)
+        for digit in range(max_digits):
+            back, place = self.header.digit_source(digit)
             keys_T += path[layer - back][real_T, place].astype(np.int64) * experts**digit
         keys_U, tokens_U = np.unique(keys_T, return_counts=True)
         rows_U = np.full(len(keys_U), -1)
         if layer < len(self.starts):
-            for digit in reversed(range(digits)):
+            for digit in reversed(range(max_digits)):
                 begin, end = self.starts[layer, digit : digit + 2]
                 open_U = np.flatnonzero(rows_U < 0)
                 if not open_U.size:
@@ -209,7 +209,9 @@ class PathCounter:
         self._header = TableHeader(*sizes, kept=num_experts, fingerprint="", tokens=0)
         self._tokens = 0
         layers = range(num_layers - 1)
-        self._parts = [[_Tally() for _ in range(self._header.digits(layer))] for layer in layers]
+        self._parts = [
+            [_Tally() for _ in range(self._header.max_digits(layer))] for layer in layers
+        ]
 
     def add(self, choices: Sequence[np.ndarray]) -> None:
         """Count the tokens of a step.
@@ -223,7 +225,7 @@ class PathCounter:
         for layer, parts in enumerate(self._parts):
             keys_T = np.zeros(len(chosen[0]), np.int64)
             for digit, part in enumerate(parts):
-                back, place = self._header.choice(digit)
+                back, place = self._header.digit_source(digit)
                 keys_T = keys_T + chosen[layer - back][:, place] * experts**digit
                 part.add((keys_T[:, None] * experts + chosen[layer + 1]).ravel())
 
@@ -236,12 +238,12 @@ class PathCounter:
         kept = h.num_experts_per_tok if kept is None else kept
         sizes = (h.num_layers, h.num_experts, h.num_experts_per_tok, h.path_length)
         header = TableHeader(*sizes, kept=kept, fingerprint=fingerprint, tokens=self._tokens)
-        starts = np.zeros((h.num_layers - 1, h.digits(h.num_layers) + 1), np.int64)
-        parts, rows = [_rows_of(*_Tally().sums, header)], 0
+        starts = np.zeros((h.num_layers - 1, h.max_digits(h.num_layers) + 1), np.int64)
+        parts, rows = [_experts_by_path(*_Tally().counts, header)], 0
         for layer, tallies in enumerate(self._parts):
             starts[layer] = rows
             for digit, tally in enumerate(tallies):
-                parts.append(_rows_of(*tally.sums, header))
+                parts.append(_experts_by_path(*tally.counts, header))
                 rows += len(parts[-1][0])
                 starts[layer, digit + 1 :] = rows
         return PathTable(
@@ -263,15 +265,15 @@ class _Tally:
         self._waiting.append(np.unique(codes, return_counts=True))
         self._waiting_size += len(self._waiting[-1][0])
         if self._waiting_size > len(self._codes):
-            self._add_up()
+            self._merge_new_codes()
 
     @property
-    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """(distinct integers, ascending; how often each was added)."""
-        self._add_up()
+        self._merge_new_codes()
         return self._codes, self._counts
 
-    def _add_up(self) -> None:
+    def _merge_new_codes(self) -> None:
         codes = np.concatenate([self._codes, *(codes for codes, _ in self._waiting)])
         counts = np.concatenate([self._counts, *(counts for _, counts in self._waiting)])
         order = np.argsort(codes, kind="stable")
@@ -284,7 +286,9 @@ class _Tally:
         self._waiting, self._waiting_size = [], 0
 
 
-def _rows_of(codes: np.ndarray, counts: np.ndarray, header: TableHeader) -> tuple[np.ndarray, ...]:
+def _experts_by_path(
+    codes: np.ndarray, counts: np.ndarray, header: TableHeader
+) -> tuple[np.ndarray, ...]:
     """Return (keys, tokens, experts [R, M], counts [R, M]) for paths of one length and layer.
 
     codes: key * E + expert, ascending.

@@ -67,7 +67,9 @@ class RouterEstimator(Estimator):
     def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
         self._guesses = []
         if moe_layer + 1 < len(self._routers):
-            self._guesses = [_route(*self._routers[moe_layer + 1], h_TD) for h_TD in hidden]
+            self._guesses = [
+                _route_other_layer(*self._routers[moe_layer + 1], h_TD) for h_TD in hidden
+            ]
         for guess_TK in self._guesses:
             guess_TK.copy_to_host_async()
 
@@ -79,7 +81,9 @@ class RouterEstimator(Estimator):
 
 
 @partial(jax.jit, static_argnums=0)
-def _route(structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array) -> jax.Array:
+def _route_other_layer(
+    structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array
+) -> jax.Array:
     """Return int32 [T, K]: the experts that a router chooses for another layer's input."""
     choice: jax.Array = structure.merge(arrays)(h_TD).topk_idx_TK
     return choice
@@ -120,7 +124,7 @@ class PathEstimator(Estimator):
         self._table = table
 
     def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        return self._table.likely(path)
+        return self._table.likely_experts(path)
 
 
 def make_estimator(

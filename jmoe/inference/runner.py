@@ -161,7 +161,7 @@ class WholeLayers:
 
     lookup = staticmethod(lookup)
 
-    def own(self, positions_PC: jax.Array) -> jax.Array:
+    def device_positions(self, positions_PC: jax.Array) -> jax.Array:
         """Return the positions of this device's tokens, out of those on which `apply` runs a
         layer.
         """
@@ -198,7 +198,7 @@ def attend_local(
         mlp = lambda x_TD: block.feed_forward(x_TD, dtype)  # noqa: E731
         return x_PCD, cached.cache, layers.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
-    real_T = layers.own(places.positions_PC).reshape(-1) < cache.length
+    real_T = layers.device_positions(places.positions_PC).reshape(-1) < cache.length
     # E, which is no expert, for padding
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)
     shared_TD = (
@@ -221,7 +221,7 @@ class LayerVariant(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _attend(
+def _attend_program(
     variant: LayerVariant,
     structure: Structure,
     arrays: Arrays,
@@ -257,7 +257,9 @@ def embed_local(
     tokens: int32, any shape of as many elements as positions_PC.
     """
     tokens_PC = tokens.reshape(positions_PC.shape)
-    x_PCD = structure.merge(arrays).embed(tokens_PC, layers.own(positions_PC), dtype, layers.lookup)
+    x_PCD = structure.merge(arrays).embed(
+        tokens_PC, layers.device_positions(positions_PC), dtype, layers.lookup
+    )
     return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))
 
 
@@ -326,7 +328,7 @@ def _apply_layers(
             variant = LayerVariant(static.layout is not None, static.context)
             at = batch.rows_P, batch.positions_PC, windows[i]
             # layers of equal structure share one jitted function, traced once
-            x_PCD, cache, y = _attend(variant, structure, arrays[i], caches[i], hidden, *at)
+            x_PCD, cache, y = _attend_program(variant, structure, arrays[i], caches[i], hidden, *at)
             # stops fusion across layers: results equal those of one program per layer bit for bit
             if static.layout is None:
                 x_PCD, y = lax.optimization_barrier((x_PCD, y))
@@ -336,7 +338,7 @@ def _apply_layers(
                     find_slots(y.idx_TK, tables, n, static.finds) if static.finds else tables[n]
                 )
                 choices.append(y.idx_TK)
-                y = _experts(static, y, slots, table_E)
+                y = _run_experts_in_slots(static, y, slots, table_E)
             hidden = Hidden(x_PCD, y)
             if static.layout is None:
                 hidden = lax.optimization_barrier(hidden)
@@ -350,7 +352,7 @@ def _apply_layers(
     return output, logits_PV, tuple(written), jnp.stack(choices) if choices else None
 
 
-def _experts(
+def _run_experts_in_slots(
     static: _LayerGroup, routed: ExpertInputs, slots: PyTree, table_E: jax.Array
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
@@ -361,7 +363,7 @@ def _experts(
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def logits_after(
+def logits_at_tokens(
     structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array, native: bool = False
 ) -> jax.Array:
     """Return the logits after token `at_P` of each row, float32 [P, V].
@@ -383,8 +385,9 @@ def logits_of_row(
 class Runner(Protocol):
     """Runs a model for an engine, on one device or on a mesh.
 
-    `tokens` and `padding` return batches of the runner's own type, which `forward` takes; `forward`
-    and `zero_output` return its own type of outputs, which `logits` and `all_logits` take.
+    `make_batch` and `padding_batches` return batches of the runner's own type, which `forward`
+    takes; `forward` and `zero_output` return its own type of outputs, which `logits` and
+    `all_logits` take.
     """
 
     config: ModelConfig
@@ -396,14 +399,14 @@ class Runner(Protocol):
     def residency(self) -> ExpertResidency: ...
     @property
     def recent_choices(self) -> deque[Any]: ...
-    def tokens(self, group: ChunkGroup) -> Any: ...
-    def padding(self, num_rows: int, width: int) -> list[Any]: ...
+    def make_batch(self, group: ChunkGroup) -> Any: ...
+    def padding_batches(self, num_rows: int, width: int) -> list[Any]: ...
     def zero_output(self, num_rows: int, width: int) -> Any: ...
     def forward(self, groups: Sequence[Any], /) -> list[Any]: ...
     def copy_row(self, source: int, target: int, num_tokens: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
     def all_logits(self, hidden: Any, row: int, /) -> jax.Array: ...
-    def expert_use(self) -> np.ndarray: ...
+    def tokens_per_expert(self) -> np.ndarray: ...
     def last_choices(self) -> list[np.ndarray]: ...
 
 
@@ -444,7 +447,7 @@ class ModelRunner:
             None if layer.window is None else np.int32(layer.window) for layer in config.layers
         ]
 
-    def tokens(self, group: ChunkGroup) -> TokenBatch:
+    def make_batch(self, group: ChunkGroup) -> TokenBatch:
         """Return a group's chunks as host arrays, padded to [num_rows, width]."""
         tokens_PC = np.zeros((group.num_rows, group.width), np.int32)
         rows_P = np.zeros(group.num_rows, np.int32)
@@ -455,11 +458,11 @@ class ModelRunner:
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
         return TokenBatch(tokens_PC.reshape(-1), rows_P, positions_PC)
 
-    def padding(self, num_rows: int, width: int) -> list[TokenBatch]:
+    def padding_batches(self, num_rows: int, width: int) -> list[TokenBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
         tokens can take, to compile programs.
         """
-        return [self.tokens(ChunkGroup((), num_rows, width))]
+        return [self.make_batch(ChunkGroup((), num_rows, width))]
 
     def zero_output(self, num_rows: int, width: int) -> BatchOutput:
         """Return an output of `forward` that is all zeros and has no logits, to compile programs
@@ -476,7 +479,7 @@ class ModelRunner:
         and thus its bits, do not depend on the other batches.
         """
         programs = [
-            group if isinstance(group, BatchOutput) else self._run_programs(group)
+            group if isinstance(group, BatchOutput) else self._run_several_layers(group)
             for group in groups
         ]
         left = [
@@ -484,7 +487,7 @@ class ModelRunner:
             for g, done in zip(groups, programs, strict=True)
             if done is None and isinstance(g, TokenBatch)
         ]
-        others = iter(self.run_layers(left) if left else [])
+        others = iter(self.run_layer_by_layer(left) if left else [])
         outputs = [done or next(others) for done in programs]
         self.recent_choices.append([output.choices for output in outputs])
         return outputs
@@ -493,7 +496,7 @@ class ModelRunner:
         """Return a batch's output; its choices count as a step's only once `forward` gets the
         output.
         """
-        return self._run_programs(batch) or self.run_layers([batch])[0]
+        return self._run_several_layers(batch) or self.run_layer_by_layer([batch])[0]
 
     def can_run_ahead(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` can begin before the host has read the previous
@@ -503,9 +506,9 @@ class ModelRunner:
         there read every layer's choices back.
         """
         stay = self.residency.tables_NE is not None
-        return stay and (self._takes_natively(num_tokens) or not self._on_cpu)
+        return stay and (self._runs_natively(num_tokens) or not self._on_cpu)
 
-    def _takes_natively(self, num_tokens: int) -> bool:
+    def _runs_natively(self, num_tokens: int) -> bool:
         """Return whether native operations run a step of `num_tokens`, several layers a program."""
         slots = self.residency.slots.native
         return (
@@ -519,11 +522,11 @@ class ModelRunner:
         experts that stay there.
         """
         if self._on_cpu:
-            return self._takes_natively(positions_PC.size)
+            return self._runs_natively(positions_PC.size)
         stay = self.residency.tables_NE is not None and self.estimator is None
         return stay and positions_PC.shape[1] == 1
 
-    def _context(self, batch: TokenBatch) -> int | None:
+    def _context_bound(self, batch: TokenBatch) -> int | None:
         """Return how many positions a batch of single tokens reads on an accelerator; None for
         other batches.
         """
@@ -544,9 +547,9 @@ class ModelRunner:
         finds = self.residency.finder is not None and self.estimator is None
         return self.native and (finds or self.residency.tables_NE is not None)
 
-    def run_layers(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
+    def run_layer_by_layer(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
         """Run all batches together, one layer at a time, and return their outputs."""
-        variants = [LayerVariant(self.native, self._context(g)) for g in groups]
+        variants = [LayerVariant(self.native, self._context_bound(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         # the layer with experts whose slots running programs may still read, and its outputs
@@ -564,26 +567,26 @@ class ModelRunner:
                     g.positions_PC,
                     self._windows[i],
                 )
-                x_PCD, self.caches[i], y = _attend(variants[n], *of_layer)
+                x_PCD, self.caches[i], y = _attend_program(variants[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 added.append(y)
             routed = [y for y in added if isinstance(y, ExpertInputs)]
             ys = [y for y in added if not isinstance(y, ExpertInputs)]
             if routed:
-                self._release(held)
+                self._release_layer(held)
                 record = self.config.layers[i].record
                 ys = self._run_experts(record, routed, path)
                 held = (record, ys)
                 for of_group, r in zip(choices, routed, strict=True):
                     of_group.append(r.idx_TK[None])
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
-        self._release(held)
+        self._release_layer(held)
         return [
             BatchOutput(_add_alone(x), BatchChoices(of_group))
             for x, of_group in zip(xs, choices, strict=True)
         ]
 
-    def _run_programs(self, g: TokenBatch) -> BatchOutput | None:
+    def _run_several_layers(self, g: TokenBatch) -> BatchOutput | None:
         """Return a batch's output, run several layers a program; None if the batch does not allow
         it.
         """
@@ -591,7 +594,7 @@ class ModelRunner:
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
         layout, slots = self.residency.slots.program_operand()
-        context = self._context(g)
+        context = self._context_bound(g)
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         embed_and_head, outside = self.embed_and_head
@@ -659,14 +662,14 @@ class ModelRunner:
             self.estimate_s += time.perf_counter() - begun
         return out
 
-    def expert_use(self) -> np.ndarray:
+    def tokens_per_expert(self) -> np.ndarray:
         """Return int64 [N, E]: tokens that each expert got in the last `RECENT_STEPS` steps.
 
         Copies the routers' choices from the device now; steps only keep references to them.
         """
         experts = self.config.num_experts
         use_NE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # last: padding
-        for step in self._read(list(self.recent_choices)):
+        for step in self._read_choices(list(self.recent_choices)):
             for layer, idx_TK in enumerate(step):
                 use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_NE[:, :-1]
@@ -676,9 +679,9 @@ class ModelRunner:
 
         All layers list the tokens of all batches in the same order. Waits for the device.
         """
-        return self._read([self.recent_choices[-1]])[0] if self.recent_choices else []
+        return self._read_choices([self.recent_choices[-1]])[0] if self.recent_choices else []
 
-    def _read(self, steps: list[list[BatchChoices]]) -> list[list[np.ndarray]]:
+    def _read_choices(self, steps: list[list[BatchChoices]]) -> list[list[np.ndarray]]:
         """Return the choices of each step and layer as host arrays; E replaces those of lost
         tokens.
 
@@ -699,7 +702,7 @@ class ModelRunner:
                 first += len(of_layers[0]) if of_layers else 0
         return joined
 
-    def _release(self, held: tuple[int, list[jax.Array]] | None) -> None:
+    def _release_layer(self, held: tuple[int, list[jax.Array]] | None) -> None:
         if held is not None and self.residency.streams:
             jax.block_until_ready(held[1])
             self.residency.release(held[0])
@@ -719,4 +722,4 @@ class ModelRunner:
         """Return the logits after token `at_P` of each chunk of a batch, float32 [P, V]."""
         if output.logits_PV is not None:
             return output.logits_PV
-        return logits_after(*self.embed_and_head, output.x_PCD, at_P, self.native)
+        return logits_at_tokens(*self.embed_and_head, output.x_PCD, at_P, self.native)

@@ -7,8 +7,8 @@
 
 `SamplingParams` defines the parameters. A row's token and log-probabilities depend on that row
 alone, not on its place or on other rows; the noise is a function of (the sequence's `noise_seed`,
-position, token id). If every request is `plain_greedy`, `greedy(logits_BV)` returns the same tokens
-faster. The engine uses `Sampler`.
+position, token id). If every request is `is_plain_greedy`, `greedy(logits_BV)` returns the same
+tokens faster. The engine uses `Sampler`.
 
 Legend:
 B rows of the batch
@@ -115,28 +115,28 @@ def batch_params(
     padding = size - len(params)
     least, most = REPETITION_PENALTIES
 
-    def column(values: list[float], fill: float, dtype: type = np.float32) -> np.ndarray:
+    def padded_array(values: list[float], fill: float, dtype: type = np.float32) -> np.ndarray:
         return np.array([*values, *[fill] * padding], dtype)
 
     seed_B2 = np.zeros((size, 2), np.uint32)
     for row, sequence in enumerate(sequences):
         seed_B2[row] = divmod(sequence.noise_seed % 2**64, 2**32)
     arrays = _token_id_arrays(params, size, vocab_size, eos_token_ids, wide=wide) | {
-        "temperature_B": column(
-            [0.0 if r.greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0
+        "temperature_B": padded_array(
+            [0.0 if r.is_greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0
         ),
-        "top_k_B": column(
+        "top_k_B": padded_array(
             [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in params], 1, np.int32
         ),
-        "top_p_B": column([max(r.top_p, MIN_TOP_P) for r in params], 1),
-        "min_p_B": column([r.min_p for r in params], 0),
-        "repetition_penalty_B": column(
+        "top_p_B": padded_array([max(r.top_p, MIN_TOP_P) for r in params], 1),
+        "min_p_B": padded_array([r.min_p for r in params], 0),
+        "repetition_penalty_B": padded_array(
             [min(max(r.repetition_penalty, least), most) for r in params], 1
         ),
-        "presence_penalty_B": column([r.presence_penalty for r in params], 0),
-        "frequency_penalty_B": column([r.frequency_penalty for r in params], 0),
+        "presence_penalty_B": padded_array([r.presence_penalty for r in params], 0),
+        "frequency_penalty_B": padded_array([r.frequency_penalty for r in params], 0),
         "seed_B2": seed_B2,
-        "min_position_B": column(
+        "min_position_B": padded_array(
             [len(s.prompt_token_ids) + s.sampling.min_new_tokens for s in sequences], 0, np.int32
         ),
     }
@@ -202,7 +202,7 @@ def greedy(logits_BV: jax.Array) -> jax.Array:
 
     `NOT_FINITE` for rows whose logits are not finite.
     """
-    return _if_finite(logits_BV, _largest(logits_BV))
+    return _if_finite(logits_BV, _argmax(logits_BV))
 
 
 def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
@@ -211,7 +211,7 @@ def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return jnp.where(top_B < jnp.inf, tokens_B, NOT_FINITE)
 
 
-def _largest(logits_BV: jax.Array) -> jax.Array:
+def _argmax(logits_BV: jax.Array) -> jax.Array:
     # Unlike a maximum and a minimum, argmax is a two-operand reduction, which XLA:CPU does not
     # vectorise: several times slower.
     ids_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
@@ -241,7 +241,7 @@ def sample(
     with_logprobs: static.
     """
 
-    def rows(
+    def sample_rows(
         logits_BV: jax.Array,
         params: BatchParams,
         rows_B: jax.Array,
@@ -250,17 +250,19 @@ def sample(
     ) -> tuple[jax.Array, Logprobs | None]:
         logits_BV = logits_BV.astype(jnp.float32)
         with jax.named_scope("adjust"):
-            x_BV = _adjust(logits_BV, params, state, rows_B, positions_B)
+            x_BV = _adjusted_logits(logits_BV, params, state, rows_B, positions_B)
             if allowed_BW is not None:
-                x_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
+                x_BV = jnp.where(_unpack_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
         with jax.named_scope("draw"):
-            tokens_B = _if_finite(logits_BV, _draw_rows(x_BV, params, positions_B))
+            tokens_B = _if_finite(logits_BV, _sample_adjusted(x_BV, params, positions_B))
         if not with_logprobs:
             return tokens_B, None
         with jax.named_scope("logprobs"):
-            return tokens_B, _logprobs(logits_BV, tokens_B, MAX_LOGPROBS)
+            return tokens_B, _logprobs_of_tokens(logits_BV, tokens_B, MAX_LOGPROBS)
 
-    tokens_B, logprobs = _by_rows(rows, logits_BV, params, rows_B, positions_B, allowed_BW)
+    tokens_B, logprobs = _map_rows_on_cpu(
+        sample_rows, logits_BV, params, rows_B, positions_B, allowed_BW
+    )
     # NOT_FINITE = -1 counts the last token here, which is harmless: such a sequence ends
     counts_MV = state.output_counts_MV.at[rows_B, tokens_B].add(1, mode="drop")
     return (
@@ -276,27 +278,27 @@ def prompt_logprobs(logits_TV: jax.Array, next_tokens_T: jax.Array, num_logprobs
 
     num_logprobs: static; one value for all requests, 20, avoids further programs.
     """
-    logprobs: Logprobs = _by_rows(
-        partial(_logprobs, num_logprobs=num_logprobs), logits_TV, next_tokens_T
+    logprobs: Logprobs = _map_rows_on_cpu(
+        partial(_logprobs_of_tokens, num_logprobs=num_logprobs), logits_TV, next_tokens_T
     )
     return logprobs
 
 
-def _by_rows(function: Callable[..., PyTree], *batch: PyTree) -> PyTree:
+def _map_rows_on_cpu(function: Callable[..., PyTree], *batch: PyTree) -> PyTree:
     """Return `function(*batch)` for arguments with a leading B; on a CPU one row at a time.
 
     On a CPU a row's intermediates then stay in its cache, and a row does not pay for branches that
     only other rows need.
     """
 
-    def one_by_one(*batch: PyTree) -> PyTree:
+    def map_one_by_one(*batch: PyTree) -> PyTree:
         rows = lax.map(lambda row: function(*jax.tree.map(lambda x: x[None], row)), batch)
         return jax.tree.map(lambda x: x[:, 0], rows)
 
-    return lax.platform_dependent(*batch, cpu=one_by_one, default=function)
+    return lax.platform_dependent(*batch, cpu=map_one_by_one, default=function)
 
 
-def _logprobs(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> Logprobs:
+def _logprobs_of_tokens(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> Logprobs:
     logits_BV = logits_BV.astype(jnp.float32)
     top_BK, top_ids_BK = top_k(logits_BV, min(num_logprobs, logits_BV.shape[1]))
     max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
@@ -344,7 +346,7 @@ def _row_sums(x_BV: jax.Array) -> jax.Array:
     return x_BV
 
 
-def _adjust(
+def _adjusted_logits(
     logits_BV: jax.Array,
     params: BatchParams,
     state: SamplerState,
@@ -367,13 +369,13 @@ def _adjust(
     )
     rows_B1 = jnp.arange(logits_BV.shape[0], dtype=jnp.int32)[:, None]
 
-    def sparse(x_BV: jax.Array) -> jax.Array:
+    def add_logit_bias(x_BV: jax.Array) -> jax.Array:
         return x_BV.at[rows_B1, params.bias_ids_BN].add(params.bias_BN, mode="drop")
 
-    def ban(x_BV: jax.Array) -> jax.Array:
+    def ban_tokens(x_BV: jax.Array) -> jax.Array:
         return x_BV.at[rows_B1, banned_BN].set(-jnp.inf, mode="drop")
 
-    def penalise(x_BV: jax.Array) -> jax.Array:
+    def apply_penalties(x_BV: jax.Array) -> jax.Array:
         counts_BV = state.output_counts_MV.at[rows_B].get(mode="clip")
         in_prompt_BV = state.in_prompt_MV.at[rows_B].get(mode="clip")
         repeated_BV = jnp.where(x_BV > 0, x_BV / repetition_B1, x_BV * repetition_B1)
@@ -381,23 +383,23 @@ def _adjust(
         x_BV = x_BV - jnp.where(counts_BV > 0, presence_B1, 0.0)
         return x_BV - frequency_B1 * counts_BV.astype(jnp.float32)
 
-    def unchanged(x_BV: jax.Array) -> jax.Array:
+    def identity(x_BV: jax.Array) -> jax.Array:
         return x_BV
 
     # Each of these leaves a row without such parameters unchanged to the bit, so one condition for
     # the whole batch suffices.
-    x_BV = lax.cond(jnp.any(params.bias_ids_BN < vocab_size), sparse, unchanged, logits_BV)
-    x_BV = lax.cond(jnp.any(penalised_B), penalise, unchanged, x_BV)
-    return lax.cond(jnp.any(banned_BN < vocab_size), ban, unchanged, x_BV)
+    x_BV = lax.cond(jnp.any(params.bias_ids_BN < vocab_size), add_logit_bias, identity, logits_BV)
+    x_BV = lax.cond(jnp.any(penalised_B), apply_penalties, identity, x_BV)
+    return lax.cond(jnp.any(banned_BN < vocab_size), ban_tokens, identity, x_BV)
 
 
-def _bits(words_BW: jax.Array, size: int) -> jax.Array:
+def _unpack_bits(words_BW: jax.Array, size: int) -> jax.Array:
     """Return bool [B, size]: element 32 w + i is bit i of word w."""
     bits_BWI = (words_BW[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits_BWI.reshape(words_BW.shape[0], -1)[:, :size] != 0
 
 
-def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
+def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
     """Return int32 [B], a token for each row of adjusted logits."""
     vocab_size = x_BV.shape[1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
@@ -407,37 +409,39 @@ def _draw_rows(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> 
     z_BV = (x_BV - jnp.max(x_BV, axis=1, keepdims=True)) / temperature_B1
     filtered_B = random_B & ((params.top_k_B < vocab_size) | (params.top_p_B < 1))
 
-    def from_candidates() -> tuple[jax.Array, jax.Array]:
+    def sample_candidates() -> tuple[jax.Array, jax.Array]:
         z_BC, ids_BC = top_k(z_BV, num_candidates)
-        kept_BC = _kept_candidates(z_BC, _row_sums(jnp.exp(z_BV)), params)
+        kept_BC = _candidates_mask(z_BC, _row_sums(jnp.exp(z_BV)), params)
         # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are
         # all tokens beyond the candidates.
         settled_B = (params.top_k_B <= num_candidates) | (
             (params.top_k_B == vocab_size) & ~kept_BC[:, -1]
         )
-        return _draw(z_BC, ids_BC, kept_BC, params.seed_B2, positions_B), filtered_B & settled_B
+        return _gumbel_max(
+            z_BC, ids_BC, kept_BC, params.seed_B2, positions_B
+        ), filtered_B & settled_B
 
     nothing = (jnp.zeros_like(positions_B), jnp.zeros_like(filtered_B))
-    few_B, settled_B = lax.cond(jnp.any(filtered_B), from_candidates, lambda: nothing)
+    few_B, settled_B = lax.cond(jnp.any(filtered_B), sample_candidates, lambda: nothing)
 
-    def from_vocabulary() -> jax.Array:
+    def sample_vocabulary() -> jax.Array:
         searched_B = filtered_B & ~settled_B
         everything_BV = jnp.ones_like(z_BV, jnp.bool_)
         kept_BV = lax.cond(
-            jnp.any(searched_B), lambda: _kept_vocabulary(z_BV, params), lambda: everything_BV
+            jnp.any(searched_B), lambda: _vocabulary_mask(z_BV, params), lambda: everything_BV
         )
         kept_BV &= jnp.exp(z_BV) >= params.min_p_B[:, None]
         ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
         return jnp.where(
-            settled_B, few_B, _draw(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B)
+            settled_B, few_B, _gumbel_max(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B)
         )
 
-    tokens_B = lax.cond(jnp.any(random_B & ~settled_B), from_vocabulary, lambda: few_B)
-    # in a row with a NaN no token equals the maximum, and `_draw` returns an id beyond V
-    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _largest(x_BV))
+    tokens_B = lax.cond(jnp.any(random_B & ~settled_B), sample_vocabulary, lambda: few_B)
+    # in a row with a NaN no token equals the maximum, and `_gumbel_max` returns an id beyond V
+    return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _argmax(x_BV))
 
 
-def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
+def _candidates_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
     """Return bool [B, C], which of the C most likely tokens, in falling order, the filters keep.
 
     z_BC: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
@@ -455,7 +459,7 @@ def _kept_candidates(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) 
     return in_top_k_BC & in_top_p_BC & (weights_BC >= params.min_p_B[:, None])
 
 
-def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
+def _vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     """Return bool [B, V], which tokens top-k and top-p keep, without sorting the vocabulary.
 
     Finds the smallest value that each filter keeps by bisection, in 31 passes over the row, which
@@ -467,13 +471,13 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     distance_BV = lax.bitcast_convert_type(jnp.abs(z_BV), jnp.int32)
     ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
 
-    def first(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
+    def fewest_reaching(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
         """Return bool [B, V], the fewest tokens whose integer amounts sum to at least `needed`.
 
         Tokens are taken by rising distance from the largest logit, then by id.
         """
 
-        def enough(mask_BV: jax.Array) -> jax.Array:
+        def reaches_needed(mask_BV: jax.Array) -> jax.Array:
             amounts_BV = jnp.where(mask_BV, amount_BV, jnp.uint32(0))
             return jnp.sum(amounts_BV, axis=1, keepdims=True, dtype=jnp.uint32) >= needed_B1
 
@@ -481,53 +485,55 @@ def _kept_vocabulary(z_BV: jax.Array, params: BatchParams) -> jax.Array:
             top_k_B1, lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
         )
         last_B1 = _bisect(
-            lambda at_B1: enough(distance_BV <= at_B1), jnp.full_like(top_k_B1, -1), infinity_B1
+            lambda at_B1: reaches_needed(distance_BV <= at_B1),
+            jnp.full_like(top_k_B1, -1),
+            infinity_B1,
         )
         closer_BV, equal_BV = distance_BV < last_B1, distance_BV == last_B1
         alone_B1 = jnp.sum(equal_BV, axis=1, keepdims=True, dtype=jnp.int32) <= 1
         last_id_B1 = _bisect(
-            lambda at_B1: enough(closer_BV | (equal_BV & (ids_BV <= at_B1))),
+            lambda at_B1: reaches_needed(closer_BV | (equal_BV & (ids_BV <= at_B1))),
             jnp.where(alone_B1, vocab_size - 2, -1),
             jnp.full_like(top_k_B1, vocab_size - 1),
         )
         return closer_BV | (equal_BV & (ids_BV <= last_id_B1))
 
-    def first_top_k() -> jax.Array:
-        return first(jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)) | (
+    def top_k_mask() -> jax.Array:
+        return fewest_reaching(jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)) | (
             top_k_B1 == vocab_size
         )
 
     everything_BV = jnp.ones_like(z_BV, jnp.bool_)
-    in_top_k_BV = lax.cond(jnp.any(top_k_B1 < vocab_size), first_top_k, lambda: everything_BV)
+    in_top_k_BV = lax.cond(jnp.any(top_k_B1 < vocab_size), top_k_mask, lambda: everything_BV)
     weights_BV = jnp.where(in_top_k_BV, jnp.exp(z_BV), 0.0)
     # Probabilities in units of 2^-31: integer sums are exact, so they are monotonic in the set of
     # tokens and do not depend on B.
     units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums(weights_BV))).astype(jnp.uint32)
     total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
-    return in_top_k_BV & ((top_p_B1 >= 1) | first(units_BV, needed_B1))
+    return in_top_k_BV & ((top_p_B1 >= 1) | fewest_reaching(units_BV, needed_B1))
 
 
 def _bisect(
-    enough: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array
+    reaches_needed: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array
 ) -> jax.Array:
-    """Return the smallest integer in (low, high] for which `enough` is true, for each row.
+    """Return the smallest integer in (low, high] for which `reaches_needed` is true, for each row.
 
-    `enough` must be monotonic, and true at `high`.
+    `reaches_needed` must be monotonic, and true at `high`.
     """
 
-    def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def halve_interval(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B1, high_B1 = bounds
         middle_B1 = low_B1 + (high_B1 - low_B1) // 2
-        enough_B1 = enough(middle_B1)
+        enough_B1 = reaches_needed(middle_B1)
         return jnp.where(enough_B1, low_B1, middle_B1), jnp.where(enough_B1, middle_B1, high_B1)
 
     return lax.while_loop(
-        lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve, (low_B1, high_B1)
+        lambda bounds: jnp.any(bounds[1] - bounds[0] > 1), halve_interval, (low_B1, high_B1)
     )[1]
 
 
-def _draw(
+def _gumbel_max(
     z_BC: jax.Array,
     ids_BC: jax.Array,
     kept_BC: jax.Array,
@@ -619,7 +625,7 @@ class Sampler:
         # parameters of the last step's sequences, reused while these stay the same
         self._params: tuple[list[Sequence], BatchParams] | None = None
 
-    def start(self, chunk: Chunk) -> None:
+    def record_prompt(self, chunk: Chunk) -> None:
         """Record the prompt of a sequence's first chunk, if penalties will need it."""
         sequence, s = chunk.sequence, chunk.sequence.sampling
         is_first = chunk.start == sequence.num_reused_tokens
@@ -638,7 +644,7 @@ class Sampler:
         """
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
-        if not constrained and all(sequence.sampling.plain_greedy for sequence in sequences):
+        if not constrained and all(sequence.sampling.is_plain_greedy for sequence in sequences):
             return Draws(_greedy(logits_BV), None, [None] * len(chunks))
         size = self._max_batch  # pads to one shape, so that one program serves any batch
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
@@ -648,7 +654,7 @@ class Sampler:
         positions_B = np.array([chunk.end for chunk in chunks] + [0] * padding, np.int32)
         # Requests with many token ids also use the program for constraints: fewer to compile.
         wide = params.bias_ids_BN.shape[1] == ID_BUCKETS[-1]
-        allowed_BW = self._allowed(sequences) if wide else None
+        allowed_BW = self._allowed_masks(sequences) if wide else None
         wanted = [sequence.sampling.logprobs for sequence in sequences]
         with_logprobs = any(count is not None for count in wanted)
         tokens_B, logprobs, self._state = _sample(
@@ -706,14 +712,14 @@ class Sampler:
             self._params = (sequences, params)
         return self._params[1]
 
-    def _allowed(self, sequences: list[Sequence]) -> np.ndarray:
+    def _allowed_masks(self, sequences: list[Sequence]) -> np.ndarray:
         """Return the masks `allowed_BW` for `sample`; padding, unconstrained rows and
         rows whose constraint failed allow all tokens.
         """
         words_BW = np.full((self._max_batch, -(-self._vocab_size // 32)), -1, np.int32)
         for row, sequence in enumerate(sequences):
             if sequence.constraint is not None and sequence.failed is None:
-                with sequence.guard("constraint"):
+                with sequence.catch_errors("constraint"):
                     sequence.constraint.fill(words_BW[row])
         words_BW[[row for row, sequence in enumerate(sequences) if sequence.failed]] = -1
         return words_BW

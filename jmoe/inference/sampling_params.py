@@ -104,7 +104,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
 
         ids = self.stop_token_ids
-        ok = isinstance(ids, list | tuple) and _are_ids(ids) and len(ids) <= MAX_IDS
+        ok = isinstance(ids, list | tuple) and _are_token_ids(ids) and len(ids) <= MAX_IDS
         check(
             ok,
             "stop_token_ids",
@@ -114,7 +114,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
         bias = self.logit_bias
-        ok = isinstance(bias, Mapping) and _are_ids(bias) and len(bias) <= MAX_IDS
+        ok = isinstance(bias, Mapping) and _are_token_ids(bias) and len(bias) <= MAX_IDS
         check(
             ok,
             "logit_bias",
@@ -171,17 +171,17 @@ class SamplingParams:
             check(fits, name, value, f"must be None or an integer in {list(bounds)}")
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
-    def plain_greedy(self) -> bool:
+    def is_plain_greedy(self) -> bool:
         """Whether the token is the argmax of the model's own logits, and no log-probability is
         needed.
         """
         return (
-            self.greedy
+            self.is_greedy
             and self.repetition_penalty == 1
             and self.presence_penalty == 0
             and self.frequency_penalty == 0
@@ -255,5 +255,5 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _are_ids(values: Iterable[object]) -> bool:
+def _are_token_ids(values: Iterable[object]) -> bool:
     return all(_is_integer(value) and value >= 0 for value in values)

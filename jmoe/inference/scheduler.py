@@ -30,8 +30,10 @@ ROWS_RATIO = 4  # between the numbers of rows of prefill programs, whose rows ar
 DEFAULT_PREFILL_CHUNKS = 8
 
 
-def buckets(maximum: int, ratio: int = 2) -> tuple[int, ...]:
-    """Return the sizes for which programs are compiled: 1, ratio, ratio^2, ... and `maximum`."""
+def bucket_sizes(maximum: int, ratio: int = 2) -> tuple[int, ...]:
+    """Return the ascending sizes for which programs are compiled: 1, ratio, ratio^2, ... and
+    `maximum`.
+    """
     sizes = [1]
     while ratio * sizes[-1] < maximum:
         sizes.append(ratio * sizes[-1])
@@ -147,10 +149,10 @@ class Scheduler:
         assert config.max_seq_len is not None, "the model's positions say it"
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.decode_buckets = buckets(self.max_batch, ratio)
+        self.decode_buckets = bucket_sizes(self.max_batch, ratio)
         chunk = min(config.prefill_chunk_tokens, self.max_seq_len)
         self.prefill_widths = tuple(
-            n for n in buckets(chunk, ratio) if n in (1, chunk) or n >= SMALLEST_WIDTH
+            n for n in bucket_sizes(chunk, ratio) if n in (1, chunk) or n >= SMALLEST_WIDTH
         )
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
@@ -208,7 +210,7 @@ class Scheduler:
         return [sequence for sequence in running if sequence.status == "decode"]
 
     def schedule(self) -> StepPlan:
-        """Return the next step; empty if no sequence waits and all running ones rest.
+        """Return the next step; empty if no sequence waits and all running ones are paused.
 
         Idempotent until `update` is called.
         """
@@ -226,15 +228,15 @@ class Scheduler:
         )
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens
-        while len(chunks) < len(self._prefilling) or self._admit(tokens):
+        while len(chunks) < len(self._prefilling) or self._admit_next(tokens):
             chunks.append(self._next_chunk(self._prefilling[len(chunks)]))
-            tokens -= self.width(chunks[-1])
+            tokens -= self.padded_width(chunks[-1])
         assert tokens >= 0, (
             "the chunks of a prompt never get wider, so those of prompts under way fit"
         )
         return StepPlan(decode, tuple(chunks))
 
-    def width(self, chunk: Chunk) -> int:
+    def padded_width(self, chunk: Chunk) -> int:
         """Return the width of a prompt chunk, with padding."""
         return bucket(len(chunk.tokens), self.prefill_widths)
 
@@ -242,26 +244,26 @@ class Scheduler:
         """Return a plan's chunks by program: one group of decoding sequences, then groups of
         prompts.
 
-        Groups of prompts have shapes of `prefill_shapes` and no rows of padding.
+        Groups of prompts have shapes of `prefill_program_shapes` and no rows of padding.
         """
         groups = []
         if plan.decode:
             groups.append(ChunkGroup(plan.decode, bucket(len(plan.decode), self.decode_buckets), 1))
         by_width: dict[int, list[Chunk]] = {}
         for chunk in sorted(plan.prefill, key=lambda chunk: not chunk.is_last):
-            by_width.setdefault(self.width(chunk), []).append(chunk)
+            by_width.setdefault(self.padded_width(chunk), []).append(chunk)
         for width, chunks in by_width.items():
-            for num_rows in reversed(self._num_rows(width)):
+            for num_rows in reversed(self._row_counts(width)):
                 while len(chunks) >= num_rows:
                     groups.append(ChunkGroup(tuple(chunks[:num_rows]), num_rows, width))
                     chunks = chunks[num_rows:]
         return groups
 
     @property
-    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+    def prefill_program_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, width) of every program that prompts may need."""
         return tuple(
-            (rows, width) for width in self.prefill_widths for rows in self._num_rows(width)
+            (rows, width) for width in self.prefill_widths for rows in self._row_counts(width)
         )
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
@@ -282,12 +284,12 @@ class Scheduler:
                 self._prefilling.remove(sequence)
                 sequence.status = "decode"
             sequence.output_token_ids.append(int(token))
-            if (reason := self._reason_to_finish(sequence)) is not None:
+            if (reason := self._finish_reason(sequence)) is not None:
                 self.finish(sequence, reason)
                 finished.append(sequence)
         return finished
 
-    def may_go_on(self, sequence: Sequence) -> bool:
+    def may_continue(self, sequence: Sequence) -> bool:
         """Return False if the sequence ends with the token being sampled, whatever that token
         is.
         """
@@ -308,7 +310,7 @@ class Scheduler:
         kv_tokens = sum(sequence.num_computed_tokens for sequence in running)
         return SchedulerStats(len(self._waiting), len(running), kv_tokens, self._reused_tokens)
 
-    def _num_rows(self, width: int) -> list[int]:
+    def _row_counts(self, width: int) -> list[int]:
         """Return the row counts of programs of this width, ascending; any number of chunks is a sum
         of them.
         """
@@ -318,7 +320,7 @@ class Scheduler:
             rows.append(rows[-1] * ROWS_RATIO)
         return rows
 
-    def _admit(self, tokens: int) -> bool:
+    def _admit_next(self, tokens: int) -> bool:
         """Give the longest waiting sequence a row; return False if it must go on waiting.
 
         It needs a free row, and its first chunk, padded, must not exceed `tokens`.
@@ -328,16 +330,17 @@ class Scheduler:
             return False
         sequence = self._waiting[0]
         prompt = sequence.prompt_token_ids if sequence.sampling.prompt_logprobs is None else []
-        shared = {row.index: _common_prefix(row.tokens, prompt[:-1]) for row in self._rows}
+        shared = {row.index: _common_prefix_length(row.tokens, prompt[:-1]) for row in self._rows}
         target = max(free, key=lambda row: (shared[row.index], -row.freed_at))
         source = max(self._rows, key=lambda row: shared[row.index])
         length = shared[source.index]
         rest = len(sequence.prompt_token_ids) - length
         coming = max(
-            (_common_prefix(s.prompt_token_ids, prompt[:-1]) for s in self._prefilling), default=0
+            (_common_prefix_length(s.prompt_token_ids, prompt[:-1]) for s in self._prefilling),
+            default=0,
         )
         if (
-            bucket(self._chunk_tokens(rest), self.prefill_widths) > tokens
+            bucket(self._next_chunk_tokens(rest), self.prefill_widths) > tokens
             or 2 * (coming - length) >= rest
         ):
             return False
@@ -353,14 +356,14 @@ class Scheduler:
         self._prefilling.append(sequence)
         return True
 
-    def _chunk_tokens(self, rest: int) -> int:
+    def _next_chunk_tokens(self, rest: int) -> int:
         """Return how many of a prompt's `rest` tokens run in the next step."""
         return min(rest, self.prefill_widths[-1])
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
         assert sequence.row is not None
         prompt, start = sequence.prompt_token_ids, sequence.num_computed_tokens
-        end = start + self._chunk_tokens(len(prompt) - start)
+        end = start + self._next_chunk_tokens(len(prompt) - start)
         copy_from = sequence.copy_from if start == sequence.num_reused_tokens else None
         return Chunk(
             sequence, sequence.row, start, prompt[start:end], end == len(prompt), copy_from
@@ -380,7 +383,7 @@ class Scheduler:
         resident += chunk.tokens
         sequence.num_computed_tokens = chunk.end
 
-    def _reason_to_finish(self, sequence: Sequence) -> FinishReason | None:
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         sampling, output = sequence.sampling, sequence.output_token_ids
         if len(output) > sampling.min_new_tokens:
             ends_text = output[-1] in self.eos_token_ids and not sampling.ignore_eos
@@ -390,7 +393,7 @@ class Scheduler:
         return "length" if full or len(output) >= sampling.max_new_tokens else None
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
+def _common_prefix_length(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix of two lists.
 
     Bisects with slice comparisons, which run in C: prompts may be very long.

@@ -95,7 +95,7 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @contextlib.contextmanager
-    def guard(self, what: Guarded) -> Iterator[None]:
+    def catch_errors(self, what: Guarded) -> Iterator[None]:
         """Log any exception of the block and set `failed` instead of raising."""
         try:
             yield

@@ -103,12 +103,12 @@ class StatsCollector:
         self._residency = runner.residency
         self._store = store
         self.plan = plan
-        self._restart_routing()
+        self._reset_routing()
         self.reset()
 
     def reset(self) -> None:
         """Reset the counters of `stats` to zero."""
-        self._since = self._totals()
+        self._since = self._running_totals()
         if self._placer is not None:
             self._placer.reset()
         self._streamed_bytes = self._since["streamed_bytes"]
@@ -119,7 +119,7 @@ class StatsCollector:
             self._decode_steps += 1
             self._decode_tokens += tokens
         else:  # a prompt's choices would distort the statistics of decode steps
-            self._restart_routing()
+            self._reset_routing()
         steps = self._phases[phase]
         steps.steps += 1
         steps.tokens += tokens
@@ -139,7 +139,7 @@ class StatsCollector:
             return None
         now, then = self._residency.stats(), self._routing_since
         tokens, steps = self._decode_tokens, self._decode_steps
-        self._restart_routing()
+        self._reset_routing()
         layers, misses = now.layers - then.layers, now.misses - then.misses
         chosen = now.hits - then.hits + misses
         if chosen == 0:
@@ -147,12 +147,14 @@ class StatsCollector:
         early = (now.guessed_right - then.guessed_right) / misses if misses else 0.0
         return RoutingStats(max_tokens, tokens / steps, chosen / layers, 1 - misses / chosen, early)
 
-    def _restart_routing(self) -> None:
+    def _reset_routing(self) -> None:
         self._decode_steps = self._decode_tokens = 0
         self._routing_since = self._residency.stats()
 
     def stats(self) -> EngineStats:
-        counters = {name: value - self._since[name] for name, value in self._totals().items()}
+        counters = {
+            name: value - self._since[name] for name, value in self._running_totals().items()
+        }
         hits, chosen = counters.pop("hits"), counters.pop("chosen")
         phases = self._phases.values()
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
@@ -166,13 +168,13 @@ class StatsCollector:
             bytes_per_token=counters["streamed_bytes"] / tokens if tokens else 0.0,
             hit_rate=hits / chosen if chosen else 0.0,
             roofline_fraction=counters["streamed_s"] / step_s if step_s else 0.0,
-            prefill=self._phase("prefill"),
-            decode=self._phase("decode"),
+            prefill=self._phase_stats("prefill"),
+            decode=self._phase_stats("decode"),
             placement=None if self._placer is None else self._placer.stats(),
             **counters,
         )
 
-    def _phase(self, phase: Phase) -> PhaseStats:
+    def _phase_stats(self, phase: Phase) -> PhaseStats:
         p = self._phases[phase]
         mean_tokens = max(1, round(p.tokens / max(1, p.steps)))
         return PhaseStats(
@@ -184,7 +186,7 @@ class StatsCollector:
             streamed_bytes=p.streamed_bytes,
         )
 
-    def _totals(self) -> dict[str, Any]:
+    def _running_totals(self) -> dict[str, Any]:
         """Return the running totals: counters of `EngineStats`, and "hits" and "chosen" for its hit
         rate.
         """

@@ -25,7 +25,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 
 @partial(jax.jit, static_argnums=0)
-def _normed(structure: Structure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
+def _final_norm(structure: Structure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
     normed: jax.Array = structure.merge(arrays).norm(x_BSD, x_BSD.dtype)
     return normed
 
@@ -93,7 +93,7 @@ class Teacher(Closing):
         runner = self._runner
         runner.residency.begin_step(whole_layers=True)
         (output,) = runner.forward([TokenBatch(tokens_BS.reshape(-1), self._rows, self._positions)])
-        return _normed(*runner.embed_and_head, output.x_PCD)
+        return _final_norm(*runner.embed_and_head, output.x_PCD)
 
     def close(self) -> None:
         self._model.close()

@@ -422,7 +422,8 @@ class EngineLoop:
     def _view(self) -> View:
         streams = self.engine.residency.streams
         return View(
-            self.engine.residency.occupancy() if streams else [], self.engine.expert_use().tolist()
+            self.engine.residency.occupancy() if streams else [],
+            self.engine.tokens_per_expert().tolist(),
         )
 
     def _snapshot(self) -> Snapshot:

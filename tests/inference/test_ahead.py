@@ -80,7 +80,7 @@ def traffic(served: Engine) -> dict[str, Any]:
         "ends": [r.finish_reason for r in requests],
         "logprobs": [output.logprobs for output in outputs],
         "choices": uses,
-        "use": served.expert_use().tolist(),
+        "use": served.tokens_per_expert().tolist(),
     }
 
 

@@ -37,7 +37,7 @@ def test_auto_computes_what_resident_computes(
 ) -> None:
     with tiny_engine(name) as resident:
         assert resident.plan.memory.policy == "resident"  # tiny, it fits
-        expected, use = run(resident), resident.expert_use()
+        expected, use = run(resident), resident.tokens_per_expert()
         # there is one way: nothing is measured
         assert resident.stats().prefill.predicted_step_s is None
     options = {
@@ -73,7 +73,7 @@ def test_auto_computes_what_resident_computes(
                 (c.token_ids, c.logprobs) for c in expected
             ]
             assert same, (estimator, whole)
-            np.testing.assert_array_equal(streamed.expert_use(), use)
+            np.testing.assert_array_equal(streamed.tokens_per_expert(), use)
             stats = streamed.stats()
             assert stats.policy == "auto"
             assert (

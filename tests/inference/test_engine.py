@@ -122,7 +122,7 @@ def test_native_operations(name: str) -> None:
             found.append(served.generate(prompts, max_new_tokens=8, ignore_eos=True, logprobs=1))
             runner = served._runner
             assert isinstance(runner, ModelRunner) and runner.native == (setting == "on")
-            uses.append(served.expert_use())
+            uses.append(served.tokens_per_expert())
             chosen.append(served.last_choices())
     assert uses[0].any() and np.array_equal(*uses)
     assert len(chosen[0]) and all(map(np.array_equal, *chosen))

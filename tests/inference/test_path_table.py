@@ -107,7 +107,7 @@ def test_popularity_is_the_sum_over_tokens() -> None:
         assert whole.popularity(step[: layer + 1]).popularity_E.sum() == pytest.approx(K * real)
     after_last = whole.popularity(step)
     assert (after_last.popularity_E.sum(), after_last.without_share) == (0, 1)
-    assert whole.likely(step).size == 0
+    assert whole.likely_experts(step).size == 0
 
 
 def test_an_unseen_path_is_shortened() -> None:
@@ -116,7 +116,7 @@ def test_an_unseen_path_is_shortened() -> None:
     table = _counted(seen, other)
 
     def likely(*first: int, second: int = 6) -> list[int]:
-        return table.likely([np.array([[e, second]], np.int32) for e in first]).tolist()
+        return table.likely_experts([np.array([[e, second]], np.int32) for e in first]).tolist()
 
     assert likely(0, 1) == [2, 6]
     assert likely(5, 1) == [0, 6]

@@ -8,7 +8,7 @@ def test_use_of_experts_is_counted_in_tokens() -> None:
     with tiny_engine("mixtral") as served:
         # 10 tokens run, in 6 steps
         served.generate([[5, 6, 7, 8, 9, 10]], max_new_tokens=5, ignore_eos=True)
-        use = served.expert_use()
+        use = served.tokens_per_expert()
         assert use.shape == (2, 4)
         assert use.sum(axis=1).tolist() == [20, 20]
 

@@ -12,8 +12,8 @@ from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
 
 def test_defaults_are_plain_greedy() -> None:
     params = SamplingParams()
-    assert params.greedy
-    assert params.plain_greedy
+    assert params.is_greedy
+    assert params.is_plain_greedy
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,15 @@ def test_defaults_are_plain_greedy() -> None:
     ],
 )
 def test_not_plain_greedy(changes: dict[str, Any]) -> None:
-    assert not SamplingParams(**changes).plain_greedy
+    assert not SamplingParams(**changes).is_plain_greedy
 
 
 def test_filters_do_not_change_greedy() -> None:
     assert SamplingParams(
         top_k=5, top_p=0.5, min_p=0.1, seed=3, prompt_logprobs=2, stop="x"
-    ).plain_greedy
-    assert SamplingParams(temperature=1e-7).plain_greedy
-    assert not SamplingParams(temperature=1e-4).greedy
+    ).is_plain_greedy
+    assert SamplingParams(temperature=1e-7).is_plain_greedy
+    assert not SamplingParams(temperature=1e-4).is_greedy
 
 
 def test_sequences_are_copied() -> None:

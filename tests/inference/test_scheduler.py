@@ -10,7 +10,7 @@ import pytest
 
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket, buckets
+from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket, bucket_sizes
 from jmoe.inference.sequence import Sequence
 
 VOCAB_SIZE = 50
@@ -127,7 +127,7 @@ class Watch:
             assert decode.num_rows == bucket(len(plan.decode), self.scheduler.decode_buckets)
         assert all(group.num_rows == len(group.chunks) for group in groups)
         assert {(group.num_rows, group.width) for group in groups} <= set(
-            self.scheduler.prefill_shapes
+            self.scheduler.prefill_program_shapes
         )
         assert (
             sum(group.num_rows * group.width for group in groups)
@@ -502,15 +502,15 @@ def test_bad_sizes(name: str) -> None:
 
 
 def test_buckets() -> None:
-    assert buckets(1) == (1,)
-    assert buckets(2) == (1, 2)
-    assert buckets(8) == (1, 2, 4, 8)
-    assert buckets(9) == (1, 2, 4, 8, 9)
-    assert buckets(64, 4) == (1, 4, 16, 64) and buckets(100, 4) == (1, 4, 16, 64, 100)
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(2) == (1, 2)
+    assert bucket_sizes(8) == (1, 2, 4, 8)
+    assert bucket_sizes(9) == (1, 2, 4, 8, 9)
+    assert bucket_sizes(64, 4) == (1, 4, 16, 64) and bucket_sizes(100, 4) == (1, 4, 16, 64, 100)
     assert make_scheduler(2, 10, 512, max_prefill_tokens=10).prefill_widths == (1, 10)
     for maximum in range(1, 40):
-        sizes = buckets(maximum)
+        sizes = bucket_sizes(maximum)
         for n in range(1, maximum + 1):
             assert bucket(n, sizes) == min(size for size in sizes if size >= n)
     with pytest.raises(ValueError, match="n = 9: must not exceed the largest bucket, 8"):
-        bucket(9, buckets(8))
+        bucket(9, bucket_sizes(8))

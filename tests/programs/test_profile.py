@@ -50,7 +50,7 @@ def test_a_profile_is_kept_beside_the_checkpoint(
     header = table.header
     assert (header.num_layers, header.num_experts, header.path_length, header.kept) == (3, 5, 3, 2)
     for layer in range(2):
-        for digits in range(header.digits(layer)):
+        for digits in range(header.max_digits(layer)):
             rows = slice(*table.starts[layer, digits : digits + 2])
             assert table.tokens[rows].sum() == 300
             assert np.all(table.counts[rows].sum(axis=1) <= 2 * table.tokens[rows])

@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
-from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket, buckets
+from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket, bucket_sizes
 from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
 from kernels_pallas.saved import bits
@@ -66,7 +66,7 @@ def all_gather_local(x: jax.Array) -> jax.Array:
     return all_gather_rows_local(x, AXES)
 
 
-def sent_by_local(x: jax.Array, mine: jax.Array) -> jax.Array:
+def broadcast_from_local(x: jax.Array, mine: jax.Array) -> jax.Array:
     """Return, on all devices, the `x` of the one device on which `mine` is true, bit for bit.
 
     Implemented as a sum of bits to which the other devices add 0.
@@ -107,13 +107,13 @@ class RowLayout:
         """
         return divmod(row, self.rows_per_device)
 
-    def own(self, arrays: Arrays) -> Arrays:
-        """Return this device's weights of a module. arrays: its weights as a program gets them
-        inside `shard_map`.
+    def device_weights(self, arrays: Arrays) -> Arrays:
+        """Return this device's weights of a module. arrays: the module's weights as a program gets
+        them inside `shard_map`.
         """
         return arrays
 
-    def layers(self, num_tokens: int) -> WholeLayers:
+    def dense_runner(self, num_tokens: int) -> WholeLayers:
         """Return the object that runs dense layers on this device in a step of `num_tokens` tokens;
         use it inside `shard_map`.
         """
@@ -125,12 +125,12 @@ class RowLayout:
         """
         return (*batch.tokens_MC.shape, hidden_size)
 
-    def last_local(self, x_PCD: jax.Array, positions_PC: jax.Array) -> jax.Array:
+    def last_hidden_local(self, x_PCD: jax.Array, positions_PC: jax.Array) -> jax.Array:
         """Return the hidden state of each row's last token, [M, D], on every device."""
-        last_P = _last(positions_PC, self.length)
+        last_P = _last_token_index(positions_PC, self.length)
         return all_gather_local(x_PCD[jnp.arange(x_PCD.shape[0]), last_P])
 
-    def row_local(self, x_PCD: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    def row_hidden_local(self, x_PCD: jax.Array, place: jax.Array, width: int) -> jax.Array:
         """Return the hidden states of row `place` of the M rows, [C, D], on every device."""
         rows = x_PCD.shape[0]
         all_NCD = all_gather_local(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
@@ -144,21 +144,25 @@ class RowLayout:
             [self.locate_row(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
         )
         return self._padded_batch(
-            group, bucket(max(1, int(np.max(counts_N))), self._sizes(group.width))
+            group, bucket(max(1, int(np.max(counts_N))), self._compiled_row_counts(group.width))
         )
 
-    def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
+    def padding_batches(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
         tokens can take, to compile programs.
         """
-        most = bucket(min(num_rows, self.rows_per_device), self._sizes(width))
+        most = bucket(min(num_rows, self.rows_per_device), self._compiled_row_counts(width))
         group = ChunkGroup((), num_rows, width)
-        return [self._padded_batch(group, size) for size in self._sizes(width) if size <= most]
+        return [
+            self._padded_batch(group, size)
+            for size in self._compiled_row_counts(width)
+            if size <= most
+        ]
 
-    def _sizes(self, width: int) -> tuple[int, ...]:
+    def _compiled_row_counts(self, width: int) -> tuple[int, ...]:
         """Return the rows per device for which programs are compiled, ascending."""
         if width == 1:
-            return buckets(self.rows_per_device)
+            return bucket_sizes(self.rows_per_device)
         sizes = [1]
         while sizes[-1] * ROWS_RATIO < self.rows_per_device:
             sizes.append(sizes[-1] * ROWS_RATIO)
@@ -172,9 +176,9 @@ class RowLayout:
             device, _ = self.locate_row(chunk.row)
             place_Q[q] = free_N[device]
             free_N[device] += 1
-        return self._batch(group, place_Q, self.mesh.size * rows_per_device)
+        return self._fill_batch(group, place_Q, self.mesh.size * rows_per_device)
 
-    def _batch(self, group: ChunkGroup, place_Q: np.ndarray, num_rows: int) -> MeshBatch:
+    def _fill_batch(self, group: ChunkGroup, place_Q: np.ndarray, num_rows: int) -> MeshBatch:
         tokens_MC = np.zeros((num_rows, group.width), np.int32)
         rows_M = np.zeros(num_rows, np.int32)
         positions_MC = np.full((num_rows, group.width), self.length, np.int32)
@@ -199,29 +203,29 @@ class HeadLayout(RowLayout):
     def locate_row(self, row: int) -> tuple[int, int]:
         return -1, row
 
-    def own(self, arrays: Arrays) -> Arrays:
+    def device_weights(self, arrays: Arrays) -> Arrays:
         return tuple(w[0] for w in arrays)
 
-    def layers(self, num_tokens: int) -> WholeLayers:
+    def dense_runner(self, num_tokens: int) -> WholeLayers:
         return SplitLayers(num_tokens, self.mesh.size, self.length)
 
     def hidden_shape(self, batch: MeshBatch, hidden_size: int) -> tuple[int, ...]:
         return -(-batch.tokens_MC.size // self.mesh.size) * self.mesh.size, hidden_size
 
-    def last_local(self, x_tD: jax.Array, positions_QC: jax.Array) -> jax.Array:
+    def last_hidden_local(self, x_tD: jax.Array, positions_QC: jax.Array) -> jax.Array:
         q, c = positions_QC.shape
-        at_Q = jnp.arange(q, dtype=jnp.int32) * c + _last(positions_QC, self.length)
+        at_Q = jnp.arange(q, dtype=jnp.int32) * c + _last_token_index(positions_QC, self.length)
         own_Q = at_Q - lax.axis_index(EXPERT_INTRA) * x_tD.shape[0]
         here_Q = (own_Q >= 0) & (own_Q < x_tD.shape[0])
-        return sent_by_local(x_tD[jnp.where(here_Q, own_Q, 0)], here_Q[:, None])
+        return broadcast_from_local(x_tD[jnp.where(here_Q, own_Q, 0)], here_Q[:, None])
 
-    def row_local(self, x_tD: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    def row_hidden_local(self, x_tD: jax.Array, place: jax.Array, width: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(all_gather_local(x_tD), place * width, width)
 
     def make_batch(self, group: ChunkGroup) -> MeshBatch:
-        return self._batch(group, np.arange(group.num_rows, dtype=np.int32), group.num_rows)
+        return self._fill_batch(group, np.arange(group.num_rows, dtype=np.int32), group.num_rows)
 
-    def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
+    def padding_batches(self, num_rows: int, width: int) -> list[MeshBatch]:
         return [self.make_batch(ChunkGroup((), num_rows, width))]
 
 
@@ -252,7 +256,7 @@ class SplitLayers(WholeLayers):
             table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._padding)), dtype, AXES
         )
 
-    def own(self, positions_QC: jax.Array) -> jax.Array:
+    def device_positions(self, positions_QC: jax.Array) -> jax.Array:
         all_T = jnp.pad(positions_QC.reshape(-1), (0, self._padding), constant_values=self.length)
         size = all_T.size // self.num_devices
         return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT_INTRA) * size, size)
@@ -269,6 +273,6 @@ class SplitLayers(WholeLayers):
         )
 
 
-def _last(positions_PC: jax.Array, length: int) -> jax.Array:
+def _last_token_index(positions_PC: jax.Array, length: int) -> jax.Array:
     """Return the index of the last token of each row, int32; 0 for rows of padding."""
     return jnp.maximum((positions_PC < length).sum(axis=1, dtype=jnp.int32) - 1, 0)

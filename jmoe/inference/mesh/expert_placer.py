@@ -79,13 +79,13 @@ class ExpertPlacer:
     differ, or the busiest device has more tokens than predicted, by at least the time of one copy.
     The second test is needed since the table predicts nothing for a path's less likely experts.
 
-    EPLB (`between_steps`). Every `rebalance_every` steps all layers are placed by the choices of a
-    window of steps, one layer between two steps.
+    EPLB (`place_next_layer`). Every `rebalance_every` steps all layers are placed by the choices of
+    a window of steps, one layer between two steps.
 
     A placement changes only if it saves more time on the busiest device than its copies take. No
     plan is made if even a perfect balance would save less than one copy, as in most steps of few
     tokens. What an estimate promises to save is scaled by the fraction of earlier promises that
-    were kept (`_trust`).
+    were kept (`_kept_promise_fraction`).
     """
 
     def __init__(
@@ -167,7 +167,9 @@ class ExpertPlacer:
         self.estimate_s += seconds
         self._planning_s += seconds
         held = self._experts.placements[layer]
-        planned = self._improve(layer, self._estimated_E, steps=1, trust=self._trust(layer))
+        planned = self._plan_and_apply(
+            layer, self._estimated_E, steps=1, trust=self._kept_promise_fraction(layer)
+        )
         self._thought_of = None if planned is None else (held, planned)
 
     def correct_placement(self, layer: int, chosen_TK: np.ndarray) -> None:
@@ -183,13 +185,13 @@ class ExpertPlacer:
         if not counts_E.any():
             return
         if self._thought_of is not None:
-            self._learn(layer, counts_E, *self._thought_of)
-        if self._mesh.placement == "lina" and not self._was_right(layer, counts_E):
+            self._record_savings(layer, counts_E, *self._thought_of)
+        if self._mesh.placement == "lina" and not self._estimate_was_right(layer, counts_E):
             self._replans += self._estimated_E is not None
             begun, planning_s = time.perf_counter(), self._planning_s
-            self._improve(layer, counts_E, steps=1)
+            self._plan_and_apply(layer, counts_E, steps=1)
             self._waited_s += time.perf_counter() - begun - (self._planning_s - planning_s)
-        loads_N = _loads(self._experts.placements[layer], counts_E)
+        loads_N = _device_loads(self._experts.placements[layer], counts_E)
         self._loads_N += loads_N
         self._mean_L[layer] += loads_N.mean()
         self._busiest_L[layer] += loads_N.max()
@@ -207,16 +209,16 @@ class ExpertPlacer:
         if self._steps % self._mesh.rebalance_every == 0:
             self._to_place = deque(range(len(counts_LE)))
 
-    def between_steps(self) -> None:
+    def place_next_layer(self) -> None:
         """Place the next layer for which EPLB has scheduled a new placement, if any."""
         if self._to_place:
             layer = self._to_place.popleft()
             popularity_E = np.sum([counts_LE[layer] for counts_LE in self._window], axis=0) / len(
                 self._window
             )
-            self._improve(layer, popularity_E, steps=self._mesh.rebalance_every)
+            self._plan_and_apply(layer, popularity_E, steps=self._mesh.rebalance_every)
 
-    def _was_right(self, layer: int, counts_E: np.ndarray) -> bool:
+    def _estimate_was_right(self, layer: int, counts_E: np.ndarray) -> bool:
         """Return whether the estimate predicted the most popular experts and the busiest device's
         load.
 
@@ -228,30 +230,34 @@ class ExpertPlacer:
         ):
             return False
         held = self._experts.placements[layer]
-        foreseen = _loads(held, estimated_E).max() / estimated_E.sum() * counts_E.sum()
-        more = _loads(held, counts_E).max() - foreseen * (1 + ROUNDING)
+        foreseen = _device_loads(held, estimated_E).max() / estimated_E.sum() * counts_E.sum()
+        more = _device_loads(held, counts_E).max() - foreseen * (1 + ROUNDING)
         return bool(more * self.costs.row_s <= self.costs.copy_s)
 
-    def _trust(self, layer: int) -> float:
-        """Return the fraction of the estimated savings of a layer that was real lately; 1 at
+    def _kept_promise_fraction(self, layer: int) -> float:
+        """Return the fraction of a layer's estimated savings that recent steps really saved; 1 at
         first.
         """
         promised = self._promised_L[layer]
         return float(self._kept_L[layer] / promised) if promised > 0 else 1.0
 
-    def _learn(self, layer: int, counts_E: np.ndarray, held: Placement, planned: Placement) -> None:
-        """Update the record of estimated and real savings by phase one's plan, carried out or
-        not.
+    def _record_savings(
+        self, layer: int, counts_E: np.ndarray, held: Placement, planned: Placement
+    ) -> None:
+        """Record what phase one's plan, applied or not, promised to save in this step and what it
+        saves by the gate's counts.
         """
         assert self._estimated_E is not None
         for sums_L, popularity_E in (
             (self._promised_L, self._estimated_E),
             (self._kept_L, counts_E),
         ):
-            saved = _loads(held, popularity_E).max() - _loads(planned, popularity_E).max()
+            saved = (
+                _device_loads(held, popularity_E).max() - _device_loads(planned, popularity_E).max()
+            )
             sums_L[layer] = RECENT * sums_L[layer] + saved
 
-    def _improve(
+    def _plan_and_apply(
         self, layer: int, popularity_E: np.ndarray, *, steps: int, trust: float = 1.0
     ) -> Placement | None:
         """Plan a layer's placement, and apply it if `steps` steps save more time than its copies
@@ -265,12 +271,12 @@ class ExpertPlacer:
         # `EngineConfig` allows only even placements for a ring, so these are `PlacedExperts`
         experts = cast("PlacedExperts", self._experts)
         held, costs = experts.placements[layer], self.costs
-        loads_N = _loads(held, popularity_E)
+        loads_N = _device_loads(held, popularity_E)
         row_s = costs.row_s * steps
         changed, is_worth = None, False
         # the most that any placement could save
         if (loads_N.max() - loads_N.mean()) * row_s > costs.copy_s:
-            changed = self._planned(experts, layer, popularity_E)
+            changed = self._plan_changes(experts, layer, popularity_E)
             saved_s = trust * (loads_N.max() - changed.placement.loads.max()) * row_s
             copies = np.bincount(
                 experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1
@@ -284,7 +290,7 @@ class ExpertPlacer:
             experts.apply(layer, changed)
         return changed.placement
 
-    def _planned(
+    def _plan_changes(
         self, experts: PlacedExperts, layer: int, popularity_E: np.ndarray
     ) -> PlacementChanges:
         """Return the changes to the policy's placement for this popularity.
@@ -303,7 +309,7 @@ class ExpertPlacer:
         return experts.changes(layer, placement)
 
 
-def _loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
+def _device_loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
     """Return each device's load under this popularity, float64 [N]."""
     loads_N: np.ndarray = replace(placement, popularity_E=popularity_E).loads
     return loads_N

@@ -62,7 +62,7 @@ def led(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any) -> Any:
         if self.leader is not None:
-            self.leader.tell(method.__name__, *arguments)
+            self.leader.send_call(method.__name__, *arguments)
         return method(self, *arguments)
 
     call.is_led = True  # type: ignore[attr-defined]
@@ -110,18 +110,21 @@ class Leader:
         )
         self._num_calls, self._calls_of = 0, dict.fromkeys(channels, 0)
         self._step_since_s: float | None = None
-        self._clock = RunningClock(_beat_s(silence_s))
+        self._clock = RunningClock(_heartbeat_interval_s(silence_s))
         self._listeners = [
-            threading.Thread(target=self._listen, args=item, name="lockstep", daemon=True)
+            threading.Thread(target=self._handle_messages, args=item, name="lockstep", daemon=True)
             for item in channels.items()
         ]
         for thread in self._listeners:
             thread.start()
         threading.Thread(
-            target=self._beat, args=(_beat_s(silence_s),), name="heartbeat", daemon=True
+            target=self._send_heartbeats,
+            args=(_heartbeat_interval_s(silence_s),),
+            name="heartbeat",
+            daemon=True,
         ).start()
 
-    def tell(self, name: str, *arguments: object) -> None:
+    def send_call(self, name: str, *arguments: object) -> None:
         """Send a call of a `led` method to every follower. Raises OSError if one is gone."""
         self._num_calls += 1
         for channel in self._channels.values():
@@ -154,12 +157,12 @@ class Leader:
         JAX's coordination service runs in this process, so it must end last.
         """
         self._closing.set()
-        message = ("end",) if error is None else ("lost", f"rank 0 failed: {_described(error)}")
+        message = ("end",) if error is None else ("lost", f"rank 0 failed: {_error_text(error)}")
         self._send_all(message)
         for thread in self._listeners:
             thread.join()  # ends at the latest when the channel's receive times out
 
-    def _listen(self, rank: int, channel: Channel) -> None:
+    def _handle_messages(self, rank: int, channel: Channel) -> None:
         """Handle a follower's messages until it ends."""
         try:
             while (message := channel.receive()) is not None:
@@ -170,14 +173,14 @@ class Leader:
                     self.on_stop()
                 elif kind == "error":
                     self._is_lost.wait(GRACE_S)  # another rank's end may have caused the error
-                    self._lose(f"rank {rank} failed: {rest[0]}", rank)
-            self._lose(f"rank {rank} was lost: its process has ended")
+                    self._report_loss(f"rank {rank} failed: {rest[0]}", rank)
+            self._report_loss(f"rank {rank} was lost: its process has ended")
         except TimeoutError:
-            self._lose(f"rank {rank} was lost: {SILENT}")
+            self._report_loss(f"rank {rank} was lost: {SILENT}")
         except OSError as error:
-            self._lose(f"rank {rank} was lost: {first_line(error)}")
+            self._report_loss(f"rank {rank} was lost: {first_line(error)}")
 
-    def _beat(self, every_s: float) -> None:
+    def _send_heartbeats(self, every_s: float) -> None:
         """Send heartbeats, and check the time of the running step."""
         while not self._closing.wait(every_s):
             self._send_all(("beat", self._num_calls))
@@ -185,12 +188,12 @@ class Leader:
             if since_s is not None and now_s > since_s + self._step_timeout_s:
                 behind = [rank for rank, calls in self._calls_of.items() if calls < self._num_calls]
                 which = f"{named(behind)} behind" if behind else "all ranks have come as far"
-                self._lose(
+                self._report_loss(
                     f"a step has made no progress for {self._step_timeout_s:g} s (step_timeout_s):"
                     f" {which}"
                 )
 
-    def _lose(self, reason: str, failed: int | None = None) -> None:
+    def _report_loss(self, reason: str, failed: int | None = None) -> None:
         """Report a loss once: end the followers but the failed one, which reports by itself, and
         call `on_lost`.
         """
@@ -221,7 +224,10 @@ class Follower:
         # calls (method, arguments); None after the last one
         self._waiting: queue.SimpleQueue[tuple[str, list[object]] | None] = queue.SimpleQueue()
         self._stop, self._over = threading.Event(), threading.Event()
-        for work in (self._listen, functools.partial(self._beat, _beat_s(silence_s))):
+        for work in (
+            self._handle_messages,
+            functools.partial(self._send_heartbeats, _heartbeat_interval_s(silence_s)),
+        ):
             threading.Thread(target=work, name="lockstep", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -233,12 +239,13 @@ class Follower:
         """Report an error to the leader."""
         if error is not None:
             with contextlib.suppress(OSError):
-                self._channel.send("error", _described(error))
-            # if the leader's end caused the error, `_listen` exits with that reason meanwhile
+                self._channel.send("error", _error_text(error))
+            # if the leader's end caused the error, `_handle_messages` exits with that reason
+            # meanwhile
             time.sleep(GRACE_S)
         self._over.set()
 
-    def follow(self, runner: object) -> None:
+    def repeat_calls(self, runner: object) -> None:
         """Make the leader's calls on `runner`, in the main thread, until the leader ends.
 
         SIGTERM and SIGINT only ask the leader to end: it drains its server, which needs this
@@ -252,7 +259,7 @@ class Follower:
             method(*call[1])
             self._num_calls += 1
 
-    def _listen(self) -> None:
+    def _handle_messages(self) -> None:
         """Handle the leader's messages; exit the process if the leader is lost."""
         try:
             while (message := self._channel.receive()) is not None:
@@ -263,21 +270,21 @@ class Follower:
                     self._waiting.put(None)
                     return
                 elif kind == "lost":
-                    self._end(f"ends with rank 0: {rest[0]}")
-            self._end("ends: rank 0 was lost: its process has ended")
+                    self._end_process(f"ends with rank 0: {rest[0]}")
+            self._end_process("ends: rank 0 was lost: its process has ended")
         except TimeoutError:
-            self._end(f"ends: rank 0 was lost: {SILENT}")
+            self._end_process(f"ends: rank 0 was lost: {SILENT}")
         except OSError as error:
-            self._end(f"ends: rank 0 was lost: {first_line(error)}")
+            self._end_process(f"ends: rank 0 was lost: {first_line(error)}")
 
-    def _end(self, line: str) -> None:
+    def _end_process(self, line: str) -> None:
         if not self._over.is_set():
             end_process(line)
 
-    def _beat(self, every_s: float) -> None:
+    def _send_heartbeats(self, every_s: float) -> None:
         """Send heartbeats with the number of calls made, and report a signal once."""
         told = False
-        with contextlib.suppress(OSError):  # `_listen` reports the loss
+        with contextlib.suppress(OSError):  # `_handle_messages` reports the loss
             while not self._over.wait(every_s):
                 self._channel.send("beat", self._num_calls)
                 if self._stop.is_set() and not told:
@@ -285,9 +292,9 @@ class Follower:
                     told = True
 
 
-def _described(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _beat_s(silence_s: float) -> float:
+def _heartbeat_interval_s(silence_s: float) -> float:
     return min(BEAT_S, silence_s / BEATS)

@@ -29,7 +29,7 @@ from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.exchange import Choices, PerDeviceExchange
 from jmoe.collectives.ragged import RaggedExchange
 from jmoe.inference.kv_cache import KVCache
-from jmoe.inference.mesh.dense_layout import RowLayout, sent_by_local
+from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
 from jmoe.layers.slot_experts import ExpertInputs
@@ -68,7 +68,7 @@ class ExchangeShape(NamedTuple):
     ragged: bool = False
 
 
-def _sharded(
+def _shard_map(
     mesh: Mesh, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
 ) -> PyTree:
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -85,12 +85,19 @@ def embed_on_mesh(
 ) -> Hidden:
     """Return the first layer's input, split over the devices."""
 
-    def local(arrays: Arrays, tokens: jax.Array, positions: jax.Array) -> Hidden:
+    def embed_local_tokens(arrays: Arrays, tokens: jax.Array, positions: jax.Array) -> Hidden:
         return embed_local(
-            structure, layout.own(arrays), tokens, positions, dtype, layout.layers(tokens.size)
+            structure,
+            layout.device_weights(arrays),
+            tokens,
+            positions,
+            dtype,
+            layout.dense_runner(tokens.size),
         )
 
-    sharded = _sharded(layout.mesh, local, (layout.weights, layout.tokens, layout.tokens), BATCH)
+    sharded = _shard_map(
+        layout.mesh, embed_local_tokens, (layout.weights, layout.tokens, layout.tokens), BATCH
+    )
     hidden: Hidden = sharded(arrays, tokens_MC, positions_MC)
     return hidden
 
@@ -106,13 +113,14 @@ def attend_on_mesh(
     positions_MC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
-    """Run a block without its experts on each device's part of the cache, as `attend_local` does.
+    """Run a block without its experts on each device's part of the cache; return (hidden states,
+    cache, y), as `attend_local` does.
 
     The third result is the dense MLP's output, or a `Gate`.
     """
     routed = structure.merge(arrays).kind == "moe"
 
-    def local(
+    def attend_local_heads(
         arrays: Arrays,
         window: jax.Array | None,
         cache: KVCache,
@@ -120,9 +128,14 @@ def attend_on_mesh(
         rows: jax.Array,
         at: jax.Array,
     ) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
-        layers = layout.layers(at.size)
+        layers = layout.dense_runner(at.size)
         x_PCD, cache, y = attend_local(
-            structure, layout.own(arrays), cache, hidden, CachePlaces(rows, at, window), layers
+            structure,
+            layout.device_weights(arrays),
+            cache,
+            hidden,
+            CachePlaces(rows, at, window),
+            layers,
         )
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
@@ -131,7 +144,7 @@ def attend_on_mesh(
     gate_spec: PyTree = Gate(BATCH, REPLICATED)  # type: ignore[arg-type]
     out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
     in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
-    sharded = _sharded(layout.mesh, local, in_specs, out_specs)
+    sharded = _shard_map(layout.mesh, attend_local_heads, in_specs, out_specs)
     attended: tuple[jax.Array, KVCache, jax.Array | Gate] = sharded(
         arrays, window, cache, hidden, rows_M, positions_MC
     )
@@ -153,7 +166,9 @@ def experts_on_mesh(
     no token goes to the same slot twice.
     """
 
-    def local(routed: ExpertInputs, replica_EC: jax.Array, weights: MLPWeights) -> jax.Array:
+    def run_local_experts(
+        routed: ExpertInputs, replica_EC: jax.Array, weights: MLPWeights
+    ) -> jax.Array:
         (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
         num_physical, num_experts = num_devices * exchange.slots_per_device, replica_EC.shape[0]
         token_T = lax.axis_index(EXPERT_INTRA) * num_tokens + jnp.arange(
@@ -174,7 +189,7 @@ def experts_on_mesh(
         there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
         slots = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":
-            slots = _rows_per_expert(num_devices * num_tokens, k, num_experts)
+            slots = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks
         out_MD = grouped_mlp(
             arrived.rows_MD,
@@ -185,13 +200,13 @@ def experts_on_mesh(
         )
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
-    y_TD: jax.Array = _sharded(mesh, local, (BATCH, REPLICATED, BATCH), BATCH)(
+    y_TD: jax.Array = _shard_map(mesh, run_local_experts, (BATCH, REPLICATED, BATCH), BATCH)(
         routed, replica_EC, weights
     )
     return y_TD
 
 
-def _rows_per_expert(num_tokens: int, k: int, num_experts: int) -> int:
+def _batched_rows_per_expert(num_tokens: int, k: int, num_experts: int) -> int:
     """Return how many rows of each expert one batched product computes on a CPU; a loop computes
     others.
 
@@ -204,18 +219,20 @@ def _rows_per_expert(num_tokens: int, k: int, num_experts: int) -> int:
 
 
 @partial(jax.jit, static_argnums=0)
-def finish_on_mesh(
+def finish_layers_on_mesh(
     layout: RowLayout, hidden: Hidden, positions_MC: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return (the last layer's output, the hidden state of each row's last token on every
     device).
     """
 
-    def local(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def add_and_gather_last(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = add_residual(*hidden)
-        return x, layout.last_local(x, positions)
+        return x, layout.last_hidden_local(x, positions)
 
-    sharded = _sharded(layout.mesh, local, (BATCH, layout.tokens), (BATCH, REPLICATED))
+    sharded = _shard_map(
+        layout.mesh, add_and_gather_last, (BATCH, layout.tokens), (BATCH, REPLICATED)
+    )
     finished: tuple[jax.Array, jax.Array] = sharded(hidden, positions_MC)
     return finished
 
@@ -226,8 +243,10 @@ def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.A
 
     width: C. place: the row's index.
     """
-    local = lambda x, place: layout.row_local(x, place, width)  # noqa: E731
-    x_CD: jax.Array = _sharded(layout.mesh, local, (BATCH, REPLICATED), REPLICATED)(x, place)
+    gather_row_local = lambda x, place: layout.row_hidden_local(x, place, width)  # noqa: E731
+    x_CD: jax.Array = _shard_map(layout.mesh, gather_row_local, (BATCH, REPLICATED), REPLICATED)(
+        x, place
+    )
     return x_CD
 
 
@@ -245,11 +264,13 @@ def logits_on_mesh(
     Each device computes its block of the vocabulary. x_MD must be on every device.
     """
 
-    def local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
-        logits_Qv = structure.merge(layout.own(arrays)).logits(x_MD[place_Q])
+    def gather_logits_local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
+        logits_Qv = structure.merge(layout.device_weights(arrays)).logits(x_MD[place_Q])
         return lax.all_gather(logits_Qv, EXPERT_INTRA, axis=1, tiled=True)[:, :vocab_size]
 
-    sharded = _sharded(layout.mesh, local, (layout.weights, REPLICATED, REPLICATED), REPLICATED)
+    sharded = _shard_map(
+        layout.mesh, gather_logits_local, (layout.weights, REPLICATED, REPLICATED), REPLICATED
+    )
     logits_QV: jax.Array = sharded(arrays, x_MD, place_Q)
     return logits_QV
 
@@ -262,22 +283,22 @@ def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.A
     crosses: whether the two rows are on different devices.
     """
 
-    def local(cache: KVCache, at: jax.Array) -> KVCache:
+    def copy_row_local(cache: KVCache, at: jax.Array) -> KVCache:
         n = lax.axis_index(EXPERT_INTRA)
 
-        def copied(x: jax.Array) -> jax.Array:
+        def copied_array(x: jax.Array) -> jax.Array:
             row = lax.dynamic_index_in_dim(x, at[1], 0)
             if crosses:
-                row = sent_by_local(row, n == at[0])
+                row = broadcast_from_local(row, n == at[0])
             old = lax.dynamic_index_in_dim(x, at[3], 0)
             here = (at[2] < 0) | (n == at[2])
             return lax.dynamic_update_index_in_dim(x, jnp.where(here, row, old), at[3], 0)
 
-        return jax.tree.map(copied, cache)
+        return jax.tree.map(copied_array, cache)
 
-    copied: KVCache = _sharded(layout.mesh, local, (layout.cache, REPLICATED), layout.cache)(
-        cache, at
-    )
+    copied: KVCache = _shard_map(
+        layout.mesh, copy_row_local, (layout.cache, REPLICATED), layout.cache
+    )(cache, at)
     return copied
 
 
@@ -288,7 +309,7 @@ def gather_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def timed_experts(activation: str, x_ND: jax.Array, weights: MLPWeights) -> jax.Array:
+def run_experts_for_timing(activation: str, x_ND: jax.Array, weights: MLPWeights) -> jax.Array:
     """Return the output of one device's experts for evenly distributed rows; for timing."""
     num_experts = weights.w_up.shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)

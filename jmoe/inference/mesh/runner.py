@@ -45,14 +45,14 @@ from jmoe.inference.mesh.programs import (
     copy_row_on_mesh,
     embed_on_mesh,
     experts_on_mesh,
-    finish_on_mesh,
+    finish_layers_on_mesh,
     gather_chunks,
     gather_row_on_mesh,
     logits_on_mesh,
-    timed_experts,
+    run_experts_for_timing,
 )
 from jmoe.inference.path_table import PathTable
-from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_after, logits_of_row
+from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens, logits_of_row
 from jmoe.inference.scheduler import ChunkGroup, bucket
 from jmoe.layers.experts import SLOT_MULTIPLE
 from jmoe.mesh import BATCH, REPLICATED, put
@@ -135,20 +135,20 @@ class MeshRunner:
         self._held: list[jax.Array] | None = None
         self._final: list[_FinalHidden] = []  # one for each batch of the last step
 
-    def tokens(self, group: ChunkGroup) -> MeshBatch:
+    def make_batch(self, group: ChunkGroup) -> MeshBatch:
         """Return a group's chunks as a batch in the order of the devices."""
         return self.layout.make_batch(group)
 
-    def padding(self, num_rows: int, width: int) -> list[MeshBatch]:
+    def padding_batches(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
         tokens can take, to compile programs.
         """
-        return self.layout.padding(num_rows, width)
+        return self.layout.padding_batches(num_rows, width)
 
     @led
     def zero_output(self, num_rows: int, width: int) -> MeshHidden:
         """Return an output of `forward` that is all zeros, to compile programs that take one."""
-        batch = self.padding(num_rows, width)[-1]
+        batch = self.padding_batches(num_rows, width)[-1]
         shape = self.layout.hidden_shape(batch, self.config.hidden_size)
         x = put(np.zeros(shape, self.dtype), self.mesh, BATCH)
         last_MD = put(np.zeros((batch.rows_M.size, shape[-1]), self.dtype), self.mesh, REPLICATED)
@@ -162,7 +162,7 @@ class MeshRunner:
         A layer's placement of experts is estimated while its attention runs, and corrected after
         the router.
         """
-        self.placer.between_steps()
+        self.placer.place_next_layer()
         layout, batches = self.layout, [MeshBatch._make(batch) for batch in batches]
         groups = [[put(a, self.mesh, layout.tokens) for a in batch[:3]] for batch in batches]
         xs = [
@@ -186,11 +186,11 @@ class MeshRunner:
             if gates:
                 ys = self._run_experts(self.config.layers[i].record, gates, path)
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
-        self._release()
+        self._release_last_layer()
         self.placer.end_step()
         self.recent_choices.append(path)
         outputs = [
-            finish_on_mesh(layout, x, positions)
+            finish_layers_on_mesh(layout, x, positions)
             for x, (_, _, positions) in zip(xs, groups, strict=True)
         ]
         widths = [batch.tokens_MC.shape[1] for batch in batches]
@@ -221,7 +221,7 @@ class MeshRunner:
         return gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
 
     @led
-    def split_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
+    def sharded_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
         """Return the logits after the last token of rows `place_Q`, float32 [Q, V], on every
         device.
 
@@ -233,7 +233,7 @@ class MeshRunner:
         )
 
     @led
-    def split_row_logits(self, number: int, place: int) -> jax.Array:
+    def sharded_row_logits(self, number: int, place: int) -> jax.Array:
         """Return the logits after every token of one row, float32 [C, V], on every device."""
         final = self._final[number]
         x_CD = gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
@@ -248,9 +248,9 @@ class MeshRunner:
         at_Q is ignored: `hidden` has the last tokens alone.
         """
         if self.layout.splits_head:
-            return self.split_logits(hidden.number, hidden.place_Q).addressable_data(0)
+            return self.sharded_logits(hidden.number, hidden.place_Q).addressable_data(0)
         x_QCD = gather_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
-        return logits_after(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
+        return logits_at_tokens(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
         """Return the logits after every token of chunk `row` of a batch, padding included, float32
@@ -258,11 +258,11 @@ class MeshRunner:
         """
         place = int(hidden.place_Q[row])
         if self.layout.splits_head:
-            return self.split_row_logits(hidden.number, place).addressable_data(0)
+            return self.sharded_row_logits(hidden.number, place).addressable_data(0)
         x_CD = self.gather_row(hidden.number, place).addressable_data(0)
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
-    def expert_use(self) -> np.ndarray:
+    def tokens_per_expert(self) -> np.ndarray:
         """Return int64 [L, E]: tokens that each expert got in the last `RECENT_STEPS` steps."""
         experts = self.config.num_experts
         use_LE = np.zeros((self.config.num_moe_layers, experts + 1), np.int64)  # last: padding
@@ -291,11 +291,11 @@ class MeshRunner:
         x_ND = jnp.zeros(
             (num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0]
         )
-        run = partial(timed_experts, self.config.hidden_act, x_ND, weights)
-        return SwapCosts(_seconds(run) / num_rows, _seconds(self.residency.recopy_one_expert))
+        run = partial(run_experts_for_timing, self.config.hidden_act, x_ND, weights)
+        return SwapCosts(_shortest_s(run) / num_rows, _shortest_s(self.residency.recopy_one_expert))
 
     @led
-    def set_costs(self, row_s: float, copy_s: float) -> None:
+    def enable_swaps(self, row_s: float, copy_s: float) -> None:
         """Enable changes of placement, with costs that must be equal in all processes.
 
         row_s, copy_s: see `SwapCosts`.
@@ -315,7 +315,7 @@ class MeshRunner:
         for choices in here:
             choices.copy_to_host_async()
         jax.block_until_ready(here)  # readback_s excludes the time to compute them
-        self._release()
+        self._release_last_layer()
         begun = time.perf_counter()
         chosen = [np.asarray(idx_TK) for idx_TK in here]
         path.append(np.concatenate(chosen))
@@ -327,7 +327,7 @@ class MeshRunner:
         replica_EC = self.residency.replica_of_row(moe_layer)
         out = []
         for gate, idx_TK in zip(gates, chosen, strict=True):
-            for rows in _buffer_rows(placement, idx_TK, self.ragged):
+            for rows in _buffer_row_counts(placement, idx_TK, self.ragged):
                 exchange = ExchangeShape(
                     rows, placement.slots_per_device, self.config.hidden_act, self.ragged
                 )
@@ -336,7 +336,7 @@ class MeshRunner:
         self._held = out
         return out
 
-    def _release(self) -> None:
+    def _release_last_layer(self) -> None:
         """Release the slots of the layer whose experts ran last, once they have finished."""
         if self._held is not None and self.residency.streams:
             jax.block_until_ready(self._held)
@@ -344,7 +344,7 @@ class MeshRunner:
         self._held = None
 
 
-def _buffer_rows(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequence[int]:
+def _buffer_row_counts(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequence[int]:
     """Return [rows of the smallest buffer size that fits the exchange]; all sizes for pure padding.
 
     idx_TK: choices of all devices' tokens, in the order of the devices.
@@ -371,12 +371,14 @@ def make_mesh_runner(
     """Load everything but the experts onto the devices, allocate KV caches, and return a runner."""
     assert options.max_seq_len is not None, "the model's positions say it"
     config, mesh = checkpoint.config, experts.mesh
-    shapes = jax.eval_shape(lambda: mesh_caches(checkpoint, options))
+    shapes = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     layout_of = HeadLayout if options.mesh.dense == "tensor" else RowLayout
     layout = layout_of(mesh, options.max_batch, shapes[0].length)
     caches = jax.tree.map(lambda x: put(np.zeros(x.shape, x.dtype), mesh, layout.cache), shapes)
     modules = (
-        _parts(checkpoint, mesh) if options.mesh.dense == "tensor" else _copies(checkpoint, mesh)
+        _load_sharded(checkpoint, mesh)
+        if options.mesh.dense == "tensor"
+        else _load_replicated(checkpoint, mesh)
     )
     placer = ExpertPlacer(
         options.mesh, experts, config.num_experts_per_tok, options.estimator is not None, table
@@ -384,7 +386,7 @@ def make_mesh_runner(
     return MeshRunner(config, layout, modules, experts, placer, caches)
 
 
-def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCache]:
+def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCache]:
     """Return zeroed KV caches for all devices together.
 
     With fewer heads than devices a head has several copies.
@@ -402,7 +404,7 @@ def mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCac
     return empty_caches(config, options.max_batch, length, checkpoint.dtype)
 
 
-def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
+def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers, replicated on every device."""
     embed_and_head, layers = checkpoint.load_dense()
     modules = [split(module) for module in (embed_and_head, *layers)]
@@ -412,7 +414,7 @@ def _copies(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     ]
 
 
-def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
+def _load_sharded(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers as stacked shards [N, ...], one on each device."""
     devices = list(mesh.devices.flat)
     mine = [n for n, device in enumerate(devices) if device.process_index == jax.process_index()]
@@ -428,18 +430,18 @@ def _parts(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
         )
     where = NamedSharding(mesh, BATCH)
 
-    def joined(shards: tuple[jax.Array, ...]) -> jax.Array:
+    def stack_shards(shards: tuple[jax.Array, ...]) -> jax.Array:
         shape = (mesh.size, *shards[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, where, list(shards))
 
     placed = []
     for copies in zip(*parts, strict=True):
         arrays = zip(*(shards for _, shards in copies), strict=True)
-        placed.append((copies[0][0], tuple(joined(shards) for shards in arrays)))
+        placed.append((copies[0][0], tuple(stack_shards(shards) for shards in arrays)))
     return placed
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _shortest_s(run: Callable[[], object]) -> float:
     """Return the shortest time of a few calls in seconds, after one call that compiles."""
     times = []
     for _ in range(1 + TIMED_RUNS):

@@ -29,7 +29,7 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
             table.save(folder / f"l{length}")
         runner = engine._runner
         assert isinstance(runner, MeshRunner)
-        runner.set_costs(1.0, 0.5)
+        runner.enable_swaps(1.0, 0.5)
         swaps = {}
         lina = [f"lina, l = {length}" for length in LENGTHS]
         for name in ("even", "ideal", *lina, "without_estimate", "without_phase_two"):

@@ -104,8 +104,8 @@ class LeaderOfTurns:
     def __init__(self, leader: Leader) -> None:
         self.step, self._leader = leader.step, leader
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        self._leader.tell("call", method, arguments)
+    def send_call(self, method: str, *arguments: Any) -> None:
+        self._leader.send_call("call", method, arguments)
 
 
 def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
@@ -123,7 +123,9 @@ def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
         placed = engine.stats().placement
         assert placed is not None
         found[name] = (
-            answer._asdict() | asdict(placed) | {"expert_use": engine.expert_use().tolist()}
+            answer._asdict()
+            | asdict(placed)
+            | {"tokens_per_expert": engine.tokens_per_expert().tolist()}
         )
         turns.done(name)
     return found
@@ -141,7 +143,7 @@ def main() -> None:
     with join(config) as role:  # type: ignore[union-attr]
         turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)
         if isinstance(role, Follower):
-            role.follow(turns)
+            role.repeat_calls(turns)
         else:
             assert role is not None
             print(json.dumps(lead(turns, role)))

@@ -92,7 +92,7 @@ def move_at_every_step(runner: MeshRunner) -> None:
     every process.
     """
     seeds = iter(range(0, 10**6, 100))
-    runner.placer.between_steps = lambda: move(runner, next(seeds))  # type: ignore[method-assign]
+    runner.placer.place_next_layer = lambda: move(runner, next(seeds))  # type: ignore[method-assign]
 
 
 def estimate_wrongly(runner: MeshRunner) -> None:
@@ -104,7 +104,7 @@ def estimate_wrongly(runner: MeshRunner) -> None:
     experts = runner.residency.index.num_experts
     rising_E = np.arange(1.0, experts + 1) ** 4
     runner.placer._table = _Table([rising_E, rising_E[::-1]])  # type: ignore[assignment]
-    runner.placer._trust = lambda layer: 1.0  # type: ignore[method-assign]
+    runner.placer._kept_promise_fraction = lambda layer: 1.0  # type: ignore[method-assign]
 
 
 def note_popularity(runner: MeshRunner, noted: list[np.ndarray]) -> None:

@@ -31,7 +31,7 @@ OTHERS = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "deepseek_v3", "deepseek_v
 def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, np.ndarray]]:
     """Yield a model and its answers."""
     with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
-        yield request.param, traffic(engine), engine.expert_use()
+        yield request.param, traffic(engine), engine.tokens_per_expert()
 
 
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -47,10 +47,10 @@ def test_heads_on_several_devices_give_the_tokens_of_one(
         runner = engine._runner
         assert isinstance(runner, MeshRunner)
         assert_bytes(engine, runner, devices)
-        runner.set_costs(0.0, 0.0)
+        runner.enable_swaps(0.0, 0.0)
         move_at_every_step(runner)
         answer = traffic(engine)
-        assert engine.expert_use().tolist() == use.tolist()
+        assert engine.tokens_per_expert().tolist() == use.tolist()
     assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens > 0
     assert_logprobs(answer.logprobs, expected.logprobs)
 

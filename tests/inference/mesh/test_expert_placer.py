@@ -71,7 +71,7 @@ def counts(choices_TK: np.ndarray) -> np.ndarray:
 
 def step(placer: ExpertPlacer, *layers: np.ndarray) -> None:
     path: list[np.ndarray] = []
-    placer.between_steps()
+    placer.place_next_layer()
     for layer, choices_TK in enumerate(layers):
         placer.estimate_placement(layer, path)
         placer.correct_placement(layer, choices_TK)

@@ -79,7 +79,7 @@ def follow(channel: Channel, runner: Any, *, silence_s: float = LONG_S) -> None:
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with Follower(channel, silence_s=silence_s) as follower:
-            follower.follow(runner)
+            follower.repeat_calls(runner)
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
@@ -168,7 +168,7 @@ def test_an_error_of_a_follower_is_told(channels: Pair, leader: Lead) -> None:
     def fail() -> None:
         raise MemoryError("no room for 3 experts\nmore")
 
-    first.tell("add", 1, 1)
+    first.send_call("add", 1, 1)
     with pytest.raises(MemoryError):
         follow(there, Adder(during=fail), silence_s=LONG_S)
     assert lost.wait() == "rank 1 failed: MemoryError: no room for 3 experts"
@@ -198,7 +198,7 @@ def test_a_step_without_progress_names_who_is_behind(channels: Pair, leader: Lea
     pairs[1][1].send("beat", 1)
     wait_for(lambda: first._calls_of[1] == 1)
     with first.step():
-        first.tell("add", 1, 1)
+        first.send_call("add", 1, 1)
         pairs[2][1].send("beat", 0)
         assert lost.wait() == "a step has made no progress for 2 s (step_timeout_s): rank 2 behind"
 
@@ -257,12 +257,12 @@ def test_a_signal_to_a_follower_is_the_leaders(channels: Pair, leader: Lead) -> 
 
     def drain() -> None:
         for number in range(3):
-            first.tell("add", number, 1)
+            first.send_call("add", number, 1)
         first.__exit__(None, None, None)
 
     thread = threading.Thread(target=drain)
     first.on_stop = thread.start
-    first.tell("add", 7, 1)
+    first.send_call("add", 7, 1)
     follow(there, following, silence_s=1.0)
     there.close()
     thread.join()
@@ -297,7 +297,7 @@ class Runner:
 runner = Runner()
 print("computes", flush=True)
 if rank > 0:
-    Follower(channels[0], silence_s=240).follow(runner)
+    Follower(channels[0], silence_s=240).repeat_calls(runner)
 else:
     for number in range(int(sys.argv[4])):
         with runner.leader.step():

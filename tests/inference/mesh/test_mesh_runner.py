@@ -17,7 +17,7 @@ from tiny_engines import CHECKPOINTS, tiny_engine
 from jmoe.collectives.ragged import RaggedExchange
 from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
-from jmoe.inference.mesh.runner import MeshRunner, _buffer_rows
+from jmoe.inference.mesh.runner import MeshRunner, _buffer_row_counts
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import as_segments
 from jmoe.planning.placement import placement_from_slots
@@ -68,7 +68,7 @@ def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, n
     experts.
     """
     with tiny_engine(request.param, max_batch=MAX_BATCH, policy="resident") as engine:
-        yield request.param, traffic(engine), engine.expert_use()
+        yield request.param, traffic(engine), engine.tokens_per_expert()
 
 
 def test_every_placement_gives_the_tokens_of_one_device(
@@ -86,7 +86,7 @@ def test_every_placement_gives_the_tokens_of_one_device(
         engine.reset_stats()
         answers = [traffic(engine)]
         stats = engine.stats()
-        assert engine.expert_use().tolist() == use.tolist()
+        assert engine.tokens_per_expert().tolist() == use.tolist()
         assert engine._store is not None
         layer_bytes = use.shape[1] * engine._store.layout.record_bytes
         # one layer stays where it is
@@ -112,9 +112,9 @@ def test_every_placement_gives_the_tokens_of_one_device(
                 mover(runner)
             engine.reset_stats()
             # what was moved stays; else every gain is worth a swap
-            runner.set_costs(0.0 if mover else 1.0, 0.0)
+            runner.enable_swaps(0.0 if mover else 1.0, 0.0)
             answers.append(traffic(engine))
-            assert engine.expert_use().tolist() == use.tolist()
+            assert engine.tokens_per_expert().tolist() == use.tolist()
             stats = engine.stats().placement
             assert stats is not None
             assert (stats.swaps > 0) == (bool(options) and mover is None)
@@ -152,7 +152,7 @@ def test_layers_on_other_devices_give_the_tokens_of_one(
             -experts // group_size
         )
         answer = traffic(engine)
-        assert engine.expert_use().tolist() == use.tolist()
+        assert engine.tokens_per_expert().tolist() == use.tolist()
         stats = engine.stats().placement
         assert stats is not None
         busy = [any(layers_n) for layers_n in segments]
@@ -167,7 +167,7 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
     and by EPLB.
     """
     with tiny_engine("deepseek_v3", max_batch=MAX_BATCH, policy="resident") as engine:
-        expected, use = traffic(engine), engine.expert_use()
+        expected, use = traffic(engine), engine.tokens_per_expert()
     port, environment = free_port(), one_device_each(tmp_path / "compiled")
     command = ["-m", "tests.inference.mesh.mesh_ranks", "deepseek_v3"]
     ranks = [
@@ -187,7 +187,7 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
         )
         assert_logprobs(answer["logprobs"], expected.logprobs)
         assert name == "tensor" or answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
-        assert answer["expert_use"] == use.tolist()
+        assert answer["tokens_per_expert"] == use.tolist()
     assert found["wrong"]["estimates"] >= found["wrong"]["replans"] > 0
     # phase one makes room for the wrong ones
     assert found["wrong"]["swaps"] > found["wrong"]["replans"]
@@ -209,7 +209,7 @@ def test_wrong_estimates_change_nothing_but_time() -> None:
         expected = traffic(engine)
     with on_mesh("deepseek_v3", devices=DEVICES, placement="lina", slots_per_device=3) as engine:
         runner = runner_of(engine)
-        runner.set_costs(1.0, 0.0)
+        runner.enable_swaps(1.0, 0.0)
         estimate_wrongly(runner)
         assert traffic(engine) == expected
         stats = engine.stats().placement
@@ -239,8 +239,8 @@ def test_buffers_hold_the_largest_part_and_little_more() -> None:
         (choices["all to one"], [128], [256]),
         (choices["none"][:32], [32], [64]),
     ]:
-        assert list(_buffer_rows(even, choice, ragged=False)) == padded
-        assert list(_buffer_rows(even, choice, ragged=True)) == ragged
+        assert list(_buffer_row_counts(even, choice, ragged=False)) == padded
+        assert list(_buffer_row_counts(even, choice, ragged=True)) == ragged
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) 
     options = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2}
     with on_mesh("mixtral", devices=2, **options) as engine:
         engine.compile_for_service()
-        runner_of(engine).set_costs(1.0, 0.0)
+        runner_of(engine).enable_swaps(1.0, 0.0)
         with compilations() as compiled:
             answer = traffic(engine)
         assert engine.last_choices()[0].shape[1] == 2
@@ -292,7 +292,7 @@ def test_costs_are_measured_and_decide() -> None:
     with on_mesh("deepseek_v3", devices=DEVICES, placement="lina", slots_per_device=3) as engine:
         costs = runner_of(engine).placer.costs
         assert 0 < costs.row_s < float("inf") and 0 < costs.copy_s < float("inf")
-        runner_of(engine).set_costs(1.0, 1e9)
+        runner_of(engine).enable_swaps(1.0, 1e9)
         engine.generate([[5, 6, 7]], max_new_tokens=3, ignore_eos=True)
         stats = engine.stats().placement
         assert stats is not None and stats.swaps == 0 and stats.estimates > 0
