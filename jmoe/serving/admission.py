@@ -102,7 +102,7 @@ class FairQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence to the waiting ones."""
-        client, request = _keys(sequence)
+        client, request = _client_and_request_keys(sequence)
         self._since.setdefault(client, next(self._clock))
         self._since.setdefault(request, next(self._clock))
         self._waiting.setdefault(request, deque()).append(sequence)
@@ -110,30 +110,32 @@ class FairQueue:
     def pop(self) -> Sequence:
         """Return the next sequence to run and count it as running. The queue must not be empty."""
 
-        def rank(key: Key) -> tuple[int, int]:
+        def running_then_oldest(key: Key) -> tuple[int, int]:
             return self._num_running[key], self._since[key]
 
-        client = min({request[:1] for request in self._waiting}, key=rank)
-        request = min((request for request in self._waiting if request[:1] == client), key=rank)
+        client = min({request[:1] for request in self._waiting}, key=running_then_oldest)
+        request = min(
+            (request for request in self._waiting if request[:1] == client), key=running_then_oldest
+        )
         sequence = self._waiting[request][0]
-        self._take(sequence)
+        self._remove_waiting(sequence)
         self._running.add(sequence)
         self._num_running.update((client, request))
         self._since[client] = self._since[request] = next(self._clock)
         return sequence
 
-    def end(self, sequence: Sequence) -> bool:
+    def remove(self, sequence: Sequence) -> bool:
         """Remove a sequence; return True if it was running.
 
         Return False if the sequence was waiting or is unknown.
         """
-        client, request = _keys(sequence)
+        client, request = _client_and_request_keys(sequence)
         ran = sequence in self._running
         if ran:
             self._running.remove(sequence)
             self._num_running.subtract((client, request))
         elif sequence in self._waiting.get(request, ()):
-            self._take(sequence)
+            self._remove_waiting(sequence)
         else:
             return False
         waiting = {*self._waiting, *(key[:1] for key in self._waiting)}
@@ -142,8 +144,8 @@ class FairQueue:
                 del self._num_running[key], self._since[key]
         return ran
 
-    def _take(self, sequence: Sequence) -> None:
-        _, request = _keys(sequence)
+    def _remove_waiting(self, sequence: Sequence) -> None:
+        _, request = _client_and_request_keys(sequence)
         self._waiting[request].remove(sequence)
         if not self._waiting[request]:
             del self._waiting[request]
@@ -167,7 +169,7 @@ class FairSemaphore:
         """Hold one permit inside the `async with` block; wait on entry until one is free."""
         begins = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(begins)
-        self._begin_next()
+        self._grant_permits()
         try:
             await begins
             yield
@@ -175,9 +177,9 @@ class FairSemaphore:
             if begins.done() and not begins.cancelled():
                 self._working[client] -= 1
                 self._working += Counter()  # drops zero counts
-            self._begin_next()
+            self._grant_permits()
 
-    def _begin_next(self) -> None:
+    def _grant_permits(self) -> None:
         while self._waiting and self._working.total() < self._places:
             client = min(self._waiting, key=self._working.__getitem__)
             if self._working[client] >= self._each:
@@ -191,6 +193,6 @@ class FairSemaphore:
                 begins.set_result(None)
 
 
-def _keys(sequence: Sequence) -> tuple[Key, Key]:
+def _client_and_request_keys(sequence: Sequence) -> tuple[Key, Key]:
     """Return the client key and the request key of a sequence."""
     return (sequence.client,), (sequence.client, sequence.request)

@@ -20,7 +20,7 @@ from jmoe.serving.engine_loop import Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, GenerationBody, Usage
-from jmoe.serving.service import Service, disconnected
+from jmoe.serving.service import Service, wait_for_disconnect
 from jmoe.types import JsonObject
 
 PING_S = 15
@@ -69,7 +69,7 @@ class Answer(ABC, Generic[Body, Delta]):
         generation = service.loop.submit(sequences, request.state.client)
         generation.logprob_bytes = cls.logprob_bytes
         answer = cls(service, body, prompts, generation, dict(envelope))
-        return _EventStream(answer) if body.stream else await answer._complete(request)
+        return _EventStream(answer) if body.stream else await answer._complete_or_abort(request)
 
     @abstractmethod
     def deltas(self) -> AsyncIterator[Delta]:
@@ -89,12 +89,13 @@ class Answer(ABC, Generic[Body, Delta]):
         """
         async for delta in self.deltas():
             yield self.chunk(
-                [delta], self.usage() if self.body.streamed_usage.continuous_usage_stats else None
+                [delta],
+                self.usage() if self.body.effective_stream_options.continuous_usage_stats else None,
             )
-        if self.body.streamed_usage.include_usage:
+        if self.body.effective_stream_options.include_usage:
             yield self.chunk([], self.usage())
 
-    async def whole(self) -> BaseModel:
+    async def whole_response(self) -> BaseModel:
         """Return the response after all sequences have ended."""
         self.generation.is_kept = True
         deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
@@ -111,12 +112,12 @@ class Answer(ABC, Generic[Body, Delta]):
             prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total
         )
 
-    async def _complete(self, request: Request) -> BaseModel | Response:
+    async def _complete_or_abort(self, request: Request) -> BaseModel | Response:
         """Return the whole response, or an empty one if the client disconnects first; the
         sequences are then aborted.
         """
-        whole = asyncio.ensure_future(self.whole())
-        gone = asyncio.ensure_future(disconnected(request))
+        whole = asyncio.ensure_future(self.whole_response())
+        gone = asyncio.ensure_future(wait_for_disconnect(request))
         with self.generation:
             try:
                 await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +135,7 @@ class _EventStream(EventSourceResponse):
     """
 
     def __init__(self, answer: Answer[Any, Any]) -> None:
-        super().__init__(_events(answer), ping=PING_S, sep="\n")
+        super().__init__(_event_stream(answer), ping=PING_S, sep="\n")
         self._generation = answer.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,20 +146,20 @@ class _EventStream(EventSourceResponse):
                 scope["state"]["note"](f"{self._generation.num_tokens} drawn")
 
 
-async def _events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
+async def _event_stream(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
     """Yield one server-sent event per chunk, each on one line.
 
     Events are bytes, since sse-starlette would split text into lines.
     """
-    without = None if answer.body.streamed_usage.include_usage else {"usage"}
+    without = None if answer.body.effective_stream_options.include_usage else {"usage"}
     try:
         async for chunk in answer.chunks():
-            yield _event(chunk.model_dump_json(exclude=without))
+            yield _format_event(chunk.model_dump_json(exclude=without))
     except ApiError as error:
-        yield _event(error.body.model_dump_json())
+        yield _format_event(error.body.model_dump_json())
     else:
         yield b"data: [DONE]\n\n"
 
 
-def _event(data: str) -> bytes:
+def _format_event(data: str) -> bytes:
     return f"data: {data if data.isascii() else data.translate(_LINE_ENDS)}\n\n".encode()

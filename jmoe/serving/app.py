@@ -116,15 +116,15 @@ def tokens_router(service: Service) -> APIRouter:
         client = request.state.client
         text, special = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
-            text = await service.render(
+            text = await service.render_chat(
                 body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
             )
             special = False
 
-        def make() -> TokenizeResponse:
+        def make_response() -> TokenizeResponse:
             (tokens,) = service.encode([text], add_special_tokens=special)
             strs = (
-                [service.vocabulary.text(token) for token in tokens]
+                [service.vocabulary.token_text(token) for token in tokens]
                 if body.return_token_strs
                 else None
             )
@@ -133,7 +133,7 @@ def tokens_router(service: Service) -> APIRouter:
                 count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs
             )
 
-        return await service.in_thread(make, len(text), client)
+        return await service.process_text(make_response, len(text), client)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
@@ -232,13 +232,13 @@ def state_router(service: Service) -> APIRouter:
     )
     async def metrics() -> Response:
         """Return the metrics in Prometheus's text format."""
-        await service.loop.view()  # refreshes the expert load
+        await service.loop.expert_view()  # refreshes the expert load
         return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
 
     @router.get("/live")
     async def live() -> Live:
         """Return the live figures that the status page shows."""
-        return live_figures(service, await service.loop.view())
+        return live_figures(service, await service.loop.expert_view())
 
     @router.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:

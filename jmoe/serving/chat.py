@@ -54,11 +54,11 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
 
     def response(self, deltas: list[list[ChunkChoice]]) -> ChatCompletionResponse:
         return ChatCompletionResponse(
-            **self.envelope, choices=list(map(_join, deltas)), usage=self.usage()
+            **self.envelope, choices=list(map(_join_choice, deltas)), usage=self.usage()
         )
 
 
-def _join(deltas: list[ChunkChoice]) -> ChatChoice:
+def _join_choice(deltas: list[ChunkChoice]) -> ChatChoice:
     """Return one choice of a whole response, joined from its stream deltas."""
     *_, last = deltas
     assert last.finish_reason is not None
@@ -87,14 +87,14 @@ def chat_router(service: Service) -> APIRouter:
         """Generate the assistant's next message of a chat."""
         service.check_model(body.model)
         client = request.state.client
-        service.loop.check_room(body.n, client)  # before tokenization
+        service.loop.requests_to_evict(body.n, client)  # raises before tokenization
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
-        def sampling(prompt: list[int], choice: int) -> SamplingParams:
-            most = service.max_new_tokens(prompt, body.asked_tokens)
-            return body.sampling(most, choice, service.model_sampling, logprobs=logprobs)
+        def sampling_params(prompt: list[int], choice: int) -> SamplingParams:
+            most = service.max_new_tokens(prompt, body.requested_max_tokens)
+            return body.sampling_params(most, choice, service.model_sampling, logprobs=logprobs)
 
-        text = await service.render(
+        text = await service.render_chat(
             body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
         )
 
@@ -106,16 +106,16 @@ def chat_router(service: Service) -> APIRouter:
             )
             raise ApiError(400, message, param="response_format")
 
-        def make() -> tuple[list[int], list[Sequence]]:
+        def make_sequences() -> tuple[list[int], list[Sequence]]:
             # off by default: the template already contains the special tokens
             (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
-            sequences = service.sequences(body, [prompt], sampling)
+            sequences = service.make_sequences(body, [prompt], sampling_params)
             for sequence in sequences:
                 sequence.harmony = service.harmony
             return prompt, sequences
 
-        prompt, sequences = await service.in_thread(make, len(text), client)
-        await service.constrain(body, sequences, request)
+        prompt, sequences = await service.process_text(make_sequences, len(text), client)
+        await service.set_constraints(body, sequences, request)
         service.log_prompts(request, [text])
         return await _ChatAnswer.respond(service, request, body, [prompt], sequences)
 

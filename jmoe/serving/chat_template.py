@@ -62,14 +62,14 @@ class ChatTemplate:
                 f"{source}: chat templates {sorted(templates)}: one must be named {DEFAULT!r}"
             )
         self.special_tokens, self._source = dict(special_tokens), source
-        environment = _environment()
+        environment = _jinja_environment()
         self._templates = {}
         for name, text in templates.items():
             try:
                 self._templates[name] = environment.from_string(text)
             except TemplateSyntaxError as error:
                 raise ValueError(
-                    f"{self._called(name)}: line {error.lineno}: {error.message}"
+                    f"{self._template_label(name)}: line {error.lineno}: {error.message}"
                 ) from error
 
     @cached_property
@@ -81,11 +81,11 @@ class ChatTemplate:
         a string, they would iterate over its characters.
         """
         probe = "jmoe probes its content"
-        if self._shows(probe, probe):
+        if self._renders_probe(probe, probe):
             return "string"
-        return "parts" if self._shows(probe, [{"type": "text", "text": probe}]) else None
+        return "parts" if self._renders_probe(probe, [{"type": "text", "text": probe}]) else None
 
-    def _shows(self, probe: str, content: Json) -> bool:
+    def _renders_probe(self, probe: str, content: Json) -> bool:
         """Whether the rendered prompt contains `probe` if `content` is a message's content."""
         system, user = ({"role": role, "content": content} for role in ("system", "user"))
         # some templates reject a conversation without a system message
@@ -138,7 +138,7 @@ class ChatTemplate:
             # A copy of plain values: methods of other objects could allow a sandbox escape.
             plain = json.loads(json.dumps(context))
         except TypeError as error:
-            raise ValueError(f"{self._called(name)}: not JSON values: {error}") from error
+            raise ValueError(f"{self._template_label(name)}: not JSON values: {error}") from error
         try:
             return self._templates[name].render({**self.special_tokens, **plain})
         except MemoryError:
@@ -149,9 +149,9 @@ class ChatTemplate:
                 if isinstance(error, TemplateError)
                 else f"{type(error).__name__}: {error}"
             )
-            raise ValueError(f"{self._called(name)}: {reason}") from error
+            raise ValueError(f"{self._template_label(name)}: {reason}") from error
 
-    def _called(self, name: str) -> str:
+    def _template_label(self, name: str) -> str:
         return (
             f"chat template of {self._source}"
             if name == DEFAULT
@@ -176,7 +176,7 @@ def read_templates(folder: Path) -> JsonObject | None:
             )
         templates[DEFAULT] = folder / TEMPLATE_FILE
     texts = {name: read_text(path) for name, path in templates.items()}
-    texts = texts or _templates_of(config.get("chat_template"), folder)
+    texts = texts or _templates_from_config(config.get("chat_template"), folder)
     return (
         {
             "templates": texts,
@@ -198,7 +198,7 @@ def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
     """
     template = ChatTemplate(**setup)
 
-    def answer(question: bytes) -> bytes:
+    def answer_question(question: bytes) -> bytes:
         if question == CONTENT_FORM:
             return _TEXT + (template.content_form or "").encode()
         try:
@@ -208,7 +208,7 @@ def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
             said = cause.message if isinstance(cause, TemplateError) else None
             return _REFUSED + json.dumps([str(error), said]).encode()
 
-    return answer
+    return answer_question
 
 
 def decode_rendering(answer: bytes) -> str:
@@ -269,7 +269,7 @@ def _refuse_underscore(name: object) -> None:
         raise SecurityError(f"a namespace may not have an attribute {name!r}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _jinja_environment() -> ImmutableSandboxedEnvironment:
     """Return a sandboxed Jinja environment with the extensions and functions of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -310,7 +310,7 @@ def _with_reasoning(message: JsonObject) -> JsonObject:
     )
 
 
-def _templates_of(entry: Json, folder: Path) -> dict[str, str]:
+def _templates_from_config(entry: Json, folder: Path) -> dict[str, str]:
     """Return the templates in `chat_template` of tokenizer_config.json, by name.
 
     entry: None, one template, or a list of named templates. Raises ValueError for anything else.
@@ -319,7 +319,7 @@ def _templates_of(entry: Json, folder: Path) -> dict[str, str]:
         return {}
     if isinstance(entry, str):
         return {DEFAULT: entry}
-    if _named_templates(entry):
+    if _is_named_list(entry):
         names = [one["name"] for one in entry]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -333,7 +333,7 @@ def _templates_of(entry: Json, folder: Path) -> dict[str, str]:
     )
 
 
-def _named_templates(entry: Json) -> bool:
+def _is_named_list(entry: Json) -> bool:
     return isinstance(entry, list) and all(
         isinstance(one, dict)
         and isinstance(one.get("name"), str)

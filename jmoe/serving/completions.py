@@ -24,7 +24,7 @@ from jmoe.serving.vocabulary import TextOffsets, TokenVocabulary
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class _Choice:
+class _DeltaBuilder:
     """Converts the engine outputs of one sequence to deltas of a completion choice."""
 
     def __init__(
@@ -73,7 +73,7 @@ class _Choice:
         return self._vocabulary.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
 
-def _join(deltas: list[CompletionChoice]) -> CompletionChoice:
+def _join_choice(deltas: list[CompletionChoice]) -> CompletionChoice:
     """Return one choice of a whole response, joined from its stream deltas."""
     logprobs = None
     if deltas[0].logprobs is not None:
@@ -86,7 +86,9 @@ def _join(deltas: list[CompletionChoice]) -> CompletionChoice:
     return deltas[-1].model_copy(update={"text": text, "logprobs": logprobs})
 
 
-def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
+def _texts_and_token_ids(
+    service: Service, body: CompletionRequest
+) -> tuple[list[str], list[list[int]]]:
     """Return each prompt's text (empty if the prompt is given as ids and is not echoed), and its
     token ids.
     """
@@ -108,7 +110,7 @@ class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
 
     async def deltas(self) -> AsyncIterator[CompletionChoice]:
         choices = [
-            _Choice(self.body, self.service.vocabulary, sequence)
+            _DeltaBuilder(self.body, self.service.vocabulary, sequence)
             for sequence in self.generation.sequences
         ]
         async for output in self.generation:
@@ -118,7 +120,7 @@ class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
         return CompletionResponse(**self.envelope, choices=choices, usage=usage)
 
     def response(self, deltas: list[list[CompletionChoice]]) -> CompletionResponse:
-        return self.chunk(list(map(_join, deltas)), self.usage())
+        return self.chunk(list(map(_join_choice, deltas)), self.usage())
 
     def usage(self) -> Usage:
         usage = super().usage()
@@ -136,26 +138,32 @@ def completions_router(service: Service) -> APIRouter:
         """Generate a continuation of each prompt."""
         service.check_model(body.model)
         client = request.state.client
-        service.loop.check_room(len(body.prompts) * body.n, client)  # before tokenization
+        service.loop.requests_to_evict(len(body.prompts) * body.n, client)  # raises early
         prompt_logprobs = body.logprobs if body.echo else None
 
-        def sampling(token_ids: list[int], choice: int) -> SamplingParams:
-            asked = DEFAULT_MAX_TOKENS if body.asked_tokens is None else body.asked_tokens
+        def sampling_params(token_ids: list[int], choice: int) -> SamplingParams:
+            asked = (
+                DEFAULT_MAX_TOKENS
+                if body.requested_max_tokens is None
+                else body.requested_max_tokens
+            )
             most = service.max_new_tokens(token_ids, asked)
             model, logprobs = service.model_sampling, body.logprobs
-            return body.sampling(
+            return body.sampling_params(
                 most, choice, model, logprobs=logprobs, prompt_logprobs=prompt_logprobs
             )
 
-        def make() -> tuple[list[list[int]], list[Sequence]]:
-            texts, prompts = _prompts(service, body)
-            sequences = service.sequences(body, prompts, sampling)
+        def make_sequences() -> tuple[list[list[int]], list[Sequence]]:
+            texts, prompts = _texts_and_token_ids(service, body)
+            sequences = service.make_sequences(body, prompts, sampling_params)
             for i, sequence in enumerate(sequences):
                 sequence.prompt_text = texts[i // body.n]
             return prompts, sequences
 
-        prompts, sequences = await service.in_thread(make, sum(map(len, body.prompts)), client)
-        await service.constrain(body, sequences, request)
+        prompts, sequences = await service.process_text(
+            make_sequences, sum(map(len, body.prompts)), client
+        )
+        await service.set_constraints(body, sequences, request)
         service.log_prompts(
             request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]]
         )

@@ -45,7 +45,7 @@ class Connections:
         return Connection(self, **options)
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """Stops the parser; `Connection._refusal` holds the status and message."""
 
 
@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
         evicted = self._shared.shares.items_to_evict(client, 1, self._shared.waiting, even=True)
         if evicted is None:
             most = self._shared.config.max_connections
-            self._answer(
+            self._send_error(
                 503, f"all {most} connections that this server keeps are in use: try again later"
             )
             self.transport.close()
@@ -122,13 +122,13 @@ class Connection(HttpToolsProtocol):
         for slowest in evicted:
             slowest.evict()
         self._shared.shares.add(self, client, 1)
-        self._await_client(self._shared.config.header_timeout_s, "headers")
+        self._start_client_timer(self._shared.config.header_timeout_s, "headers")
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:  # rest of a refused request
             return
         if self._timer is None and self._is_idle:
-            self._await_client(self._shared.config.header_timeout_s, "headers")
+            self._start_client_timer(self._shared.config.header_timeout_s, "headers")
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
@@ -151,7 +151,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.shares.remove(self)
-        self._stop_waiting()
+        self._stop_client_timer()
         self._stop_send_timer()
         super().connection_lost(exc)
 
@@ -203,7 +203,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refusal = (431, f"there are more than {MAX_HEADERS} headers")
-            raise _Refused
+            raise _RefusedError
 
     def on_headers_complete(self) -> None:
         if self._repeats_head:
@@ -213,24 +213,24 @@ class Connection(HttpToolsProtocol):
             > MAX_HEAD_BYTES
         ):
             self._refusal = (431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
-            raise _Refused
+            raise _RefusedError
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = (
                 400,
                 f"more than {MAX_PIPELINED} requests wait for the answers to earlier ones",
             )
-            raise _Refused
+            raise _RefusedError
         if sum(name == b"host" for name, _ in self.headers) > 1:
             self._refusal = (400, "there are several Host headers")
-            raise _Refused
+            raise _RefusedError
         if self.parser.get_method() == b"CONNECT":
             self._refusal = (501, "CONNECT: this server is no proxy")
-            raise _Refused
+            raise _RefusedError
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         if codings and [coding.lower().strip() for coding in codings] != [b"chunked"]:
             self._refusal = (501, "the only Transfer-Encoding that this server reads is chunked")
-            raise _Refused
-        self._await_client(self._shared.config.body_timeout_s, "body")
+            raise _RefusedError
+        self._start_client_timer(self._shared.config.body_timeout_s, "body")
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.__class__ = _UnframedCycle  # uvicorn creates the cycle, without a hook
@@ -246,7 +246,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():  # `decline_upgrade` continues
             return
         self._head_bytes = 0
-        self._stop_waiting()
+        self._stop_client_timer()
         super().on_message_complete()
 
     # Called by uvicorn
@@ -282,12 +282,12 @@ class Connection(HttpToolsProtocol):
     def _is_idle(self) -> bool:
         return self.cycle is None or bool(self.cycle.response_complete)
 
-    def _await_client(self, limit_s: float, what: str) -> None:
-        self._stop_waiting()
+    def _start_client_timer(self, limit_s: float, what: str) -> None:
+        self._stop_client_timer()
         self._shared.waiting[self] = None
-        self._timer = self.loop.call_later(limit_s, self._too_late, limit_s, what)
+        self._timer = self.loop.call_later(limit_s, self._refuse_late_client, limit_s, what)
 
-    def _stop_waiting(self) -> None:
+    def _stop_client_timer(self) -> None:
         self._shared.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
@@ -307,7 +307,7 @@ class Connection(HttpToolsProtocol):
                 self._shared.config.send_timeout_s, self.transport.abort
             )
 
-    def _too_late(self, limit_s: float, what: str) -> None:
+    def _refuse_late_client(self, limit_s: float, what: str) -> None:
         self._timer = None
         nothing_begun = what == "headers" and not self._head_bytes
         answered = what == "body" and self._is_idle
@@ -323,7 +323,7 @@ class Connection(HttpToolsProtocol):
         unanswered: the client would take the error for the answer to another request.
         """
         self._refusal = (status, message)
-        self._stop_waiting()
+        self._stop_client_timer()
         idle = self._is_idle
         if not idle:
             self.cycle.disconnected = True
@@ -331,13 +331,13 @@ class Connection(HttpToolsProtocol):
         if not self.pipeline and (
             idle or (self.cycle.more_body and not self.cycle.response_started)
         ):
-            self._answer(status, message)
+            self._send_error(status, message)
             self._shared.waiting[self] = None
             self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.transport.abort()
 
-    def _answer(self, status: int, message: str) -> None:
+    def _send_error(self, status: int, message: str) -> None:
         body = json.dumps(ApiError(status, message).body.model_dump()).encode()
         headers = {
             b"content-type": b"application/json",

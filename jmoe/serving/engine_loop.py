@@ -84,7 +84,7 @@ class Generation:
         """Number of sequences that have not started to run."""
         return sum(sequence.status == "waiting" for sequence in self.sequences)
 
-    def put(self, output: Output | ApiError) -> None:
+    def put_output(self, output: Output | ApiError) -> None:
         """Queue an output for the reader, or an error that the reader's next read raises."""
         self._outputs.put_nowait(output)
 
@@ -93,19 +93,21 @@ class Generation:
         named = sum(1 + len(logprob.top) for logprob in (*output.logprobs, *output.prompt_logprobs))
         return OUTPUT_BYTES + self.logprob_bytes * named
 
-    def drop(self, error: ApiError) -> None:
+    def abort_with_error(self, error: ApiError) -> None:
         """Abort the sequences, discard unread outputs, and raise `error` at the reader's next
         read.
         """
-        self._owner._abort(self.sequences)
+        self._owner._abort_sequences(self.sequences)
         self._owner._unsent.remove(self)
         while not self._outputs.empty():
             self._outputs.get_nowait()
-        self.put(error)
+        self.put_output(error)
 
     def _time_out(self, timeout_s: float) -> None:
-        self._owner._abort(self.sequences)
-        self.put(ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout"))
+        self._owner._abort_sequences(self.sequences)
+        self.put_output(
+            ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout")
+        )
 
     def __aiter__(self) -> Self:
         return self
@@ -143,7 +145,7 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        self._owner._abort(self.sequences)
+        self._owner._abort_sequences(self.sequences)
         self._owner._unsent.remove(self)
         if any(sequence.constraint is not None for sequence in self.sequences):
             self._owner._commands.put(partial(_drop_constraints, self.sequences))
@@ -168,7 +170,7 @@ class EngineLoop:
         self._open: dict[Sequence, Generation] = {}  # sequences that have not ended
         self._numbers = itertools.count()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
         self._steps: deque[tuple[float, int]] = deque()  # (when, tokens) of the last RATE_WINDOW_S
         self._token_s = 0.0  # moving average of inter-token time
         self._queue = FairQueue()  # owned by the engine thread
@@ -176,8 +178,8 @@ class EngineLoop:
         self.failure: str | None = None  # reason why requests are no longer served
         # Set when another process of the engine is gone; only a restart helps.
         self.lost_process = asyncio.Event()
-        self.snapshot = self._snapshot()
-        self.last_view, self._viewed_s = self._view(), time.monotonic()
+        self.snapshot = self._take_snapshot()
+        self.last_view, self._viewed_s = self._compute_view(), time.monotonic()
 
     def start(self) -> None:
         """Start the engine thread. Must be called in the running event loop."""
@@ -203,7 +205,7 @@ class EngineLoop:
         since_s = time.monotonic() - RATE_WINDOW_S
         return sum(count for at_s, count in self._steps if at_s >= since_s) / RATE_WINDOW_S
 
-    async def view(self) -> View:
+    async def expert_view(self) -> View:
         """Return the expert residency and load, at most `VIEW_S` seconds old.
 
         An older view is returned if a step takes longer than that or the engine has failed.
@@ -212,11 +214,11 @@ class EngineLoop:
             self._viewed_s = time.monotonic()
             done = asyncio.Event()
 
-            def refresh() -> None:  # on the engine thread
-                self.last_view = self._view()
+            def refresh_view() -> None:  # on the engine thread
+                self.last_view = self._compute_view()
                 self._loop.call_soon_threadsafe(done.set)
 
-            self._commands.put(refresh)
+            self._commands.put(refresh_view)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), VIEW_S)
         return self.last_view
@@ -228,7 +230,7 @@ class EngineLoop:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
 
-    def check_room(self, count: int, client: str) -> list[Generation]:
+    def requests_to_evict(self, count: int, client: str) -> list[Generation]:
         """Return the requests to evict so that `client` can queue `count` more sequences.
 
         Only requests of other clients that hold more queue places are evicted, and only requests
@@ -254,13 +256,13 @@ class EngineLoop:
     def submit(self, sequences: list[Sequence], client: str) -> Generation:
         """Queue all sequences of a request and return their `Generation`; on an error, queue none.
 
-        Aborts requests of larger clients if `check_room` names them. Raises `ApiError` as
-        `check_room` does.
+        Aborts requests of larger clients if `requests_to_evict` names them. Raises `ApiError` as
+        `requests_to_evict` does.
         """
-        for ending in self.check_room(len(sequences), client):
+        for ending in self.requests_to_evict(len(sequences), client):
             error = self._limit.queue_full_error(self._open, len(ending.sequences), self._token_s)
-            self._abort(ending.sequences)
-            ending.put(error)
+            self._abort_sequences(ending.sequences)
+            ending.put_output(error)
         generation = Generation(self, sequences, self._request_timeout_s)
         request = next(self._numbers)
         generation.client = client
@@ -285,13 +287,13 @@ class EngineLoop:
         )
         self._loop.call_later(timeout_s, self._fail_all, error)
 
-    def _abort(self, sequences: list[Sequence]) -> None:
+    def _abort_sequences(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if self._close(sequence) is not None:
+            if self._release_place(sequence) is not None:
                 self._metrics.finished("abort").inc()
-                self._commands.put(partial(self._end, sequence))
+                self._commands.put(partial(self._abort_on_engine, sequence))
 
-    def _close(self, sequence: Sequence) -> Generation | None:
+    def _release_place(self, sequence: Sequence) -> Generation | None:
         """Free the queue place of a sequence; return its request, or None if the sequence was
         closed before.
         """
@@ -313,8 +315,8 @@ class EngineLoop:
                 self._token_s += RECENT * (now_s - sequence.last_token_s - self._token_s)
             self._metrics.observe(output, now_s)
             if output.finish_reason is not None:
-                self._close(sequence)
-            generation.put(output)
+                self._release_place(sequence)
+            generation.put_output(output)
             self._count_unsent(generation, output)
 
     def _count_unsent(self, generation: Generation, output: Output) -> None:
@@ -325,33 +327,35 @@ class EngineLoop:
         `MAX_UNSENT_BYTES`, requests of the client that holds the most are dropped.
         """
         self._unsent.add(generation, generation.client, generation.unsent_bytes(output))
-        if generation.is_kept and self._unsent.amount(generation) > MAX_WHOLE_BYTES:
-            generation.drop(ApiError(400, TOO_LARGE, code="answer_too_large"))
+        if generation.is_kept and self._unsent.amount_of(generation) > MAX_WHOLE_BYTES:
+            generation.abort_with_error(ApiError(400, TOO_LARGE, code="answer_too_large"))
         elif self._unsent.total > self._unsent.limit:
-            most = sorted(dict.fromkeys(self._open.values()), key=self._unsent.amount, reverse=True)
+            most = sorted(
+                dict.fromkeys(self._open.values()), key=self._unsent.amount_of, reverse=True
+            )
             for request in self._unsent.items_to_evict(
-                generation.client, 0, filter(self._unsent.amount, most)
+                generation.client, 0, filter(self._unsent.amount_of, most)
             ) or [generation]:
-                request.drop(ApiError(503, NOT_READ, code="not_read"))
+                request.abort_with_error(ApiError(503, NOT_READ, code="not_read"))
 
     def _count_read(self, generation: Generation, output: Output) -> None:
-        if self._unsent.amount(generation):
+        if self._unsent.amount_of(generation):
             self._unsent.add(generation, generation.client, -generation.unsent_bytes(output))
 
     def _fail(self, sequence: Sequence, error: ApiError) -> None:
-        if (generation := self._close(sequence)) is not None:
-            generation.put(error)
+        if (generation := self._release_place(sequence)) is not None:
+            generation.put_output(error)
 
     def _fail_all(self, error: ApiError) -> None:
         for generation in dict.fromkeys(self._open.values()):
-            generation.put(error)
+            generation.put_output(error)
 
     def _fail_for_good(self, failure: str) -> None:
         self.failure = failure
         self._metrics.finished("error").inc(len(self._open))
         self._fail_all(ApiError(500, failure, code="engine_failed"))
         for sequence in list(self._open):
-            self._close(sequence)
+            self._release_place(sequence)
 
     def _lose_process(self, reason: str) -> None:
         """Fail all requests after another process of the engine was lost.
@@ -361,23 +365,23 @@ class EngineLoop:
         """
         log.error("%s; no request is served any more", reason)
 
-        def fail() -> None:
+        def fail_requests() -> None:
             self._fail_for_good(f"the engine has failed: {reason}")
             self.lost_process.set()
 
-        self._loop.call_soon_threadsafe(fail)
+        self._loop.call_soon_threadsafe(fail_requests)
 
     # Called on the engine thread
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            while self._take_commands():
-                self._admit()
+            while self._run_commands():
+                self._admit_waiting()
                 outputs = self.engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
-                        self._queue.end(output.sequence)
-                self.snapshot = self._snapshot()
+                        self._queue.remove(output.sequence)
+                self.snapshot = self._take_snapshot()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
         except LockstepError:
             pass  # `_lose_process` logs the reason
@@ -385,7 +389,7 @@ class EngineLoop:
             log.exception("the engine has failed; no request is served any more")
             self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)
 
-    def _take_commands(self) -> bool:
+    def _run_commands(self) -> bool:
         """Execute all queued commands; without unfinished sequences, block for the next command.
 
         Returns False when the loop must stop.
@@ -401,32 +405,32 @@ class EngineLoop:
                 return False
             command()
             if self._commands.empty():
-                self.snapshot = self._snapshot()
+                self.snapshot = self._take_snapshot()
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         """Move waiting sequences to the engine until `max_batch` run."""
         while len(self._queue) and self._queue.num_running < self.engine.max_batch:
             sequence = self._queue.pop()
             try:
                 self.engine.add_sequence(sequence)
             except ValueError as error:
-                self._queue.end(sequence)
+                self._queue.remove(sequence)
                 self._loop.call_soon_threadsafe(
                     self._fail, sequence, ApiError.from_value_error(error)
                 )
 
-    def _end(self, sequence: Sequence) -> None:
-        if self._queue.end(sequence):
+    def _abort_on_engine(self, sequence: Sequence) -> None:
+        if self._queue.remove(sequence):
             self.engine.abort(sequence)
 
-    def _view(self) -> View:
+    def _compute_view(self) -> View:
         streams = self.engine.residency.streams
         return View(
             self.engine.residency.occupancy() if streams else [],
             self.engine.tokens_per_expert().tolist(),
         )
 
-    def _snapshot(self) -> Snapshot:
+    def _take_snapshot(self) -> Snapshot:
         stats = self.engine.scheduler_stats()
         return Snapshot(
             self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue))

@@ -89,7 +89,7 @@ class Fork:
         self.is_slow = False
         connection.setblocking(False)
         # kills the process even if it hangs
-        self.end = weakref.finalize(self, _end, connection, exit_status, self._number)
+        self.end = weakref.finalize(self, _kill_and_close, connection, exit_status, self._number)
 
     async def ask(self, question: bytes) -> bytes:
         """Send `question` and return the answer.
@@ -102,10 +102,10 @@ class Fork:
         slow = loop.call_later(SLOW_S, self.lower_priority)
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
-                await loop.sock_sendall(self._connection, _framed(question))
-                while (answer := self._next()) is None:
+                await loop.sock_sendall(self._connection, _length_prefixed(question))
+                while (answer := self._pop_frame()) is None:
                     await self._until_readable()
-                    self._take(self._connection.recv(READ_BYTES))
+                    self._receive_bytes(self._connection.recv(READ_BYTES))
         except TimeoutError as error:
             self.end()
             raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s") from error
@@ -154,7 +154,7 @@ class Fork:
         Raises LimitError or LostError if the fork has ended.
         """
         try:
-            self._connection.sendall(_framed(question))
+            self._connection.sendall(_length_prefixed(question))
         except OSError as error:
             raise self._exit_error() from error
 
@@ -163,10 +163,10 @@ class Fork:
 
         Raises `LimitError` or `LostError` if the fork has ended.
         """
-        while (answer := self._next()) is None:
+        while (answer := self._pop_frame()) is None:
             self._connection.settimeout(timeout_s)
             try:
-                self._take(self._connection.recv(READ_BYTES))
+                self._receive_bytes(self._connection.recv(READ_BYTES))
             except (TimeoutError, BlockingIOError):
                 return None
             except OSError as error:
@@ -175,16 +175,16 @@ class Fork:
                 self._connection.setblocking(False)
         return answer
 
-    def _take(self, data: bytes) -> None:
+    def _receive_bytes(self, data: bytes) -> None:
         if not data:
             raise self._exit_error()
         self._buffer += data
-        if not self._number and (number := self._next()) is not None:
+        if not self._number and (number := self._pop_frame()) is not None:
             self._number += _LENGTH.unpack(number)
             if self.is_slow:
                 self.lower_priority()
 
-    def _next(self) -> bytes | None:
+    def _pop_frame(self) -> bytes | None:
         """Remove the next frame from the received bytes; return None if it is incomplete.
 
         Raises LimitError if the frame is longer than `Limits.answer_bytes`.
@@ -224,7 +224,7 @@ class Fork:
         )
 
 
-def _end(connection: socket.socket, exit_status: FileIO, number: list[int]) -> None:
+def _kill_and_close(connection: socket.socket, exit_status: FileIO, number: list[int]) -> None:
     """Kill a fork and close its socket and pipe.
 
     A fork sends its process id first. If the id has not arrived yet, the fork ends itself: sending
@@ -261,7 +261,7 @@ class ForkServer:
         self._what, self._begin, self._setup, self._limits = what, begin, setup, limits
         self._idle: list[Fork] = []
         self._starting = asyncio.Lock()
-        self._start()
+        self._start_helper()
 
     async def ask(self, question: bytes) -> bytes:
         """Return the answer of an idle fork, or of a new one if none is idle.
@@ -275,12 +275,12 @@ class ForkServer:
             self._idle.append(fork)
         return answer
 
-    def ask_now(self, question: bytes) -> bytes:
+    def ask_blocking(self, question: bytes) -> bytes:
         """Return the answer of a new fork, blocking. For use outside an event loop.
 
         Raises `LimitError` or `LostError`.
         """
-        fork = self.fork()
+        fork = self.fork_worker()
         fork.send(question)
         if (answer := fork.receive(ANSWER_LIMIT_S)) is None:
             raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s")
@@ -294,10 +294,10 @@ class ForkServer:
         async with self._starting:
             if self._process.poll() is not None:
                 self.close()
-                await start_in_thread(self._start, self._what)
-        return self.fork()
+                await start_in_thread(self._start_helper, self._what)
+        return self.fork_worker()
 
-    def fork(self) -> Fork:
+    def fork_worker(self) -> Fork:
         """Return a new fork. Raises `LostError` if the helper process is gone."""
         ours, theirs = socket.socketpair()
         exit_status, tell = os.pipe()
@@ -316,7 +316,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _start(self) -> None:
+    def _start_helper(self) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -338,9 +338,9 @@ class ForkServer:
         )
         with contextlib.suppress(OSError):
             self._control.settimeout(2 * START_LIMIT_S)
-            self._control.sendall(_framed(json.dumps(setup).encode()))
+            self._control.sendall(_length_prefixed(json.dumps(setup).encode()))
             with self._control.makefile("rb") as answers:
-                answer = _read(answers)
+                answer = _read_frame(answers)
             refusal = refusal if answer is None else answer.decode()
         if refusal:
             self.close()
@@ -357,11 +357,11 @@ async def start_in_thread(start: Callable[[], T], what: str) -> T:
         raise LostError(f"{what}: no process for it can be started ({error}): try again") from error
 
 
-def _framed(data: bytes) -> bytes:
+def _length_prefixed(data: bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _read(file: BinaryIO) -> bytes | None:
+def _read_frame(file: BinaryIO) -> bytes | None:
     """Return the next length-prefixed message, or None at the end of the stream."""
     head = file.read(_LENGTH.size)
     return file.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else None
@@ -377,7 +377,7 @@ def _limit_memory(limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (allowed if most < 0 else min(allowed, most), most))
 
 
-def _limited(work: Callable[[], T], processor_s: float) -> T:
+def _run_with_cpu_limit(work: Callable[[], T], processor_s: float) -> T:
     """Return the result of `work()`.
 
     The kernel kills the process (SIGPROF) after `processor_s` seconds of CPU time; a `MemoryError`
@@ -392,21 +392,23 @@ def _limited(work: Callable[[], T], processor_s: float) -> T:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _serve(connection: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
+def _answer_questions(
+    connection: socket.socket, answer: Callable[[bytes], bytes], limits: Limits
+) -> None:
     """In a fork: send the pid, then answer questions until the owner closes the socket."""
     _limit_memory(limits)
-    connection.sendall(_framed(_LENGTH.pack(os.getpid())))
+    connection.sendall(_length_prefixed(_LENGTH.pack(os.getpid())))
     with connection, connection.makefile("rb") as questions:
-        while (question := _read(questions)) is not None:
+        while (question := _read_frame(questions)) is not None:
             if select.select([connection], [], [], 0)[0] and not connection.recv(
                 1, socket.MSG_PEEK
             ):
                 return  # the owner has closed the socket
             begun_s = time.process_time()
-            said = _limited(partial(answer, question), limits.processor_s)
+            said = _run_with_cpu_limit(partial(answer, question), limits.processor_s)
             if time.process_time() > begun_s + SLOW_S:
                 os.setpriority(os.PRIO_PROCESS, 0, SLOW_NICENESS)
-            connection.sendall(_framed(said))
+            connection.sendall(_length_prefixed(said))
 
 
 def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
@@ -417,7 +419,7 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
     """
     pipes: dict[int, int] = {}  # pid -> status pipe
 
-    def tell_ends(*_: object) -> None:
+    def report_exit_statuses(*_: object) -> None:
         for child, pipe in list(pipes.items()):
             ended, status = 0, 0
             with contextlib.suppress(ChildProcessError):  # already reaped by a nested signal
@@ -427,7 +429,7 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
                     os.write(pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
                 os.close(pipes.pop(child))
 
-    signal.signal(signal.SIGCHLD, tell_ends)
+    signal.signal(signal.SIGCHLD, report_exit_statuses)
     while True:
         message, numbers, *_ = socket.recv_fds(control, len(_FORK), 2)
         if not message:
@@ -443,12 +445,12 @@ def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limit
             for other in (pipe, *pipes.values()):
                 os.close(other)
             with contextlib.suppress(OSError):  # the owner has closed the socket
-                _serve(socket.socket(fileno=number), answer, limits)
+                _answer_questions(socket.socket(fileno=number), answer, limits)
             os._exit(0)
         os.close(number)
         if child > 0:
             pipes[child] = pipe
-            tell_ends()  # the fork may have ended before its pipe was registered
+            report_exit_statuses()  # the fork may have ended before its pipe was registered
         else:
             os.close(pipe)
 
@@ -460,21 +462,21 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=int(sys.argv[1]))
     with control.makefile("rb") as questions:
-        told = json.loads(_read(questions) or b"null")
+        told = json.loads(_read_frame(questions) or b"null")
     if told is None:
         return
     limits = Limits(**told["limits"])
     _limit_memory(limits)
     module, _, name = told["begin"].rpartition(".")
     try:
-        answer = _limited(
+        answer = _run_with_cpu_limit(
             partial(getattr(import_module(module), name), **told["setup"]), START_LIMIT_S
         )
     except ValueError as error:
-        control.sendall(_framed(str(error).encode("utf-8", "replace")))
+        control.sendall(_length_prefixed(str(error).encode("utf-8", "replace")))
         return
     gc.freeze()  # a collection in a fork would copy shared pages
-    control.sendall(_framed(b""))
+    control.sendall(_length_prefixed(b""))
     _start_forks(control, answer, limits)
 
 

@@ -38,20 +38,20 @@ class _Masks:
         self.took_s = [0.0] * count
         self.errors = [""] * count
 
-    def ask(self, index: int, token_id: int) -> None:
+    def request_mask(self, index: int, token_id: int) -> None:
         """Send an output's newly drawn token to the fork, which computes the next mask."""
         self.masks[index] = None
         try:
             self._fork.send(TOKEN.pack(index, token_id))
         except LimitError as error:
-            self._give_up(str(error))
+            self._fail_awaited_masks(str(error))
 
-    def take(self, timeout_s: float) -> None:
+    def receive_mask(self, timeout_s: float) -> None:
         """Receive the next mask, of whichever output comes first, within `timeout_s` seconds."""
         try:
             answer = self._fork.receive(timeout_s)
         except LimitError as error:
-            self._give_up(str(error))
+            self._fail_awaited_masks(str(error))
             return
         if answer is not None:
             index, took_s, kind = HEAD.unpack_from(answer)
@@ -66,7 +66,7 @@ class _Masks:
         if not self._fork.is_slow:
             self._fork.lower_priority()
 
-    def _give_up(self, error: str) -> None:
+    def _fail_awaited_masks(self, error: str) -> None:
         for index, mask in enumerate(self.masks):
             if mask is None:
                 self.masks[index], self.errors[index] = b"", error
@@ -106,7 +106,7 @@ class JsonConstraint:
         end_s = time.perf_counter() + limit_s
         while self._masks.masks[self._index] is None:
             left_s = max(0.0, end_s - time.perf_counter())
-            self._masks.take(left_s)
+            self._masks.receive_mask(left_s)
             if not left_s:
                 return
 
@@ -123,7 +123,7 @@ class JsonConstraint:
     def accept(self, token_id: int) -> None:
         self._asked_s = time.perf_counter()
         if not self.error:
-            self._masks.ask(self._index, token_id)
+            self._masks.request_mask(self._index, token_id)
 
 
 class Grammars:
@@ -155,7 +155,7 @@ class Grammars:
         check(len(text) <= MAX_SCHEMA_BYTES, f"len({WHAT})", len(text), constraint)
         async with self._starting:
             if self._server is None:
-                self._server = await start_in_thread(self._start, WHAT)
+                self._server = await start_in_thread(self._start_fork_server, WHAT)
         fork = await self._server.new_fork()
         answer = await fork.ask(json.dumps({"schema": text, "count": count}).encode())
         _, _, kind = HEAD.unpack_from(answer)
@@ -170,7 +170,7 @@ class Grammars:
         if self._server is not None:
             self._server.close()
 
-    def _start(self) -> ForkServer:
+    def _start_fork_server(self) -> ForkServer:
         setup = {
             "tokenizer": self._tokenizer.to_str(),
             "vocab_size": self._vocab_size,

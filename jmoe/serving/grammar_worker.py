@@ -39,7 +39,7 @@ class _Session:
         index = 0
         if not self._matchers:
             try:
-                self._begin(**json.loads(question))
+                self._begin_matchers(**json.loads(question))
             except ValueError as error:  # e.g. a lone surrogate
                 return HEAD.pack(index, 0.0, WRONG) + str(error).encode("utf-8", "replace")
         else:
@@ -51,7 +51,7 @@ class _Session:
         said = matcher.get_error().encode() if wrong else mask
         return HEAD.pack(index, time.perf_counter() - begun_s, WRONG if wrong else MASK) + said
 
-    def _begin(self, schema: str, count: int) -> None:
+    def _begin_matchers(self, schema: str, count: int) -> None:
         grammar = LLMatcher.grammar_from_json_schema(
             schema, overrides={"whitespace_pattern": WHITESPACE}
         )

@@ -77,11 +77,11 @@ class HttpServer(uvicorn.Server):
         nonzero.
         """
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._drain, signal.SIGTERM)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._start_draining, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, self._handle_interrupt)
         yield
 
-    def _interrupt(self) -> None:
+    def _handle_interrupt(self) -> None:
         if self._interrupted:
             print("a second Ctrl-C: ended at once", flush=True)
             os._exit(128 + signal.SIGINT)
@@ -90,9 +90,9 @@ class HttpServer(uvicorn.Server):
             f"ending: what runs has {self._drain_timeout_s:g} s; Ctrl-C once more ends it at once",
             flush=True,
         )
-        self._drain(signal.SIGINT)
+        self._start_draining(signal.SIGINT)
 
-    def _drain(self, number: int) -> None:
+    def _start_draining(self, number: int) -> None:
         if self._draining is None:
             self._engine_loop.drain(self._drain_timeout_s)
             self._draining = asyncio.create_task(self._exit_when_idle(number))
@@ -103,7 +103,7 @@ class HttpServer(uvicorn.Server):
     def _drain_for_follower(self) -> None:
         if self._draining is None:
             print("another process of the engine got a signal to end", flush=True)
-            self._drain(signal.SIGTERM)
+            self._start_draining(signal.SIGTERM)
 
     async def _exit_when_process_lost(self) -> None:
         """Exit some time after another process of the engine was lost, so that a supervisor

@@ -51,7 +51,9 @@ def parse_body(body: bytes) -> Json:
     errors.
     """
     try:
-        return json.loads(body, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(
+            body, object_pairs_hook=_dict_of_unique_names, parse_constant=_refuse_constant
+        )
     except json.JSONDecodeError:
         raise
     except UnicodeDecodeError as error:
@@ -62,7 +64,7 @@ def parse_body(body: bytes) -> Json:
         raise ApiError(400, "a number of the body has too many digits") from error
 
 
-def _unique(pairs: list[tuple[str, Json]]) -> JsonObject:
+def _dict_of_unique_names(pairs: list[tuple[str, Json]]) -> JsonObject:
     values = dict(pairs)
     if len(values) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]

@@ -45,7 +45,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, api_keys: ApiKeys, config: ServeConfig) -> None:
         self._app, self._max_body_bytes = app, config.max_body_bytes
         self._keys = api_keys
-        address = _address(config.host)
+        address = _ip_address(config.host)
         is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
         self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
         # bodies being read or processed
@@ -99,7 +99,7 @@ class AuthMiddleware:
         name = (
             host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
         )
-        if self._hosts is not None and name not in self._hosts and _address(name) is None:
+        if self._hosts is not None and name not in self._hosts and _ip_address(name) is None:
             message = (
                 f"the host {name!r} is not served: name it with --allowed-hosts, or use"
                 " --api-key-file"
@@ -145,7 +145,7 @@ class AuthMiddleware:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return False
-                self._take(body, message.get("body", b""), scope["state"]["client"])
+                self._append_piece(body, message.get("body", b""), scope["state"]["client"])
                 size = max(size, len(body.data))
                 if not message.get("more_body", False) and size <= self._max_body_bytes:
                     return True
@@ -160,7 +160,7 @@ class AuthMiddleware:
             413, f"the body has {size} bytes or more; at most {self._max_body_bytes} are allowed"
         )
 
-    def _take(self, body: "_Body", piece: bytes, client: str) -> None:
+    def _append_piece(self, body: "_Body", piece: bytes, client: str) -> None:
         """Append `piece` to `body`; if memory is full, drop bodies that are still arriving.
 
         The client with the most bytes loses its longest-silent bodies first; the sender's own
@@ -178,7 +178,7 @@ class AuthMiddleware:
         evicted = self._bytes.items_to_evict(client, len(piece), slow)
         if (
             evicted is None
-            and self._bytes.held(client) + len(piece) > self._bytes.limit // SMALL_SHARE
+            and self._bytes.held_by(client) + len(piece) > self._bytes.limit // SMALL_SHARE
         ):
             raise _bodies_full_error()
         for other in evicted or ():
@@ -214,7 +214,7 @@ def _bodies_full_error() -> ApiError:
 LOGGED_PATHS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -242,7 +242,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI `receive` that yields the buffered body once, then delegates to `receive`."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Message:
+    async def receive_buffered() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replay
+    return receive_buffered

@@ -3,7 +3,7 @@
 https://platform.openai.com/docs/api-reference and
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server. A parameter that would change the
 answer is either honoured or rejected by name. Accepted without effect: null, default values
-(`_only`), and hints about billing, caches and the client (`Hint`).
+(`_harmless_values_validator`), and hints about billing, caches and the client (`Hint`).
 """
 
 import math
@@ -46,7 +46,7 @@ FastList = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _text_or_list(value: Json) -> str:
+def _text_or_list_tag(value: Json) -> str:
     """Return the union tag of a value, so that only one union member reports errors."""
     return "list" if isinstance(value, list) else "text"
 
@@ -55,51 +55,51 @@ _NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?")
 MOST_TOKENS = 2**31 - 1  # stands for "as many as the context allows"
 
 
-def _as_number(value: Json) -> Json:
+def _parse_number_text(value: Json) -> Json:
     """Return 0.7 for the string "0.7" and 5 for 5.0; any other value unchanged."""
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = float(value) if set(value) & set(".eE") else int(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _without_empty(value: Json) -> Json:
+def _drop_empty_strings(value: Json) -> Json:
     """Return stop strings without empty ones."""
     if isinstance(value, list):
         return [one for one in value if one != ""]
     return [] if value == "" else value
 
 
-def _none_if_false(value: Json) -> Json:
+def _false_to_none(value: Json) -> Json:
     """Return None for false, by which chat clients switch log-probabilities off."""
     return None if value is False else value
 
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-Finite = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
-Whole = Annotated[int, BeforeValidator(_as_number)]
+Finite = Annotated[float, BeforeValidator(_parse_number_text), Field(allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_parse_number_text)]
 Hint = Json  # accepted and ignored: no answer depends on it
 FinishReason = Literal["stop", "length"]
 
 
-def _at_most(count: int) -> BeforeValidator:
+def _max_entries_validator(count: int) -> BeforeValidator:
     """Return a validator that rejects a dict with more than `count` entries before validating
     them.
     """
 
-    def check(value: Json) -> Json:
+    def check_num_entries(value: Json) -> Json:
         if isinstance(value, dict) and len(value) > count:
             raise ValueError(f"has {len(value)} entries; at most {count} are allowed")
         return value
 
-    return BeforeValidator(check)
+    return BeforeValidator(check_num_entries)
 
 
-def _only(*harmless: Json) -> BeforeValidator:
+def _harmless_values_validator(*harmless: Json) -> BeforeValidator:
     """Return a validator that rejects every value except `harmless` ones, which equal the server's
     behaviour anyway.
     """
 
-    def check(value: Json) -> Json:
+    def check_is_harmless(value: Json) -> Json:
         if not any(value == one and isinstance(value, type(one)) for one in harmless):
             message = "is not a parameter that this server supports, except as {harmless}"
             raise PydanticCustomError(
@@ -107,7 +107,7 @@ def _only(*harmless: Json) -> BeforeValidator:
             )
         return value
 
-    return BeforeValidator(check)
+    return BeforeValidator(check_is_harmless)
 
 
 class RequestBody(BaseModel):
@@ -117,7 +117,7 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known(cls, data: Json) -> Json:
+    def _check_known_fields(cls, data: Json) -> Json:
         """Drop null values; raise an error that names the first unknown parameter."""
         if not isinstance(data, dict):
             return data
@@ -145,7 +145,7 @@ class StreamOptions(RequestBody):
     include_obfuscation: Hint = None
 
     @model_validator(mode="after")
-    def _agree(self) -> "StreamOptions":
+    def _check_options_agree(self) -> "StreamOptions":
         if self.continuous_usage_stats and not self.include_usage:
             raise ValueError("continuous_usage_stats needs include_usage = true")
         return self
@@ -167,7 +167,7 @@ class ResponseFormat(RequestBody):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _has_schema(self) -> "ResponseFormat":
+    def _check_schema_given(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema must be given with type 'json_schema' and not otherwise")
         return self
@@ -198,14 +198,14 @@ class GenerationBody(RequestBody):
             Annotated[Finite, Field(ge=-100, le=100)],
         ],
         Field(max_length=MAX_IDS),
-        _at_most(MAX_IDS),
+        _max_entries_validator(MAX_IDS),
     ] = Field(default_factory=dict)
     seed: Whole | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Annotated[
         Annotated[StopString, Tag("text")]
         | Annotated[FastList[StopString], Field(max_length=MAX_STOP), Tag("list")],
-        Discriminator(_text_or_list),
-        BeforeValidator(_without_empty),
+        Discriminator(_text_or_list_tag),
+        BeforeValidator(_drop_empty_strings),
     ] = Field(default_factory=list)
     stop_token_ids: FastList[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
     ignore_eos: bool = False
@@ -213,8 +213,8 @@ class GenerationBody(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    store: Annotated[bool, _only(False)] = False
-    skip_special_tokens: Annotated[bool, _only(True)] = True
+    store: Annotated[bool, _harmless_values_validator(False)] = False
+    skip_special_tokens: Annotated[bool, _harmless_values_validator(True)] = True
     user: Hint = None
     metadata: Hint = None
     service_tier: Hint = None
@@ -225,7 +225,7 @@ class GenerationBody(RequestBody):
     keep_alive: Hint = None
 
     @model_validator(mode="after")
-    def _ends(self) -> "GenerationBody":
+    def _check_answer_can_end(self) -> "GenerationBody":
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
             raise ValueError(
                 "min_tokens and ignore_eos do not go with response_format, by which the answer ends"
@@ -241,21 +241,21 @@ class GenerationBody(RequestBody):
         return {"type": "object"} if schema is None else schema.schema_
 
     @property
-    def streamed_usage(self) -> StreamOptions:
+    def effective_stream_options(self) -> StreamOptions:
         """The stream options, with defaults if not given."""
         return self.stream_options or StreamOptions()
 
     @property
-    def asked_tokens(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         """The requested maximum of new tokens, None if the request sets none."""
         return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
 
     @property
-    def _sampling_set(self) -> JsonObject:
+    def _given_sampling_fields(self) -> JsonObject:
         """Parameters that the request sets and for which a model may have defaults."""
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
 
-    def sampling(
+    def sampling_params(
         self,
         max_new_tokens: int,
         choice: int,
@@ -270,7 +270,7 @@ class GenerationBody(RequestBody):
         maximum, or the rest of the context if that is smaller. model: defaults for parameters that
         the request does not set. Raises ValueError if min_tokens exceeds max_tokens.
         """
-        asked = self.asked_tokens
+        asked = self.requested_max_tokens
         fits = asked is None or self.min_tokens <= asked
         check(fits, "min_tokens", self.min_tokens, f"must be at most max_tokens = {asked}")
         seed = None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63
@@ -278,7 +278,7 @@ class GenerationBody(RequestBody):
         return SamplingParams(
             **{name: getattr(self, name) for name in SAMPLING}
             | dict(model.defaults)
-            | self._sampling_set,
+            | self._given_sampling_fields,
             max_new_tokens=max_new_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -293,7 +293,7 @@ class GenerationBody(RequestBody):
         )
 
 
-def _kind_of_prompt(prompt: Json) -> str:
+def _prompt_tag(prompt: Json) -> str:
     """Return the union tag of a prompt, from its first element, so that only one union member
     validates it.
     """
@@ -308,7 +308,7 @@ Prompt = Annotated[
     | Annotated[FastList[TokenId], Tag("tokens")]
     | Annotated[FastList[str], Field(max_length=MAX_PROMPTS), Tag("texts")]
     | Annotated[FastList[FastList[TokenId]], Field(max_length=MAX_PROMPTS), Tag("several")],
-    Discriminator(_kind_of_prompt),
+    Discriminator(_prompt_tag),
 ]
 
 
@@ -319,16 +319,16 @@ class CompletionRequest(GenerationBody):
     """
 
     prompt: Prompt
-    best_of: Annotated[int, _only(1)] = 1
-    suffix: Annotated[str, _only("")] = ""
+    best_of: Annotated[int, _harmless_values_validator(1)] = 1
+    suffix: Annotated[str, _harmless_values_validator("")] = ""
     echo: bool = False
     logprobs: Annotated[
-        Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_none_if_false)
+        Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_false_to_none)
     ] = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _has_output(self) -> "CompletionRequest":
+    def _check_has_output(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens = 0 needs echo = true")
         return self
@@ -336,7 +336,7 @@ class CompletionRequest(GenerationBody):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list. An empty list is one prompt without tokens."""
-        return [self.prompt] if _kind_of_prompt(self.prompt) in ("text", "tokens") else self.prompt  # type: ignore
+        return [self.prompt] if _prompt_tag(self.prompt) in ("text", "tokens") else self.prompt  # type: ignore
 
 
 class TextPart(RequestBody):
@@ -357,19 +357,19 @@ class Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[FastList[TextPart], Tag("list")],
-        Discriminator(_text_or_list),
+        Discriminator(_text_or_list_tag),
     ] = ""
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[Json], _only([])] = Field(default_factory=list)
-    annotations: Annotated[list[Json], _only([])] = Field(default_factory=list)
-    refusal: Annotated[str, _only("")] = ""
+    tool_calls: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
+    annotations: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
+    refusal: Annotated[str, _harmless_values_validator("")] = ""
     cache_control: Hint = None
 
     @property
-    def reasoned(self) -> str:
+    def reasoning_text(self) -> str:
         """The reasoning under whichever name it was given; "" without one."""
         return self.reasoning_content or self.reasoning or self.thinking or ""
 
@@ -385,7 +385,7 @@ class Message(RequestBody):
     @property
     def size(self) -> int:
         """Number of characters of content and reasoning."""
-        return len(self.text) + len(self.reasoned)
+        return len(self.text) + len(self.reasoning_text)
 
     def for_template(self, as_parts: bool) -> JsonObject:
         """Return the message as a dict for the chat template.
@@ -400,7 +400,7 @@ class Message(RequestBody):
                 else [part.text for part in self.content]
             )
             content = [{"type": "text", "text": text} for text in texts]
-        optional = {"name": self.name, "reasoning_content": self.reasoned or None}
+        optional = {"name": self.name, "reasoning_content": self.reasoning_text or None}
         present = {name: value for name, value in optional.items() if value is not None}
         return {"role": self.role, "content": content} | present
 
@@ -454,15 +454,17 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    tools: Annotated[list[Json], _only([])] = Field(default_factory=list)
-    tool_choice: Annotated[str, _only("none", "auto")] = "none"
+    tools: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
+    tool_choice: Annotated[str, _harmless_values_validator("none", "auto")] = "none"
     parallel_tool_calls: Hint = None  # irrelevant without tools
-    functions: Annotated[list[Json], _only([])] = Field(default_factory=list)
-    function_call: Annotated[str, _only("none", "auto")] = "none"
-    modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
+    functions: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
+    function_call: Annotated[str, _harmless_values_validator("none", "auto")] = "none"
+    modalities: Annotated[list[str], _harmless_values_validator(["text"])] = Field(
+        default_factory=lambda: ["text"]
+    )
 
     @model_validator(mode="after")
-    def _agree(self) -> "ChatCompletionRequest":
+    def _check_options_agree(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         if 0 in (self.max_tokens, self.max_completion_tokens):
@@ -489,7 +491,7 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _one_of(self) -> "TokenizeRequest":
+    def _check_one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("either prompt or messages must be given")
         return self

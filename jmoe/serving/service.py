@@ -70,7 +70,7 @@ class Service:
         self._takes_parts = False
         turn_ends: list[str] = []
         if (setup := read_templates(folder)) is not None:
-            self._templates = self._template_server(setup)
+            self._templates = self._start_template_server(setup)
             self._takes_parts = self._content_form(self._templates) == "parts"
             turn_ends = [setup["special_tokens"].get("eos_token", "")]
         self.harmony = Harmony.detect(self.tokenizer) if self.has_chat else None
@@ -87,7 +87,7 @@ class Service:
             FairSemaphore(FORKS),
         )
 
-    def _template_server(self, setup: JsonObject) -> ForkServer:
+    def _start_template_server(self, setup: JsonObject) -> ForkServer:
         body_bytes = self.config.max_body_bytes
         limits = Limits(
             RENDER_S,
@@ -99,7 +99,7 @@ class Service:
         )
 
     def _content_form(self, templates: ForkServer) -> str:
-        form = decode_rendering(templates.ask_now(CONTENT_FORM))
+        form = decode_rendering(templates.ask_blocking(CONTENT_FORM))
         if not form:
             log.warning(
                 "the model's chat template shows nothing of a message's content, as a string or in"
@@ -125,15 +125,17 @@ class Service:
                 404, f"the model {name!r} is not served here", param="model", code="model_not_found"
             )
 
-    async def in_thread(self, make: Callable[[], T], size: int, client: str) -> T:
+    async def process_text(self, make: Callable[[], T], num_characters: int, client: str) -> T:
         """Return `make()`, run in a thread so that long texts do not block the event loop.
 
-        size: number of characters to process; above `LONG_TEXT`, one such call runs at a time.
+        num_characters: length of the text; above `LONG_TEXT`, one such call runs at a time.
         Raises `ApiError` 400 if `make` raises ValueError, 503 if the system starts no thread.
         """
         try:
             async with (
-                self._long_texts.permit(client) if size > LONG_TEXT else contextlib.nullcontext(),
+                self._long_texts.permit(client)
+                if num_characters > LONG_TEXT
+                else contextlib.nullcontext(),
                 self._threads.permit(client),
             ):
                 return await run_in_thread(make)
@@ -165,18 +167,21 @@ class Service:
             raise ApiError(400, f"the model's tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in batch]
 
-    async def _with_fork(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    async def _run_with_permit(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work()`, run when the client gets a place among the `FORKS`
         concurrent ones.
 
         Cancels the work if the client disconnects. Raises `ApiError` 503 if the fork is killed.
         """
 
-        async def do() -> T:
+        async def work_with_permit() -> T:
             async with self._forks.permit(request.state.client):
                 return await work()
 
-        doing, gone = asyncio.ensure_future(do()), asyncio.ensure_future(disconnected(request))
+        doing, gone = (
+            asyncio.ensure_future(work_with_permit()),
+            asyncio.ensure_future(wait_for_disconnect(request)),
+        )
         try:
             await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
@@ -189,7 +194,7 @@ class Service:
             doing.cancel()
             gone.cancel()
 
-    async def render(
+    async def render_chat(
         self,
         messages: list[Message],
         add_generation_prompt: bool,
@@ -214,7 +219,7 @@ class Service:
         try:
             asked = json.dumps(question).encode()
             return decode_rendering(
-                await self._with_fork(request, partial(self._templates.ask, asked))
+                await self._run_with_permit(request, partial(self._templates.ask, asked))
             )
         except RefusedError as error:
             log.info("%s", error)
@@ -243,7 +248,7 @@ class Service:
         room = limit - length
         return room if asked is None else min(room, max(1, asked))
 
-    def sequences(
+    def make_sequences(
         self,
         body: GenerationBody,
         prompts: list[list[int]],
@@ -262,7 +267,7 @@ class Service:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)
         return sequences
 
-    async def constrain(
+    async def set_constraints(
         self, body: GenerationBody, sequences: list[Sequence], request: Request
     ) -> None:
         """Set the sequences' constraints if `body` asks for a JSON answer.
@@ -273,7 +278,7 @@ class Service:
             return
         try:
             make = partial(self.grammars.constraints, body.json_schema, len(sequences))
-            constraints = await self._with_fork(request, make)
+            constraints = await self._run_with_permit(request, make)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
         for sequence, constraint in zip(sequences, constraints, strict=True):
@@ -290,7 +295,7 @@ class Service:
             request.state.note(repr(prompts))
 
 
-async def disconnected(request: Request) -> None:
-    """Return when the client has disconnected or the response is complete."""
+async def wait_for_disconnect(request: Request) -> None:
+    """Return when the client has wait_for_disconnect or the response is complete."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -48,11 +48,11 @@ class Shares(Generic[Item]):
             client, amount = self._items[item]
             self.add(item, client, -amount)
 
-    def held(self, client: Hashable) -> int:
+    def held_by(self, client: Hashable) -> int:
         """Return the total amount of all items of `client`."""
         return self._held[client]
 
-    def amount(self, item: Item) -> int:
+    def amount_of(self, item: Item) -> int:
         """Return the amount that `item` holds, 0 if the item is unknown."""
         return self._items[item][1] if item in self._items else 0
 

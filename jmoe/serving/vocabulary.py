@@ -44,12 +44,12 @@ class TokenVocabulary:
         # Without byte fallback, one unknown token may stand for any number of characters.
         whole = byte_level or "<0x00>" in vocabulary
         self._longest = (
-            max((len(self.bytes(token)) for token in vocabulary.values()), default=0)
+            max((len(self.token_bytes(token)) for token in vocabulary.values()), default=0)
             if whole
             else None
         )
 
-    def bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that the token contributes to decoded text.
 
         Returns b"" for an id that the tokenizer lacks: a model's embedding may have more rows than
@@ -66,11 +66,11 @@ class TokenVocabulary:
             return bytes([int(byte[1], 16)])
         return token.replace("▁", " ").encode()
 
-    def text(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
         r"""Return the token's text; for bytes that are not valid UTF-8, OpenAI's notation, e.g.
         `bytes:\xf0\x9f`.
         """
-        data = self.bytes(token_id)
+        data = self.token_bytes(token_id)
         try:
             return data.decode()
         except UnicodeDecodeError:
@@ -100,33 +100,35 @@ class TokenVocabulary:
         logprobs: the following tokens.
         text_offset: for each token of both lists, the character at which it begins.
         """
-        first = [self.text(token) for token in prompt_token_ids]
+        first = [self.token_text(token) for token in prompt_token_ids]
         return CompletionLogprobs(
-            tokens=first + [self.text(lp.token_id) for lp in logprobs],
+            tokens=first + [self.token_text(lp.token_id) for lp in logprobs],
             token_logprobs=[*[None for _ in first], *(lp.logprob for lp in logprobs)],
-            top_logprobs=[*[None for _ in first], *(self._top(lp) for lp in logprobs)],
+            top_logprobs=[*[None for _ in first], *(self._top_logprobs(lp) for lp in logprobs)],
             text_offset=text_offset,
         )
 
     def chat_logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
         content = []
         for lp in logprobs:
-            drawn, *top = (self._described(*pair) for pair in ((lp.token_id, lp.logprob), *lp.top))
+            drawn, *top = (
+                self._top_logprob(*pair) for pair in ((lp.token_id, lp.logprob), *lp.top)
+            )
             content.append(ChatLogprob(**dict(drawn), top_logprobs=top))
         return ChatLogprobs(content=content)
 
-    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+    def _top_logprobs(self, logprob: TokenLogprob) -> dict[str, float]:
         """Return {text: log-probability} of the most likely tokens and of the drawn token.
 
         Of several tokens with the same text, the most likely one counts.
         """
         top: dict[str, float] = {}
         for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
-            top.setdefault(self.text(token), value)
+            top.setdefault(self.token_text(token), value)
         return top
 
-    def _described(self, token_id: int, logprob: float) -> TopLogprob:
-        data = self.bytes(token_id)
+    def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
+        data = self.token_bytes(token_id)
         return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))
 
 
@@ -157,7 +159,7 @@ class TextOffsets:
         offsets = []
         for token in token_ids:
             offsets.append(self._num_characters)
-            data = self._vocabulary.bytes(token)
+            data = self._vocabulary.token_bytes(token)
             if self._vocabulary.is_special(token) and not text.startswith(
                 data.decode(), self._num_characters
             ):

@@ -47,7 +47,7 @@ def test_nobody_waits_for_ever() -> None:
         fill(queue, f"b{i}", "1", 1)
         sequence = queue.pop()
         order.append(sequence.request)
-        assert queue.end(sequence)
+        assert queue.remove(sequence)
     assert [name == "a.1" for name in order].count(True) >= 1
     assert order[:2] == ["a.1", "b0.1"]
 
@@ -56,9 +56,9 @@ def test_what_ended_is_forgotten() -> None:
     queue: FairQueue = FairQueue()
     first, second, third = fill(queue, "a", "1", 3)
     assert queue.pop() is first
-    assert not queue.end(second), "it waited"
-    assert queue.end(first), "it ran"
-    assert not queue.end(first) and not queue.end(Sequence([1]))
-    assert queue.pop() is third and queue.end(third)
+    assert not queue.remove(second), "it waited"
+    assert queue.remove(first), "it ran"
+    assert not queue.remove(first) and not queue.remove(Sequence([1]))
+    assert queue.pop() is third and queue.remove(third)
     assert len(queue) == queue.num_running == 0
     assert not any((queue._waiting, queue._running, queue._since, queue._num_running))

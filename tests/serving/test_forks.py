@@ -95,7 +95,7 @@ def test_a_fork_killed_from_outside(server: ForkServer, number: int) -> None:
 
     with pytest.raises(LostError, match=f"^sums: {re.escape(words)}"):
         asyncio.run(ask_and_kill())
-    waiting = server.fork()
+    waiting = server.fork_worker()
     waiting.send(b"1")
     assert waiting.receive(60.0) == b"1"
     os.kill(*waiting._number, number)
@@ -106,7 +106,7 @@ def test_a_fork_killed_from_outside(server: ForkServer, number: int) -> None:
 def test_a_fork_of_a_killed_server() -> None:
     """Killed together, as a cgroup's limit does, or between two questions."""
     server = start()
-    fork = server.fork()
+    fork = server.fork_worker()
     assert asyncio.run(fork.ask(b"1")) == b"1"
     server._process.kill()
     server._process.wait()
@@ -114,7 +114,7 @@ def test_a_fork_of_a_killed_server() -> None:
     with pytest.raises(LostError, match=r"^sums: the process for it is gone"):
         asyncio.run(fork.ask(b"2"))
     with pytest.raises(LostError, match=r"^sums: the process for it is gone"):
-        server.fork()
+        server.fork_worker()
     server.close()
 
 
@@ -146,7 +146,7 @@ def test_slow_work_lets_others_go_first(server: ForkServer) -> None:
 def test_a_fork_of_its_own(server: ForkServer) -> None:
     """Answers come in order, when they are asked for; the process ends with the object."""
     before = num_forks(server)
-    fork: Fork | None = server.fork()
+    fork: Fork | None = server.fork_worker()
     assert fork is not None
     for number in range(3):
         fork.send(b"[kept.append(%d), len(kept)][1]" % number)
@@ -158,7 +158,7 @@ def test_a_fork_of_its_own(server: ForkServer) -> None:
     fork.send(b"sum(1 for _ in iter(int, 1))")
     with pytest.raises(LimitError):
         fork.receive(60.0)
-    fork = server.fork()
+    fork = server.fork_worker()
     assert asyncio.run(fork.ask(b"2")) == b"2"
     del fork
     wait_for(lambda: num_forks(server) <= before)
@@ -171,7 +171,7 @@ def test_what_is_given_up_ends(server: ForkServer, after_s: float) -> None:
 
     async def give_up() -> None:
         asking = [
-            asyncio.create_task(server.fork().ask(b"sum(1 for _ in iter(int, 1))"))
+            asyncio.create_task(server.fork_worker().ask(b"sum(1 for _ in iter(int, 1))"))
             for _ in range(5)
         ]
         await asyncio.sleep(after_s)
@@ -202,7 +202,7 @@ def test_a_killed_server_is_replaced() -> None:
     process = server._process
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)
-    assert asyncio.run(server.fork().ask(b"1")) == b"1"
+    assert asyncio.run(server.fork_worker().ask(b"1")) == b"1"
     process.kill()
     process.wait()
     ticks, answered = asyncio.run(ticks_until(server.ask(b"2")))
