@@ -95,65 +95,65 @@ class _Codec:
 
 
 def _compress_mxfp4(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    blocks = _blocks(w_KN, MXFP4)
+    blocks = _split_into_blocks(w_KN, MXFP4)
     peaks = np.abs(blocks).max(axis=1)
     _, exponents = np.frexp(peaks)
     bounded = np.clip(exponents - 3 + _BIAS, 0, 254)
     scales = np.where(np.isfinite(peaks), bounded, 255).astype(np.uint8)  # 255 is no number
     scaled = blocks * np.ldexp(np.float32(1), _BIAS - scales.astype(np.int32))[:, None]
     # to the nearest code, a tie to the even one, and to 6 beyond the largest
-    return _pairs(scaled.astype(_E2M1).view(np.uint8), w_KN.shape), scales
+    return _pack_pairs(scaled.astype(_E2M1).view(np.uint8), w_KN.shape), scales
 
 
 def _decode_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     factors = lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
-    return e2m1(codes), factors
+    return decode_e2m1(codes), factors
 
 
 def _compress_int4(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    blocks = _blocks(w_KN, INT4)
+    blocks = _split_into_blocks(w_KN, INT4)
     peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
-    scales, wide = _bfloat16(peak / -8)
+    scales, wide = _round_to_bfloat16(peak / -8)
     codes = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)) + 8, 0, 15).astype(np.uint8)
-    return _pairs(codes, w_KN.shape), scales[:, 0]
+    return _pack_pairs(codes, w_KN.shape), scales[:, 0]
 
 
 def _decode_int4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return codes.astype(jnp.float32) - 8.0, floats(scales).astype(jnp.float32)
+    return codes.astype(jnp.float32) - 8.0, uint16_as_bfloat16(scales).astype(jnp.float32)
 
 
 def _compress_int8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    blocks = _blocks(w_KN, INT8)
-    scales, wide = _bfloat16(np.abs(blocks).max(axis=1, keepdims=True) / 127)
+    blocks = _split_into_blocks(w_KN, INT8)
+    scales, wide = _round_to_bfloat16(np.abs(blocks).max(axis=1, keepdims=True) / 127)
     values = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)), -127, 127).astype(np.int8)
     return values.reshape(w_KN.shape), scales[:, 0]
 
 
 def _decode_int8(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return values.astype(jnp.float32), floats(scales).astype(jnp.float32)
+    return values.astype(jnp.float32), uint16_as_bfloat16(scales).astype(jnp.float32)
 
 
 def _compress_fp8(w_KN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    fitted = _of_blocks(np.maximum, np.abs(w_KN)) / np.float32(_LARGEST_E4M3)
+    fitted = _reduce_blocks(np.maximum, np.abs(w_KN)) / np.float32(_LARGEST_E4M3)
     mantissas, exponents = np.frexp(fitted)
     # the smallest power of two that is not below `fitted`
     power = np.where(fitted == 0, 0, np.ldexp(np.float32(1), exponents - (mantissas == 0.5)))
-    codes, wide = _e4m3(w_KN, power)
-    is_exact = _of_blocks(np.logical_and, wide == w_KN)
+    codes, wide = _round_to_e4m3(w_KN, power)
+    is_exact = _reduce_blocks(np.logical_and, wide == w_KN)
     scales = np.where(is_exact, power, fitted)
     if not is_exact.all():
-        codes, _ = _e4m3(w_KN, scales)
+        codes, _ = _round_to_e4m3(w_KN, scales)
     return codes.view(np.uint8), np.repeat(scales, FP8.block, axis=1)[:, : w_KN.shape[1]]
 
 
-def _of_blocks(reduce: np.ufunc, x_KN: np.ndarray) -> np.ndarray:
+def _reduce_blocks(reduce: np.ufunc, x_KN: np.ndarray) -> np.ndarray:
     """Return one number per 128 x 128 block, reduced with `reduce`."""
     for axis in (0, 1):
         x_KN = reduce.reduceat(x_KN, np.arange(0, x_KN.shape[axis], FP8.block), axis=axis)
     return x_KN
 
 
-def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _round_to_e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (E4M3 values, their float32 value times the block's scale). scales: one per 128 x 128
     block.
     """
@@ -165,13 +165,13 @@ def _e4m3(w_KN: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return codes, codes.astype(np.float32) * by_weight
 
 
-def _bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _round_to_bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return x rounded to bfloat16, as (uint16 bits, float32 values)."""
     narrow = x.astype(jnp.bfloat16)
     return narrow.view(np.uint16), narrow.astype(np.float32)
 
 
-def _pairs(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _pack_pairs(codes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     codes = codes.reshape(shape)
     return codes[0::2] | (codes[1::2] << 4)
 
@@ -180,11 +180,11 @@ def _decode_fp8(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Ar
     return lax.bitcast_convert_type(values, jnp.float8_e4m3fn).astype(jnp.float32), scales
 
 
-def _blocks(w_KN: np.ndarray, kind: Format) -> np.ndarray:
+def _split_into_blocks(w_KN: np.ndarray, kind: Format) -> np.ndarray:
     return w_KN.reshape(-1, kind.block, w_KN.shape[1])
 
 
-def e2m1(codes: jax.Array) -> jax.Array:
+def decode_e2m1(codes: jax.Array) -> jax.Array:
     """Return the float32 values of E2M1 codes: 1 sign bit, 2 exponent bits, 1 mantissa bit.
 
     Written in 32-bit operations, which a Mosaic GPU kernel can run too. XLA:CPU takes longer to
@@ -204,14 +204,14 @@ def load_weight(arrays: Mapping[str, jax.Array], name: str, dtype: DTypeLike) ->
     stored = arrays[name]
     if name + SCALES in arrays:
         return decompress(stored, arrays[name + SCALES], dtype)
-    return floats(stored)
+    return uint16_as_bfloat16(stored)
 
 
 @overload
-def floats(x: jax.Array) -> jax.Array: ...
+def uint16_as_bfloat16(x: jax.Array) -> jax.Array: ...
 @overload
-def floats(x: jax.Array | None) -> jax.Array | None: ...
-def floats(x: jax.Array | None) -> jax.Array | None:
+def uint16_as_bfloat16(x: jax.Array | None) -> jax.Array | None: ...
+def uint16_as_bfloat16(x: jax.Array | None) -> jax.Array | None:
     """Return x; uint16 is reinterpreted as bfloat16."""
     return (
         lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x

@@ -78,7 +78,7 @@ def attention(
         output_layouts=(_BY_ROWS, None, None),
         vmap_method="sequential",
         custom_call_api_version=2,
-        legacy_backend_config=_config(q_BSHd, k_BSGd, _FORWARD, scale, window),
+        legacy_backend_config=_backend_config(q_BSHd, k_BSGd, _FORWARD, scale, window),
     )
     o_BHSe, lse_BHS, _ = call(q_BSHd, k_BSGd, v_BSGe)
     return o_BHSe.transpose(_BY_ROWS), lse_BHS
@@ -104,7 +104,7 @@ def attention_gradient(
         output_layouts=(_BY_ROWS, _BY_ROWS, _BY_ROWS, None),
         vmap_method="sequential",
         custom_call_api_version=2,
-        legacy_backend_config=_config(q_BSHd, k_BSGd, _BACKWARD, scale, window),
+        legacy_backend_config=_backend_config(q_BSHd, k_BSGd, _BACKWARD, scale, window),
     )
     dq, dk, dv, _ = call(*operands, lse_BHS, do_BSHe, o_BSHe)
     return dq.transpose(_BY_ROWS), dk.transpose(_BY_ROWS), dv.transpose(_BY_ROWS)
@@ -113,7 +113,7 @@ def attention_gradient(
 _WORKSPACE = jax.ShapeDtypeStruct((0,), np.dtype(np.uint8))  # XLA sets its size
 
 
-def _config(
+def _backend_config(
     q_BSHd: jax.Array,
     k_BSGd: jax.Array,
     products: dict[str, tuple[str, tuple[str, str], str, tuple[str, str]]],

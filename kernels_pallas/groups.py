@@ -52,11 +52,11 @@ class Tiles(NamedTuple):
     ends_L: jax.Array
     rows: int
 
-    def total(self) -> jax.Array:
+    def num_tiles(self) -> jax.Array:
         """Return the number of tiles."""
         return self.tiles_L.sum(dtype=jnp.int32)
 
-    def at(self, i: jax.Array, num_rows: int) -> "Tile":
+    def make_tile(self, i: jax.Array, num_rows: int) -> "Tile":
         """Return tile i. num_rows: N, all rows."""
         tile_ends_L = jnp.cumsum(self.tiles_L)
         group = (i >= tile_ends_L).sum(dtype=jnp.int32)
@@ -75,27 +75,27 @@ class Tile(NamedTuple):
     start: jax.Array
     mine_B: jax.Array
 
-    def pick(self, w_L: jax.Array) -> jax.Array:
-        """Return the group's entry of an array over groups."""
-        return pick(w_L, self.group)
+    def pick_entry(self, w_L: jax.Array) -> jax.Array:
+        """Return the entry of the tile's group in w_L, an array over groups."""
+        return pick_in_loop(w_L, self.group)
 
-    def read(self, x_ND: jax.Array, src_N: jax.Array | None = None) -> jax.Array:
+    def read_rows(self, x_ND: jax.Array, src_N: jax.Array | None = None) -> jax.Array:
         """Return the tile's rows [B, D], with zeros for rows that are not its own. src_N: row n is
         x_ND[src_N[n]].
         """
-        inner_ND, start = lax.optimization_barrier((x_ND, self.start))  # see `pick`
+        inner_ND, start = lax.optimization_barrier((x_ND, self.start))  # see `pick_in_loop`
         rows_B = start + jnp.arange(self.mine_B.size, dtype=jnp.int32)
-        x_BD = take_mapped_rows(sliceable(inner_ND), src_N, rows_B)
+        x_BD = take_mapped_rows(as_sliceable(inner_ND), src_N, rows_B)
         return lax.bitcast_convert_type(jnp.where(self.mine_B[:, None], x_BD, 0), x_ND.dtype)
 
-    def write(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
-        """Return `out_ND`, an array from `sliceable`, with the tile's rows replaced by x_BD."""
+    def write_rows(self, out_ND: jax.Array, x_BD: jax.Array) -> jax.Array:
+        """Return `out_ND`, an array from `as_sliceable`, with the tile's rows replaced by x_BD."""
         old_BD = lax.dynamic_slice_in_dim(out_ND, self.start, self.mine_B.size)
-        new_BD = jnp.where(self.mine_B[:, None], sliceable(x_BD), old_BD)
+        new_BD = jnp.where(self.mine_B[:, None], as_sliceable(x_BD), old_BD)
         return lax.dynamic_update_slice_in_dim(out_ND, new_BD, self.start, axis=0)
 
 
-def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
+def pick_in_loop(w_L: jax.Array, group: jax.Array) -> jax.Array:
     """Return w_L[group] inside the body of a loop.
 
     The barrier keeps XLA from converting all groups to bits before the loop: a copy of the whole
@@ -103,11 +103,11 @@ def pick(w_L: jax.Array, group: jax.Array) -> jax.Array:
     """
     inner_L, group = lax.optimization_barrier((w_L, group))
     return lax.bitcast_convert_type(
-        jnp.take(sliceable(inner_L), group, axis=0, mode="clip"), w_L.dtype
+        jnp.take(as_sliceable(inner_L), group, axis=0, mode="clip"), w_L.dtype
     )
 
 
-def sliceable(x: jax.Array) -> jax.Array:
+def as_sliceable(x: jax.Array) -> jax.Array:
     """Return x in a form of which a part can be read or written without a copy of the whole array.
 
     Before JAX 0.12 XLA:CPU converts a whole bfloat16 array to float32 in order to access a part, so

@@ -29,7 +29,7 @@ class Launch:
     num_sms: int = NUM_SMS
     interpret: Any = None  # `InterpretGPUParams`, which JAX moved between versions
 
-    def kernel(
+    def make_kernel(
         self,
         body: Callable[..., None],
         out_type: jax.ShapeDtypeStruct,
@@ -51,13 +51,13 @@ class Launch:
             **({} if self.interpret is None else {"interpret": self.interpret}),
         )
 
-    def share(self, total: jax.Array | int) -> jax.Array:
+    def num_pieces(self, total: jax.Array | int) -> jax.Array:
         """Return how many of `total` pieces of work this block does: numbers sm, sm + num_sms, sm +
         2 num_sms, ...
         """
         return (total - lax.axis_index("sm") + (self.num_sms - 1)) // self.num_sms
 
-    def piece(self, i: jax.Array) -> jax.Array:
+    def piece_index(self, i: jax.Array) -> jax.Array:
         """Return the number of this block's i-th piece of work."""
         return lax.axis_index("sm") + i * self.num_sms
 

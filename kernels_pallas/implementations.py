@@ -63,9 +63,9 @@ def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[],
 
     Each skipped candidate is logged once, with the reason.
     """
-    for (name, call), (following, _) in pairwise(candidates):
+    for (name, call_implementation), (following, _) in pairwise(candidates):
         try:
-            return call()
+            return call_implementation()
         except NotImplementedError as why:
             _log_once(
                 f"{operation}: {name} does not support this case ({why}); {following} is used"
@@ -73,14 +73,15 @@ def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[],
     return candidates[-1][1]()
 
 
-def run(
+def call_first_supported(
     modules: Mapping[Name, str],
     implementation: object,
     function: str,
     *args: object,
     **options: object,
 ) -> jax.Array:
-    """Return function(*args, **options), where `function` is looked up in one of `modules`.
+    """Return the result of function(*args, **options), where `function` is looked up in one of
+    `modules`.
 
     implementation: None for the first that supports the operands; a name; or an object that has the
     function. Raises ValueError for an unknown name.
@@ -91,9 +92,9 @@ def run(
     if unknown := set(names) - set(modules):
         raise ValueError(f"implementation = {unknown.pop()!r}: must be one of {', '.join(modules)}")
 
-    def call(name: Name) -> jax.Array:
+    def call_implementation(name: Name) -> jax.Array:
         # imported on first use: the import of Mosaic GPU takes a second
         result: jax.Array = getattr(import_module(modules[name]), function)(*args, **options)
         return result
 
-    return first_supported(function, [(name, partial(call, name)) for name in names])
+    return first_supported(function, [(name, partial(call_implementation, name)) for name in names])

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.native import few_row_matmul, takes_native
+from kernels_pallas.native import few_row_matmul, uses_native_inference
 
 
-def _barred_transpose(x: jax.Array) -> jax.Array:
+def _copied_transpose(x: jax.Array) -> jax.Array:
     flipped = (*x.shape[:-2], x.shape[-1], x.shape[-2])
     always = lax.optimization_barrier(jnp.int32(1)) > 0
     return lax.cond(always, lambda a: a.swapaxes(-1, -2), lambda a: a.reshape(flipped), x)
@@ -28,11 +28,11 @@ def transposed(x: jax.Array) -> jax.Array:
     """Return x with its last two dimensions swapped; on a CPU a copy, except for float32."""
     if x.dtype == jnp.float32:
         return x.swapaxes(-1, -2)  # float32 products are as fast either way
-    return lax.platform_dependent(x, cpu=_barred_transpose, default=lambda a: a.swapaxes(-1, -2))
+    return lax.platform_dependent(x, cpu=_copied_transpose, default=lambda a: a.swapaxes(-1, -2))
 
 
-def exact_if_float32(*operands: jax.Array) -> lax.Precision | None:
-    """Return the precision of a product: HIGHEST if all operands are float32, else None.
+def float32_precision(*operands: jax.Array) -> lax.Precision | None:
+    """Return the `precision` of a product of these operands: HIGHEST if all are float32, else None.
 
     XLA's default on a GPU is TF32, which has 10 bits of mantissa instead of 23.
     """
@@ -54,12 +54,12 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
     rows = a.shape[-2]
     is_narrow = b.dtype == jnp.bfloat16
     if (
-        takes_native()
+        uses_native_inference()
         and a.ndim == b.ndim == 2
         and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32)
     ):
         return few_row_matmul(a, b, transposed=b_transposed)
-    product = partial(_dot, b_transposed=b_transposed)
+    product = partial(_dot_general, b_transposed=b_transposed)
     if rows < MIN_ROWS and a.dtype == jnp.bfloat16:
         return lax.platform_dependent(
             a, b, cpu=partial(_padded_dot, b_transposed=b_transposed), default=product
@@ -70,17 +70,17 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
 def _padded_dot(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:
     rows = a.shape[-2]
     a = jnp.pad(a, ((0, 0),) * (a.ndim - 2) + ((0, MIN_ROWS - rows), (0, 0)))
-    return _dot(a, b, b_transposed=b_transposed)[..., :rows, :]
+    return _dot_general(a, b, b_transposed=b_transposed)[..., :rows, :]
 
 
-def _dot(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:
+def _dot_general(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:
     batch = tuple(range(b.ndim - 2))
     inner = b.ndim - 1 if b_transposed else b.ndim - 2
     return lax.dot_general(
         a,
         b,
         (((a.ndim - 1,), (inner,)), (batch, batch)),
-        precision=exact_if_float32(a, b),
+        precision=float32_precision(a, b),
         preferred_element_type=jnp.float32,
     )
 

@@ -145,7 +145,7 @@ def recording(ops: dict[str, Op], module: str = "") -> Iterator[list[Span]]:
 
     background = any(op.background for op in ops.values())
     if background:
-        native.record_background()
+        native.start_recording_background()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     found: list[Span] = []
@@ -154,7 +154,7 @@ def recording(ops: dict[str, Op], module: str = "") -> Iterator[list[Span]]:
             yield found
         found += [span for span in _spans(folder, module) if span.name in ops]
     if background:
-        found[:] = with_background(found, ops, native.recorded_background())
+        found[:] = with_background(found, ops, native.stop_recording_background())
 
 
 def with_background(

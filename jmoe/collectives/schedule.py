@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmoe.types import PyTree
-from kernels_pallas.native import hold_until, in_background, multiplications
+from kernels_pallas.native import available_after, count_multiplications, runs_in_background
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
@@ -165,7 +165,7 @@ def _num_multiplications(eqn: JaxprEqn) -> int:
         return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
     if eqn.primitive.name == "ffi_call":
         shapes = [_shape_of(var).shape for var in eqn.invars]
-        return multiplications(eqn.params["target_name"], shapes)
+        return count_multiplications(eqn.params["target_name"], shapes)
     inner = (sum(map(_num_multiplications, function.eqns)) for function in _inner_functions(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 
@@ -369,7 +369,7 @@ class _CollectiveOrder:
         """
         if not arrays:
             return result
-        self.last = hold_until(self.last, arrays)
+        self.last = available_after(self.last, arrays)
         return self.after_last_collective(result) if at_end else result
 
     def mark_done(self, y: jax.Array) -> None:
@@ -495,7 +495,7 @@ class _InterleavedRun:
         for i in share:
             self._results[i] = self._work[i](order.after_last_collective)
             order.mark_done(self._results[i])
-        if in_background():
+        if runs_in_background():
             begun = [i for i in self._places[place] if i < place]
             arrays = [self._values[x] for x in program.native_operands(begun)]
             at_end = place == len(program.equations)

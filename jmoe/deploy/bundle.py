@@ -245,7 +245,7 @@ class OpenBundle(Closing):
             return
         library = path / PROGRAMS / NATIVE
         if library.is_file() and digest == native.sources_digest():
-            native.take_built(library)
+            native.use_built_library(library)
         # JAX must not add programs to a folder with checksums
         settings = _SETTINGS | {"jax_persistent_cache_min_compile_time_secs": NEVER_S}
         self._before = _swap_cache_options(

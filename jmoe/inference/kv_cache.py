@@ -27,7 +27,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from kernels_pallas.matmul import dot
-from kernels_pallas.native import cached_attention, takes_native_attention
+from kernels_pallas.native import cached_attention, uses_native_attention
 from kernels_pallas.saved import bits
 
 BLOCK = 128
@@ -129,7 +129,7 @@ def write_and_attend(
         return attend_at_once(
             *at, context=context, scale=scale, window=window, sinks_H=sinks_H
         ), cache
-    if takes_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
+    if uses_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
         caches = (cache.k_BGSd, cache.v_BGSe)
         out_PCHe, k_BGSd, v_BGSe = cached_attention(
             new, caches, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H

@@ -43,7 +43,7 @@ from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import table_mlp_of_tokens
 from jmoe.types import PyTree
-from kernels_pallas.native import SlotLayout, find_slots, native_operations, slot_mlp
+from kernels_pallas.native import SlotLayout, allow_native_inference, find_slots, slot_mlp
 
 RECENT_STEPS = 16
 # on an accelerator, programs for single tokens read this many positions, a program for each
@@ -231,7 +231,7 @@ def _attend_program(
     positions_PC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    with native_operations(positions_PC.size * variant.native):
+    with allow_native_inference(positions_PC.size * variant.native):
         return attend_local(
             structure,
             arrays,
@@ -314,7 +314,7 @@ def _apply_layers(
     slots, tables = experts
     written: list[KVCache] = []
     choices: list[jax.Array] = []
-    with native_operations(batch.positions_PC.size * (static.layout is not None)):
+    with allow_native_inference(batch.positions_PC.size * (static.layout is not None)):
         if static.is_first:
             hidden = embed_local(
                 static.embed_and_head,
@@ -370,7 +370,7 @@ def logits_at_tokens(
 
     native: use native (C++) operations.
     """
-    with native_operations(x_PCD.shape[0] * native):
+    with allow_native_inference(x_PCD.shape[0] * native):
         return structure.merge(arrays).logits(x_PCD[jnp.arange(x_PCD.shape[0]), at_P])
 
 

@@ -317,9 +317,9 @@ def causal_attention(
 ) -> jax.Array:
     """Return softmax(scale q k^T) v under a causal mask, [B, S, H, e] in q's dtype.
 
-    The native CPU kernel runs where the trace allows it (`native.native_training`), without sinks
-    and windows. On a GPU cuDNN's flash attention runs, whose reason for a case that it does not
-    support is logged once. All else runs as blocked XLA.
+    The native CPU kernel runs where the trace allows it (`native.allow_native_training`), without
+    sinks and windows. On a GPU cuDNN's flash attention runs, whose reason for a case that it does
+    not support is logged once. All else runs as blocked XLA.
 
     scale: None for d^-0.5. sinks_H: per head the logit of a key without a value. window: the number
     of keys that a query sees, itself included.
@@ -329,7 +329,7 @@ def causal_attention(
     window = None if window is None or window >= k_BSGd.shape[1] else window
     operands = q_BSHd, k_BSGd, v_BSGe
     dtypes = (x.dtype for x in operands)
-    if sinks_H is None and window is None and native.trains_native(*dtypes, multiples=dims):
+    if sinks_H is None and window is None and native.uses_native_training(*dtypes, multiples=dims):
         kernel = FlashKernel(
             partial(native.causal_attention, scale=scale),
             partial(native.causal_attention_gradient, scale=scale),

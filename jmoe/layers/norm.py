@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from kernels_pallas.native import rms_norm, takes_native
+from kernels_pallas.native import rms_norm, uses_native_inference
 
 
 class Norm(nnx.Module):
@@ -25,7 +25,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return x [..., size] normalized, in `dtype`."""
-        if takes_native() and self.bias is None and not self.axes:
+        if uses_native_inference() and self.bias is None and not self.axes:
             return rms_norm(x, self.scale[...], self.eps, dtype)
         x = x.astype(jnp.float32)
         if self.bias is not None:

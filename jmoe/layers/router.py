@@ -21,7 +21,7 @@ from jax.nn.initializers import Initializer, normal
 
 from jmoe.config import RouterConfig, check, check_routing
 from kernels_pallas.matmul import dot
-from kernels_pallas.native import few_row_matmul, takes_native, top_k
+from kernels_pallas.native import few_row_matmul, top_k, uses_native_inference
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
 
@@ -192,7 +192,7 @@ def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
     XLA:CPU would sort the rows one after the other; there k passes of maximum and compare fuse with
     the operations around them.
     """
-    if takes_native():
+    if uses_native_inference():
         return top_k(scores_TE, k)
     in_passes = partial(_top_k_in_passes, k=k)
 
@@ -252,7 +252,7 @@ def _gather_and_count(values_TE: jax.Array, idx_TK: jax.Array) -> tuple[jax.Arra
     choice by choice on a CPU, all choices in one launch on an accelerator. With native kernels
     (inference, where neither gradients nor counts are used) the counts are zeros.
     """
-    if takes_native():
+    if uses_native_inference():
         return jnp.take_along_axis(values_TE, idx_TK, axis=1), jnp.zeros(
             values_TE.shape[1], jnp.int32
         )
@@ -391,7 +391,7 @@ class Router(nnx.Module):
             x_TD = x_TD * jax.random.uniform(
                 key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter
             )
-        native = takes_native()
+        native = uses_native_inference()
         logits_TE = (
             few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
         )

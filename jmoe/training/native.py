@@ -57,7 +57,7 @@ def with_native(wanted: bool, function: Callable[..., PyTree]) -> Callable[..., 
 
     @functools.wraps(function)
     def traced(*args: PyTree, **options: PyTree) -> PyTree:
-        with native.native_training(wanted, background=wanted and jax.process_count() > 1):
+        with native.allow_native_training(wanted, background=wanted and jax.process_count() > 1):
             return function(*args, **options)
 
     return traced

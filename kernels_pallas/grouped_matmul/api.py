@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.grouped_matmul.quantize import LARGEST
-from kernels_pallas.implementations import Name, run
+from kernels_pallas.implementations import Name, call_first_supported
 from kernels_pallas.token_permute.api import RowMap, sum_rows
 
 
@@ -29,7 +29,7 @@ MODULES: dict[Name, str] = {
     "mosaic_gpu": "kernels_pallas.grouped_matmul.mosaic_gpu",
     "xla": "kernels_pallas.grouped_matmul.xla",
 }
-_run = partial(run, MODULES)
+_run = partial(call_first_supported, MODULES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -45,7 +45,7 @@ def _grouped_matmul(
     return _run(implementation, "grouped_matmul", x, w, group_sizes_E, **options)
 
 
-def _forward(
+def _grouped_matmul_fwd(
     x: jax.Array,
     w: jax.Array,
     group_sizes_E: jax.Array,
@@ -57,7 +57,7 @@ def _forward(
     return y_NF, (x, w, group_sizes_E, rows)
 
 
-def _backward(
+def _grouped_matmul_bwd(
     transpose_rhs: bool, implementation: Choice, residuals: _Operands, dy_NF: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
     x, w, group_sizes_E, rows = residuals
@@ -75,7 +75,7 @@ def _backward(
     return dx_TD, dw.swapaxes(1, 2) if transpose_rhs else dw, None, None
 
 
-_grouped_matmul.defvjp(_forward, _backward)
+_grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
 
 
 def grouped_matmul(

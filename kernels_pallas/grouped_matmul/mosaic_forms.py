@@ -31,9 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from kernels_pallas.compressed import e2m1, format_of
+from kernels_pallas.compressed import decode_e2m1, format_of
 from kernels_pallas.formats import FP8, MXFP4, Format
-from kernels_pallas.grouped_matmul.mosaic_pipeline import ALIGN, ROWS, Place, whole_rows
+from kernels_pallas.grouped_matmul.mosaic_pipeline import ALIGN, ROWS, Place, pad_to_whole_tiles
 from kernels_pallas.hopper import Ref, Scratch, Slice
 
 INNER = 64  # inner dimension of one step: 128 bytes, one swizzled line
@@ -74,12 +74,12 @@ class TileShape:
     by_rows: bool = False
 
     @property
-    def num_n(self) -> int:
+    def num_column_tiles(self) -> int:
         """Number of tiles side by side."""
         return self.num_columns // self.parts // self.tile_columns
 
     @property
-    def sums(self) -> tuple[int, int]:
+    def sums_shape(self) -> tuple[int, int]:
         """Rows and columns that a warpgroup sums for each part."""
         if self.by_rows:
             return ROWS // 2, self.tile_columns
@@ -87,11 +87,11 @@ class TileShape:
 
     def warpgroup(self, number: jax.Array) -> Warpgroup:
         """Return a warpgroup's place in a tile."""
-        height, columns = self.sums
+        height, columns = self.sums_shape
         by_rows = self.by_rows
         return Warpgroup(number, *((number * height, 0) if by_rows else (0, number * columns)))
 
-    def columns_of(self, part: int, first: jax.Array, num: int) -> Slice:
+    def column_slice(self, part: int, first: jax.Array, num: int) -> Slice:
         """Return `num` columns of the weights, from column `first` of a part."""
         return pl.ds(part * (self.num_columns // self.parts) + first, num)
 
@@ -125,7 +125,7 @@ class Dense:
     w_transforms: Transforms = field(default=TILED, kw_only=True)
 
     @property
-    def halves(self) -> int:
+    def num_halves(self) -> int:
         """H, the number of products of a part in a step."""
         return self.x_HND.shape[0]
 
@@ -142,7 +142,7 @@ class Dense:
     @property
     def copies_per_step(self) -> int:
         """Number of copies that a step waits for: of x, and of each part of the weights."""
-        return self.halves + self.tile.parts
+        return self.num_halves + self.tile.parts
 
     def operands(self) -> list[jax.Array]:
         """Return the kernel's inputs besides x and the weights."""
@@ -157,60 +157,62 @@ class Dense:
         stored, and this form's buffers.
         """
         dtype, tile = self.x_HND.dtype, self.tile
-        x_shape = (self.num_stages, self.halves, ROWS, INNER)
-        w_shape = (self.num_stages, tile.parts, *self._block(tile.tile_columns))
+        x_shape = (self.num_stages, self.num_halves, ROWS, INNER)
+        w_shape = (self.num_stages, tile.parts, *self._weights_block(tile.tile_columns))
         return [
             plgpu.SMEM(x_shape, dtype, transforms=self.x_transforms),
             plgpu.SMEM(w_shape, self.w.dtype, transforms=self.w_transforms),
-            plgpu.SMEM((2, tile.sums[0], STORED), dtype, transforms=BY_ROW),
+            plgpu.SMEM((2, tile.sums_shape[0], STORED), dtype, transforms=BY_ROW),
             *self.buffers(),
         ]
 
-    def _block(self, columns: int) -> tuple[int, int]:
+    def _weights_block(self, columns: int) -> tuple[int, int]:
         return (columns, INNER) if self.transpose_rhs else (INNER, columns)
 
-    def copy(self, refs: Refs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
+    def start_copies(
+        self, refs: Refs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
+    ) -> None:
         """Start the copies of step k of tile (m, n)."""
         m, n = place
         inside = pl.ds(k * INNER, INNER)
-        self.copy_rows(refs, m, inside, stage, barrier)
+        self.start_row_copies(refs, m, inside, stage, barrier)
         for part in range(self.tile.parts):
             tile_columns = self.tile.tile_columns
-            across = self.tile.columns_of(part, n * tile_columns, tile_columns)
+            across = self.tile.column_slice(part, n * tile_columns, tile_columns)
             block = (across, inside) if self.transpose_rhs else (inside, across)
             plgpu.copy_gmem_to_smem(
                 refs.w.at[refs.tiles[0, m], *block], refs.w_smem.at[stage, part], barrier
             )
 
-    def copy_rows(
+    def start_row_copies(
         self, refs: Refs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
     ) -> None:
         """Start the copies of the tile's rows of x."""
         rows = pl.ds(pl.multiple_of(refs.tiles[1, m], ALIGN), ROWS)
-        for half in range(self.halves):
+        for half in range(self.num_halves):
             plgpu.copy_gmem_to_smem(
                 refs.x.at[half, rows, inside], refs.x_smem.at[stage, half], barrier
             )
 
-    def multiply(
+    def start_products(
         self, refs: Refs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
     ) -> None:
         """Start the products of step k."""
-        x = self.rows_of(refs, wg, k, stage)
+        x = self.rows_operand(refs, wg, k, stage)
         for part, acc in enumerate(accs):
-            block = self.weights_of(refs, wg, part, k, stage)
+            block = self.weights_operand(refs, wg, part, k, stage)
             plgpu.wgmma(acc, x, block.transpose((1, 0)) if self.transpose_rhs else block)
 
-    def rows_of(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
+    def rows_operand(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
         """Return the warpgroup's rows of a step as an operand of a product."""
-        return refs.x_smem.at[stage, 0, pl.ds(wg.top, self.tile.sums[0])]
+        return refs.x_smem.at[stage, 0, pl.ds(wg.top, self.tile.sums_shape[0])]
 
-    def weights_of(
+    def weights_operand(
         self, refs: Refs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
     ) -> Ref:
         """Return the warpgroup's columns of a step as an operand of a product."""
         block = refs.w_smem.at[stage, part]
-        mine = pl.ds(wg.left, self.tile.sums[1])
+        mine = pl.ds(wg.left, self.tile.sums_shape[1])
         return block.at[mine] if self.transpose_rhs else block.at[:, mine]
 
 
@@ -236,27 +238,27 @@ class GatheredRows(Dense):
 
     def buffers(self) -> list[Scratch]:
         """Return two buffers per warpgroup for its rows, moved into blocks."""
-        shape = (2, 2, self.tile.sums[0], INNER)
+        shape = (2, 2, self.tile.sums_shape[0], INNER)
         return [plgpu.SMEM(shape, self.x_HND.dtype, transforms=TILED)]
 
-    def copy_rows(
+    def start_row_copies(
         self, refs: Refs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
     ) -> None:
         """Start a copy for each row; each warp starts a quarter of them."""
         (src,) = refs.operands
 
         @plgpu.warp_map
-        def copy_rows(warp: jax.Array) -> None:
+        def start_warp_copies(warp: jax.Array) -> None:
             at = warp * (ROWS // 4)
             tokens = [src[refs.tiles[1, m] + at + b] for b in range(ROWS // 4)]
             for b, token in enumerate(tokens):
                 to = refs.x_smem.at[stage, 0, pl.ds(at + b, 1)]
                 plgpu.copy_gmem_to_smem(refs.x.at[0, pl.ds(token, 1), inside], to, barrier)
 
-    def rows_of(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
+    def rows_operand(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
         """Move the rows into blocks, and return the blocks."""
-        rows = super().rows_of(refs, wg, k, stage)
-        block = _buffer(refs, wg, k)
+        rows = super().rows_operand(refs, wg, k, stage)
+        block = _step_buffer(refs, wg, k)
         block[...] = plgpu.layout_cast(rows[...], plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         return block
@@ -268,16 +270,16 @@ class QuantizedWeights(Dense):
 
     def buffers(self) -> list[Scratch]:
         """Return two buffers per warpgroup for its columns in x's dtype."""
-        shape = (2, 2, *self._block(self.tile.sums[1]))
+        shape = (2, 2, *self._weights_block(self.tile.sums_shape[1]))
         return [plgpu.SMEM(shape, self.x_HND.dtype, transforms=TILED)]
 
-    def weights_of(
+    def weights_operand(
         self, refs: Refs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
     ) -> Ref:
         """Convert the warpgroup's columns to x's dtype, and return the converted columns."""
-        narrow = super().weights_of(refs, wg, part, k, stage)
-        wide = _buffer(refs, wg, k)
-        wide[...] = _widened(plgpu.layout_cast(narrow[...], NARROW_LAYOUT), refs.x.dtype)
+        narrow = super().weights_operand(refs, wg, part, k, stage)
+        wide = _step_buffer(refs, wg, k)
+        wide[...] = _cast_weights(plgpu.layout_cast(narrow[...], NARROW_LAYOUT), refs.x.dtype)
         plgpu.commit_smem()
         return wide
 
@@ -294,7 +296,7 @@ class CompressedWeights(Dense):
     scales: jax.Array = field(kw_only=True)
 
     @property
-    def blocks(self) -> int:
+    def blocks_per_step(self) -> int:
         """Number of blocks of inputs in a step, which has `INNER` rows of bytes; 1 if a block is
         longer than a step.
         """
@@ -315,59 +317,61 @@ class CompressedWeights(Dense):
         """Return two buffers per warpgroup for its columns in x's dtype, and the stages of
         scales.
         """
-        shape = (2, 2, self.halves, *self._block(self.tile.sums[1]))
+        shape = (2, 2, self.num_halves, *self._weights_block(self.tile.sums_shape[1]))
         (scales,) = jax.eval_shape(self.operands)
-        scales_shape = (self.num_stages, self.blocks, self.tile.tile_columns)
+        scales_shape = (self.num_stages, self.blocks_per_step, self.tile.tile_columns)
         return [
             plgpu.SMEM(shape, self.x_HND.dtype, transforms=TILED),
             plgpu.SMEM(scales_shape, scales.dtype),
         ]
 
-    def copy(self, refs: Refs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
+    def start_copies(
+        self, refs: Refs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
+    ) -> None:
         """Start the copies of step k of tile (m, n), and that of its blocks' scales."""
-        super().copy(refs, place, k, stage, barrier)
+        super().start_copies(refs, place, k, stage, barrier)
         m, n = place
         (scales,), (_, scales_smem) = refs.operands, refs.buffers
         first_block = k * (INNER * self.kind.per_byte) // self.kind.block
-        blocks = pl.ds(first_block, self.blocks)
+        blocks = pl.ds(first_block, self.blocks_per_step)
         columns = pl.ds(n * self.tile.tile_columns, self.tile.tile_columns)
         plgpu.copy_gmem_to_smem(
             scales.at[refs.tiles[0, m], blocks, columns], scales_smem.at[stage], barrier
         )
 
-    def multiply(
+    def start_products(
         self, refs: Refs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
     ) -> None:
         """Convert the columns to x's dtype, and start a product for each half of x."""
-        mine = pl.ds(wg.left, self.tile.sums[1])
+        mine = pl.ds(wg.left, self.tile.sums_shape[1])
         values = plgpu.layout_cast(refs.w_smem.at[stage, 0].at[:, mine][...], NARROW_LAYOUT)
-        wide = _buffer(refs, wg, k)
+        wide = _step_buffer(refs, wg, k)
         scales = refs.buffers[1].at[stage, :, mine]
-        for half, weights in enumerate(self._floats(values, scales)):
+        for half, weights in enumerate(self._decoded_weights(values, scales)):
             wide[half] = weights.astype(refs.x.dtype)
         plgpu.commit_smem()
-        for half in range(self.halves):
+        for half in range(self.num_halves):
             plgpu.wgmma(accs[0], refs.x_smem.at[stage, half], wide.at[half])
 
-    def _floats(self, values: jax.Array, scales: Ref) -> list[jax.Array]:
+    def _decoded_weights(self, values: jax.Array, scales: Ref) -> list[jax.Array]:
         """Return the float32 weights [INNER, STORED] of a step's bytes: one array, or for 4-bit
         values the even and the odd inputs.
 
         scales: the step's scales in shared memory.
         """
-        factors = self._factors(scales)
+        factors = self._weight_scales(scales)
         if self.kind is FP8:
             return [values.astype(jnp.float16).astype(jnp.float32) * factors]
         if self.kind.per_byte == 1:
             return [values.astype(jnp.float32) * factors]
         codes = values.astype(jnp.int32)
-        value = e2m1 if self.kind is MXFP4 else lambda code: code.astype(jnp.float32) - 8.0
+        value = decode_e2m1 if self.kind is MXFP4 else lambda code: code.astype(jnp.float32) - 8.0
         return [value(half) * factors for half in (codes & 15, (codes >> 4) & 15)]
 
-    def _factors(self, scales: Ref) -> jax.Array:
+    def _weight_scales(self, scales: Ref) -> jax.Array:
         """Return the float32 scale of each weight."""
         rows = []
-        for b in range(self.blocks):
+        for b in range(self.blocks_per_step):
             row = load_row(scales.at[b], NARROW_LAYOUT.reduce(0))
             if self.kind is MXFP4:
                 row = lax.bitcast_convert_type((row.astype(jnp.int32) & 255) << 23, jnp.float32)
@@ -375,17 +379,17 @@ class CompressedWeights(Dense):
             rows.append(plgpu.layout_cast(spread, NARROW_LAYOUT))
         at = plgpu.broadcasted_iota(jnp.int32, (INNER, STORED), 0, layout=NARROW_LAYOUT)
         factors = rows[-1]
-        for b in reversed(range(self.blocks - 1)):
-            factors = jnp.where(at < (b + 1) * (INNER // self.blocks), rows[b], factors)
+        for b in reversed(range(self.blocks_per_step - 1)):
+            factors = jnp.where(at < (b + 1) * (INNER // self.blocks_per_step), rows[b], factors)
         return factors
 
 
-def _buffer(refs: Refs, wg: Warpgroup, k: jax.Array) -> Ref:
+def _step_buffer(refs: Refs, wg: Warpgroup, k: jax.Array) -> Ref:
     """Return the warpgroup's buffer of step k; that of step k - 1 is being multiplied."""
     return refs.buffers[0].at[wg.number, lax.rem(k, 2)]
 
 
-def _widened(w: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _cast_weights(w: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return 8-bit weights in x's dtype. Hopper converts float8 to float16 only, so bfloat16 takes
     another step.
     """
@@ -465,12 +469,12 @@ def choose_form(
         by_rows=gated or src_N is not None,
     )
     if src_N is None:
-        x_HND = whole_rows(x_ND)[None]
+        x_HND = pad_to_whole_tiles(x_ND)[None]
         if by_column:
             return QuantizedWeights(x_HND, w, tile, transpose_rhs, w_transforms=TILED_NARROW)
         return Dense(x_HND, w, tile, transpose_rhs)
     src_N = jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)
-    src_N = whole_rows(src_N[:, None])[:, 0]
+    src_N = pad_to_whole_tiles(src_N[:, None])[:, 0]
     return GatheredRows(
         x_ND[None], w, tile, transpose_rhs, FEWER_STAGES, x_transforms=BY_ROW, src_N=src_N
     )
@@ -494,7 +498,7 @@ def _compressed_form(
         raise NotImplementedError(
             f"{tile.num_columns} columns: not a multiple of {tile.tile_columns}"
         )
-    x_ND = whole_rows(x_ND)
+    x_ND = pad_to_whole_tiles(x_ND)
     if kind.per_byte == 2:  # a byte holds an even and an odd input: split x's columns likewise
         x_HND = x_ND.reshape(*x_ND.shape[:1], -1, 2).transpose(2, 0, 1)
     else:

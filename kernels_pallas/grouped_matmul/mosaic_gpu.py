@@ -41,10 +41,10 @@ from kernels_pallas.grouped_matmul.mosaic_pipeline import (
     Pipeline,
     Place,
     group_bounds,
+    pad_to_whole_tiles,
     pipelined_kernel,
     row_tiles,
-    snake,
-    whole_rows,
+    tile_in_snake_order,
 )
 from kernels_pallas.hopper import ALL_SMS, Launch, Ref
 from kernels_pallas.token_permute.mosaic_gpu import gather_rows
@@ -133,25 +133,29 @@ def _matmul_kernel(
         wg = tile.warpgroup(lax.axis_index("wg"))
 
         def steps_of(i: jax.Array) -> tuple[int, Place]:
-            return form.num_steps, snake(launch.piece(i), count[0], tile.num_n)
+            return form.num_steps, tile_in_snake_order(
+                launch.piece_index(i), count[0], tile.num_column_tiles
+            )
 
         def copy(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
-            form.copy(refs, place, k, stage, barrier)
+            form.start_copies(refs, place, k, stage, barrier)
 
         def multiply(accs: Sequence[Ref], _: Place, k: jax.Array, stage: jax.Array) -> None:
-            form.multiply(refs, wg, accs, k, stage)
+            form.start_products(refs, wg, accs, k, stage)
 
-        def finish(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
+        def apply_operations(
+            sums: list[jax.Array], group: jax.Array, first: jax.Array
+        ) -> jax.Array:
             """Return STORED columns of the result, from column `first`."""
             sums = _apply_by_column(list(zip(operations, terms)), tile, sums, group, first)
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 
         def store(sums: list[jax.Array], place: Place) -> None:
-            _store_tile(refs, tile, wg, place, sums, finish)
+            _store_tile(refs, tile, wg, place, sums, apply_operations)
 
-        sums_shapes = [tile.sums] * tile.parts
-        num_products = tile.parts * form.halves
-        num_tiles = launch.share(count[0] * tile.num_n)
+        sums_shapes = [tile.sums_shape] * tile.parts
+        num_products = tile.parts * form.num_halves
+        num_tiles = launch.num_pieces(count[0] * tile.num_column_tiles)
         Pipeline(num_tiles, steps_of, copy, multiply, store, sums_shapes, num_products).run(
             wg.number, full, empty
         )
@@ -181,7 +185,7 @@ def _apply_by_column(
     """
     done = []
     for part, summed in enumerate(sums):
-        at = tile.columns_of(part, first, STORED)
+        at = tile.column_slice(part, first, STORED)
         for operation, ref in terms:
             row = load_row(ref.at[group, at], plgpu.Layout.WGMMA.reduce(0))
             summed = operation(summed, lax.broadcast_in_dim(row, summed.shape, (1,)))
@@ -195,17 +199,17 @@ def _store_tile(
     wg: Warpgroup,
     place: Place,
     sums: list[jax.Array],
-    finish: Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array],
+    apply_operations: Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array],
 ) -> None:
     """Store the rows of a tile that belong to its group, STORED columns at a time."""
-    (m, n), (height, columns) = place, tile.sums
+    (m, n), (height, columns) = place, tile.sums_shape
     first = refs.tiles[1, m] + wg.top
     start, end = (jnp.clip(refs.tiles[i, m] - first, 0, height) for i in (2, 3))
     for c in range(0, columns, STORED):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         column = n * tile.tile_columns + wg.left + c
         some = [a[:, c : c + STORED] for a in sums]
-        refs.out_smem[wg.number] = finish(some, refs.tiles[0, m], column)
+        refs.out_smem[wg.number] = apply_operations(some, refs.tiles[0, m], column)
         plgpu.commit_smem()
         at, size = start, end - start
         # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
@@ -241,7 +245,7 @@ def weight_gradient(
     (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
     check_operands((x_ND, dy_NF), d, ROWS)
     columns = columns_of_warpgroup(num_columns)
-    x_ND, dy_NF = whole_rows(x_ND), whole_rows(dy_NF)
+    x_ND, dy_NF = pad_to_whole_tiles(x_ND), pad_to_whole_tiles(dy_NF)
     tiles = _GradientTiles(
         num_groups, x_ND.shape[0], d // ROWS, num_columns // (2 * columns), columns
     )
@@ -276,7 +280,9 @@ class _GradientTiles:
     def steps(self, index: jax.Array, bounds: Ref) -> tuple[jax.Array, Place]:
         """Return (number of steps, (group, m, n)) of a tile. bounds: from `group_bounds`."""
         group = index // (self.num_m * self.num_n)
-        m, n = snake(index - group * (self.num_m * self.num_n), self.num_m, self.num_n)
+        m, n = tile_in_snake_order(
+            index - group * (self.num_m * self.num_n), self.num_m, self.num_n
+        )
         start, end, aligned = bounds[0, group], bounds[1, group], bounds[2, group]
         num_steps = jnp.where(end > start, (end - aligned + (INNER - 1)) // INNER, 0)
         return num_steps, (group, m, n)
@@ -303,7 +309,7 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
         wg = lax.axis_index("wg")
 
         def steps_of(i: jax.Array) -> tuple[jax.Array, Place]:
-            return tiles.steps(launch.piece(i), bounds)
+            return tiles.steps(launch.piece_index(i), bounds)
 
         def copy(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
             group, m, n = place
@@ -335,7 +341,7 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
                 to = pl.ds(n * 2 * columns + wg * columns + c, STORED)
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[group, pl.ds(m * ROWS, ROWS), to])
 
-        num_tiles = launch.share(len(tiles))
+        num_tiles = launch.num_pieces(len(tiles))
         Pipeline(num_tiles, steps_of, copy, multiply, store, [(ROWS, columns)]).run(wg, full, empty)
 
     return weight_gradient_kernel

@@ -48,11 +48,11 @@ class Pipeline:
         """
 
         @pl.when(wg == 2)
-        def copying() -> None:
+        def copy_tiles() -> None:
             self._copy_tiles(full, empty)
 
         @pl.when(wg < 2)
-        def multiplying() -> None:
+        def multiply_tiles() -> None:
             self._multiply_tiles(full, empty)
 
     def _copy_tiles(self, full: Ref, empty: Ref) -> None:
@@ -60,10 +60,10 @@ class Pipeline:
         num_stages = full.shape[0]
         plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
-        def tile(i: jax.Array, done: jax.Array) -> jax.Array:
+        def copy_tile(i: jax.Array, done: jax.Array) -> jax.Array:
             num_steps, place = self.steps_of(i)
 
-            def step(k: jax.Array, done: jax.Array) -> jax.Array:
+            def copy_step(k: jax.Array, done: jax.Array) -> jax.Array:
                 stage = lax.rem(done, jnp.int32(num_stages))
 
                 @pl.when(done >= num_stages)
@@ -73,9 +73,9 @@ class Pipeline:
                 self.copy(place, k, stage, full.at[stage])
                 return done + 1
 
-            return lax.fori_loop(0, num_steps, step, done)
+            return lax.fori_loop(0, num_steps, copy_step, done)
 
-        lax.fori_loop(0, self.num_tiles, tile, jnp.int32(0))
+        lax.fori_loop(0, self.num_tiles, copy_tile, jnp.int32(0))
 
     def _multiply_tiles(self, full: Ref, empty: Ref) -> None:
         """Wait for each step, multiply it, and release the previous step's buffer; store each
@@ -84,11 +84,11 @@ class Pipeline:
         plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
         num_stages = full.shape[0]
 
-        def tile(i: jax.Array, done: jax.Array) -> jax.Array:
+        def multiply_tile(i: jax.Array, done: jax.Array) -> jax.Array:
             num_steps, place = self.steps_of(i)
 
-            def accumulate(*accs: Ref) -> list[jax.Array]:
-                def step(k: jax.Array, done: jax.Array) -> jax.Array:
+            def accumulate_steps(*accs: Ref) -> list[jax.Array]:
+                def multiply_step(k: jax.Array, done: jax.Array) -> jax.Array:
                     stage = lax.rem(done, jnp.int32(num_stages))
                     plgpu.barrier_wait(full.at[stage])
                     self.multiply(accs, place, k, stage)
@@ -100,13 +100,13 @@ class Pipeline:
 
                     return done + 1
 
-                lax.fori_loop(0, num_steps, step, done)
+                lax.fori_loop(0, num_steps, multiply_step, done)
                 return [acc[...] for acc in accs]
 
             accumulators = [
                 plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in self.sums_shapes
             ]
-            sums = pl.run_scoped(accumulate, *accumulators)
+            sums = pl.run_scoped(accumulate_steps, *accumulators)
             done = done + num_steps
 
             @pl.when(num_steps > 0)
@@ -116,7 +116,7 @@ class Pipeline:
             self.store(sums, place)
             return done
 
-        lax.fori_loop(0, self.num_tiles, tile, jnp.int32(0))
+        lax.fori_loop(0, self.num_tiles, multiply_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -143,10 +143,10 @@ def pipelined_kernel(
     barriers = [
         plgpu.Barrier(num_arrivals=n, num_barriers=num_stages) for n in (copies_per_step, 2)
     ]
-    return launch.kernel(body, out_type, [*scratch, *barriers], num_warpgroups=3)
+    return launch.make_kernel(body, out_type, [*scratch, *barriers], num_warpgroups=3)
 
 
-def whole_rows(x_ND: jax.Array) -> jax.Array:
+def pad_to_whole_tiles(x_ND: jax.Array) -> jax.Array:
     """Return x with zero rows appended if a tile would reach past its end."""
     num_rows = x_ND.shape[0]
     wanted = max(ROWS, pl.cdiv(num_rows, ALIGN) * ALIGN)
@@ -178,7 +178,9 @@ def row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.A
     return tile_ends_E[-1:], jnp.stack([group_M, first_M, from_M, to_M])
 
 
-def snake(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Array, jax.Array]:
+def tile_in_snake_order(
+    index: jax.Array, num_m: jax.Array | int, num_n: int
+) -> tuple[jax.Array, jax.Array]:
     """Return tile (m, n) of an index that runs down BAND rows of tiles, then to the next column."""
     band = index // (BAND * num_n)
     height = jnp.minimum(BAND, num_m - band * BAND)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.matmul import exact_if_float32
+from kernels_pallas.matmul import float32_precision
 from kernels_pallas.token_permute.reference import take_any_rows
 
 
@@ -30,7 +30,7 @@ def grouped_matmul(
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
     if scale_EF is None:
-        exact = exact_if_float32(x_ND, w_EDF)
+        exact = float32_precision(x_ND, w_EDF)
         y_NF = lax.ragged_dot(x_ND, w_EDF, group_sizes_E, exact, preferred_element_type=jnp.float32)
         return y_NF.astype(x_ND.dtype)
     w32_EDF = w_EDF.astype(jnp.float32) * scale_EF[:, None]
@@ -52,7 +52,7 @@ def weight_gradient(
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[],
     )
-    exact = exact_if_float32(x_ND, dy_NF)
+    exact = float32_precision(x_ND, dy_NF)
     dw = lax.ragged_dot_general(
         x_ND, dy_NF, group_sizes_E, dims, exact, preferred_element_type=jnp.float32
     )

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.groups import Layout, Tiles, sliceable, slot_layout
+from kernels_pallas.groups import Layout, Tiles, as_sliceable, slot_layout
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
 from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
 
@@ -32,7 +32,9 @@ def _slot_choices(num_rows: int, num_groups: int) -> list[int]:
     return [0, *sorted(c for c in some if c <= num_rows and c * num_groups <= 2 * num_rows)]
 
 
-def _tiles(starts: jax.Array, ends: jax.Array, slots: int, num_rows: int) -> list[Tiles]:
+def _large_and_small_tiles(
+    starts: jax.Array, ends: jax.Array, slots: int, num_rows: int
+) -> list[Tiles]:
     """Return large tiles for the part of each group that fills them, and small tiles for the
     rest.
     """
@@ -44,20 +46,24 @@ def _tiles(starts: jax.Array, ends: jax.Array, slots: int, num_rows: int) -> lis
     return [Tiles(filled, first, ends, large), Tiles(rest, first + filled * large, ends, small)]
 
 
-def _blocks(x_ND: jax.Array, num_groups: int, src_N: jax.Array | None = None) -> jax.Array:
+def _rows_of_equal_groups(
+    x_ND: jax.Array, num_groups: int, src_N: jax.Array | None = None
+) -> jax.Array:
     """Return [E, N / E, D], the rows of groups of equal size."""
     x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
     return x_ND.reshape(num_groups, -1, x_ND.shape[1])
 
 
-def _padded(x_ND: jax.Array, src_N: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def _pad_to_min_rows(
+    x_ND: jax.Array, src_N: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
     """Return (x, src) padded to MIN_ROWS rows."""
     if src_N is not None:
         return x_ND, jnp.pad(src_N, (0, MIN_ROWS - src_N.shape[0]))
     return jnp.pad(x_ND, ((0, MIN_ROWS - x_ND.shape[0]), (0, 0))), None
 
 
-def _cheapest(
+def _run_cheapest_layout(
     group_sizes_E: jax.Array,
     num_rows: int,
     even: Callable[[], jax.Array],
@@ -71,24 +77,24 @@ def _cheapest(
     starts_E = ends_E - group_sizes_E
     choices = _slot_choices(num_rows, num_groups)
 
-    def branch(slots: int) -> Callable[[], jax.Array]:
-        def call() -> jax.Array:
+    def runner_with_slots(slots: int) -> Callable[[], jax.Array]:
+        def run_with_slots() -> jax.Array:
             return run(
                 slot_layout(group_sizes_E, num_rows, slots),
                 slots,
-                _tiles(starts_E, ends_E, slots, num_rows),
+                _large_and_small_tiles(starts_E, ends_E, slots, num_rows),
             )
 
-        return call
+        return run_with_slots
 
     costs = []
     for slots in choices:
-        tiles = _tiles(starts_E, ends_E, slots, num_rows)
+        tiles = _large_and_small_tiles(starts_E, ends_E, slots, num_rows)
         costs.append(
             slots * num_groups
-            + sum((t.total() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0))
+            + sum((t.num_tiles() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0))
         )
-    branches = [branch(slots) for slots in choices]
+    branches = [runner_with_slots(slots) for slots in choices]
     cheapest = jnp.argmin(jnp.stack(costs)).astype(jnp.int32)
     if num_rows % num_groups == 0:
         is_even = (group_sizes_E == num_rows // num_groups).all()
@@ -115,37 +121,43 @@ def grouped_matmul(
     num_rows = (x_ND if src_N is None else src_N).shape[0]
     num_columns = w.shape[1 if transpose_rhs else 2]
     if num_rows < MIN_ROWS:
-        x, src_M = _padded(x_ND, src_N)
+        x, src_M = _pad_to_min_rows(x_ND, src_N)
         y = grouped_matmul(
             x, w, group_sizes_E, transpose_rhs=transpose_rhs, src_N=src_M, scale_EF=scale_EF
         )
         return y[:num_rows]
 
-    def product(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
+    def scaled_matmul(x: jax.Array, w: jax.Array, scale: jax.Array | None) -> jax.Array:
         y = dot(x, w.astype(x.dtype), b_transposed=transpose_rhs)
         return (y if scale is None else y * scale[..., None, :]).astype(x.dtype)
 
-    def even() -> jax.Array:
-        return product(_blocks(x_ND, w.shape[0], src_N), w, scale_EF).reshape(num_rows, num_columns)
+    def multiply_equal_groups() -> jax.Array:
+        return scaled_matmul(_rows_of_equal_groups(x_ND, w.shape[0], src_N), w, scale_EF).reshape(
+            num_rows, num_columns
+        )
 
-    def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
+    def multiply_slots_and_tiles(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
-            y_ECF = product(take_mapped_rows(x_ND, src_N, layout.rows_LC), w, scale_EF)
+            y_ECF = scaled_matmul(take_mapped_rows(x_ND, src_N, layout.rows_LC), w, scale_EF)
             y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
-        out = sliceable(y_NF)
+        out = as_sliceable(y_NF)
         for some in tiles:
 
-            def tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
-                one = some.at(i, num_rows)
-                scale_F = None if scale_EF is None else one.pick(scale_EF)
-                return one.write(out, product(one.read(x_ND, src_N), one.pick(w), scale_F))
+            def write_tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
+                one = some.make_tile(i, num_rows)
+                scale_F = None if scale_EF is None else one.pick_entry(scale_EF)
+                return one.write_rows(
+                    out, scaled_matmul(one.read_rows(x_ND, src_N), one.pick_entry(w), scale_F)
+                )
 
-            out = lax.fori_loop(0, some.total(), tile, out)
+            out = lax.fori_loop(0, some.num_tiles(), write_tile, out)
         return lax.bitcast_convert_type(out, x_ND.dtype)
 
-    return _cheapest(group_sizes_E, num_rows, even, run)
+    return _run_cheapest_layout(
+        group_sizes_E, num_rows, multiply_equal_groups, multiply_slots_and_tiles
+    )
 
 
 def weight_gradient(
@@ -156,15 +168,16 @@ def weight_gradient(
     """
     num_rows, num_groups = dy_NF.shape[0], group_sizes_E.shape[0]
     if num_rows < MIN_ROWS:
-        x, src_M = _padded(x_ND, src_N)
-        return weight_gradient(x, _padded(dy_NF, None)[0], group_sizes_E, src_N=src_M)
+        x, src_M = _pad_to_min_rows(x_ND, src_N)
+        return weight_gradient(x, _pad_to_min_rows(dy_NF, None)[0], group_sizes_E, src_N=src_M)
 
-    def even() -> jax.Array:
-        return dot(transposed(_blocks(x_ND, num_groups, src_N)), _blocks(dy_NF, num_groups)).astype(
-            x_ND.dtype
-        )
+    def multiply_equal_groups() -> jax.Array:
+        return dot(
+            transposed(_rows_of_equal_groups(x_ND, num_groups, src_N)),
+            _rows_of_equal_groups(dy_NF, num_groups),
+        ).astype(x_ND.dtype)
 
-    def run(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
+    def multiply_slots_and_tiles(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
         if slots:
             x_ECD = take_mapped_rows(x_ND, src_N, layout.rows_LC)
             dy_ECF = take_rows(dy_NF, layout.rows_LC)
@@ -173,13 +186,15 @@ def weight_gradient(
             dw_EDF = jnp.zeros((num_groups, x_ND.shape[1], dy_NF.shape[1]), jnp.float32)
         for some in tiles:
 
-            def tile(i: jax.Array, dw_EDF: jax.Array, some: Tiles = some) -> jax.Array:
-                one = some.at(i, num_rows)
+            def add_tile(i: jax.Array, dw_EDF: jax.Array, some: Tiles = some) -> jax.Array:
+                one = some.make_tile(i, num_rows)
                 return dw_EDF.at[one.group].add(
-                    dot(transposed(one.read(x_ND, src_N)), one.read(dy_NF))
+                    dot(transposed(one.read_rows(x_ND, src_N)), one.read_rows(dy_NF))
                 )
 
-            dw_EDF = lax.fori_loop(0, some.total(), tile, dw_EDF)
+            dw_EDF = lax.fori_loop(0, some.num_tiles(), add_tile, dw_EDF)
         return dw_EDF.astype(x_ND.dtype)
 
-    return _cheapest(group_sizes_E, num_rows, even, run)
+    return _run_cheapest_layout(
+        group_sizes_E, num_rows, multiply_equal_groups, multiply_slots_and_tiles
+    )

@@ -10,7 +10,7 @@ import jax
 from kernels_pallas.grouped_mlp.native import grouped_mlp as native_grouped_mlp
 from kernels_pallas.grouped_mlp.native import supports
 from kernels_pallas.grouped_mlp.reference import MLPWeights
-from kernels_pallas.implementations import Name, run
+from kernels_pallas.implementations import Name, call_first_supported
 from kernels_pallas.token_permute import RowMap
 
 MODULES: dict[Name, str] = {
@@ -45,4 +45,6 @@ def grouped_mlp(
     w_up, w_down = weights.w_up.astype(x_ND.dtype), weights.w_down.astype(x_ND.dtype)
     weights = weights._replace(w_up=w_up, w_down=w_down)
     options = {"activation": activation, "slots": slots, "rows": rows}
-    return run(MODULES, implementation, "grouped_mlp", x_ND, group_sizes_L, weights, **options)
+    return call_first_supported(
+        MODULES, implementation, "grouped_mlp", x_ND, group_sizes_L, weights, **options
+    )

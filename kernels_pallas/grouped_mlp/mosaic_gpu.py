@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.compressed import SCALES, floats
+from kernels_pallas.compressed import SCALES, uint16_as_bfloat16
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, mosaic_gpu
 from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
 from kernels_pallas.implementations import first_supported
-from kernels_pallas.matmul import exact_if_float32
+from kernels_pallas.matmul import float32_precision
 from kernels_pallas.saved import saved
 from kernels_pallas.token_permute import RowMap, dispatch
 
@@ -60,7 +60,7 @@ def _add_bias_bwd(
         member_NL,
         inside_NU,
         (((0,), (0,)), ((), ())),
-        precision=exact_if_float32(inside_NU),
+        precision=float32_precision(inside_NU),
         preferred_element_type=jnp.float32,
     )
     return dh_NU, db_LU.astype(b_LU.dtype), None
@@ -76,7 +76,7 @@ class _Operands(NamedTuple):
     weights: MLPWeights
 
 
-def _once(y_NU: jax.Array) -> jax.Array:
+def _launch_once(y_NU: jax.Array) -> jax.Array:
     """Return a kernel's result so that XLA launches the kernel only once.
 
     A scan over layers stacks residuals; XLA would fuse a second launch of the kernel into the write
@@ -85,7 +85,7 @@ def _once(y_NU: jax.Array) -> jax.Array:
     return lax.optimization_barrier(y_NU)
 
 
-def _in_passes(
+def _mlp_with_saved_preactivations(
     operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
 ) -> jax.Array:
     """Return the MLP's output and save the pre-activations, which the backward pass needs. XLA adds
@@ -99,10 +99,14 @@ def _in_passes(
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
-    h = saved(_once(h), "expert_up")
+    h = saved(_launch_once(h), "expert_up")
     a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
     y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
-    return _once(y) if b_down_LD is None else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
+    return (
+        _launch_once(y)
+        if b_down_LD is None
+        else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
+    )
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -121,7 +125,7 @@ def gelu(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, 0.0) - 0.5 * size * poly * jnp.exp(-z * z)
 
 
-def _fused(
+def _fused_mlp(
     operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
 ) -> jax.Array:
     """Return the MLP's output with biases and activation inside the kernels: pre-activations never
@@ -153,19 +157,21 @@ def grouped_mlp_in_slots(
     NotImplementedError for operands that the grouped matmul does not support.
     """
 
-    def product(
+    def project_rows(
         x: jax.Array, name: str, activate: Callable[..., jax.Array] | None = None
     ) -> jax.Array:
         w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
-        epilogue = mosaic_gpu.Epilogue(floats(bias), activate, activate is not None)
+        epilogue = mosaic_gpu.Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
         places = mosaic_gpu.Slots(slot_E, scales)
-        return matmul.grouped_matmul(x, floats(w), group_sizes_E, slots=places, epilogue=epilogue)
+        return matmul.grouped_matmul(
+            x, uint16_as_bfloat16(w), group_sizes_E, slots=places, epilogue=epilogue
+        )
 
     if activation != "gelu" and "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0:
-        a_NF = product(x_ND, "up", partial(activate_gated, activation=activation))
+        a_NF = project_rows(x_ND, "up", partial(activate_gated, activation=activation))
     else:
-        a_NF = activate(product(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)
-    return product(a_NF, "down")
+        a_NF = activate(project_rows(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)
+    return project_rows(a_NF, "down")
 
 
 _Gradient: TypeAlias = Callable[[jax.Array], tuple[_Operands]]
@@ -178,28 +184,31 @@ def _grouped_mlp(
     candidates = [
         (name, partial(body, operands, group_sizes_L, activation, matmul))
         for name, body in (
-            ("fused activation", _fused),
-            ("activation in a pass of its own", _in_passes),
+            ("fused activation", _fused_mlp),
+            ("activation in a pass of its own", _mlp_with_saved_preactivations),
         )
     ]
     return first_supported("grouped_mlp", candidates)
 
 
-def _forward(
+def _grouped_mlp_fwd(
     operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
 ) -> tuple[jax.Array, _Gradient]:
     return jax.vjp(
-        lambda operands: _in_passes(operands, group_sizes_L, activation, matmul), operands
+        lambda operands: _mlp_with_saved_preactivations(
+            operands, group_sizes_L, activation, matmul
+        ),
+        operands,
     )
 
 
-def _backward(
+def _grouped_mlp_bwd(
     activation: str, matmul: Implementation, vjp: _Gradient, dy_ND: jax.Array
 ) -> tuple[_Operands, None]:
     return *vjp(dy_ND), None
 
 
-_grouped_mlp.defvjp(_forward, _backward)
+_grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
 
 
 def grouped_mlp(

@@ -20,10 +20,12 @@ def supports(x_ND: jax.Array, weights: MLPWeights, activation: str) -> bool:
     operands.
     """
     _, f, d = weights.w_down.shape
-    return activation in ("swiglu", "gelu") and native.trains_native(x_ND.dtype, multiples=(d, f))
+    return activation in ("swiglu", "gelu") and native.uses_native_training(
+        x_ND.dtype, multiples=(d, f)
+    )
 
 
-def _narrow(weights: MLPWeights) -> native.MLPArrays:
+def _in_native_dtypes(weights: MLPWeights) -> native.MLPArrays:
     w_up, w_down = weights.w_up.astype(jnp.bfloat16), weights.w_down.astype(jnp.bfloat16)
     b_up, b_down = (
         None if b is None else b.astype(jnp.float32) for b in (weights.b_up, weights.b_down)
@@ -43,21 +45,23 @@ def grouped_mlp(
 
     Weights may be float32; gradients then are too.
     """
-    return _forward(x, group_sizes_L, rows, weights)[0]
+    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights)[0]
 
 
-def _forward(
+def _grouped_mlp_fwd(
     x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
 ) -> tuple[jax.Array, _Residuals]:
     grouped = x, None if rows is None else rows.src_M, group_sizes_L
-    y_ND, h_NU = native.grouped_mlp(grouped, _narrow(weights))
+    y_ND, h_NU = native.grouped_mlp(grouped, _in_native_dtypes(weights))
     return y_ND, (x, group_sizes_L, rows, weights, saved_residual(h_NU, "expert_up"))
 
 
-def _backward(residuals: _Residuals, dy_ND: jax.Array) -> tuple[jax.Array, None, None, MLPWeights]:
+def _grouped_mlp_bwd(
+    residuals: _Residuals, dy_ND: jax.Array
+) -> tuple[jax.Array, None, None, MLPWeights]:
     x, group_sizes_L, rows, weights, h_NU = residuals
     grouped = x, None if rows is None else rows.src_M, group_sizes_L
-    dx_ND, gradients = native.grouped_mlp_gradient(grouped, _narrow(weights), h_NU, dy_ND)
+    dx_ND, gradients = native.grouped_mlp_gradient(grouped, _in_native_dtypes(weights), h_NU, dy_ND)
     dweights = jax.tree.map(lambda w, dw: dw.astype(w.dtype), weights, MLPWeights(*gradients))
     if rows is None:
         return dx_ND, None, None, dweights
@@ -65,4 +69,4 @@ def _backward(residuals: _Residuals, dy_ND: jax.Array) -> tuple[jax.Array, None,
     return dx_TD, None, None, dweights
 
 
-grouped_mlp.defvjp(_forward, _backward)
+grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)

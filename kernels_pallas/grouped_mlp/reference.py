@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.matmul import exact_if_float32
+from kernels_pallas.matmul import float32_precision
 from kernels_pallas.token_permute.api import RowMap
 from kernels_pallas.token_permute.reference import take_any_rows
 
@@ -70,7 +70,7 @@ def grouped_mlp(
     group_N = (jnp.arange(x_ND.shape[0])[:, None] >= ends_L).sum(axis=-1)
     inside_N1 = (group_N < num_groups)[:, None]
     group_N = jnp.minimum(group_N, num_groups - 1)
-    exact = exact_if_float32(x_ND)
+    exact = float32_precision(x_ND)
     h_NU = lax.ragged_dot(
         x_ND, weights.w_up, group_sizes_L, exact, preferred_element_type=jnp.float32
     )

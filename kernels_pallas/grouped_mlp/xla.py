@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.grouped_mlp.reference import MLPWeights, activate
-from kernels_pallas.groups import Layout, pick, slot_layout
+from kernels_pallas.groups import Layout, pick_in_loop, slot_layout
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import bits, saved_residual
 from kernels_pallas.token_permute.api import RowMap, sum_rows
@@ -27,12 +27,12 @@ TILE_ROWS = 64
 
 
 def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
-    """Return [L], the number of tiles for the rows beyond each group's slots."""
+    """Return int32 [L], the number of tiles for the rows beyond each group's slots."""
     over_L = jnp.maximum(layout.ends_L - layout.starts_L - slots, 0)
     return (over_L + TILE_ROWS - 1) // TILE_ROWS
 
 
-def _tile(
+def _overflow_tile(
     layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (group, rows [B]) of overflow tile i. Rows past the group's end have index
@@ -47,7 +47,7 @@ def _tile(
 
 def _pick_group(weights: MLPWeights, group: jax.Array) -> MLPWeights:
     """Return one group's weights."""
-    return jax.tree.map(lambda w: pick(w, group), weights)
+    return jax.tree.map(lambda w: pick_in_loop(w, group), weights)
 
 
 def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
@@ -57,14 +57,14 @@ def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Arr
     return bits_ND.at[rows_B].set(bits(x_BD), mode="drop")
 
 
-def _up(x: jax.Array, weights: MLPWeights) -> jax.Array:
+def _up_projection(x: jax.Array, weights: MLPWeights) -> jax.Array:
     h = dot(x, weights.w_up)
     if weights.b_up is not None:
         h = h + weights.b_up[..., None, :].astype(jnp.float32)
     return h.astype(x.dtype)
 
 
-def _down(h: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
+def _activate_and_down(h: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
     y = dot(activate(h.astype(jnp.float32), activation).astype(h.dtype), weights.w_down)
     if weights.b_down is not None:
         y = y + weights.b_down[..., None, :].astype(jnp.float32)
@@ -75,10 +75,10 @@ def expert_mlp(x: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
     """Return activate(x w_up + b_up) w_down + b_down in x's dtype, [..., B, D], with one expert's
     weights.
     """
-    return _down(_up(x, weights), weights, activation)
+    return _activate_and_down(_up_projection(x, weights), weights, activation)
 
 
-def _backward(
+def _mlp_gradients(
     x: jax.Array, h: jax.Array, dy: jax.Array, weights: MLPWeights, activation: str
 ) -> tuple[jax.Array, MLPWeights]:
     """Return the gradients (dx, dweights) of one batched MLP from its input, pre-activations and
@@ -109,10 +109,10 @@ def _grouped_mlp(
     activation: str,
     slots: int,
 ) -> jax.Array:
-    return _forward(x, group_sizes_L, rows, weights, activation, slots)[0]
+    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights, activation, slots)[0]
 
 
-def _forward(
+def _grouped_mlp_fwd(
     x: jax.Array,
     group_sizes_L: jax.Array,
     rows: RowMap | None,
@@ -123,19 +123,21 @@ def _forward(
     src_N = None if rows is None else rows.src_M
     num_rows = (x if src_N is None else src_N).shape[0]
     layout = slot_layout(group_sizes_L, num_rows, slots)
-    h_LCU = saved_residual(_up(take_mapped_rows(x, src_N, layout.rows_LC), weights), "expert_up")
-    y_LCD = _down(h_LCU, weights, activation)
+    h_LCU = saved_residual(
+        _up_projection(take_mapped_rows(x, src_N, layout.rows_LC), weights), "expert_up"
+    )
+    y_LCD = _activate_and_down(h_LCU, weights, activation)
     y_ND = take_any_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
         tiles_L = _overflow_tiles(layout, slots)
 
-        def tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
-            group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
+        def write_overflow_tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
+            group, rows_B = _overflow_tile(layout, tiles_L, i, num_rows, slots)
             mine = _pick_group(weights, group)
             y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
-        bits_ND = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), tile, bits(y_ND))
+        bits_ND = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), write_overflow_tile, bits(y_ND))
         y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
     return y_ND, (x, rows, layout, weights, h_LCU)
 
@@ -146,23 +148,25 @@ def _grouped_mlp_bwd(
     x, rows, layout, weights, h_LCU = residuals
     num_rows, src_N = dy_ND.shape[0], None if rows is None else rows.src_M
     x_LCD, dy_LCD = take_mapped_rows(x, src_N, layout.rows_LC), take_rows(dy_ND, layout.rows_LC)
-    dx_LCD, dweights = _backward(x_LCD, h_LCU, dy_LCD, weights, activation)
+    dx_LCD, dweights = _mlp_gradients(x_LCD, h_LCU, dy_LCD, weights, activation)
     dx_ND = take_any_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
     if slots < num_rows:
         tiles_L = _overflow_tiles(layout, slots)
 
-        def tile(i: jax.Array, carry: tuple[jax.Array, MLPWeights]) -> tuple[jax.Array, MLPWeights]:
+        def add_tile_gradients(
+            i: jax.Array, carry: tuple[jax.Array, MLPWeights]
+        ) -> tuple[jax.Array, MLPWeights]:
             bits_ND, dweights = carry
-            group, rows_B = _tile(layout, tiles_L, i, num_rows, slots)
+            group, rows_B = _overflow_tile(layout, tiles_L, i, num_rows, slots)
             mine, x_BD = _pick_group(weights, group), take_mapped_rows(x, src_N, rows_B)
-            dx_BD, dmine = _backward(
-                x_BD, _up(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
+            dx_BD, dmine = _mlp_gradients(
+                x_BD, _up_projection(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
             )
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
             return _put_rows(bits_ND, rows_B, dx_BD), dweights
 
         bits_ND, dweights = lax.fori_loop(
-            0, tiles_L.sum(dtype=jnp.int32), tile, (bits(dx_ND), dweights)
+            0, tiles_L.sum(dtype=jnp.int32), add_tile_gradients, (bits(dx_ND), dweights)
         )
         dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
     dweights = jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
@@ -172,7 +176,7 @@ def _grouped_mlp_bwd(
     return dx_TD, None, None, dweights
 
 
-_grouped_mlp.defvjp(_forward, _grouped_mlp_bwd)
+_grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
 
 
 def grouped_mlp(

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kernels_pallas.formats import Format
-from kernels_pallas.native.scope import in_background
+from kernels_pallas.native.scope import runs_in_background
 
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
@@ -158,7 +158,7 @@ def causal_attention(
         jax.ShapeDtypeStruct((b, h, s), jnp.float32),
     )
     o_BSHe, lse_BHS = jax.ffi.ffi_call("jmoe_causal_attention", out)(
-        q_BSHd, k_BSGd, v_BSGe, scale=np.float32(scale), background=in_background()
+        q_BSHd, k_BSGd, v_BSGe, scale=np.float32(scale), background=runs_in_background()
     )
     return o_BSHe, lse_BHS
 
@@ -176,7 +176,7 @@ def causal_attention_gradient(
     out = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
     call = jax.ffi.ffi_call("jmoe_causal_attention_gradient", out)
     dq_BSHd, dk_BSGd, dv_BSGe = call(
-        *inputs, *results, do_BSHe, scale=np.float32(scale), background=in_background()
+        *inputs, *results, do_BSHe, scale=np.float32(scale), background=runs_in_background()
     )
     return dq_BSHd, dk_BSGd, dv_BSGe
 
@@ -205,7 +205,7 @@ def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.A
     biases = (none if b is None else b for b in (b_up_LU, b_down_LD))
     call = jax.ffi.ffi_call("jmoe_grouped_mlp", (y, h, workspace))
     y_ND, h_NU, _ = call(
-        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, *biases, background=in_background()
+        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, *biases, background=runs_in_background()
     )
     return y_ND, h_NU
 
@@ -236,7 +236,7 @@ def grouped_mlp_gradient(
     src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
     call = jax.ffi.ffi_call("jmoe_grouped_mlp_gradient", results)
     dx_ND, dw_up_LDU, dw_down_LFD, db_up_LU, db_down_LD, _ = call(
-        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, h_NU, dy_ND, background=in_background()
+        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, h_NU, dy_ND, background=runs_in_background()
     )
     return dx_ND, (
         dw_up_LDU,
@@ -246,7 +246,7 @@ def grouped_mlp_gradient(
     )
 
 
-def hold_until(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+def available_after(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
     """Return int32 scalar `known`, available once `arrays` are; XLA does not reuse the memory of
     `arrays` before.
 
@@ -256,7 +256,7 @@ def hold_until(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(known, *arrays)
 
 
-def multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
+def count_multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
     """Return the number of multiplications in one call of a training operation, from its FFI
     target's name and the shapes of its inputs.
 

@@ -19,7 +19,7 @@ JOIN_LIMIT_S = 10.0
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(load()))
     int_p = ctypes.POINTER(ctypes.c_int32)
     library.jmoe_finder_open.argtypes = [
@@ -62,9 +62,9 @@ class SlotFinder:
         self.chosen = np.zeros(slot_of.size, np.uint8)
         self._slot_of, self._num_experts, self._bring = slot_of, num_experts, bring
         addresses = slot_of.ctypes.data, self.chosen.ctypes.data
-        self.number: int = _library().jmoe_finder_open(*addresses, slot_of.size, wait_limit_s)
+        self.number: int = _load_library().jmoe_finder_open(*addresses, slot_of.size, wait_limit_s)
         self._thread = threading.Thread(
-            target=self._answer, name="experts for programs", daemon=True
+            target=self._answer_programs, name="experts for programs", daemon=True
         )
         self._thread.start()
 
@@ -76,17 +76,17 @@ class SlotFinder:
 
     def close(self) -> None:
         """End the thread. A program that waits, or asks later, ends with an error."""
-        _library().jmoe_finder_close(self.number)
+        _load_library().jmoe_finder_close(self.number)
         self._thread.join(JOIN_LIMIT_S)
 
-    def _answer(self) -> None:
+    def _answer_programs(self) -> None:
         layer, experts_E = ctypes.c_int32(), (ctypes.c_int32 * self._num_experts)()
         while (
-            count := _library().jmoe_finder_next(self.number, ctypes.byref(layer), experts_E)
+            count := _load_library().jmoe_finder_next(self.number, ctypes.byref(layer), experts_E)
         ) >= 0:
             try:
                 self._bring(layer.value, np.array(experts_E[:count], np.int32))
                 failed = False
             except Exception:  # `bring` stores it; the caller of the program raises it
                 failed = True
-            _library().jmoe_finder_end(self.number, failed)
+            _load_library().jmoe_finder_end(self.number, failed)

@@ -74,11 +74,11 @@ class NoCacheError(NotBuiltError):
     """There is no writable folder for the library."""
 
 
-_built: list[Path] = []  # the library named by `take_built`
+_built: list[Path] = []  # the library named by `use_built_library`
 _building: list[subprocess.Popen[str]] = []  # the background build
 
 
-def take_built(path: Path) -> None:
+def use_built_library(path: Path) -> None:
     """Let `load` use the library at `path`, built earlier from the same sources for this type of
     processor, unless $JMOE_NATIVE_ISA asks for another instruction set than "native".
     """
@@ -87,7 +87,7 @@ def take_built(path: Path) -> None:
 
 def usable_instruction_sets() -> tuple[str, ...]:
     """Return the names in `INSTRUCTION_SETS` that this processor has."""
-    has = set(_processor().split())
+    has = set(_processor_features().split())
     return tuple(name for name, (needed, _) in INSTRUCTION_SETS.items() if has.issuperset(needed))
 
 
@@ -106,7 +106,7 @@ def instruction_set() -> str:
     return name
 
 
-def _takes_built() -> bool:
+def _uses_built_library() -> bool:
     return bool(_built) and instruction_set() == "native"
 
 
@@ -119,11 +119,11 @@ def load() -> Path:
     """Build the library if it is not in the cache, register its operations with XLA, and return its
     path.
 
-    The path is in $XDG_CACHE_HOME/jmoe/native, or as set by `take_built`; without a writable cache
-    folder it is in a temporary folder that this process removes at exit. Raises NotBuiltError if
-    there is no compiler or the build fails.
+    The path is in $XDG_CACHE_HOME/jmoe/native, or as set by `use_built_library`; without a writable
+    cache folder it is in a temporary folder that this process removes at exit. Raises NotBuiltError
+    if there is no compiler or the build fails.
     """
-    path = _built[0] if _takes_built() else _build_somewhere()
+    path = _built[0] if _uses_built_library() else _build_in_cache_or_temporary()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -136,7 +136,7 @@ def load() -> Path:
 def is_built() -> bool:
     """Return whether `load` needs no build. Raises NotBuiltError if there is no compiler."""
     try:
-        return _takes_built() or _is_whole(_place(_compiler()))
+        return _uses_built_library() or _is_complete(_cache_path(_find_compiler()))
     except NoCacheError:
         return False
 
@@ -147,7 +147,7 @@ def build_in_background() -> None:
 
     The result is logged. Raises NoCacheError if there is no writable cache folder for the library.
     """
-    if not _building and not _is_whole(_place(_compiler())):
+    if not _building and not _is_complete(_cache_path(_find_compiler())):
         root = str(_SOURCES.parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
@@ -158,12 +158,12 @@ def build_in_background() -> None:
         )
         _building.append(process)
         watch = threading.Thread(
-            target=_say_how_it_ends, args=(process,), name="native-build", daemon=True
+            target=_log_build_result, args=(process,), name="native-build", daemon=True
         )
         watch.start()
 
 
-def _say_how_it_ends(process: subprocess.Popen[str]) -> None:
+def _log_build_result(process: subprocess.Popen[str]) -> None:
     """Wait for a background build and log its result."""
     _, said = process.communicate()
     if process.returncode == 0:
@@ -183,14 +183,14 @@ def multiplies_many_rows() -> bool:
     return bool(ctypes.CDLL(str(load())).jmoe_multiplies_many_rows())
 
 
-def record_background() -> None:
-    """Discard earlier records, and record background operations until `recorded_background` is
-    called.
+def start_recording_background() -> None:
+    """Discard earlier records, and record background operations until `stop_recording_background`
+    is called.
     """
     ctypes.CDLL(str(load())).jmoe_record_background()
 
 
-def recorded_background() -> list[tuple[float, float]]:
+def stop_recording_background() -> list[tuple[float, float]]:
     """Stop recording; return (seconds waiting for a thread, seconds running) of each background
     operation, in order of start.
 
@@ -214,7 +214,7 @@ def cache_folder() -> Path:
         raise NoCacheError("there is no home folder: set HOME or XDG_CACHE_HOME") from error
 
 
-def _build_somewhere() -> Path:
+def _build_in_cache_or_temporary() -> Path:
     """Return the cached library or, without a writable cache folder, one in a temporary folder of
     this process.
     """
@@ -224,7 +224,7 @@ def _build_somewhere() -> Path:
         log.info("native operations are compiled at each start: %s", error)
         folder = Path(tempfile.mkdtemp(prefix="jmoe-native-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _compile(_compiler(), folder / "library.so")
+        _compile(_find_compiler(), folder / "library.so")
         return folder / "library.so"
 
 
@@ -235,16 +235,16 @@ def build() -> Path:
     A file lock lets one of several processes compile. Raises NoCacheError if the folder is not
     writable.
     """
-    compiler = _compiler()
-    path = _place(compiler)
-    if _is_whole(path):
+    compiler = _find_compiler()
+    path = _cache_path(compiler)
+    if _is_complete(path):
         return path
     root = path.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_whole(path):
+            if not _is_complete(path):
                 # left by killed builds: a running build would hold the lock
                 for left in root.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(left, ignore_errors=True)
@@ -254,18 +254,18 @@ def build() -> Path:
     return path
 
 
-def _place(compiler: str) -> Path:
+def _cache_path(compiler: str) -> Path:
     """Return the path in the cache of the library that this compiler builds. Raises NoCacheError if
     it is missing and cannot be written.
     """
     path = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
     above = next(folder for folder in path.parents if folder.exists())
-    if above.is_dir() and not _is_whole(path) and not os.access(above, os.W_OK | os.X_OK):
+    if above.is_dir() and not _is_complete(path) and not os.access(above, os.W_OK | os.X_OK):
         raise NoCacheError(f"{above}: cannot be written")
     return path
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Return whether the library at `path` is complete: its last bytes are the SHA-256 of all bytes
     before them.
 
@@ -278,7 +278,7 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(content[:-SEAL_BYTES]).digest() == content[-SEAL_BYTES:]
 
 
-def _compiler() -> str:
+def _find_compiler() -> str:
     """Return the path of $CXX if it is set, else of g++, clang++ or c++. Raises NotBuiltError if
     there is none.
     """
@@ -293,7 +293,7 @@ def _compiler() -> str:
     )
 
 
-def _sources() -> list[Path]:
+def _source_files() -> list[Path]:
     return sorted(_SOURCES.glob("*.cc"))
 
 
@@ -304,7 +304,7 @@ def sources_digest() -> str:
 
 def _digest_of_sources() -> "hashlib._Hash":
     digest = hashlib.sha256()
-    for path in (*_sources(), *sorted(_SOURCES.glob("*.h"))):
+    for path in (*_source_files(), *sorted(_SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
     return digest
 
@@ -317,11 +317,11 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
-    digest.update("\0".join([*_flags(), compiler, version, jax.__version__, _processor()]).encode())
+    digest.update("\0".join([*_flags(), compiler, version, jax.__version__, _processor_features()]).encode())
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def _processor_features() -> str:
     """Return the lines of /proc/cpuinfo that identify the processor's instruction set."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -332,20 +332,20 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile the library in a temporary folder, append its checksum (see `_is_whole`), and rename
-    it to `path`.
+    """Compile the library in a temporary folder, append its checksum (see `_is_complete`), and
+    rename it to `path`.
     """
     with (
         tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder,
         ThreadPoolExecutor() as threads,
     ):
         made, options = Path(folder) / path.name, [*_flags(), "-isystem", jax.ffi.include_dir()]
-        objects = {source: made.with_name(f"{source.stem}.o") for source in _sources()}
+        objects = {source: made.with_name(f"{source.stem}.o") for source in _source_files()}
         commands = [
             [compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()
         ]
-        list(threads.map(_run, commands))
-        _run([compiler, *_flags(), "-shared", *map(str, objects.values()), "-o", str(made)])
+        list(threads.map(_run_compiler, commands))
+        _run_compiler([compiler, *_flags(), "-shared", *map(str, objects.values()), "-o", str(made)])
         with made.open("r+b") as file:
             seal = hashlib.file_digest(file, "sha256").digest()
             file.write(seal)
@@ -354,7 +354,7 @@ def _compile(compiler: str, path: Path) -> None:
         made.rename(path)
 
 
-def _run(command: list[str]) -> None:
+def _run_compiler(command: list[str]) -> None:
     """Run the compiler. Raises NotBuiltError with its output if it fails."""
     try:
         done = subprocess.run(

@@ -22,7 +22,7 @@ _BACKGROUND = ContextVar(
 
 
 @contextlib.contextmanager
-def native_operations(num_tokens: int) -> Iterator[None]:
+def allow_native_inference(num_tokens: int) -> Iterator[None]:
     """Allow native products, norms, top-k and attention over a KV cache while a function of
     `num_tokens` tokens is traced.
 
@@ -38,21 +38,21 @@ def native_operations(num_tokens: int) -> Iterator[None]:
         _TOKENS.reset(token)
 
 
-def takes_native() -> bool:
+def uses_native_inference() -> bool:
     """Return whether the current trace uses native operations for few tokens."""
     return 0 < _TOKENS.get() <= MAX_ROWS
 
 
-def takes_native_attention(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:
+def uses_native_attention(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:
     """Return whether the current trace uses native attention over a KV cache of this dtype and
     these head sizes.
     """
     fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % SIZE_MULTIPLE == 0
-    return takes_native() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())
+    return uses_native_inference() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())
 
 
 @contextlib.contextmanager
-def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]:
+def allow_native_training(wanted: bool, *, background: bool = False) -> Iterator[None]:
     """Allow native causal attention and experts, both with gradients, while a training step is
     traced.
 
@@ -71,12 +71,12 @@ def native_training(wanted: bool, *, background: bool = False) -> Iterator[None]
         _BACKGROUND.reset(tokens[1])
 
 
-def in_background() -> bool:
+def runs_in_background() -> bool:
     """Return whether the current trace runs native training operations in the background."""
     return _BACKGROUND.get()
 
 
-def trains_native(*dtypes: DTypeLike, multiples: tuple[int, ...]) -> bool:
+def uses_native_training(*dtypes: DTypeLike, multiples: tuple[int, ...]) -> bool:
     """Return whether the current trace uses native training operations for arrays of these dtypes.
 
     multiples: sizes that must be multiples of `SIZE_MULTIPLE`.

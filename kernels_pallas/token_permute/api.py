@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.implementations import Name, run
+from kernels_pallas.implementations import Name, call_first_supported
 from kernels_pallas.token_permute.reference import take_any_rows, take_rows
 
 
@@ -63,7 +63,7 @@ MODULES: dict[Name, str] = {
     "mosaic_gpu": "kernels_pallas.token_permute.mosaic_gpu",
     "xla": "kernels_pallas.token_permute.reference",
 }
-_run = partial(run, MODULES)
+_run = partial(call_first_supported, MODULES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

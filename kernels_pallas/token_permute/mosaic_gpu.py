@@ -27,7 +27,7 @@ MAX_COPIES = 32  # copies of a step, which the kernel unrolls
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
-def _lines(x: jax.Array) -> jax.Array:
+def _rows_as_lines(x: jax.Array) -> jax.Array:
     """Return [M, D] as [M, D / LINE, LINE]. Raises NotImplementedError for other dtypes and
     sizes.
     """
@@ -44,28 +44,28 @@ def _step_size(total: int, most: int) -> int:
     return min(total & -total, 1 << (max(1, most).bit_length() - 1))
 
 
-def _pipeline(
+def _run_pipeline(
     num_steps: jax.Array,
-    load: Callable[[jax.Array, jax.Array], None],
-    finish: Callable[[jax.Array, jax.Array], None],
+    start_copies: Callable[[jax.Array, jax.Array], None],
+    store_step: Callable[[jax.Array, jax.Array], None],
     full: Ref,
 ) -> None:
     """Run `num_steps` steps: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage), which
     stores.
     """
-    lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: load(i, i), None)
+    lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: start_copies(i, i), None)
 
     def step(i: jax.Array, carry: None) -> None:
         stage = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(full.at[stage])
-        finish(i, stage)
+        store_step(i, stage)
         # the previous step's store has read its buffer, which the next load overwrites
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         ahead = i + (STAGES - 1)
 
         @pl.when(ahead < num_steps)
         def _() -> None:
-            load(ahead, lax.rem(ahead, jnp.int32(STAGES)))
+            start_copies(ahead, lax.rem(ahead, jnp.int32(STAGES)))
 
     lax.fori_loop(0, num_steps, step, None)
     plgpu.wait_smem_to_gmem(0)
@@ -80,10 +80,11 @@ def gather_rows(
 ) -> jax.Array:
     """Return x_TD[src_M] [M, D], times scale_M if given; the last row of x where src_M == T.
 
-    launch: the multiprocessors that run the kernel. Raises NotImplementedError as `_lines` does.
+    launch: the multiprocessors that run the kernel. Raises NotImplementedError as `_rows_as_lines`
+    does.
     """
     num_rows, d = src_M.shape[0], x_TD.shape[1]
-    x = _lines(x_TD)
+    x = _rows_as_lines(x_TD)
     line = x.shape[1:]
     size = _step_size(num_rows, min(MAX_COPIES, STEP_BYTES // (d * x_TD.dtype.itemsize)))
     src_M = jnp.minimum(src_M, x_TD.shape[0] - 1).astype(jnp.int32)
@@ -92,14 +93,14 @@ def gather_rows(
     def gather_rows_kernel(x: Ref, src: Ref, *refs: Ref) -> None:
         *scales, out, rows_smem, full = refs
 
-        def load(i: jax.Array, stage: jax.Array) -> None:
-            row = launch.piece(i) * size
+        def start_copies(i: jax.Array, stage: jax.Array) -> None:
+            row = launch.piece_index(i) * size
             tokens = [src[row + b] for b in range(size)]
             for b, token in enumerate(tokens):
                 plgpu.copy_gmem_to_smem(x.at[token], rows_smem.at[stage, b], full.at[stage])
 
-        def finish(i: jax.Array, stage: jax.Array) -> None:
-            row = launch.piece(i) * size
+        def store_step(i: jax.Array, stage: jax.Array) -> None:
+            row = launch.piece_index(i) * size
             if scales:
                 for b in range(size):
                     scaled = rows_smem[stage, b].astype(jnp.float32) * scales[0][row + b]
@@ -107,14 +108,14 @@ def gather_rows(
                 plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(rows_smem.at[stage], out.at[pl.ds(row, size)])
 
-        _pipeline(launch.share(num_rows // size), load, finish, full)
+        _run_pipeline(launch.num_pieces(num_rows // size), start_copies, store_step, full)
 
     scratch = [
         plgpu.SMEM((STAGES, size, *line), x_TD.dtype),
         plgpu.Barrier(num_arrivals=size, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_rows, *line), x_TD.dtype)
-    kernel = launch.kernel(gather_rows_kernel, out_type, scratch)
+    kernel = launch.make_kernel(gather_rows_kernel, out_type, scratch)
     return kernel(x, src_M, *scale).reshape(num_rows, d)
 
 
@@ -196,12 +197,12 @@ def gather_sum(
     0.
 
     complete: promises that no row is M; this implementation does not use it. launch: the
-    multiprocessors that run the kernel. Raises NotImplementedError as `_lines` does, and for more
-    than MAX_COPIES choices a token.
+    multiprocessors that run the kernel. Raises NotImplementedError as `_rows_as_lines` does, and
+    for more than MAX_COPIES choices a token.
     """
     del complete
     (num_tokens, k), (num_rows, d) = row_TK.shape, y_MD.shape
-    y = _lines(y_MD)
+    y = _rows_as_lines(y_MD)
     _, num_lines, line = y.shape
     steps = _sum_steps(num_tokens, k, (num_lines, line), y_MD.dtype.itemsize)
     size, height = steps.size, steps.height
@@ -210,21 +211,23 @@ def gather_sum(
     def gather_sum_kernel(y: Ref, rows: Ref, weights: Ref, out: Ref, *refs: Ref) -> None:
         rows_smem, out_smem, full = refs
 
-        def load(i: jax.Array, stage: jax.Array) -> None:
-            token, some = steps.place(launch.piece(i))
+        def start_copies(i: jax.Array, stage: jax.Array) -> None:
+            token, some = steps.place(launch.piece_index(i))
             copied = [rows[token * k + n] for n in range(size * k)]
             for n, row in enumerate(copied):
                 plgpu.copy_gmem_to_smem(y.at[row, some], rows_smem.at[stage, n], full.at[stage])
 
-        def finish(i: jax.Array, stage: jax.Array) -> None:
-            token, some = steps.place(launch.piece(i))
+        def store_step(i: jax.Array, stage: jax.Array) -> None:
+            token, some = steps.place(launch.piece_index(i))
             buffer = lax.rem(i, jnp.int32(2))
             for b in range(size):
                 out_smem[buffer, b] = steps.token_sum(rows_smem, stage, weights, token, b)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[buffer], out.at[pl.ds(token, size), some])
 
-        _pipeline(launch.share(num_tokens // size * steps.parts), load, finish, full)
+        _run_pipeline(
+            launch.num_pieces(num_tokens // size * steps.parts), start_copies, store_step, full
+        )
 
     scratch = [
         plgpu.SMEM((STAGES, size * k, height, line), y_MD.dtype),
@@ -232,5 +235,5 @@ def gather_sum(
         plgpu.Barrier(num_arrivals=size * k, num_barriers=STAGES),
     ]
     out_type = jax.ShapeDtypeStruct((num_tokens, num_lines, line), jnp.float32)
-    kernel = launch.kernel(gather_sum_kernel, out_type, scratch)
+    kernel = launch.make_kernel(gather_sum_kernel, out_type, scratch)
     return kernel(y, row_N, weight_N).reshape(num_tokens, d)

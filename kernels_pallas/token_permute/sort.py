@@ -32,7 +32,7 @@ def counting_sort(idx_N: jax.Array, num_experts: int) -> jax.Array:
     return rank.reshape(-1)[:num_rows]
 
 
-def _inverse(permutation_N: jax.Array) -> jax.Array:
+def _inverse_permutation(permutation_N: jax.Array) -> jax.Array:
     at_N = jnp.arange(permutation_N.size, dtype=jnp.int32)
     return jnp.zeros_like(permutation_N).at[permutation_N].set(at_N, unique_indices=True)
 
@@ -52,10 +52,10 @@ def sort_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.A
             order_N = jnp.sort(idx_N * idx_N.size + at_N) % max(idx_N.size, 1)
         else:
             order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
-        return order_N, _inverse(order_N)
+        return order_N, _inverse_permutation(order_N)
 
     def by_counting(idx_N: jax.Array) -> tuple[jax.Array, jax.Array]:
         rank_N = counting_sort(idx_N, num_experts)
-        return _inverse(rank_N), rank_N
+        return _inverse_permutation(rank_N), rank_N
 
     return lax.platform_dependent(idx_N.astype(jnp.int32), cpu=by_comparison, default=by_counting)

@@ -135,7 +135,7 @@ def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -
 
     def body(*args: jax.Array) -> Any:
         work = [lambda after: lax.all_gather(after(args[0]), ALL, tiled=True)] * 4
-        with native.native_training(True, background=True):
+        with native.allow_native_training(True, background=True):
             return interleave(run, args, work, SCHEDULES["chunks"], ALL, args[0])
 
     specs: Any = (BATCH, REPLICATED, REPLICATED)

@@ -13,7 +13,7 @@ from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.models.mxfp4 import decode_mxfp4
 from jmoe.offload.slots import HostSlots
 from kernels_pallas import compressed
-from kernels_pallas.compressed import SCALES, compress, decompress, e2m1, stored_fields
+from kernels_pallas.compressed import SCALES, compress, decode_e2m1, decompress, stored_fields
 from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format, FormatName
 from kernels_pallas.grouped_matmul.mosaic_gpu import Slots, grouped_matmul
 
@@ -64,7 +64,7 @@ def test_all_codes_of_four_bit_floats() -> None:
     expected = low_first.view(jnp.float4_e2m1fn).astype(np.float32)
     found = decode_mxfp4(codes[None], np.full((1, 16), 127, np.uint8))
     assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
-    on_device = np.asarray(e2m1(jnp.asarray(low_first)))
+    on_device = np.asarray(decode_e2m1(jnp.asarray(low_first)))
     assert np.array_equal(on_device.view(np.uint32), expected.view(np.uint32))
 
 

@@ -116,7 +116,7 @@ def test_other_dtypes_are_refused() -> None:
 def test_dot_takes_them_in_their_scope_alone() -> None:
     def programs(rows: int, active: int) -> str:
         def f(x: jax.Array, w: jax.Array) -> jax.Array:
-            with native.native_operations(active):
+            with native.allow_native_inference(active):
                 return dot(x, w)
 
         return jax.jit(f).lower(jnp.ones((rows, 8)), jnp.ones((8, 8))).as_text()
@@ -125,7 +125,7 @@ def test_dot_takes_them_in_their_scope_alone() -> None:
     assert "jmoe_matmul" not in programs(3, 0) and "jmoe_matmul" not in programs(
         3, native.MAX_ROWS + 1
     )
-    assert not native.takes_native()
+    assert not native.uses_native_inference()
 
 
 # What is around them
@@ -139,7 +139,7 @@ def test_rms_norm(dtype: Any) -> None:
         norm.scale[...] = drawn(rng, shape[-1:], jnp.float32)[0]
         x, _ = drawn(rng, shape, dtype)
         want = norm(x, dtype)
-        with native.native_operations(1):
+        with native.allow_native_inference(1):
             got = norm(x, dtype)
         assert got.dtype == want.dtype == dtype
         assert_close(got, want, 1e-6 if dtype == jnp.float32 else 1e-2)
@@ -149,7 +149,7 @@ def test_top_k_breaks_ties_as_the_other_form() -> None:
     rng = np.random.default_rng(0)
     scores = jnp.asarray(rng.integers(0, 6, (16, 40)) / 8, jnp.float32)
     want = top_k_indices(scores, 7)
-    with native.native_operations(16):
+    with native.allow_native_inference(16):
         got = top_k_indices(scores, 7)
     assert np.array_equal(got, want)
 
@@ -804,7 +804,7 @@ def test_multiplications_of_a_training_step(gather: bool) -> None:
     for eqn in jax.make_jaxpr(all_of_them)(*attended).eqns:
         if eqn.primitive.name == "ffi_call":
             inputs: Any = [var.aval for var in eqn.invars]
-            found[eqn.params["target_name"]] = native.multiplications(
+            found[eqn.params["target_name"]] = native.count_multiplications(
                 eqn.params["target_name"], [a.shape for a in inputs]
             )
     assert found == {

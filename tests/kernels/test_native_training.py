@@ -78,7 +78,7 @@ def test_attention_takes_it_while_a_native_step_is_traced() -> None:
         )(*x)
 
     def compiled(wanted: bool, *x: jax.Array) -> Any:
-        with native.native_training(wanted):
+        with native.allow_native_training(wanted):
             return jax.jit(lambda *x: gradients(*x)).lower(*x).compile()
 
     ours, plain = compiled(True, q, k, v), compiled(False, q, k, v)
@@ -127,7 +127,7 @@ def test_experts_and_their_gradients(
         dx, dweights = vjp(dy)
         return y[:used], dx[:used], dweights
 
-    with native.native_training(True):
+    with native.allow_native_training(True):
         ours = both(partial(grouped_mlp, slots=32), x, dy)
     wide = x.astype(jnp.float32), dy.at[used:].set(0).astype(jnp.float32)
     assert_near(ours, both(reference.grouped_mlp, *wide), 1.5e-2)
@@ -142,7 +142,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
     x, weights = drawn_mlp([300], 80, 48, "swiglu", bias=False)
 
     def first_rows(sizes: int) -> jax.Array:
-        with native.native_training(True):
+        with native.allow_native_training(True):
             return grouped_mlp(
                 x, jnp.full(1, sizes, jnp.int32), weights, activation="swiglu", slots=32
             )[:rows]
@@ -166,7 +166,7 @@ def test_experts_read_the_rows_of_tokens() -> None:
         x = x_TD if rows else jnp.take(x_TD, src_M, axis=0)
         return grouped_mlp(x, sizes_L, weights, activation="swiglu", slots=32, rows=rows)
 
-    with native.native_training(True):
+    with native.allow_native_training(True):
         mapped, taken = (
             jax.vjp(partial(of, rows=rows), x_TD, weights) for rows in (RowMap(src_M, row_TK), None)
         )
@@ -187,18 +187,18 @@ def test_in_the_background_they_compute_the_same_and_say_how_long_it_took() -> N
         return dq + q, dk + k, dv + v, native.grouped_mlp_gradient(rows, arrays, h, y + 1)
 
     def compiled(background: bool) -> Any:
-        with native.native_training(True, background=background):
+        with native.allow_native_training(True, background=background):
             # a function of its own, or JAX takes the first trace
             return jax.jit(lambda q, x: program(q, x))(q, x)
 
     plain = compiled(background=False)
-    native.record_background()
+    native.start_recording_background()
     for got, want in zip(
         jax.tree.leaves(compiled(background=True)), jax.tree.leaves(plain), strict=True
     ):
         np.testing.assert_array_equal(got, want)
-    seconds = native.recorded_background()
+    seconds = native.stop_recording_background()
     assert len(seconds) == 4 and all(0 <= waited < 60 and 0 < ran < 60 for waited, ran in seconds)
-    native.record_background()
+    native.start_recording_background()
     compiled(background=False)
-    assert native.recorded_background() == []
+    assert native.stop_recording_background() == []

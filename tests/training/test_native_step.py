@@ -185,7 +185,7 @@ def test_operations_in_the_background_change_no_number(schedule: Any) -> None:
     config = model_configs.spread_over(config, 1, 2, 2)
     config = dataclasses.replace(config, comm=dataclasses.replace(config.comm, schedule=schedule))
     plain, program = first_step(config, 1, 2, 2)
-    with native.native_training(False, background=True):
+    with native.allow_native_training(False, background=True):
         ahead, held = first_step(config, 1, 2, 2)
     assert "background = true" in held and "background = true" not in program
     gradients = {*called_in(held, "jmoe_grouped_mlp_gradient")}
