@@ -20,17 +20,19 @@ from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.runtime import (
     end_at_once_on_interrupt,
-    lacking,
+    first_missing_package,
+    hide_devices,
     log_to_screen,
     outlive_screen,
     program_name,
     reexec_with_env,
-    without_devices,
 )
 
 if TYPE_CHECKING:
+    from jmoe.config.engine import EngineConfig
     from jmoe.deploy.bundle import OpenBundle
     from jmoe.inference.mesh.lockstep import Follower, Leader
+    from jmoe.planning.memory_plan import MemoryPlan
     from jmoe.serving.api_keys import ApiKeys
 
 say = partial(print, flush=True)
@@ -54,7 +56,7 @@ def run(arguments: Sequence[str]) -> None:
     from jmoe.cluster.job import hosts_line
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join
-    from jmoe.mesh import devices_of_hosts
+    from jmoe.mesh import device_counts_of_hosts
     from jmoe.serving.api_keys import ApiKeys
 
     config = parse_serve(arguments)
@@ -64,7 +66,7 @@ def run(arguments: Sequence[str]) -> None:
         if not (config.dry_run or config.estimate):
             role = stack.enter_context(join(config.distributed) or contextlib.nullcontext())
         if role is not None:
-            say(hosts_line(devices_of_hosts()))
+            say(hosts_line(device_counts_of_hosts()))
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
         check(
             merged,
@@ -88,9 +90,9 @@ def run(arguments: Sequence[str]) -> None:
                 hugging_face_folder(config.model, say, cache_dir=cache_dir)
             )
         if isinstance(role, Follower):
-            follow(config, folder, role)
+            run_follower(config, folder, role)
         elif config.estimate:
-            estimate(config, folder)
+            print_estimate(config, folder)
         else:
             serve(config, api_keys, folder, leader=role, programs=opened)
 
@@ -118,7 +120,7 @@ def open_bundle(config: ServeConfig) -> OpenBundle | None:
         return OpenBundle(config.model, config.engine, check_contents=checks_contents)
 
 
-def estimate(config: ServeConfig, folder: Path) -> None:
+def print_estimate(config: ServeConfig, folder: Path) -> None:
     """Print the predicted step times and memory of the engine on the GPU `config.estimate`, which
     this machine need not have.
     """
@@ -134,7 +136,7 @@ def estimate(config: ServeConfig, folder: Path) -> None:
             print(estimate_engine(checkpoint, engine, config.estimate))
 
 
-def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
+def run_follower(config: ServeConfig, folder: Path, follower: Follower) -> None:
     """Load this process's shards of the model, and run the steps that process 0 sends until it
     ends.
     """
@@ -144,6 +146,33 @@ def follow(config: ServeConfig, folder: Path, follower: Follower) -> None:
         say("following process 0")
         follower.repeat_calls(model.runner)
     say("stopped")
+
+
+def plan_engine(
+    config: ServeConfig, folder: Path, model_name: str
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Return the engine's options, with the length of its sequences set, and where its bytes go;
+    print what requests may be.
+    """
+    from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
+    from jmoe.serving.model_sampling import ModelSampling
+
+    with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
+        engine_config = with_sequence_length(checkpoint, config.engine)
+        length, positions = engine_config.max_seq_len, checkpoint.max_positions
+        memory = plan_engine_memory(checkpoint, engine_config)
+    sampling = ModelSampling.read(folder, config.sampling_defaults)
+    say(
+        f"{model_name} from {folder}: {engine_config.max_batch} sequences at once, {length:,}"
+        " tokens each"
+    )
+    if config.engine.max_seq_len is None and length != positions:
+        say(
+            f"the model has {positions:,} positions; --max-seq-len allows longer sequences,"
+            " --max-batch makes room"
+        )
+    say(str(sampling))
+    return engine_config, memory
 
 
 def serve(
@@ -162,33 +191,18 @@ def serve(
     """
     import jmoe
     from jmoe.inference.engine import Engine
-    from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
     from jmoe.inference.mesh.lockstep import end_process
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
     from jmoe.serving.chat_template import read_templates
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind
-    from jmoe.serving.model_sampling import ModelSampling
     from jmoe.serving.service import Service
-    from jmoe.status import repeating
+    from jmoe.status import call_repeatedly
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
-    with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
-        engine_config = with_sequence_length(checkpoint, config.engine)
-        length, positions = engine_config.max_seq_len, checkpoint.max_positions
-        memory = plan_engine_memory(checkpoint, engine_config)
     tokenizer = tokenizer_file(folder, "model")
-    sampling = ModelSampling.read(folder, config.sampling_defaults)
-    say(
-        f"{name} from {folder}: {engine_config.max_batch} sequences at once, {length:,} tokens each"
-    )
-    if config.engine.max_seq_len is None and length != positions:
-        say(
-            f"the model has {positions:,} positions; --max-seq-len allows longer sequences,"
-            " --max-batch makes room"
-        )
-    say(str(sampling))
+    engine_config, memory = plan_engine(config, folder, name)
     if config.dry_run:
         print(memory)
         return
@@ -206,7 +220,7 @@ def serve(
         server = HttpServer(
             app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)")
         )
-        with repeating(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
+        with call_repeatedly(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
             server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has restored Python's handler
         if service.loop.lost_process.is_set():
@@ -220,13 +234,13 @@ def main() -> None:
     reexec_with_env()
     end_at_once_on_interrupt()  # until it serves
     is_estimate = answer_early(lambda: parse_serve(sys.argv[1:])).estimate
-    if (package := lacking(PACKAGES)) is not None:
+    if (package := first_missing_package(PACKAGES)) is not None:
         sys.exit(
             f"{program_name()}: needs the package {package}, which is not installed: pip install"
             " 'jmoe[serve]'"
         )
     if is_estimate:
-        without_devices()
+        hide_devices()
     outlive_screen()
     log_to_screen()
     try:

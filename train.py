@@ -6,20 +6,20 @@ from jmoe.command_line import answer_early, parse_train
 from jmoe.configs import PRESETS
 from jmoe.runtime import (
     EXIT_LOST,
-    closing,
     end_at_once_on_interrupt,
+    exit_callback,
+    hide_devices,
     log_to_screen,
     outlive_screen,
     program_name,
     reexec_with_env,
-    without_devices,
 )
 
 if __name__ == "__main__":
     reexec_with_env()  # before JAX is imported
     end_at_once_on_interrupt()  # outside the training loop
     if answer_early(lambda: parse_train(sys.argv[1:], PRESETS)).estimate:
-        without_devices()
+        hide_devices()
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparationProgress
 from jmoe.deploy.model_folder import merge_in_subprocess
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
-from jmoe.mesh import devices_of_hosts, make_mesh
+from jmoe.mesh import device_counts_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import cluster_rows, json_object, table
@@ -308,7 +308,7 @@ def devices_per_host() -> int:
     """Return the number of devices per host, or 0 if hosts differ. In a run of several processes,
     print the numbers.
     """
-    of_hosts = devices_of_hosts()
+    of_hosts = device_counts_of_hosts()
     if jax.process_count() > 1:
         say(hosts_line(of_hosts))
     return of_hosts[0] if len({*of_hosts}) == 1 else 0
@@ -377,7 +377,7 @@ def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> Trai
     if jax.process_index() == 0:
         run.folder.note_start()
         data.publish()
-        stack.push(closing(run.begin_log(int(state.step)).close))
+        stack.push(exit_callback(run.begin_log(int(state.step)).close))
         if run.exporter is not None:
             run.exporter.resume(int(state.step))
         (run.output_dir / "config.json").write_text(json.dumps(run.resolved, indent=1))
@@ -392,9 +392,9 @@ def run_all(config: TrainConfig) -> bool:
     with contextlib.ExitStack() as stack:
         setup = set_up(config, task, stack)
         data = task.read_data(setup)
-        stack.push(closing(data.batches.close))
+        stack.push(exit_callback(data.batches.close))
         trainer = task.make_trainer(setup, data)
-        stack.push(closing(trainer.close))
+        stack.push(exit_callback(trainer.close))
         for note in trainer.notes:
             say(note)
         run = task.make_session(setup, data, trainer, *open_checkpoints(setup, trainer))

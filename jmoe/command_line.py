@@ -138,7 +138,7 @@ def parse_train(
         )
     line, preset = presets[name]
     options = list(arguments[1:])
-    options_set = dict(_options(options))
+    options_set = dict(_iterate_options(options))
     _check_short_names(options_set)
     if EXPERTS in options_set and OPTIMIZER not in options_set:
         options += [OPTIMIZER, options_set[EXPERTS]]
@@ -156,7 +156,7 @@ def parse_train(
     return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _iterate_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of every option, with the name spelled as in `--help`; the value is "" if
     none follows.
     """

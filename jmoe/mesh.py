@@ -95,7 +95,7 @@ def process_mesh() -> Mesh:
     )
 
 
-def devices_of_hosts() -> list[int]:
+def device_counts_of_hosts() -> list[int]:
     """Return the number of devices on each host, in descending order. Collective: every process
     must call this.
     """
@@ -125,7 +125,7 @@ def path_names(path: KeyPath) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
-def stack_dims(path: KeyPath) -> int:
+def num_stack_dims(path: KeyPath) -> int:
     """Return how many leading layer dimensions the parameter at `path` has."""
     return sum(name in STACKS.values() for name in path_names(path))
 
@@ -149,7 +149,7 @@ def shard_dim(
     """
     if not shard_dense or num_devices == 1 or is_expert(path):
         return -1
-    stacked = stack_dims(path)
+    stacked = num_stack_dims(path)
     # norms and biases are not worth a collective each
     if not fuse_dense and len(shape) - stacked < 2:
         return -1
@@ -167,7 +167,7 @@ def param_spec(
     are those of `shard_dim`.
     """
     if is_expert(path):
-        return PartitionSpec(*[None] * stack_dims(path), EXPERT)
+        return PartitionSpec(*[None] * num_stack_dims(path), EXPERT)
     dim = shard_dim(path, shape, num_devices, shard_dense, fuse_dense)
     return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
 
@@ -230,14 +230,14 @@ def under_auto_axes(
     run(state, x, ...) -> (y of x's shape, rest): y gets the sharding of x, and rest is replicated.
     """
 
-    def call(state: PyTree, x: jax.Array, *rest: PyTree) -> tuple[jax.Array, PyTree]:
+    def call_with_auto_axes(state: PyTree, x: jax.Array, *rest: PyTree) -> tuple[jax.Array, PyTree]:
         out = NamedSharding(mesh, jax.typeof(x).sharding.spec), NamedSharding(mesh, REPLICATED)
         return jax.sharding.auto_axes(run, out_sharding=out)(state, x, *rest)
 
-    return call
+    return call_with_auto_axes
 
 
-def put(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def put_sharded(values: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Return an array sharded by `spec`. Every process passes the whole `values`; no communication
     takes place.
     """

@@ -38,12 +38,12 @@ def program_name() -> str:
     return Path(sys.argv[0]).name
 
 
-def lacking(packages: Iterable[str]) -> str | None:
+def first_missing_package(packages: Iterable[str]) -> str | None:
     """Return the first package that is not installed, or None. Nothing is imported."""
     return next((name for name in packages if find_spec(name) is None), None)
 
 
-def environment(current: Mapping[str, str]) -> dict[str, str]:
+def reexec_environment(current: Mapping[str, str]) -> dict[str, str]:
     """Return the environment to re-execute the process with, or an empty dict if `current` needs no
     change.
 
@@ -68,13 +68,13 @@ def environment(current: Mapping[str, str]) -> dict[str, str]:
 
 
 def reexec_with_env() -> None:
-    """Replace this process by the same command with the environment of `environment`, if that
-    differs from the current one.
+    """Replace this process by the same command with the environment of `reexec_environment`, if
+    that differs from the current one.
 
     `python -m NAME` is re-executed in that form: run by its path, a module's own folder would come
     first in Python's search path.
     """
-    wanted = environment(os.environ)
+    wanted = reexec_environment(os.environ)
     if wanted:
         spec = sys.modules["__main__"].__spec__
         program = [sys.argv[0]]
@@ -84,7 +84,7 @@ def reexec_with_env() -> None:
         os.execve(sys.executable, [sys.executable, *program, *sys.argv[1:]], wanted)
 
 
-def without_devices() -> None:
+def hide_devices() -> None:
     """Make JAX compile for GPUs but use none. Call this before JAX is imported and before
     `jmoe.run.ahead_of_time`.
 
@@ -172,13 +172,13 @@ def log_to_screen() -> None:
     logging.getLogger("jmoe").setLevel(logging.INFO)
 
 
-def closing(close: Callable[[], None]) -> Callable[..., None]:
+def exit_callback(close: Callable[[], None]) -> Callable[..., None]:
     """Return an exit callback for `ExitStack.push` that calls `close`.
 
     If the stack is already unwinding an error, an `OSError` of `close` is only printed.
     """
 
-    def leave(
+    def close_on_exit(
         kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         try:
@@ -188,4 +188,4 @@ def closing(close: Callable[[], None]) -> Callable[..., None]:
                 raise
             print(f"{program_name()}: while ending: {later}", file=sys.stderr, flush=True)
 
-    return leave
+    return close_on_exit

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return seconds as text: `4:05`, or `1:04:05` from one hour on."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
@@ -16,17 +16,17 @@ def duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def repeating(action: Callable[[], None], every_s: float) -> Iterator[None]:
+def call_repeatedly(action: Callable[[], None], every_s: float) -> Iterator[None]:
     """Context manager that calls `action` every `every_s` seconds, in its own thread, until the
     block ends.
     """
     ended = threading.Event()
 
-    def repeat() -> None:
+    def repeat_action() -> None:
         while not ended.wait(every_s):
             action()
 
-    thread = threading.Thread(target=repeat, name="status", daemon=True)
+    thread = threading.Thread(target=repeat_action, name="status", daemon=True)
     thread.start()
     try:
         yield
@@ -57,7 +57,7 @@ def status(
         done = "" if amount is None else f"{amount()}, "
         say(f"{text} ... {done}{time.monotonic() - begun:.0f} s")
 
-    with repeating(say_again, every_s):
+    with call_repeatedly(say_again, every_s):
         yield
     if timed:
         say(f"{text}: {time.monotonic() - begun:.1f} s")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jmoe.mesh import devices_of_hosts
+from jmoe.mesh import device_counts_of_hosts
 from tests.train_runs import free_port
 
 # each process claims to be on the host it is given
@@ -21,13 +21,13 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 4, int(rank))
 socket.gethostname = lambda: host
-from jmoe.mesh import devices_of_hosts
-print("devices of hosts:", devices_of_hosts())
+from jmoe.mesh import device_counts_of_hosts
+print("devices of hosts:", device_counts_of_hosts())
 """
 
 
 def test_one_process() -> None:
-    assert devices_of_hosts() == [8]
+    assert device_counts_of_hosts() == [8]
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [("abba", [2, 2]), ("abbb", [3, 1])])

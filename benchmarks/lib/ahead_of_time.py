@@ -2,7 +2,7 @@
 libraries.
 
 What imports this sets `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` before JAX is imported
-(`jmoe.runtime.without_devices`).
+(`jmoe.runtime.hide_devices`).
 """
 
 import time

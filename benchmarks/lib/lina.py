@@ -24,7 +24,7 @@ from jmoe.inference.mesh.programs import Gate
 from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.path_table import PathCounter, PathTable
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.mesh import BATCH, REPLICATED, put
+from jmoe.mesh import BATCH, REPLICATED, put_sharded
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.planning.placement import (
@@ -133,7 +133,10 @@ def _balanced(runner: MeshRunner, run: RunExperts) -> RunExperts:
         shape = gate.all_idx_TK.shape
         if shape not in made:
             idx_TK = (np.arange(shape[0] * shape[1]) % experts).astype(np.int32).reshape(shape)
-            made[shape] = put(idx_TK, runner.mesh, BATCH), put(idx_TK, runner.mesh, REPLICATED)
+            made[shape] = (
+                put_sharded(idx_TK, runner.mesh, BATCH),
+                put_sharded(idx_TK, runner.mesh, REPLICATED),
+            )
         own, every = made[shape]
         return Gate(gate.routed._replace(idx_TK=own), every)
 

@@ -205,11 +205,11 @@ def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] 
     return list(range(task.number * share, (task.number + 1) * share))
 
 
-def hosts_line(devices_of_hosts: list[int]) -> str:
+def hosts_line(device_counts_of_hosts: list[int]) -> str:
     """Return text such as `64 devices on 8 hosts`, listing the counts if hosts differ."""
-    hosts, even = len(devices_of_hosts), len({*devices_of_hosts}) == 1
-    each = "" if even else f": {', '.join(map(str, devices_of_hosts))}"
-    return f"{sum(devices_of_hosts)} devices on {hosts} host{'s' * (hosts > 1)}{each}"
+    hosts, even = len(device_counts_of_hosts), len({*device_counts_of_hosts}) == 1
+    each = "" if even else f": {', '.join(map(str, device_counts_of_hosts))}"
+    return f"{sum(device_counts_of_hosts)} devices on {hosts} host{'s' * (hosts > 1)}{each}"
 
 
 def check_all_used(

@@ -61,7 +61,7 @@ from jmoe.data.tokenizer import (
 from jmoe.memory.direct_io import fsync, naming_file
 from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
-from jmoe.status import repeating
+from jmoe.status import call_repeatedly
 from jmoe.types import JsonObject
 
 FORMAT = 1  # version of the prepared folder; another version is prepared again
@@ -590,7 +590,7 @@ class _TokenizingJob:
             limits = [int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)) for weight in weights]
             texts = itertools.chain.from_iterable(map(sample_texts, parts, limits))
             # the trainer reports no progress
-            with repeating(lambda: report("training the tokenizer", 0, 0), 1.0):
+            with call_repeatedly(lambda: report("training the tokenizer", 0, 0), 1.0):
                 trained = train_bpe(texts, self.vocab_size)
             write_atomic(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():

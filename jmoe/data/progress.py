@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from jmoe.status import duration
+from jmoe.status import duration_text
 
 
 class PreparationProgress:
@@ -35,7 +35,7 @@ class PreparationProgress:
                 if done
                 else ""
             )
-            self._say(f"preparing data: {activity}{amount}, {duration(now - self._begun)}")
+            self._say(f"preparing data: {activity}{amount}, {duration_text(now - self._begun)}")
 
     def progress_text(self) -> str:
         """Return a text that changes whenever progress is reported; empty before the first report.

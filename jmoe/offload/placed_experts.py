@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.mesh import BATCH, REPLICATED, put
+from jmoe.mesh import BATCH, REPLICATED, put_sharded
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ExpertResidency, ResidencyStats
 from jmoe.offload.slot_arrays import (
@@ -67,7 +67,9 @@ class MeshExperts(ExpertResidency):
         self.expert_bytes = sum(sizes)
         even = even_placement(index.num_experts, mesh.size, slots_per_device)
         self.placements = [even] * index.num_layers
-        self._replica_of_row = [put(even.replica_of_row, mesh, REPLICATED)] * index.num_layers
+        self._replica_of_row = [
+            put_sharded(even.replica_of_row, mesh, REPLICATED)
+        ] * index.num_layers
 
     @abstractmethod
     def weights(self, layer: int) -> MLPWeights:
@@ -164,7 +166,7 @@ class PlacedExperts(MeshExperts):
         if changed.fills:
             self._weights[row] = self._joined([one.arrays for one in self._slots[row]])
         if changed.placement.replica_of_row is not self.placements[layer].replica_of_row:
-            self._replica_of_row[layer] = put(
+            self._replica_of_row[layer] = put_sharded(
                 changed.placement.replica_of_row, self.mesh, REPLICATED
             )
         self._held[layer], self.placements[layer] = held, changed.placement

@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import KeyPath
 
 from jmoe.config import OptimizerConfig
-from jmoe.mesh import is_expert, stack_dims
+from jmoe.mesh import is_expert, num_stack_dims
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -42,7 +42,7 @@ def has_weight_decay(path: KeyPath, w: jax.Array) -> bool:
     Weight decay applies to matrices, not to norms or biases; leading layer and expert axes do not
     count.
     """
-    return w.ndim - stack_dims(path) - is_expert(path) >= 2
+    return w.ndim - num_stack_dims(path) - is_expert(path) >= 2
 
 
 class StepValues(NamedTuple):

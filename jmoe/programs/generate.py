@@ -13,7 +13,7 @@ from jmoe.config import check
 from kernels_pallas.formats import EXPERT_DTYPES, bits_per_weight_text
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.programs.generate",
         description=__doc__,
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
+def encode_prompt(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     """Return the prompt's token ids.
 
     Raises ValueError if the prompt is empty, or if prompt and output exceed the model's positions.
@@ -70,7 +70,7 @@ def encoded(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
 
 def main() -> None:
     """Print the prompt and its continuation, and the engine's statistics on stderr."""
-    a = arguments()
+    a = parse_arguments()
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
@@ -82,7 +82,7 @@ def main() -> None:
     )
     say = partial(print, file=sys.stderr, flush=True)
     with hugging_face_folder(a.model, say, "MODEL") as folder:
-        ids = encoded(folder, a.prompt, a.max_new_tokens)
+        ids = encode_prompt(folder, a.prompt, a.max_new_tokens)
         config = EngineConfig(
             max_batch=1,
             max_seq_len=len(ids) + a.max_new_tokens,

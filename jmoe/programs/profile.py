@@ -25,7 +25,7 @@ MAX_TOKENS = 100_000
 CHUNK_TOKENS = 2048  # tokens of a prompt that one step runs
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.programs.profile",
         description=__doc__,
@@ -57,7 +57,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pieces(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
+def split_tokens(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
     """Yield consecutive pieces of `length` tokens; the last one may be shorter."""
     for start in range(0, len(tokens), length):
         yield list(tokens[start : start + length])
@@ -84,7 +84,7 @@ def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int
 
 def main() -> None:
     """Write the table beside the checkpoint, and print its size."""
-    a = _arguments()
+    a = _parse_arguments()
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
@@ -113,7 +113,9 @@ def main() -> None:
             assert engine.tokenizer is not None
             tokens = engine.tokenizer.encode(text).ids[: a.max_tokens]
             check(bool(tokens), "text", str(a.text), "must hold at least one token")
-            counter = count_paths(engine, pieces(tokens, engine.max_seq_len - 1), a.path_length)
+            counter = count_paths(
+                engine, split_tokens(tokens, engine.max_seq_len - 1), a.path_length
+            )
         table = counter.table(fingerprint, header.num_experts if a.whole else None)
         file = table.save(folder)
     of = (

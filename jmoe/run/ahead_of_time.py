@@ -1,7 +1,7 @@
 """Compile programs for GPUs that this machine does not have. JAX's CUDA libraries are needed, but
 no GPU and no driver.
 
-Call `jmoe.runtime.without_devices` before the first import of JAX.
+Call `jmoe.runtime.hide_devices` before the first import of JAX.
 """
 
 from importlib.util import find_spec

@@ -45,7 +45,6 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.data.shards import write_atomic
-from jmoe.status import duration
 from jmoe.types import Json, JsonObject
 
 METRICS_FILE: Final = "metrics.jsonl"
@@ -585,7 +584,7 @@ class ProgressBar:
             parts.append(f"compiled and run in {step_s:.1f} s")
         parts.append(f"dropped {100 * dropped_fraction:.2f} %")
         if self._step_s:
-            parts.append(f"ETA {duration((self._num_steps - step - 1) * typical_s)}")
+            parts.append(f"ETA {duration_text((self._num_steps - step - 1) * typical_s)}")
         return parts
 
     def _bar(self, step: int, parts: list[str]) -> Table:

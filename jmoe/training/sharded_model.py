@@ -24,12 +24,12 @@ from jmoe.mesh import (
     REPLICATED,
     hierarchy,
     is_expert,
+    num_stack_dims,
     param_specs,
     path_names,
     shard_dim,
     shardings,
     split_over,
-    stack_dims,
 )
 from jmoe.models.functional import split_parameters
 from jmoe.optim.loss_scale import LossScale, initial_loss_scale
@@ -133,7 +133,7 @@ class ShardedModel(ABC):
 
         The model's compute dtype for matrices; float32 for vectors, routers and tables read by row.
         """
-        return self._compute_dtype(_names(path), ndim - is_expert(path) - stack_dims(path))
+        return self._compute_dtype(_names(path), ndim - is_expert(path) - num_stack_dims(path))
 
     def gather(self, tree: PyTree) -> PyTree:
         """Return the unsharded parameters, in their compute dtype, gathered from all devices'

@@ -44,7 +44,7 @@ from kernels_pallas.grouped_matmul.mosaic_pipeline import (
     pad_to_whole_tiles,
     pipelined_kernel,
     row_tiles,
-    tile_in_snake_order,
+    snake_tile,
 )
 from kernels_pallas.hopper import ALL_SMS, Launch, Ref
 from kernels_pallas.token_permute.mosaic_gpu import gather_rows
@@ -133,7 +133,7 @@ def _matmul_kernel(
         wg = tile.warpgroup(lax.axis_index("wg"))
 
         def steps_of(i: jax.Array) -> tuple[int, Place]:
-            return form.num_steps, tile_in_snake_order(
+            return form.num_steps, snake_tile(
                 launch.piece_index(i), count[0], tile.num_column_tiles
             )
 
@@ -143,15 +143,13 @@ def _matmul_kernel(
         def multiply(accs: Sequence[Ref], _: Place, k: jax.Array, stage: jax.Array) -> None:
             form.start_products(refs, wg, accs, k, stage)
 
-        def apply_operations(
-            sums: list[jax.Array], group: jax.Array, first: jax.Array
-        ) -> jax.Array:
+        def finish_columns(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
             """Return STORED columns of the result, from column `first`."""
             sums = _apply_by_column(list(zip(operations, terms)), tile, sums, group, first)
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 
         def store(sums: list[jax.Array], place: Place) -> None:
-            _store_tile(refs, tile, wg, place, sums, apply_operations)
+            _store_tile(refs, tile, wg, place, sums, finish_columns)
 
         sums_shapes = [tile.sums_shape] * tile.parts
         num_products = tile.parts * form.num_halves
@@ -199,7 +197,7 @@ def _store_tile(
     wg: Warpgroup,
     place: Place,
     sums: list[jax.Array],
-    apply_operations: Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array],
+    finish_columns: Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array],
 ) -> None:
     """Store the rows of a tile that belong to its group, STORED columns at a time."""
     (m, n), (height, columns) = place, tile.sums_shape
@@ -209,7 +207,7 @@ def _store_tile(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         column = n * tile.tile_columns + wg.left + c
         some = [a[:, c : c + STORED] for a in sums]
-        refs.out_smem[wg.number] = apply_operations(some, refs.tiles[0, m], column)
+        refs.out_smem[wg.number] = finish_columns(some, refs.tiles[0, m], column)
         plgpu.commit_smem()
         at, size = start, end - start
         # a copy's size is fixed: copies of 128, 64, .. 1 rows make up any size
@@ -280,9 +278,7 @@ class _GradientTiles:
     def steps(self, index: jax.Array, bounds: Ref) -> tuple[jax.Array, Place]:
         """Return (number of steps, (group, m, n)) of a tile. bounds: from `group_bounds`."""
         group = index // (self.num_m * self.num_n)
-        m, n = tile_in_snake_order(
-            index - group * (self.num_m * self.num_n), self.num_m, self.num_n
-        )
+        m, n = snake_tile(index - group * (self.num_m * self.num_n), self.num_m, self.num_n)
         start, end, aligned = bounds[0, group], bounds[1, group], bounds[2, group]
         num_steps = jnp.where(end > start, (end - aligned + (INNER - 1)) // INNER, 0)
         return num_steps, (group, m, n)

@@ -178,9 +178,7 @@ def row_tiles(group_sizes_E: jax.Array, num_rows: int) -> tuple[jax.Array, jax.A
     return tile_ends_E[-1:], jnp.stack([group_M, first_M, from_M, to_M])
 
 
-def tile_in_snake_order(
-    index: jax.Array, num_m: jax.Array | int, num_n: int
-) -> tuple[jax.Array, jax.Array]:
+def snake_tile(index: jax.Array, num_m: jax.Array | int, num_n: int) -> tuple[jax.Array, jax.Array]:
     """Return tile (m, n) of an index that runs down BAND rows of tiles, then to the next column."""
     band = index // (BAND * num_n)
     height = jnp.minimum(BAND, num_m - band * BAND)

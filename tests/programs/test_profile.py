@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jmoe.inference.path_table import PATHS_FILE, PathTable
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.programs import profile
-from jmoe.programs.profile import pieces
+from jmoe.programs.profile import split_tokens
 from tests.model_configs import CHECKPOINTS
 from tests.processes import one_device
 from tests.train_runs import Run
@@ -57,4 +57,4 @@ def test_a_profile_is_kept_beside_the_checkpoint(
 
 
 def test_pieces() -> None:
-    assert list(pieces(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(split_tokens(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]

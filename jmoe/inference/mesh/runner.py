@@ -55,7 +55,7 @@ from jmoe.inference.path_table import PathTable
 from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens, logits_of_row
 from jmoe.inference.scheduler import ChunkGroup, bucket
 from jmoe.layers.experts import SLOT_MULTIPLE
-from jmoe.mesh import BATCH, REPLICATED, put
+from jmoe.mesh import BATCH, REPLICATED, put_sharded
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tensor_parallel import device_config
@@ -150,8 +150,10 @@ class MeshRunner:
         """Return an output of `forward` that is all zeros, to compile programs that take one."""
         batch = self.padding_batches(num_rows, width)[-1]
         shape = self.layout.hidden_shape(batch, self.config.hidden_size)
-        x = put(np.zeros(shape, self.dtype), self.mesh, BATCH)
-        last_MD = put(np.zeros((batch.rows_M.size, shape[-1]), self.dtype), self.mesh, REPLICATED)
+        x = put_sharded(np.zeros(shape, self.dtype), self.mesh, BATCH)
+        last_MD = put_sharded(
+            np.zeros((batch.rows_M.size, shape[-1]), self.dtype), self.mesh, REPLICATED
+        )
         self._final = [_FinalHidden(x, last_MD, width)]
         return MeshHidden(last_MD, batch.place_Q, 0)
 
@@ -164,7 +166,9 @@ class MeshRunner:
         """
         self.placer.place_next_layer()
         layout, batches = self.layout, [MeshBatch._make(batch) for batch in batches]
-        groups = [[put(a, self.mesh, layout.tokens) for a in batch[:3]] for batch in batches]
+        groups = [
+            [put_sharded(a, self.mesh, layout.tokens) for a in batch[:3]] for batch in batches
+        ]
         xs = [
             embed_on_mesh(layout, *self._embed_and_head, tokens, positions, self.dtype)
             for tokens, _, positions in groups
@@ -374,7 +378,9 @@ def make_mesh_runner(
     shapes = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     layout_of = HeadLayout if options.mesh.dense == "tensor" else RowLayout
     layout = layout_of(mesh, options.max_batch, shapes[0].length)
-    caches = jax.tree.map(lambda x: put(np.zeros(x.shape, x.dtype), mesh, layout.cache), shapes)
+    caches = jax.tree.map(
+        lambda x: put_sharded(np.zeros(x.shape, x.dtype), mesh, layout.cache), shapes
+    )
     modules = (
         _load_sharded(checkpoint, mesh)
         if options.mesh.dense == "tensor"
@@ -409,7 +415,7 @@ def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModul
     embed_and_head, layers = checkpoint.load_dense()
     modules = [split(module) for module in (embed_and_head, *layers)]
     return [
-        (graph, tuple(put(np.asarray(w), mesh, REPLICATED) for w in arrays))
+        (graph, tuple(put_sharded(np.asarray(w), mesh, REPLICATED) for w in arrays))
         for graph, arrays in modules
     ]
 
