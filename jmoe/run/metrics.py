@@ -45,6 +45,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.data.shards import write_atomic
+from jmoe.status import duration_text
 from jmoe.types import Json, JsonObject
 
 METRICS_FILE: Final = "metrics.jsonl"
