@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
-from jmoe.programs.generate import encoded
+from jmoe.programs.generate import encode_prompt
 from tests.model_configs import CHECKPOINTS
 from tests.test_architecture import SOURCES
 from tests.tiny_engines import tiny_engine
@@ -39,7 +39,7 @@ def test_an_engine_and_generate_take_whole_texts_and_their_first_token(tmp_path:
     folder = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
     write_word_tokenizer(folder, **ADD_BOS)
     prompt = "hello world this is text " * 6
-    assert encoded(folder, prompt, 4) == [BOS, *[1, 2, 3, 4, 5] * 6]
+    assert encode_prompt(folder, prompt, 4) == [BOS, *[1, 2, 3, 4, 5] * 6]
     with tiny_engine(folder) as engine:
         assert engine.add_request(prompt).prompt_token_ids == [BOS, *[1, 2, 3, 4, 5] * 6]
         assert engine.tokenizer is not None
