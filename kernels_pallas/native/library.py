@@ -317,7 +317,9 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
-    digest.update("\0".join([*_flags(), compiler, version, jax.__version__, _processor_features()]).encode())
+    digest.update(
+        "\0".join([*_flags(), compiler, version, jax.__version__, _processor_features()]).encode()
+    )
     return digest.hexdigest()[:16]
 
 
@@ -345,7 +347,9 @@ def _compile(compiler: str, path: Path) -> None:
             [compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()
         ]
         list(threads.map(_run_compiler, commands))
-        _run_compiler([compiler, *_flags(), "-shared", *map(str, objects.values()), "-o", str(made)])
+        _run_compiler(
+            [compiler, *_flags(), "-shared", *map(str, objects.values()), "-o", str(made)]
+        )
         with made.open("r+b") as file:
             seal = hashlib.file_digest(file, "sha256").digest()
             file.write(seal)
