@@ -3,7 +3,7 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,22 @@ def read_only(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def full_disk(place: Path) -> Iterator[Callable[[], None]]:
+    """A file system of 256 KiB at this folder; the function that is given fills it up."""
+    mount(["-t", "tmpfs", "-o", "size=256k", "none"], place)
+
+    def fill() -> None:
+        with contextlib.suppress(OSError), (place / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    try:
+        yield fill
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def mount(options: list[str], place: Path) -> None:

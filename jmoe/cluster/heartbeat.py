@@ -25,8 +25,8 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 class Heartbeat:
-    """Rewrites a rank's heartbeat file at every beat, by an atomic rename. A failed write is
-    ignored, so the supervisor sees silence.
+    """Rewrites a rank's heartbeat file at every beat, by an atomic rename. If even its time cannot
+    be written, the supervisor sees silence.
     """
 
     def __init__(self, folder: Path, rank: int, local_devices: int) -> None:
@@ -35,8 +35,8 @@ class Heartbeat:
         self._beats = 0
 
     def beat(self, at: str, waits: int = 0, since_s: float = 0.0) -> None:
-        """Write one beat. at: what the process is doing; waits: number of waits it has begun;
-        since_s: seconds since the last wait began.
+        """Write one beat, or only its time if the disk is full. at: what the process is doing;
+        waits: number of waits it has begun; since_s: seconds since the last wait began.
         """
         self._beats += 1
         beat = {
@@ -47,9 +47,12 @@ class Heartbeat:
             "devices": self._devices,
         }
         new = self._path.with_suffix(".new")
-        with contextlib.suppress(OSError):
+        try:
             new.write_text(json.dumps(beat))
             os.replace(new, self._path)
+        except OSError:  # a full disk still takes a time, which is the sign of life
+            with contextlib.suppress(OSError):
+                self._path.touch()
 
     def close(self) -> None:
         """Write that the run is over, so that the supervisor expects no further beats."""

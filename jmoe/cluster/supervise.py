@@ -537,8 +537,13 @@ class Supervisor:
         return position
 
     def _note(self, event: str, **values: object) -> None:
-        with (self.folder / "events.jsonl").open("a") as file:
-            file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        """Append an event to `events.jsonl`; warn if it cannot be written, as on a full disk."""
+        path = self.folder / "events.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        except OSError as error:
+            self._say(f"warning: {path} lacks the event {event!r}: {error.strerror}")
 
     def _say(self, text: str) -> None:
         print(f"jmoe-supervise: {text}", flush=True)

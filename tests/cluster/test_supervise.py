@@ -37,6 +37,7 @@ from jmoe.cluster.supervise import Supervisor, program_and_arguments
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from tests.fakes import wait_for, wait_for_text
+from tests.file_systems import full_disk
 from tests.processes import ROOT, memory_cgroup
 from tests.train_runs import ENDLESS, Run, Start, TrainRuns, committed, losses, ranks_of, resumes
 
@@ -425,6 +426,34 @@ def test_signs_of_life(tmp_path: Path) -> None:
         assert listener.at(1) != "step 3"
         wait_for(lambda: read_heartbeat(heartbeat_file(tmp_path, 1)).get("waits") == 1)
     assert listener.at(1) == "closed"
+
+
+def test_a_full_disk_is_no_silence(tmp_path: Path) -> None:
+    """Ranks that run on would be killed as dead."""
+    with full_disk(tmp_path) as fill:
+        now = [100.0]
+        listener, rank = Listener(tmp_path, 1, lambda: now[0]), Heartbeat(tmp_path, 0, 1)
+        rank.beat("step 1")
+        listener.look()
+        fill()
+        for _ in range(3):
+            now[0] += 50.0
+            rank.beat("step 2")
+            listener.look()
+            assert listener.silence_s(0) == 0.0
+        assert listener.at(0) == "step 1"
+        (tmp_path / "filler").unlink()
+        rank.beat("step 3")
+        assert listener.at(0) == "step 3"
+
+
+def test_events_that_cannot_be_written_end_nothing(supervised_run: Supervised) -> None:
+    folder = supervised_run.output_dir / "supervise"
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").symlink_to("/dev/full")
+    code, screen = supervised_run.end({"1 0": "signal 9"})
+    assert code == 0 and "all processes start again" in screen
+    assert f"warning: {folder}/events.jsonl lacks the event 'end': No space left" in screen
 
 
 def test_the_clocks_of_hosts_need_not_agree(tmp_path: Path) -> None:
