@@ -146,16 +146,44 @@ def _check_versions(folder: Path, plan: Mapping[str, Any]) -> None:
 
 def _read_tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array) of each tensor in a safetensors file; an array is read when it is
-    yielded.
+    yielded. Raises ValueError naming the file, and the tensor whose entry is wrong.
     """
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        flat = np.fromfile(file, np.uint8, last - first, offset=8 + length + first)
-        yield name, flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(length, size)))
+        header.pop("__metadata__", None)
+        entries = list(header.items())
+    except (ValueError, AttributeError, struct.error) as error:
+        raise ValueError(f"{file}: is damaged: its header is none: {error}") from error
+    for name, entry in entries:
+        try:
+            first, last = entry["data_offsets"]
+            flat = np.fromfile(file, np.uint8, last - first, offset=8 + length + first)
+            array = flat.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: tensor {name}: is damaged: {error!r}") from error
+        yield name, array
+
+
+def _check_programs(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each program is one of the plan's files and takes what `generate`
+    gives it.
+    """
+    given = {"decode": (plan["max_batch"], 1), "prefill": (1, plan["prefill_tokens"])}
+    for name, taken in given.items():
+        program = plan["programs"][name]
+        if program["file"] not in plan["files"]:
+            raise ValueError(
+                f"{folder / PLAN}: programs.{name}.file = {program['file']!r}: must be one of the"
+                " files that the plan lists"
+            )
+        if (program["rows"], program["width"]) != taken:
+            raise ValueError(
+                f"{folder / PLAN}: programs.{name}: takes {program['rows']} x {program['width']}"
+                f" tokens, must take {taken[0]} x {taken[1]}"
+            )
 
 
 class PortableModel:
@@ -171,8 +199,19 @@ class PortableModel:
         self.plan = plan = read_plan(folder)
         if plan["form"] != PORTABLE:
             raise ValueError(f"{folder / PLAN}: form = {plan['form']!r}: must be {PORTABLE!r}")
-        _check_versions(folder, plan)
-        check_files(folder, plan["files"], contents=check_contents)
+        try:
+            _check_versions(folder, plan)
+            check_files(folder, plan["files"], contents=check_contents)
+            _check_programs(folder, plan)
+            self._load(folder)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(
+                f"{folder / PLAN}: is damaged or of another version of jmoe: {error!r}"
+            ) from error
+
+    def _load(self, folder: Path) -> None:
+        """Read the weights and compile the programs of the checked plan."""
+        plan = self.plan
         self._weights = {
             name: jnp.array(array)
             for file in plan["files"]
@@ -221,7 +260,8 @@ class PortableModel:
         except Exception as error:
             written = plan["jax"]["version"]
             raise ValueError(
-                f"{file}: JAX {jax.__version__} cannot take it, JAX {written} wrote it: {error}"
+                f"{file}: JAX {jax.__version__} cannot take it, JAX {written} wrote it:"
+                f" {str(error).partition(chr(10))[0]}"
             ) from error
 
     def generate(

@@ -2,8 +2,10 @@
 none, and bad input.
 """
 
+import json
 import re
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +193,65 @@ def test_a_damaged_or_missing_file_is_named(copied: Path) -> None:
         PortableModel(copied)
     (copied / PLAN).unlink()
     with pytest.raises(ValueError, match=r"plan\.json: is missing"):
+        PortableModel(copied)
+
+
+def changed_decode(plan: Any, **changes: Any) -> Any:
+    programs = plan["programs"]
+    return {"programs": programs | {"decode": programs["decode"] | changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda plan: {"caches": None}, r"plan\.json: is damaged or of another version of jmoe"),
+        (lambda plan: {"jax": {}}, r"plan\.json: is damaged or of another .* KeyError"),
+        (lambda plan: {"max_batch": 50}, "decode: takes 2 x 1 tokens, must take 50 x 1"),
+        (
+            lambda plan: changed_decode(plan, file="../decode.stablehlo"),
+            "decode.file = '../decode.stablehlo': must be one of the files that the plan lists",
+        ),
+        (
+            lambda plan: changed_decode(plan, kept_arguments=[0]),
+            r"decode\.stablehlo: JAX .* cannot take it",
+        ),
+    ],
+    ids=["field", "part", "rows", "outside", "arguments"],
+)
+def test_a_plan_with_a_checksum_of_its_own_is_not_believed(
+    copied: Path, changes: Callable[[Any], dict[str, Any]], message: str
+) -> None:
+    shutil.copy(copied / "decode.stablehlo", copied.parent)
+    change_plan(copied, **changes(read_plan(copied)))
+    with pytest.raises(ValueError, match=message) as refused:
+        PortableModel(copied)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"shape": [7, 7]}, "tensor {name}: is damaged: ValueError"),
+        ({"dtype": "F99"}, "tensor {name}: is damaged: KeyError"),
+        (None, "is damaged: its header is none"),
+    ],
+)
+def test_weights_with_checksums_of_their_own_are_not_believed(
+    copied: Path, entry: dict[str, Any] | None, message: str
+) -> None:
+    """None: a header of 2**60 bytes."""
+    file = copied / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    name = next(name for name in header if name != "__metadata__")
+    header[name] |= entry or {}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if entry else 2**60) + text + data)
+    files = file_sizes_and_hashes(copied)
+    del files[PLAN]
+    change_plan(copied, files=files)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {message.format(name=name)}"):
         PortableModel(copied)
 
 
