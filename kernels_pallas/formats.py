@@ -23,7 +23,9 @@ class Format:
     holds the bits of bfloat16. No two formats have the same pair, since stored arrays are told
     apart by it. block: inputs that share a scale. partial_block: the last block of a column may be
     shorter. native: the format's number in `kernels_pallas/native/rows.h`, None if C++ does not
-    read it. mosaic_gpu: whether `kernels_pallas/grouped_matmul/mosaic_forms.py` reads it.
+    read it. takes_int8: whether C++ also multiplies the values, whole numbers times a scale, by
+    activations in 8 bits (`kernels_pallas/native/integers.h`). mosaic_gpu: whether
+    `kernels_pallas/grouped_matmul/mosaic_forms.py` reads it.
     """
 
     name: FormatName
@@ -33,6 +35,7 @@ class Format:
     block: int
     partial_block: bool = False
     native: int | None = None
+    takes_int8: bool = False
     mosaic_gpu: bool = False
 
     @property
@@ -41,11 +44,12 @@ class Format:
         return 8 / self.per_byte + _BITS[self.scales] / self.block
 
 
-MXFP4 = Format("mxfp4", 2, "uint8", "uint8", 32, native=1, mosaic_gpu=True)
-INT4 = Format("int4", 2, "uint8", "uint16", 32, native=2, mosaic_gpu=True)
-INT8 = Format("int8", 1, "int8", "uint16", 32, native=3, mosaic_gpu=True)
+MXFP4 = Format("mxfp4", 2, "uint8", "uint8", 32, native=1, takes_int8=True, mosaic_gpu=True)
+INT4 = Format("int4", 2, "uint8", "uint16", 32, native=2, takes_int8=True, mosaic_gpu=True)
+INT8 = Format("int8", 1, "int8", "uint16", 32, native=3, takes_int8=True, mosaic_gpu=True)
 FP8 = Format("fp8", 1, "uint8", "float32", 128, partial_block=True, native=4, mosaic_gpu=True)
 FORMATS: dict[str, Format] = {format_.name: format_ for format_ in (MXFP4, INT4, INT8, FP8)}
+INT8_TAKING: tuple[str, ...] = tuple(name for name, f in FORMATS.items() if f.takes_int8)
 EXPERT_DTYPES: tuple[str, ...] = get_args(ExpertDtype)
 
 

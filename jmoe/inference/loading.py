@@ -43,6 +43,7 @@ from jmoe.run.compatibility import check_same_options
 from jmoe.run.compile_cache import keep_compiled_programs
 from jmoe.status import status
 from kernels_pallas import native
+from kernels_pallas.formats import INT8_TAKING
 
 log = logging.getLogger("jmoe")
 _MADE_WIDE = (
@@ -103,6 +104,7 @@ class LoadedModel(Closing):
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and uses_native(options, say)
+            _check_activations(checkpoint, options, use_native)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None
@@ -135,6 +137,18 @@ class LoadedModel(Closing):
             self.store.close()
 
 
+def _check_activations(checkpoint: LazyCheckpoint, options: EngineConfig, use_native: bool) -> None:
+    """Raise ValueError if the experts' inputs are to be rounded and no operation does so."""
+    if options.expert_activations == "exact":
+        return
+    field, value, kind = "expert_activations", options.expert_activations, checkpoint.expert_format
+    words = "must be exact without native operations, which run on one CPU device"
+    check(use_native, field, value, words)
+    stored = "wide" if kind is None else kind.name
+    words = f"must be exact with experts that are {stored}; set expert_dtype to one of "
+    check(stored in INT8_TAKING, field, value, words + ", ".join(INT8_TAKING))
+
+
 def _log_decoded_experts(checkpoint: LazyCheckpoint) -> None:
     """Log that experts which the checkpoint stores compressed are decoded."""
     kind = checkpoint.stored_format
@@ -160,6 +174,7 @@ def _make_runner_on_one_device(
         cache_dir=options.cache_dir,
         bandwidth_limit_bytes_per_s=limits,
         native=use_native,
+        int8_activations=options.expert_activations == "int8",
         on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
         pin=options.pin_host_memory,
     )
@@ -186,11 +201,13 @@ def uses_native(options: EngineConfig, say: Say = log.info, *, waits: bool = Fal
     """Return whether an engine on one device uses native (C++) operations, and load them if so.
 
     If they are not built on this machine yet, which takes a minute, this waits only if the options
-    ask for them, or `waits` is set; otherwise they are built in the background for the next start.
-    Raises ValueError naming the field if the options ask for them and they are not available.
+    ask for them or round activations, or `waits` is set; otherwise they are built in the background
+    for the next start. Raises ValueError naming the field if the options ask for them and they are
+    not available.
     """
     platform, wanted = jax.devices()[0].platform, options.native
     is_asked, is_hybrid = wanted == "on", options.policy == "hybrid"
+    waits |= options.expert_activations == "int8"  # no other operations round them
     if is_asked and not is_hybrid:
         words = f"must be auto or off on a {platform}: the operations are a CPU's"
         check(platform == "cpu", "native", wanted, words)

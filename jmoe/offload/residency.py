@@ -49,15 +49,16 @@ def open_experts(
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     native: bool = False,
+    int8_activations: bool = False,
     on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[Residency, TieredStore | None]:
     """Return (residency policy, store), with the experts loaded as the plan says, for one device.
 
     The store is None if all experts are on the device. native: use native CPU operations for few
-    tokens. on_host: the CPU may compute experts in host memory, which is then not pinned. pin:
-    whether to pin host memory (`memory.pinned.host_memory`). bandwidth_limit_bytes_per_s: by link,
-    see `TieredStore`.
+    tokens. int8_activations: they round the experts' inputs to 8 bits (`SlotLayout`). on_host: the
+    CPU may compute experts in host memory, which is then not pinned. pin: whether to pin host
+    memory (`memory.pinned.host_memory`). bandwidth_limit_bytes_per_s: by link, see `TieredStore`.
 
     Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
     """
@@ -65,7 +66,7 @@ def open_experts(
     device = jax.devices()[0]
     index = ExpertIndex.from_model(checkpoint.config)
     slots = (
-        HostSlots(plan.expert_slots, fields, native=native)
+        HostSlots(plan.expert_slots, fields, native=native, int8_activations=int8_activations)
         if device.platform == "cpu"
         else DeviceSlots(plan.expert_slots, fields, device)
     )

@@ -88,10 +88,17 @@ class HostSlots(ExpertSlots):
     """Slots of the CPU backend: host memory that XLA reads as arrays without a copy.
 
     native: for few tokens, use a native operation that reads the experts through the table, so that
-    the host need not read the tokens' choices.
+    the host need not read the tokens' choices. int8_activations: see `SlotLayout`.
     """
 
-    def __init__(self, num_slots: int, fields: Fields, *, native: bool = False) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        fields: Fields,
+        *,
+        native: bool = False,
+        int8_activations: bool = False,
+    ) -> None:
         super().__init__(num_slots, fields)
         cpu = jax.local_devices(backend="cpu")[0]
         layout, slot_bytes = _layout(fields)
@@ -107,7 +114,11 @@ class HostSlots(ExpertSlots):
             {name: as_array(m, cpu) for name, m in slot.items()} for slot in self._memory
         ]
         offsets = {name: first_byte for name, (first_byte, *_) in layout.items()}
-        self.native = NativeSlots(as_array(memory, cpu), fields, offsets) if native else None
+        self.native = (
+            NativeSlots(as_array(memory, cpu), fields, offsets, int8_activations=int8_activations)
+            if native
+            else None
+        )
 
     def write(self, slot: int, record: NamedArrays) -> None:
         for name, memory in self._memory[slot].items():
@@ -145,6 +156,8 @@ class NativeSlots:
         slots_MR: jax.Array,
         fields: Fields,
         offsets: Mapping[str, int],
+        *,
+        int8_activations: bool = False,
     ) -> None:
         self.slots_MR = slots_MR
         kinds = {name: stored_dtype(dtype) for name, (_, dtype) in fields.items()}
@@ -159,7 +172,11 @@ class NativeSlots:
         at = {name: offsets.get(name, -1) for name in SLOT_ARRAYS}
         hidden = fields["w_down"][0][0] * (form.per_byte if form else 1)
         self.layout = SlotLayout(
-            **at, hidden=hidden, wide_biases=biases == {np.dtype(np.float32)}, form=form
+            **at,
+            hidden=hidden,
+            wide_biases=biases == {np.dtype(np.float32)},
+            form=form,
+            int8_activations=int8_activations,
         )
 
     def supports(self, num_tokens: int, dtype: DTypeLike) -> bool:
@@ -173,11 +190,13 @@ class NativeSlots:
     def multiplies(self, num_tokens: int, hidden_size: int, dtype: DTypeLike) -> bool:
         """Return True if the native operation should compute the experts of this many tokens.
 
-        True for up to `MAX_ROWS` tokens; for more if they are bfloat16, the sizes are multiples of
-        `SIZE_MULTIPLE`, and the CPU is fast at it (`multiplies_many_rows`).
+        True for up to `MAX_ROWS` tokens, and for any number with `int8_activations`; otherwise for
+        more if they are bfloat16, the sizes are multiples of `SIZE_MULTIPLE`, and the CPU is fast
+        at it (`multiplies_many_rows`).
         """
         fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
         many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
+        many |= self.layout.int8_activations
         return self._knows(dtype) and (many or num_tokens <= MAX_ROWS)
 
     def _knows(self, dtype: DTypeLike) -> bool:

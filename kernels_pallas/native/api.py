@@ -50,7 +50,8 @@ class SlotLayout(NamedTuple):
 
     hidden: F; U is F for GELU, else 2 F. wide_biases: biases are float32, else bfloat16. form: the
     compressed format of the matrices, which then have scales (`kernels_pallas/compressed.py`); None
-    if they have the tokens' dtype.
+    if they have the tokens' dtype. int8_activations: the inputs of both products are rounded to 8
+    bits, in blocks of 32 with one scale; the format takes them (`Format.takes_int8`).
     """
 
     w_up: int
@@ -62,6 +63,7 @@ class SlotLayout(NamedTuple):
     hidden: int
     wide_biases: bool
     form: Format | None
+    int8_activations: bool = False
 
 
 SLOT_ARRAYS = SlotLayout._fields[:6]
@@ -92,7 +94,10 @@ def slot_mlp(
     if layout.form is not None:
         assert layout.form.native is not None, "the caller checks that C++ reads the format"
         numbers["form"] = np.int64(layout.form.native)
-    return call(*tokens, slots_MR, table_E, wide_biases=layout.wide_biases, **numbers)
+    rounded = layout.int8_activations
+    assert not rounded or (layout.form is not None and layout.form.takes_int8)
+    flags = {"wide_biases": layout.wide_biases, "int8_activations": rounded}
+    return call(*tokens, slots_MR, table_E, **flags, **numbers)
 
 
 def find_slots(idx_TK: jax.Array, where_2: jax.Array, layer: int, num_experts: int) -> jax.Array:

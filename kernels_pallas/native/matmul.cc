@@ -24,7 +24,7 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   using Numbers = Number<X, Matrix<T>>;
   for (int64_t t = 0; t < rows; t++) {
     widen(x + t * K, K, wide + t * x_stride);
-    if (!transposed) pair_up<X, Matrix<T>>(wide + t * x_stride, K, slices);
+    if (!transposed) prepare<X, Matrix<T>>(wide + t * x_stride, K, slices);
   }
   if (transposed) {
     Phase all(int((N + kRowsOfTask - 1) / kRowsOfTask), [=](int i) {

@@ -107,14 +107,26 @@ struct Blocks {
   }
 };
 
+// Words of a row of inputs in 8 bits (integers.h)
+struct Rounded {
+  uint32_t word;
+};
+
+// Whether products with W take rows of x in 8 bits
+template <class W>
+concept IsRounded = requires(float* row) { W::round(row, 0); };
+
 // What products with W take rows of x of dtype T as
 template <class T, class W>
-using Number = std::conditional_t<kHasPairs && W::kInPairs && std::is_same_v<T, bfloat16>, Pair, float>;
+using Number = std::conditional_t<
+    IsRounded<W>, Rounded, std::conditional_t<kHasPairs && W::kInPairs && std::is_same_v<T, bfloat16>, Pair, float>>;
 
 // Makes that of a row of x, which is widened.
 template <class T, class W>
-inline void pair_up(float* x, int64_t K, int64_t slices) {
-  if constexpr (std::is_same_v<Number<T, W>, Pair>)
+inline void prepare(float* x, int64_t K, int64_t slices) {
+  if constexpr (IsRounded<W>)
+    W::round(x, K);
+  else if constexpr (std::is_same_v<Number<T, W>, Pair>)
     for (int64_t i = 0; i < slices; i++) W::pair_up(x, slice_begin(K, slices, i), slice_begin(K, slices, i + 1));
 }
 

@@ -9,6 +9,7 @@
 #include "xla/ffi/api/ffi.h"
 
 #include "activations.h"
+#include "integers.h"
 #include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
@@ -18,6 +19,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kFewTokens = 32;  // whose products read a matrix once, in its format
+constexpr int64_t kMostRows = 4096;   // of all experts, computed at once: their sums are memory that a thread keeps
 
 struct Shape {
   int64_t tokens, choices, experts, D, F, slot_bytes;
@@ -128,18 +130,21 @@ void slot_mlp(
   const int64_t d_stride = s.D + kPad, u_stride = U + kPad;
   const int64_t rows = sort_by_expert(s, idx, slots, table, a);
   const int64_t groups = a.groups.size();
-  const int64_t up_slices = slices_of(s.D, W::bytes(s.D, U)), down_slices = slices_of(s.F, W::bytes(s.F, s.D));
+  const bool few = s.tokens <= kFewTokens;  // else there is work for all threads without slices, and sums take memory
+  const int64_t up_slices = few ? slices_of(s.D, W::bytes(s.D, U)) : 1;
+  const int64_t down_slices = few ? slices_of(s.F, W::bytes(s.F, s.D)) : 1;
   a.x.resize(rows * d_stride);
   a.up.resize(up_slices * rows * u_stride);      // [slices, rows, U], then the activations in the first slice
   a.down.resize(down_slices * rows * d_stride);  // [slices, rows, D]
   const auto numbers = [](const float* x) { return reinterpret_cast<const Number<T, W>*>(x); };
-  for (int64_t r = 0; r < rows; r++) {
-    float* row = a.x.data() + r * d_stride;
-    widen(h + a.token[r] * s.D, s.D, row);
-    pair_up<T, W>(row, s.D, up_slices);
-  }
-
   Scratch* scratch = &a;
+  auto read_row = [=](int64_t r) {
+    float* row = scratch->x.data() + r * d_stride;
+    widen(h + scratch->token[r] * s.D, s.D, row);
+    prepare<T, W>(row, s.D, up_slices);
+  };
+  for (int64_t r = 0; few && r < rows; r++) read_row(r);
+  Phase read_rows(few ? 0 : int(rows), read_row);
   const Spread up_spread(groups * up_slices, U), down_spread(groups * down_slices, s.D);
   const int threads = Pool::get().threads();
   // where tasks begin to read, and what a thread reads after task i, to be fetched where the processor does not by itself
@@ -172,7 +177,7 @@ void slot_mlp(
       float* row = scratch->up.data() + r * u_stride;
       for (int64_t slice = 1; slice < up_slices; slice++) add_to(row, row + slice * rows * u_stride, U);
       activate<T>(row, bias, s.F, U > s.F, s.activation);
-      pair_up<T, W>(row, s.F, down_slices);
+      prepare<T, W>(row, s.F, down_slices);
     }
   });
   Phase project_down(down_spread.tasks(), [=](int i) {
@@ -203,7 +208,7 @@ void slot_mlp(
       for (; d < s.D; d++) to[d] = std::fma(weight, rounded(from[d] + bias.at(d), type), to[d]);
     });
   });
-  Pool::get().run({&project_up, &activate_rows, &project_down, &add});
+  Pool::get().run({&read_rows, &project_up, &activate_rows, &project_down, &add});
 }
 
 // Some rows of an expert and a strip of columns: what a task of many tokens computes.
@@ -291,25 +296,39 @@ ffi::Error handle(
     ffi::AnyBuffer h, ffi::Buffer<ffi::S32> idx, ffi::Buffer<ffi::F32> weights, ffi::Buffer<ffi::F32> y,
     ffi::Buffer<ffi::U8> slots, ffi::Buffer<ffi::S32> table, ffi::ResultBuffer<ffi::F32> out, int64_t hidden,
     int64_t w_up, int64_t w_up_scales, int64_t w_down, int64_t w_down_scales, int64_t b_up, int64_t b_down,
-    int64_t activation, int64_t form, bool wide_biases) {
+    int64_t activation, int64_t form, bool wide_biases, bool int8_activations) {
   const Shape s{idx.dimensions()[0], idx.dimensions()[1], table.dimensions()[0], h.dimensions()[1], hidden,
                 slots.dimensions()[1], w_up, w_up_scales, w_down, w_down_scales, b_up, b_down, activation,
                 wide_biases};
   auto call = [&]<class T, class W>(const T*, const W*) {
-    if constexpr (kHasPairs && std::is_same_v<T, bfloat16>)
+    const T* tokens = static_cast<const T*>(h.untyped_data());
+    if constexpr (kHasPairs && std::is_same_v<T, bfloat16> && !IsRounded<W>)
       if (s.tokens > kFewTokens && s.D % kLanes == 0 && s.F % kLanes == 0)
         return slot_mlp_of_many<W>(
-            s, static_cast<const T*>(h.untyped_data()), idx.typed_data(), weights.typed_data(), y.typed_data(),
-            slots.typed_data(), table.typed_data(), out->typed_data());
-    slot_mlp<T, W>(
-        s, static_cast<const T*>(h.untyped_data()), idx.typed_data(), weights.typed_data(), y.typed_data(),
-        slots.typed_data(), table.typed_data(), out->typed_data());
+            s, tokens, idx.typed_data(), weights.typed_data(), y.typed_data(), slots.typed_data(), table.typed_data(),
+            out->typed_data());
+    // parts of more than `kFewTokens` tokens each, as a token's sums depend on whether they are few
+    const int64_t parts = std::max<int64_t>(1, std::min(s.tokens * s.choices / kMostRows, s.tokens / (kFewTokens + 1)));
+    for (int64_t i = 0; i < parts; i++) {
+      const int64_t first = s.tokens * i / parts;
+      Shape part = s;
+      part.tokens = s.tokens * (i + 1) / parts - first;
+      slot_mlp<T, W>(
+          part, tokens + first * s.D, idx.typed_data() + first * s.choices, weights.typed_data() + first * s.choices,
+          y.typed_data() + first * s.D, slots.typed_data(), table.typed_data(), out->typed_data() + first * s.D);
+    }
   };
   auto of_format = [&]<class T>(const T* type) {
     switch (Format(form)) {
-      case Format::kMxfp4: return call(type, (const Blocks<Format::kMxfp4>*)nullptr);
-      case Format::kInt4: return call(type, (const Blocks<Format::kInt4>*)nullptr);
-      case Format::kInt8: return call(type, (const Blocks<Format::kInt8>*)nullptr);
+      case Format::kMxfp4:
+        if (int8_activations) return call(type, (const IntegerBlocks<Format::kMxfp4>*)nullptr);
+        return call(type, (const Blocks<Format::kMxfp4>*)nullptr);
+      case Format::kInt4:
+        if (int8_activations) return call(type, (const IntegerBlocks<Format::kInt4>*)nullptr);
+        return call(type, (const Blocks<Format::kInt4>*)nullptr);
+      case Format::kInt8:
+        if (int8_activations) return call(type, (const IntegerBlocks<Format::kInt8>*)nullptr);
+        return call(type, (const Blocks<Format::kInt8>*)nullptr);
       case Format::kFp8: return call(type, (const Blocks<Format::kFp8>*)nullptr);
       default: return call(type, (const Matrix<T>*)nullptr);
     }
@@ -344,7 +363,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int64_t>("b_down")
         .Attr<int64_t>("activation")
         .Attr<int64_t>("form")
-        .Attr<bool>("wide_biases"));
+        .Attr<bool>("wide_biases")
+        .Attr<bool>("int8_activations"));
 
 // Whether operations on many tokens are faster than XLA's on this processor: of bfloat16, sizes being multiples of 16.
 extern "C" int32_t jmoe_multiplies_many_rows() { return kHasPairs; }

@@ -123,6 +123,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "engine.estimator": ("router", {"engine.policy": "ring"}),
         "engine.native": ("on", {"engine.mesh.devices": 2}),
         "engine.expert_dtype": ("int4", {"engine.mesh.devices": 2}),
+        "engine.expert_activations": ("int8", {"engine.native": "off"}),
         "engine.ring_slots": (2, {"engine.mesh.devices": 2, "engine.policy": "resident"}),
         "engine.device_bytes": (2, {"engine.mesh.devices": 2, "engine.policy": "resident"}),
         "engine.mesh.placement": ("eplb", {}),

@@ -104,6 +104,57 @@ def test_compressed_experts(kind: str, native: str, folder: Path, tmp_path: Path
             assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "kind", ["int4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mxfp4", "int8"))]
+)
+def test_activations_in_8_bits(kind: str, folder: Path, tmp_path: Path) -> None:
+    """Streamed experts give the bits of resident ones, with prompts of few and of many tokens;
+    log-probabilities are near the exact ones, and not the same.
+    """
+    prompts = [PROMPTS[0], [3 + 7 * i % 50 for i in range(40)]]
+    options = {"expert_dtype": kind, "max_seq_len": 64}
+    with tiny_engine(folder, policy="resident", **options) as exact:
+        expected = exact.generate(prompts, **OPTIONS)
+    rounded = {**options, "expert_activations": "int8"}
+    with tiny_engine(folder, policy="resident", **rounded) as resident:
+        found = resident.generate(prompts, **OPTIONS)
+        device_bytes = resident.stats().device_expert_bytes
+    error = np.abs(np.subtract(logprobs(found), logprobs(expected)))
+    assert 1e-5 < error.max() < 0.1
+    chosen = {
+        "device_bytes": device_bytes // 2,
+        "host_cache_bytes": 1 << 20,
+        "cache_dir": tmp_path / "records",
+    }
+    for policy in (
+        {"policy": "ring", "ring_slots": 1},
+        {"policy": "experts", "expert_tier": "nvme", **chosen},
+    ):
+        with tiny_engine(folder, **rounded, **policy) as streamed:
+            again = streamed.generate(prompts, **OPTIONS)
+            assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
+
+
+def test_activations_that_nothing_rounds_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the options, by the experts' format and where there are no native operations."""
+    for changes, words in (
+        ({"expert_dtype": "fp8"}, "must be exact with expert_dtype = 'fp8'"),
+        ({"expert_dtype": "wide"}, "must be exact with expert_dtype = 'wide'"),
+        ({"native": "off"}, "must be exact with native = 'off'"),
+        ({"policy": "hybrid"}, "must be exact with policy = 'hybrid'"),
+        ({"mesh": EngineMesh(devices=2)}, r"must be exact with mesh\.devices = 2"),
+    ):
+        with pytest.raises(ValueError, match=f"expert_activations = 'int8': {words}"):
+            EngineConfig(expert_activations="int8", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'int8': must be exact with experts that are wide; set"):
+        tiny_engine(folder, policy="resident", expert_activations="int8")
+    monkeypatch.setattr("jmoe.inference.loading._load_native", lambda say, *, waits: False)
+    with pytest.raises(ValueError, match="'int8': must be exact without native operations"):
+        tiny_engine(folder, policy="resident", expert_dtype="int4", expert_activations="int8")
+
+
 def test_a_format_needs_its_row_and_its_codec_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
