@@ -311,7 +311,7 @@ TAKING = [FORMATS[name] for name in INT8_TAKING]
 @pytest.mark.parametrize("kind", TAKING, ids=INT8_TAKING)
 def test_activations_in_8_bits(dtype: Any, kind: Format) -> None:
     """The products of rounded inputs are exact; rounding alone changes an expert's output, by less
-    than 1.2 % of its norm. 1 to 33 tokens; columns beside registers, several slices, many tasks.
+    than 2 % of its norm. 1 to 33 tokens; columns beside registers, several slices, many tasks.
     """
     for sizes, counts in (((32, 32, 3), (1, 2, 3, 5, 33)), ((288, 544, 3), (1, 7))):
         (fast, plain), table_E = slots_of(dtype, "swiglu", None, sizes, kind, int8_activations=True)
@@ -329,7 +329,7 @@ def test_activations_in_8_bits(dtype: Any, kind: Format) -> None:
             # a sum that lies between two steps may be rounded either way before the second product
             assert_close(got, want, 3e-3 if dtype == jnp.float32 else 2e-2)
             error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
-            assert 1e-4 < error < 1.2e-2, error
+            assert 1e-3 < error < 2e-2, error
 
 
 @pytest.mark.parametrize("kind", TAKING, ids=INT8_TAKING)
@@ -372,8 +372,15 @@ def test_the_largest_numbers_of_both_sides(kind: Format) -> None:
     h = np.where(rng.random((3, d)) < 0.5, -1, 1).astype(np.float32)
     h[1], h[2] = 1, -1
     one_T1 = jnp.ones((3, 1))
-    routed = ExpertInputs(jnp.asarray(h), jnp.zeros((3, 1), jnp.int32), one_T1, jnp.zeros((3, d)))
-    got, want = (np.asarray(slots.mlp(routed, table_E, "gelu")) for slots in (fast, plain))
+    first_T1 = jnp.zeros((3, 1), jnp.int32)
+    got, want = (
+        np.asarray(
+            slots.mlp(
+                ExpertInputs(jnp.asarray(h), first_T1, one_T1, jnp.zeros((3, d))), table_E, "gelu"
+            )
+        )
+        for slots in (fast, plain)
+    )
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
