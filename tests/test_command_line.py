@@ -1,10 +1,22 @@
 """Command lines as configurations."""
 
+import ast
+import re
 import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from jmoe.command_line import OTHER_TRAINERS_NAMES, parse_serve, parse_train
+from jmoe.command_line import (
+    OTHER_TRAINERS_NAMES,
+    parse_bundle,
+    parse_serve,
+    parse_status,
+    parse_supervise,
+    parse_train,
+)
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.configs import PRESETS
 
@@ -117,3 +129,46 @@ def test_help_and_mistakes_have_the_name_that_was_started(
     with pytest.raises(SystemExit, match="0"):
         parse_serve(["--help"])
     assert f"usage: {serve} " in capsys.readouterr().out
+
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
+# Of pip, hf, sbatch, srun, scontrol, vLLM, C++ compilers and a program that a program starts.
+ELSEWHERE = {
+    *"""--find-links --local-dir --gpus-per-node --gpus-per-task --ntasks-per-node --gpu-bind --open-mode
+    --signal --test-only --chat-template-content-format --version --background""".split()  # noqa: SIM905
+}
+GROUPS = {"--machine", "--distil", "--distributed", "--comm", "--mesh"}  # `--mesh.*`
+
+
+def known_options(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Yield the options of every program."""
+    train = partial(parse_train, presets=PRESETS)
+    for parse, arguments in (
+        (train, ["tiny"]),
+        (train, ["ufo-tiny"]),
+        (parse_serve, []),
+        (parse_bundle, []),
+        (parse_supervise, []),
+        (parse_status, []),
+    ):
+        with pytest.raises(SystemExit):
+            parse([*arguments, "--help"])
+        yield from OPTION.findall(capsys.readouterr().out)
+    for folder in ("jmoe", "benchmarks", "kernels_pallas"):
+        for source in (ROOT / folder).rglob("*.py"):
+            yield from re.findall(r'add_argument\(\s*"(--[\w-]+)"', source.read_text())
+
+
+def test_options_that_pages_and_messages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    known = {*known_options(capsys), *ELSEWHERE, *GROUPS}
+    pages = [ROOT / "README.md", ROOT / "launch" / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [(page, page.read_text()) for page in pages]
+    sources = [*ROOT.glob("*.py"), *(ROOT / "jmoe").rglob("*.py"), *ROOT.glob("examples/*.py")]
+    for source in sources:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append((source, node.value))
+    for place, text in texts:
+        named = {option.replace(".NAME", ".digits") for option in OPTION.findall(text)}
+        assert named <= known, f"{place.relative_to(ROOT)}: {sorted(named - known)}"

@@ -102,7 +102,7 @@ def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
         job.check_all_nodes_used()
     used = _local_gpus()
     if devices is not None and alone and devices < used:
-        job.check_all_used(devices, more=f"--mesh.devices {used}")
+        job.check_all_used(devices, more=f"--devices {used}")
     job.check_all_used(used)
 
 

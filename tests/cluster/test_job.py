@@ -305,7 +305,7 @@ def test_a_server_on_one_of_a_jobs_devices_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(distributed, "_local_gpus", lambda: 8)
     with pytest.raises(
         ValueError,
-        match=r"would use 1 of the job's GPUs on this node: give --mesh\.devices 8; or ask",
+        match=r"would use 1 of the job's GPUs on this node: give --devices 8; or ask",
     ):
         distributed.check_gpus(DistributedConfig(), 1)
     distributed.check_gpus(DistributedConfig(), 8)
