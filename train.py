@@ -202,7 +202,7 @@ class LanguageModeling:
         """Return (text of the memory and time plan, whether the run fits this machine)."""
         config, plan = self.config, training_plan(self.config)
         lines = [str(plan)] + [packing_summary(config)] * (config.comm.packing != 1)
-        return "\n".join(lines), not plan.lacking
+        return "\n".join(lines), not plan.lacking_bytes
 
     def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
         """Do nothing: this task needs nothing before the text is read."""

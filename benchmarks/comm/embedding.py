@@ -91,7 +91,7 @@ class Run:
     @property
     def formula_bytes(self) -> int:
         """Return the bytes that one node's ranks send to the other for the lookup and the head."""
-        from jmoe.planning.embedding import Vocabulary, embedding_traffic, plan_embedding
+        from jmoe.planning.embedding import EmbeddingSizes, embedding_traffic, plan_embedding
 
         config, model = self.config, self.config.model
         sizes = (
@@ -100,7 +100,7 @@ class Run:
             model.tie_word_embeddings,
             config.sequence_length,
         )
-        vocabulary = Vocabulary(*sizes, activation_bytes=2, sharded=config.comm.shard_dense)
+        vocabulary = EmbeddingSizes(*sizes, activation_bytes=2, sharded=config.comm.shard_dense)
         nodes = config.mesh.data * config.mesh.expert_inter
         inside = config.mesh.expert_intra
         plan = plan_embedding(

@@ -41,7 +41,7 @@ from benchmarks import DOCS, RESULTS
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 from jmoe.config.cluster import LinkConfig, LinksConfig
-from jmoe.planning.embedding import EmbeddingPlan, Vocabulary, embedding_traffic, plan_embedding
+from jmoe.planning.embedding import EmbeddingPlan, EmbeddingSizes, embedding_traffic, plan_embedding
 from jmoe.planning.exchange import (
     ExchangeLoad,
     Traffic,
@@ -114,7 +114,7 @@ def simulate_exchange(
 def simulate_embedding(
     a: argparse.Namespace, links: LinksConfig, kind: str, nodes: int
 ) -> JsonObject:
-    vocabulary = Vocabulary(
+    vocabulary = EmbeddingSizes(
         a.vocab_size, a.hidden_size, a.tied, a.tokens, activation_bytes=2, sharded=True
     )
     name, parallel, _ = kind.partition(",")

@@ -75,7 +75,7 @@ def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[Jso
     gather = partial(gather_parameters_fused_local, entries=entries, hierarchy=levels)
     on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
     # four bytes of an element in float32, two in bfloat16
-    moved_bytes = 6 * sum(entry.size for entry in entries)
+    moved_bytes = 6 * sum(entry.num_elements for entry in entries)
     calls = {"gather": (gather, (shards,)), "reduce": (reduce, (shards, grads))}
     return [
         {

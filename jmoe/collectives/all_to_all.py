@@ -26,8 +26,8 @@ def flat_all_to_all_local(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def hierarchical_all_to_all_local(x: jax.Array, axes: tuple[str, str]) -> jax.Array:
-    """Return `flat_all_to_all_local` of [R, C, ...], bit for bit, by two hops: within the node to
-    the destination's place in its node, then across nodes.
+    """Return the array that `flat_all_to_all_local` returns, bit for bit, by two hops: within the
+    node to the destination's place in its node, then across nodes.
 
     axes: (across nodes, within a node).
     """

@@ -327,7 +327,7 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
     totals_R = counts_E.reshape(num_devices, -1).sum(axis=1, dtype=jnp.int32)
     weights_N = lax.stop_gradient(chosen.topk_weights_TK).reshape(-1)
 
-    def drop() -> tuple[jax.Array, jax.Array]:
+    def drop_over_capacity() -> tuple[jax.Array, jax.Array]:
         kept_N = _is_among_heaviest(
             idx_N // (num_experts // num_devices), weights_N, totals_R, rows
         )
@@ -335,7 +335,9 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
         experts = jnp.arange(num_experts, dtype=jnp.int32)
         return kept_idx_N, (kept_idx_N[:, None] == experts).sum(axis=0, dtype=jnp.int32)
 
-    idx_N, counts_E = lax.cond((totals_R > rows).any(), drop, lambda: (idx_N, counts_E))
+    idx_N, counts_E = lax.cond(
+        (totals_R > rows).any(), drop_over_capacity, lambda: (idx_N, counts_E)
+    )
     return saved_residual(idx_N, "routing"), saved_residual(counts_E, "routing")
 
 
@@ -475,14 +477,14 @@ def _assign_buffer_rows(
     totals_P = needed_TP.sum(axis=0, dtype=jnp.int32)
     weights_N = lax.stop_gradient(weights_TP).reshape(-1)
 
-    def drop() -> jax.Array:
+    def drop_lightest() -> jax.Array:
         dest_N = jnp.where(needed_TP, nodes, num_nodes).reshape(-1)
         return needed_TP & _is_among_heaviest(dest_N, weights_N, totals_P, rows).reshape(
             needed_TP.shape
         )
 
     if rows < num_tokens:
-        needed_TP = lax.cond((totals_P > rows).any(), drop, lambda: needed_TP)
+        needed_TP = lax.cond((totals_P > rows).any(), drop_lightest, lambda: needed_TP)
     place_TP = jnp.where(needed_TP, jnp.cumsum(needed_TP, axis=0, dtype=jnp.int32) - 1, rows)
     place_TP = saved_residual(place_TP, "routing")
     src_PC = jnp.full((num_nodes, rows), num_tokens, jnp.int32)

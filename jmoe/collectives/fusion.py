@@ -63,7 +63,7 @@ class ShardInBuffer:
     dtype: DTypeLike
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         return math.prod(self.shape)
 
 
@@ -104,7 +104,7 @@ def _buffer_dtype(entries: Sequence[ShardInBuffer]) -> np.dtype:
 
 
 def _num_words(entry: ShardInBuffer, carrier: np.dtype) -> int:
-    return entry.size * (jnp.dtype(entry.dtype).itemsize // carrier.itemsize)
+    return entry.num_elements * (jnp.dtype(entry.dtype).itemsize // carrier.itemsize)
 
 
 def flatten(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> jax.Array:
@@ -126,8 +126,8 @@ def unflatten(
     for entry in entries:
         words = buffer_RC[:, start : start + (width := _num_words(entry, carrier))]
         start += width
-        if width > entry.size:
-            words = words.reshape(words.shape[0], entry.size, -1)
+        if width > entry.num_elements:
+            words = words.reshape(words.shape[0], entry.num_elements, -1)
         shards = lax.bitcast_convert_type(words, entry.dtype).reshape(
             *reversed(sizes), *entry.shape
         )
@@ -150,7 +150,7 @@ def flatten_gradients(
         split = (*entry.shape[: entry.dim], *sizes, *entry.shape[entry.dim :])
         places = [len(sizes) - 1 - i + entry.dim for i in range(len(sizes))]
         shards = jnp.moveaxis(g.astype(jnp.float32).reshape(split), places, range(len(sizes)))
-        rows.append(shards.reshape(math.prod(sizes), entry.size))
+        rows.append(shards.reshape(math.prod(sizes), entry.num_elements))
     return jnp.concatenate(rows, axis=1)
 
 
@@ -158,8 +158,8 @@ def unflatten_gradients(row_G: jax.Array, entries: Sequence[ShardInBuffer]) -> l
     """Return a device's shards of the gradients from its row [G]."""
     shards, start = [], 0
     for entry in entries:
-        shards.append(row_G[start : start + entry.size].reshape(entry.shape))
-        start += entry.size
+        shards.append(row_G[start : start + entry.num_elements].reshape(entry.shape))
+        start += entry.num_elements
     return shards
 
 

@@ -18,7 +18,7 @@ from jmoe.runtime import end_at_once_on_interrupt
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write token shards and a tokenizer; return the exit status, 2 for a user's mistake."""
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
         config = DataConfig(
             path=tuple(options.path),
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     defaults = DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.data",

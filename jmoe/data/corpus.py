@@ -155,7 +155,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, eq=False)
-class _HeldOut:
+class _HeldOutTokens:
     """Held-out tokens. `text` is None if unknown; `sha256` identifies the ids."""
 
     ids: NDArray[np.int32]
@@ -201,7 +201,7 @@ def prepare(
     tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
     targets = _held_out_target_bytes(config, inputs, shards)
     texts = [i for i in range(len(inputs)) if i not in shards]
-    held_out: list[_HeldOut] = []
+    held_out: list[_HeldOutTokens] = []
     if texts:
         job = _TokenizingJob(
             inputs=tuple(inputs[i] for i in texts),
@@ -221,7 +221,7 @@ def prepare(
             cache_dir = staging_folder(cache_dir)
             job = dataclasses.replace(job, directory=cache_dir)
         manifest = (
-            job.run(role.report, expected_manifest)
+            job.ensure_tokenised(role.report, expected_manifest)
             if role.is_main
             else _wait_for_manifest(job, role)
         )
@@ -512,7 +512,9 @@ class _TokenizingJob:
         same = hashlib.sha256(text).hexdigest() == manifest["held_out_text"]
         return manifest if same and tokenizer.fingerprint == manifest["tokenizer"] else None
 
-    def run(self, report: Report, expected_manifest: JsonObject | None = None) -> JsonObject:
+    def ensure_tokenised(
+        self, report: Report, expected_manifest: JsonObject | None = None
+    ) -> JsonObject:
         """Tokenise the text unless that has been done; return the manifest, which is written last.
 
         expected_manifest: of the text with which the run began. Raises `OtherTextError` if the
@@ -700,7 +702,7 @@ def _wait_for_manifest(job: _TokenizingJob, role: Role) -> JsonObject:
     return manifest
 
 
-def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldOut:
+def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldOutTokens:
     shard = open_shard(directory / HELD_OUT)
     shard.blocks.check_all(shard.header)
     text_path = directory / HELD_OUT_TEXT
@@ -710,7 +712,7 @@ def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldO
             text = text_path.read_bytes()
     elif tokenizer is not None:
         text = _decode_to_utf8(tokenizer, shard.ids)
-    return _HeldOut(shard.ids.astype(np.int32), text, shard.header.sha256)
+    return _HeldOutTokens(shard.ids.astype(np.int32), text, shard.header.sha256)
 
 
 def _decode_to_utf8(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
@@ -728,13 +730,13 @@ def _held_out_of_shards(
     shard_inputs: Sequence[int],
     targets: Sequence[int],
     tokenizer: CorpusTokenizer | None,
-) -> list[_HeldOut]:
+) -> list[_HeldOutTokens]:
     """Return the held-out tokens of the inputs numbered in `shard_inputs`.
 
     Uses `held_out.bin` beside the shards; without one, splits the end off the largest shard and
     updates `shards`. Raises ValueError if a `held_out.bin` was made with another tokenizer.
     """
-    held_out: list[_HeldOut] = []
+    held_out: list[_HeldOutTokens] = []
     seen: set[Path] = set()
     for i in shard_inputs:
         folders = sorted({file.path.parent.resolve() for file in inputs[i].files})
@@ -760,7 +762,7 @@ def _held_out_of_shards(
 
 def _split_off_held_out(
     shard: Shard, target_bytes: int, tokenizer: CorpusTokenizer | None, pattern: str
-) -> tuple[Shard, _HeldOut]:
+) -> tuple[Shard, _HeldOutTokens]:
     """Return the shard without its last `target_bytes` of text, and these as held-out tokens.
 
     Cuts at the first end of a document within these bytes if there is one.
@@ -780,13 +782,13 @@ def _split_off_held_out(
         )
     text = _decode_to_utf8(tokenizer, tail.astype(np.uint32)) if tokenizer else None
     digest = hashlib.sha256(tail.tobytes()).hexdigest()
-    return dataclasses.replace(shard, ids=shard.ids[:cut]), _HeldOut(tail, text, digest)
+    return dataclasses.replace(shard, ids=shard.ids[:cut]), _HeldOutTokens(tail, text, digest)
 
 
 def _assemble_corpus(
     inputs: Sequence[TextInput],
     shards: Sequence[Sequence[Shard]],
-    held_out: Sequence[_HeldOut],
+    held_out: Sequence[_HeldOutTokens],
     tokenizer: CorpusTokenizer | None,
 ) -> Corpus:
     what = {

@@ -71,7 +71,9 @@ class _LocalRows:
 
 
 class TrainBatches:
-    """Endless iterator of int32 [b, S + 1]; see `train_batches`."""
+    """Endless iterator of this process's training batches, int32 [b, S + 1]; see
+    `train_batches`.
+    """
 
     def __init__(
         self, batches: grain.MapDataset, options: grain.ReadOptions, identity: JsonObject

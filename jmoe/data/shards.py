@@ -92,7 +92,7 @@ class BlockChecks:
 
         Raises ValueError naming the file if a block is damaged, and OSError if it cannot be read.
         """
-        self._read(first * self._item_bytes, end * self._item_bytes)
+        self._read_into_memory(first * self._item_bytes, end * self._item_bytes)
         if not self.has_sums:
             return
         for block in range(
@@ -112,13 +112,13 @@ class BlockChecks:
         """
         digest = hashlib.sha256()
         for start in range(0, len(self._data), READ_BYTES):
-            self._read(start, min(start + READ_BYTES, self.num_bytes))
+            self._read_into_memory(start, min(start + READ_BYTES, self.num_bytes))
             digest.update(self._data[start : start + READ_BYTES])
         if digest.hexdigest() != header.sha256:
             raise self._damaged_error("")
         self._checked[:] = True
 
-    def _read(self, first_byte: int, end_byte: int) -> None:
+    def _read_into_memory(self, first_byte: int, end_byte: int) -> None:
         """Read these bytes of the ids into memory.
 
         Raises OSError naming the file if the disk fails or the file was cut. An access to such

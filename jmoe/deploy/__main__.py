@@ -24,7 +24,7 @@ from jmoe.planning.segmentation import SegmentBy
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are not train.py's."""
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy",
@@ -98,7 +98,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
-    parser = _parser()
+    parser = _build_parser()
     known, train = parser.parse_known_args(arguments)
     options = vars(known)
     model, out, say = options.pop("model"), options.pop("out"), partial(print, flush=True)

@@ -87,8 +87,8 @@ def read_calibration_text(
 def calibration_text_for(
     checkpoint: LazyCheckpoint, pattern: str, length: int, max_tokens: int
 ) -> CalibrationText:
-    """Return `read_calibration_text` in windows of `length` tokens, or of the model's number of
-    positions if that is smaller.
+    """Return the calibration text of `read_calibration_text` in windows of `length` tokens, or of
+    the checkpoint's number of positions if that is smaller.
     """
     check(length >= 2, "sequence_length", length, "must be at least 2")
     length = min(length, checkpoint.max_positions)

@@ -104,7 +104,7 @@ def student_config_and_layers(
 def _dense_width_and_experts(
     teacher: ModelConfig, layers: list[int], options: StudentOptions
 ) -> tuple[int, int]:
-    """Return `dense_width_and_experts` for the student's layers that become dense. Raises
+    """Return (hidden size, number of joined experts) of the student's dense layers. Raises
     ValueError if one of them has no experts.
     """
     of_whole = [teacher.layers[i] for i in layers]
@@ -134,7 +134,7 @@ def make_student(
         if layer.has_experts
     ]
     kept_Nn = best_experts(
-        scores.select(options.score)[of_kept], options.experts, whole.router.n_group
+        scores.scores_of(options.score)[of_kept], options.experts, whole.router.n_group
     )
     with LazyCheckpoint(teacher, None, "wide") as source, status(f"writing {out}", say):
         dense = {}
@@ -179,7 +179,7 @@ def begin_run(
         make_student(teacher, run / STUDENT, options, say)
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are not train.py's."""
     result = argparse.ArgumentParser(
         prog="python -m jmoe.deploy.distil",
@@ -289,7 +289,7 @@ def train_arguments(training: StudentTraining, others: Sequence[str]) -> list[st
 
 def main(arguments: list[str]) -> None:
     """Write the student, unless it exists, and replace this process by train.py."""
-    options, others = parser().parse_known_args(arguments)
+    options, others = build_parser().parse_known_args(arguments)
     say = partial(print, flush=True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(hugging_face_folder(options.teacher, say, "TEACHER"))

@@ -36,15 +36,15 @@ class ExpertScores:
         mean: NDArray[np.float64] = self.strength / np.maximum(self.use, 1)
         return mean
 
-    def select(self, kind: ScoreKind) -> NDArray[np.float64]:
+    def scores_of(self, kind: ScoreKind) -> NDArray[np.float64]:
         """Return the scores [N, E] of this kind."""
         return self.reap if kind == "reap" else self.use.astype(np.float64)
 
-    def add(self, use: ExpertOutputs) -> None:
+    def add_outputs(self, outputs: ExpertOutputs) -> None:
         """Add one expert's outputs to the sums."""
-        norms_R = np.linalg.norm(use.outputs_RD.astype(np.float64), axis=1)
-        self.use[use.layer, use.expert] += norms_R.size
-        self.strength[use.layer, use.expert] += float((use.weights_R * norms_R).sum())
+        norms_R = np.linalg.norm(outputs.outputs_RD.astype(np.float64), axis=1)
+        self.use[outputs.layer, outputs.expert] += norms_R.size
+        self.strength[outputs.layer, outputs.expert] += float((outputs.weights_R * norms_R).sum())
 
 
 def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> ExpertScores:
@@ -53,7 +53,7 @@ def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -
     """
     shape = (checkpoint.config.num_moe_layers, checkpoint.config.num_experts)
     scores = ExpertScores(np.zeros(shape, np.int64), np.zeros(shape))
-    hidden_states(checkpoint, windows_BS[:, :-1], scores.add)
+    hidden_states(checkpoint, windows_BS[:, :-1], scores.add_outputs)
     return scores
 
 

@@ -69,7 +69,7 @@ def hugging_face_folder(
     ]
     made = (place / _merged_folder_name(folder, step) for place in places)
     merged, use = next(
-        ((m, use) for m in made if (use := _hold_merged_step(m)) is not None), (places[0], None)
+        ((m, use) for m in made if (use := _lock_against_removal(m)) is not None), (places[0], None)
     )
     if use is None:
         merges = _first_writable_folder(places, folder, f"{name} = {str(path)!r}")
@@ -77,7 +77,7 @@ def hugging_face_folder(
         with status(f"merging step {step} of {folder}", say), locked(merges, LOCK_LIMIT_S, LOCK):
             if not merged.is_dir():  # another process may have merged it meanwhile
                 merged = _merge_newest_step(folder, merges)
-            use = _hold_merged_step(merged)
+            use = _lock_against_removal(merged)
     assert use is not None, "nobody removes it without the lock"
     say(f"step {merged.name.split('-')[1]} of {folder} is in {merged}")
     try:
@@ -130,7 +130,7 @@ def _first_writable_folder(places: Sequence[Path], run_dir: Path, setting: str) 
     ) from problem
 
 
-def _hold_merged_step(merged: Path) -> int | None:
+def _lock_against_removal(merged: Path) -> int | None:
     """Return a descriptor that keeps a merged step from being removed until it is closed; None if
     the step does not exist.
     """

@@ -81,7 +81,9 @@ def prune(
             before = text.bits_per_byte(mean_loss(wide, text.held_out_BS))
     with LazyCheckpoint(folder, options.dtype, "wide") as source, status(f"writing {out}", say):
         config, layers = source.config, range(source.config.num_hidden_layers)
-        kept_Nn = best_experts(scores.select(options.score), options.experts, config.router.n_group)
+        kept_Nn = best_experts(
+            scores.scores_of(options.score), options.experts, config.router.n_group
+        )
         small = cut_config(config, layers, num_experts=options.experts)
         read = MergedExperts(source, kept_Nn, scores.use) if options.merge_similar else None
         write_cut_model(source, out, small, layers, kept_Nn, read)

@@ -48,7 +48,7 @@ class EmbeddingPlan:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class EmbeddingSizes:
     """Sizes of the embedding table, and the tokens of a device in one pass.
 
     activation_bytes: bytes per number in the compute dtype. sharded: dense parameters are sharded
@@ -71,7 +71,7 @@ def round_rows(num_tokens: int, num_devices: int) -> int:
     return min(num_tokens, -(-ceil(ROUND_SHARE * num_tokens / num_devices) // 8) * 8)
 
 
-def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int = 2) -> Traffic:
+def embedding_traffic(plan: EmbeddingPlan, vocabulary: EmbeddingSizes, rounds: int = 2) -> Traffic:
     """Return the bytes that one device sends in a forward and backward pass, for lookup and head
     together.
 
@@ -107,7 +107,7 @@ def embedding_traffic(plan: EmbeddingPlan, vocabulary: Vocabulary, rounds: int =
 
 
 def plan_embedding(
-    kind: EmbeddingChoice, vocabulary: Vocabulary, *, num_nodes: int, devices_per_node: int
+    kind: EmbeddingChoice, vocabulary: EmbeddingSizes, *, num_nodes: int, devices_per_node: int
 ) -> EmbeddingPlan:
     """Return the partition named by `kind`; `auto` selects the one that sends the fewest bytes over
     the slowest level of the network.

@@ -84,7 +84,7 @@ class Placement:
         )
 
     @property
-    def loads(self) -> np.ndarray:
+    def device_loads(self) -> np.ndarray:
         """Return float64 [N], the popularity that each device takes."""
         loads: np.ndarray = self.replica_loads.sum(axis=1)
         return loads
@@ -92,7 +92,7 @@ class Placement:
     @property
     def balancedness(self) -> float:
         """Return the mean load of a device divided by the largest; 1 if all are equal."""
-        return balancedness(self.loads)
+        return balancedness(self.device_loads)
 
 
 def balancedness(loads: np.ndarray) -> float:
@@ -101,7 +101,7 @@ def balancedness(loads: np.ndarray) -> float:
     return float(loads.mean()) / largest if largest > 0 else 1.0
 
 
-class Fill(NamedTuple):
+class SlotFill(NamedTuple):
     """A load of weights: device `device` loads expert `expert` into slot `slot`."""
 
     device: int
@@ -115,7 +115,7 @@ class PlacementChanges(NamedTuple):
     """
 
     placement: Placement
-    fills: tuple[Fill, ...]
+    fills: tuple[SlotFill, ...]
 
 
 def place_experts(
@@ -165,7 +165,7 @@ def place_experts(
                 popularity_E, num_devices, capacity, split, num_groups
             )
         planned = _placement_of_parts(parts, devices, shape, popularity_E)
-        if planned.loads.max() <= largest * (1 + ROUNDING):
+        if planned.device_loads.max() <= largest * (1 + ROUNDING):
             return planned
     parts = ExpertParts(np.arange(size), np.full(size, CYCLE), popularity_E)
     return _placement_of_parts(parts, in_order, shape, popularity_E)
@@ -303,7 +303,7 @@ def placement_changes(held: np.ndarray, new: Placement) -> PlacementChanges:
                 continue
             if expert not in places:
                 places[expert] = next(free)
-                fills.append(Fill(device, places[expert], expert))
+                fills.append(SlotFill(device, places[expert], expert))
             ordered_NS[device, places[expert]] = expert
             moved_to[device * slots + slot] = device * slots + places[expert]
     return PlacementChanges(

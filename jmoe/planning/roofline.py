@@ -113,7 +113,7 @@ class Measurements:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """Predicted step of one policy: whether its slots fit on the device, seconds, and bytes
     moved.
     """
@@ -126,9 +126,9 @@ class Prediction:
 
 def predict_resident(
     weights: ExpertWeights, measured: Measurements, device_bytes: int
-) -> Prediction:
+) -> StepPrediction:
     """Predict a step with all experts on the device: N c seconds. Fits if N E s_e bytes fit."""
-    return Prediction(
+    return StepPrediction(
         "resident",
         weights.total_bytes <= device_bytes,
         weights.num_layers * measured.compute_s,
@@ -136,7 +136,9 @@ def predict_resident(
     )
 
 
-def predict_ring(weights: ExpertWeights, measured: Measurements, device_bytes: int) -> Prediction:
+def predict_ring(
+    weights: ExpertWeights, measured: Measurements, device_bytes: int
+) -> StepPrediction:
     """Predict a step in which layers pass through two slots, and layers that fit besides stay
     resident.
 
@@ -150,12 +152,12 @@ def predict_ring(weights: ExpertWeights, measured: Measurements, device_bytes: i
     resident = num_layers if fitting == num_layers else max(0, fitting - slots)
     streamed_bytes = (num_layers - resident) * weights.layer_bytes
     layer_s = max(measured.compute_s, streamed_bytes / num_layers / measured.bandwidth_bytes_per_s)
-    return Prediction("ring", fitting >= slots, num_layers * layer_s, float(streamed_bytes))
+    return StepPrediction("ring", fitting >= slots, num_layers * layer_s, float(streamed_bytes))
 
 
 def predict_experts(
     weights: ExpertWeights, measured: Measurements, device_bytes: int
-) -> Prediction:
+) -> StepPrediction:
     """Predict a step that fetches only the chosen experts, into slots shared with a resident set of
     frequent experts.
 
@@ -178,10 +180,14 @@ def predict_experts(
     layer_s = measured.sync_s + (fetch_s - early_s) + max(measured.compute_s, early_s)
     needed = min(weights.num_experts, measured.num_tokens * weights.num_experts_per_tok)
     step_s = weights.num_layers * layer_s
-    return Prediction("experts", slots >= needed, step_s, weights.num_layers * layer_streamed_bytes)
+    return StepPrediction(
+        "experts", slots >= needed, step_s, weights.num_layers * layer_streamed_bytes
+    )
 
 
-def predict_hybrid(weights: ExpertWeights, measured: Measurements, device_bytes: int) -> Prediction:
+def predict_hybrid(
+    weights: ExpertWeights, measured: Measurements, device_bytes: int
+) -> StepPrediction:
     """Predict a step like `predict_experts` in which the CPU computes with some of the missing
     experts.
 
@@ -196,4 +202,4 @@ def predict_hybrid(weights: ExpertWeights, measured: Measurements, device_bytes:
     streamed_bytes = fetched.streamed_bytes * (
         measured.bandwidth_bytes_per_s / both if both < math.inf else 1.0
     )
-    return Prediction("hybrid", fetched.fits, step_s, streamed_bytes)
+    return StepPrediction("hybrid", fetched.fits, step_s, streamed_bytes)

@@ -12,7 +12,7 @@ from jmoe.config.engine import Policy
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.roofline import (
     Measurements,
-    Prediction,
+    StepPrediction,
     distinct_experts,
     predict_experts,
     predict_hybrid,
@@ -149,7 +149,7 @@ class StreamingPlan:
         ways = [p for p in self.predictions(num_tokens)[1:] if p.fits]
         return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
 
-    def predictions(self, num_tokens: int) -> tuple[Prediction, ...]:
+    def predictions(self, num_tokens: int) -> tuple[StepPrediction, ...]:
         """Return the prediction for every policy that may be chosen, `resident` first; empty
         without measurements.
         """

@@ -232,7 +232,7 @@ class StatePlacement:
     device_experts: float = 1.0  # slots per layer, as a fraction of a device's experts
 
     @property
-    def streamed(self) -> bool:
+    def is_streamed(self) -> bool:
         return (self.experts, self.optimizer) != ("device", "device")
 
 
@@ -260,7 +260,7 @@ class TrainingPlan:
         return self.bytes_on(tier)
 
     @cached_property
-    def lacking(self) -> dict[Tier, int]:
+    def lacking_bytes(self) -> dict[Tier, int]:
         """Return the bytes that each tier lacks; empty if everything fits."""
         left = {
             tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE))
@@ -304,7 +304,7 @@ class TrainingPlan:
         pass).
         """
         model, place = self.model, self.placement
-        if not place.streamed:
+        if not place.is_streamed:
             return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
         weights, moments, gradients = (
             n * model.expert_parameters for n in (4, 8, model.gradient_bytes)
@@ -399,7 +399,7 @@ class TrainingPlan:
         """Return one line per tier that is too small, with settings to change; [] if everything
         fits.
         """
-        return [self._tier_advice(tier) for tier in self.lacking]
+        return [self._tier_advice(tier) for tier in self.lacking_bytes]
 
     def _tier_advice(self, tier: Tier) -> str:
         sizes = {kind: size for _, kind, _ in self.rows if (size := self._state_bytes(tier, kind))}
@@ -407,7 +407,7 @@ class TrainingPlan:
         remedies = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
         if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
             remedies.append(self.machine.enlarge_advice(tier))
-        lack, most = _gigabytes_text(self.lacking[tier]), _gigabytes_text(sizes[by_size[0]])
+        lack, most = _gigabytes_text(self.lacking_bytes[tier]), _gigabytes_text(sizes[by_size[0]])
         return (
             f"{tier}: {lack} too much; the most is {by_size[0]}, {most}. Take"
             f" {', or '.join(remedies)}"
@@ -428,16 +428,19 @@ class TrainingPlan:
             saved = self.needed_bytes(tier) - plan.needed_bytes(tier)
             shrinks = (
                 plan._state_bytes(tier, kind) < self._state_bytes(tier, kind)
-                and saved > 0.1 * self.lacking[tier]
+                and saved > 0.1 * self.lacking_bytes[tier]
             )
             harmless = all(
-                lack <= self.lacking.get(where, 0) for where, lack in plan.lacking.items()
+                lack <= self.lacking_bytes.get(where, 0)
+                for where, lack in plan.lacking_bytes.items()
             )
             # For each setting keep the first value that is enough, or else the last one.
             enough = setting in remedies and remedies[setting].endswith(_ENOUGH)
             if shrinks and harmless and not enough:
                 remark = (
-                    _ENOUGH if tier not in plan.lacking else f" ({_gigabytes_text(saved)} less)"
+                    _ENOUGH
+                    if tier not in plan.lacking_bytes
+                    else f" ({_gigabytes_text(saved)} less)"
                 )
                 remedies[setting] = f"{setting} = {value}{remark}"
         return list(remedies.values())[:3]
@@ -481,7 +484,7 @@ class TrainingPlan:
         """Return lines with the predicted step time and the figures it assumes."""
         model, machine, lines = self.model, self.machine, list[str]()
         predicted = f"predicted step: {self.step_s():.2f} s"
-        if self.placement.streamed:
+        if self.placement.is_streamed:
             lines.append(
                 f"an expert chosen in a step gets {model.tokens_per_expert:,.0f} tokens; transfers"
                 f" hide behind computing from {math.ceil(self.break_even_tokens):,} tokens on"
@@ -558,7 +561,7 @@ def _possible_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Se
 
 
 def _tier_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
-    if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.streamed:
+    if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.is_streamed:
         yield SettingChange(
             "tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place
         )
@@ -574,15 +577,15 @@ def _tier_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Settin
             yield SettingChange(
                 "tiers.optimizer", optimizer, model, replace(place, optimizer=optimizer)
             )
-    if place.streamed:
+    if place.is_streamed:
         gradients: Tier = "nvme" if place.gradients == "host" else "host"
         yield SettingChange(
             "tiers.gradients", gradients, model, replace(place, gradients=gradients)
         )
-    if place.streamed and place.experts != "device" and place.device_layers > 1:
+    if place.is_streamed and place.experts != "device" and place.device_layers > 1:
         yield SettingChange("tiers.device_layers", 1, model, replace(place, device_layers=1))
     share = math.ceil(8 * model.peak_experts * model.num_devices / model.num_experts) / 8
-    if place.streamed and place.experts != "device" and share < place.device_experts:
+    if place.is_streamed and place.experts != "device" and share < place.device_experts:
         yield SettingChange(
             "tiers.device_experts", share, model, replace(place, device_experts=share)
         )
@@ -694,7 +697,7 @@ def plan_training(model: TrainedModel, placement: StatePlacement, machine: Machi
 def _nvme_bytes_per_parameter(model: TrainedModel, place: StatePlacement) -> int:
     """Return the bytes on the tier nvme per expert parameter."""
     kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
-    return sum(size for tier, size in kinds if tier == "nvme") if place.streamed else 0
+    return sum(size for tier, size in kinds if tier == "nvme") if place.is_streamed else 0
 
 
 def _save_copy_bytes(model: TrainedModel, place: StatePlacement) -> int:
@@ -704,7 +707,7 @@ def _save_copy_bytes(model: TrainedModel, place: StatePlacement) -> int:
     dense = 12 * model.dense_parameters // model.dense_shards
     return dense + 12 * (
         SAVED_AT_ONCE * model.expert_parameters
-        if place.streamed
+        if place.is_streamed
         else model.device_expert_parameters
     )
 
@@ -726,12 +729,14 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
             "unsharded dense layers",
             layer_bytes * model.dense_parameters // model.num_layers,
         )
-    times = model.micro_batches if place.streamed else 1
+    times = model.micro_batches if place.is_streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.layer_activation_bytes
     layer = model.num_experts // devices * model.expert_parameters
     cast_bytes = (
-        0 if place.streamed or model.casts_all_experts_at_once else 2 * model.compute_bytes * layer
+        0
+        if place.is_streamed or model.casts_all_experts_at_once
+        else 2 * model.compute_bytes * layer
     )
     # the loss and the layers' gradients do not coexist: count the larger
     yield (
@@ -742,7 +747,7 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     yield "device", "kept for the backward pass", model.residual_bytes * times // devices
     yield "host", "runtime", RUNTIME_BYTES * per_host
     yield "host", "copies for a save", _save_copy_bytes(model, place) * per_host
-    if place.streamed:
+    if place.is_streamed:
         yield from _streamed_expert_rows(plan)
     else:
         yield from _resident_expert_rows(model, _summed_gradient_bytes(model, place), cast_bytes)
@@ -750,7 +755,7 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
 
 def _summed_gradient_bytes(model: TrainedModel, place: StatePlacement) -> int:
     """Return the bytes per parameter of the gradients summed over earlier micro-batches."""
-    return WEIGHT_BYTES if model.micro_batches > 1 and not place.streamed else 0
+    return WEIGHT_BYTES if model.micro_batches > 1 and not place.is_streamed else 0
 
 
 def _resident_expert_rows(
@@ -818,7 +823,7 @@ def first_fitting_plan(
     last placement, if none fits.
     """
     plans = [plan_training(model, placement, machine) for placement in placements]
-    fitting = [plan for plan in plans if not plan.lacking]
+    fitting = [plan for plan in plans if not plan.lacking_bytes]
     if not fitting:
         raise ValueError(
             "tiers = 'auto': no choice of tiers fits. " + "; ".join(plans[-1].advice())

@@ -54,7 +54,7 @@ class ClusterRow:
 
     @property
     def fits(self) -> bool:
-        return self.plan is not None and not self.plan.training.lacking
+        return self.plan is not None and not self.plan.training.lacking_bytes
 
 
 def cluster_rows(config: TrainConfig, cluster: ClusterConfig) -> list[ClusterRow]:
@@ -167,7 +167,7 @@ def _plain(row: ClusterRow) -> JsonObject:
         "bytes": {
             tier: {kind: n for where, kind, n in training.rows if where == tier} for tier in TIERS
         },
-        "lacking_bytes": training.lacking,
+        "lacking_bytes": training.lacking_bytes,
         "step_s": plan.step_s,
         "step_without_overlap_s": plan.step_without_overlap_s,
         "compute_s": plan.compute_s,
@@ -207,13 +207,16 @@ def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
             "x".join(map(str, row.mesh or ())),
             *sizes,
         ]
-        cells += ["no" if training.lacking else "yes", *(f"{seconds:,.3f}" for seconds in parts)]
+        cells += [
+            "no" if training.lacking_bytes else "yes",
+            *(f"{seconds:,.3f}" for seconds in parts),
+        ]
         cells += [f"{plan.tokens_per_s:,.0f}", f"{plan.checkpoint_s:,.1f}"]
         yield "".join(
             f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)
         )
     shown = [row.plan for row in rows if row.plan is not None]
-    lacking = [plan for plan in shown if plan.training.lacking]
+    lacking = [plan for plan in shown if plan.training.lacking_bytes]
     for line in lacking[0].training.advice() if lacking else ():
         yield f"{lacking[0].nodes} nodes do not fit: {line}"
     if shown:

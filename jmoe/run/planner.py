@@ -286,7 +286,7 @@ def packing_shortfall(config: TrainConfig, on: Machine) -> MemoryShortfall:
     plans = [
         plan_training(model, place, on) for place in (_placement(config, "device", "device"), host)
     ]
-    return MemoryShortfall(*(sum(plan.lacking.values()) for plan in plans))
+    return MemoryShortfall(*(sum(plan.lacking_bytes.values()) for plan in plans))
 
 
 def packing_summary(config: TrainConfig) -> str:

@@ -31,7 +31,7 @@ from jmoe.mesh import (
     split_over,
 )
 from jmoe.models.decoder import Decoder, Execution, scan_layers
-from jmoe.planning.embedding import Vocabulary, plan_embedding
+from jmoe.planning.embedding import EmbeddingSizes, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.native import steps_are_native
@@ -55,7 +55,9 @@ def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     tokens = _local_tokens(config, mesh)
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     tied, sharded = model.tie_word_embeddings, config.comm.shard_dense
-    vocabulary = Vocabulary(model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded)
+    vocabulary = EmbeddingSizes(
+        model.vocab_size, model.hidden_size, tied, tokens, itemsize, sharded
+    )
     plan = plan_embedding(
         config.comm.embedding, vocabulary, num_nodes=mesh.size // inside, devices_per_node=inside
     )

@@ -220,9 +220,8 @@ def test_which_experts_are_best() -> None:
     assert best_experts(scores, 3).tolist() == [[1, 4, 5], [0, 1, 2]]
     assert best_experts(scores, 4, n_group=2).tolist() == [[1, 2, 4, 5], [0, 1, 3, 4]]
     tally = ExpertScores(np.array([[4, 0]]), np.array([[2.0, 0.0]]))
-    assert tally.select("reap").tolist() == [[0.5, 0.0]] and tally.select("usage").tolist() == [
-        [4.0, 0.0]
-    ]
+    assert tally.scores_of("reap").tolist() == [[0.5, 0.0]]
+    assert tally.scores_of("usage").tolist() == [[4.0, 0.0]]
 
 
 @pytest.mark.parametrize(

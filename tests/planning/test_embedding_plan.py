@@ -9,23 +9,23 @@ import pytest
 
 from jmoe.planning.embedding import (
     EmbeddingPlan,
-    Vocabulary,
+    EmbeddingSizes,
     embedding_traffic,
     plan_embedding,
     round_rows,
 )
 
 V, H, T = 50304, 1024, 256
-GPT = Vocabulary(V, H, tied=True, num_tokens=T, activation_bytes=2, sharded=False)
+GPT = EmbeddingSizes(V, H, tied=True, num_tokens=T, activation_bytes=2, sharded=False)
 
 
 def plan(
-    kind: Any = "auto", vocabulary: Vocabulary = GPT, nodes: int = 2, inside: int = 2
+    kind: Any = "auto", vocabulary: EmbeddingSizes = GPT, nodes: int = 2, inside: int = 2
 ) -> EmbeddingPlan:
     return plan_embedding(kind, vocabulary, num_nodes=nodes, devices_per_node=inside)
 
 
-def changed(**values: Any) -> Vocabulary:
+def changed(**values: Any) -> EmbeddingSizes:
     return dataclasses.replace(GPT, **values)
 
 
@@ -75,7 +75,7 @@ def test_a_head_is_whole_where_tokens_are_many() -> None:
 
 
 def test_auto_is_replicated_where_a_device_has_more_tokens_than_the_vocabulary_is_large() -> None:
-    small = Vocabulary(256, 64, tied=True, num_tokens=65536, activation_bytes=2, sharded=True)
+    small = EmbeddingSizes(256, 64, tied=True, num_tokens=65536, activation_bytes=2, sharded=True)
     assert plan("auto", small).kind == "replicated"
     assert plan("columns", small).kind == "columns"  # whoever asks for it gets it
 

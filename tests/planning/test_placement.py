@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jmoe.config.engine import PlacementPolicy
 from jmoe.planning.placement import (
     EMPTY,
-    Fill,
     Placement,
+    SlotFill,
     balancedness,
     place_experts,
     placement_changes,
@@ -79,7 +79,7 @@ def _check(placement: Placement, popularity_E: np.ndarray, max_packed: int) -> N
         np.testing.assert_array_equal(replicas, placement.replicas_of(expert))
         share = placement.replica_loads.ravel()[replicas]
         np.testing.assert_allclose(share, popularity_E[expert] * times / CYCLE, rtol=1e-12)
-    np.testing.assert_allclose(placement.loads.sum(), popularity_E.sum(), rtol=1e-12)
+    np.testing.assert_allclose(placement.device_loads.sum(), popularity_E.sum(), rtol=1e-12)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -91,7 +91,7 @@ def test_what_holds_for_every_placement(problem: tuple[np.ndarray, int, dict[str
     for policy in POLICIES:
         placement = place_experts(popularity_E, num_devices, policy=policy, **more)
         _check(placement, popularity_E, more["max_packed"])
-        assert placement.loads.max() <= even.loads.max() * (1 + 1e-9)
+        assert placement.device_loads.max() <= even.device_loads.max() * (1 + 1e-9)
         again = place_experts(popularity_E.copy(), num_devices, policy=policy, **more)
         np.testing.assert_array_equal(placement.replica_of_row, again.replica_of_row)
         np.testing.assert_array_equal(placement.physical_to_logical, again.physical_to_logical)
@@ -148,7 +148,7 @@ def test_lina_gives_popular_experts_whole_devices_and_packs_the_others() -> None
     # without a spare slot experts are only rearranged
     alone = place_experts(popularity_E, 4, slots_per_device=2, policy="lina")
     assert sorted(alone.physical_to_logical.ravel()) == list(range(8))
-    assert sorted(alone.loads) == [100, 150, 200, 350]
+    assert sorted(alone.device_loads) == [100, 150, 200, 350]
     # too few slots for all parts: the most loaded experts are replicated, and those without all
     # theirs equally
     some = place_experts(popularity_E, 5, slots_per_device=2, policy="lina")
@@ -181,25 +181,26 @@ def test_an_expert_makes_room_where_a_copy_may_not_go() -> None:
     popularity_E = np.array([29, 5, 17])
     placement = place_experts(popularity_E, 2, slots_per_device=2, policy="lina")
     assert placement.physical_to_logical.tolist() == [[0, 1], [0, 2]]
-    assert placement.loads[0] == pytest.approx(29 * 106 / 120 + 5)  # 106 of 120 rows: 25.5 of 29
+    # 106 of 120 rows: 25.5 of 29
+    assert placement.device_loads[0] == pytest.approx(29 * 106 / 120 + 5)
 
 
 def test_replicas_take_turns_at_equal_distances() -> None:
     placement = place_experts(np.array([3, 1]), 4, slots_per_device=1, policy="lina")
     taken = placement.replicas_taking(np.arange(9), np.zeros(9, int))
     assert taken.tolist() == [0, 1, 2] * 3
-    assert placement.loads.tolist() == [1, 1, 1, 1]
+    assert placement.device_loads.tolist() == [1, 1, 1, 1]
 
 
 def test_place_as() -> None:
     placement = placement_from_slots(
         np.array([[2, EMPTY], [0, 2], [1, 2]]), np.array([1.0, 0.0, 6.0])
     )
-    assert placement.loads.tolist() == [2, 3, 2]
+    assert placement.device_loads.tolist() == [2, 3, 2]
     assert placement.replicas_of(2).tolist() == [0, 3, 5]
     assert placement_changes(np.array([[EMPTY, 2], [2, 1], [0, 1]]), placement).fills == (
-        Fill(1, 1, 0),
-        Fill(2, 0, 2),
+        SlotFill(1, 1, 0),
+        SlotFill(2, 0, 2),
     )
     assert balancedness(np.zeros(3)) == 1
     for wrong, message in (

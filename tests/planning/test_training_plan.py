@@ -48,7 +48,7 @@ def test_bytes_by_tier() -> None:
     assert rows["device", "dense weights, moments, gradients"] == 16 * 10**7
     # MoESys: 4 S / L for each layer there
     assert rows["device", "experts: weights"] == 4 * 2 * 64 * 10**6
-    assert plan.lacking == {} and plan.advice() == []
+    assert plan.lacking_bytes == {} and plan.advice() == []
     assert "it fits" in str(plan)
 
 
@@ -177,7 +177,7 @@ def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     parameters = MODEL.all_expert_parameters + MODEL.dense_parameters
     assert plan.bytes_on("device") >= 16 * parameters
     assert plan.bytes_on("nvme") == 0
-    assert set(plan.lacking) == {"device"}
+    assert set(plan.lacking_bytes) == {"device"}
     assert "the most is experts: moments, 8.19 GB. Take " in plan.advice()[0]
     assert "tiers.experts = host and tiers.optimizer = host" in plan.advice()[0]
     # nothing moves, whatever tiers.gradients says
@@ -187,15 +187,15 @@ def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
 def test_a_shared_memory_is_counted_once() -> None:
     host = replace(NVME, experts="host", optimizer="host", gradients="host")
     apart = plan_training(MODEL, host, replace(MACHINE, host_bytes=20 * GB))
-    assert apart.lacking == {}
+    assert apart.lacking_bytes == {}
     shared = plan_training(MODEL, host, replace(MACHINE, host_bytes=18 * GB, shared=True))
-    assert set(shared.lacking) == {"host"}
+    assert set(shared.lacking_bytes) == {"host"}
     assert "tiers.optimizer = nvme" in shared.advice()[0]
 
 
 def test_a_full_disk() -> None:
     plan = plan_training(MODEL, NVME, replace(MACHINE, nvme_bytes=20 * GB))
-    assert set(plan.lacking) == {"nvme"}
+    assert set(plan.lacking_bytes) == {"nvme"}
     assert "Take tiers.experts = device and tiers.optimizer = host (enough)" in plan.advice()[0]
     small = replace(MACHINE, device_bytes=2 * GB, host_bytes=GB, nvme_bytes=20 * GB)
     alone = plan_training(MODEL, NVME, small)
@@ -246,7 +246,7 @@ def test_what_is_advised_as_enough_is_enough() -> None:
         "Take tiers.optimizer = host (enough), or tiers.experts = host and tiers.optimizer = host"
         " (enough)" in advice
     )
-    assert plan_training(MODEL, replace(resident, optimizer="host"), roomy).lacking == {}
+    assert plan_training(MODEL, replace(resident, optimizer="host"), roomy).lacking_bytes == {}
     spread = replace(MODEL, max_micro_batches=4)
     device, host = plan_training(
         spread, resident, replace(MACHINE, host_bytes=2 * GB, nvme_bytes=GB)

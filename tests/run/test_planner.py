@@ -49,7 +49,7 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
     tight = run(device_bytes=180_000_000, host_bytes=10**12)
     assert (tight.tiers.experts, tight.tiers.optimizer) != ("device", "device")
     assert tight.tiers.device_experts == (1 if tight.tiers.experts == "device" else 0.5)
-    assert training_plan(tight).lacking == {}
+    assert training_plan(tight).lacking_bytes == {}
     with pytest.raises(ValueError, match="tiers = 'auto'"):
         run(device_bytes=10**6)
 
@@ -192,7 +192,7 @@ def test_packing_multiplies_what_a_device_has_of_the_experts() -> None:
 
 def test_packing_that_does_not_fit_is_advised_against() -> None:
     fits = training_plan(packed(2)).bytes_on("device") * 10 // 9 + 100
-    assert training_plan(packed(2, fits)).lacking == {}
+    assert training_plan(packed(2, fits)).lacking_bytes == {}
     (advice,) = training_plan(packed(4, fits)).advice()
     assert "comm.packing = 2 (enough)" in advice
     shortfall = packing_shortfall(packed(4, fits), machine(packed(4, fits)))

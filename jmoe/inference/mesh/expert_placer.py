@@ -277,7 +277,7 @@ class ExpertPlacer:
         # the most that any placement could save
         if (loads_N.max() - loads_N.mean()) * row_s > costs.copy_s:
             changed = self._plan_changes(experts, layer, popularity_E)
-            saved_s = trust * (loads_N.max() - changed.placement.loads.max()) * row_s
+            saved_s = trust * (loads_N.max() - changed.placement.device_loads.max()) * row_s
             copies = np.bincount(
                 experts.process_of_N[[fill.device for fill in changed.fills]], minlength=1
             )
@@ -311,7 +311,7 @@ class ExpertPlacer:
 
 def _device_loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
     """Return each device's load under this popularity, float64 [N]."""
-    loads_N: np.ndarray = replace(placement, popularity_E=popularity_E).loads
+    loads_N: np.ndarray = replace(placement, popularity_E=popularity_E).device_loads
     return loads_N
 
 

@@ -143,7 +143,7 @@ class _UnbufferedParams:
 
     def size(self) -> int:
         """Return the number of gradient elements per layer that an all-reduce sums."""
-        return sum(self._entries[i].size for i in self._replicated + self._experts)
+        return sum(self._entries[i].num_elements for i in self._replicated + self._experts)
 
     def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Return two flat vectors: the gradients to sum over all devices, and the gradients to sum
@@ -363,7 +363,7 @@ class _Scan:
 
     def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * (
-            self.num_devices * sum(entry.size for entry in self.kinds[kind].entries)
+            self.num_devices * sum(entry.num_elements for entry in self.kinds[kind].entries)
             + self.unbuffered[kind].size()
         )
 
@@ -537,7 +537,9 @@ class _Scan:
         """Return (gradients of the parameters, on their shards, by kind; the gradient of x)."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
-            kind: jnp.zeros((layers.num_layers, sum(entry.size for entry in layers.entries)))
+            kind: jnp.zeros(
+                (layers.num_layers, sum(entry.num_elements for entry in layers.entries))
+            )
             for kind, layers in self.kinds.items()
         }
         others = jax.tree.map(jnp.zeros_like, saved.unbuffered)
