@@ -418,25 +418,27 @@ class PerNodeExchange:
         return DispatchedTokens(tuple(part.chunks[0] for part in arrived), dropped, handle)
 
     def _choices_per_chunk(
-        self, there: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
+        self, arrived_choices: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
     ) -> tuple[list[Choices], int, jax.Array]:
         """Return (choices per chunk, buffer rows per device of the node, number of choices dropped
         by all chunks together).
 
-        there: the choices of all rows that crossed. The dropped choices do not depend on the number
-        of chunks. All kept choices may fall into one chunk, so each chunk has buffer rows for all
-        of them; the exception is the first try of a dropless step, which may overflow and gets an
-        even share per chunk.
+        arrived_choices: the choices of all rows that crossed. The dropped choices do not depend on
+        the number of chunks. All kept choices may fall into one chunk, so each chunk has buffer
+        rows for all of them; the exception is the first try of a dropless step, which may overflow
+        and gets an even share per chunk.
         """
-        num_rows, k = there.topk_idx_TK.shape
-        node_size, most_rows = there.counts_E.size, num_rows * k
+        num_rows, k = arrived_choices.topk_idx_TK.shape
+        node_size, most_rows = arrived_choices.counts_E.size, num_rows * k
         device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, full_capacity)
         if num_chunks == 1:
-            return [there], device_rows, jnp.zeros((), jnp.int32)
-        idx_N, kept_E = _drop_lightest(there, self.inside.num_devices, device_rows)
+            return [arrived_choices], device_rows, jnp.zeros((), jnp.int32)
+        idx_N, kept_E = _drop_lightest(arrived_choices, self.inside.num_devices, device_rows)
         rows_PCK = self.num_nodes, -1, k
         idx_XPCK = _deal_into_chunks(idx_N.reshape(rows_PCK), num_chunks, node_size)
-        weights_XPCK = _deal_into_chunks(there.topk_weights_TK.reshape(rows_PCK), num_chunks, 0)
+        weights_XPCK = _deal_into_chunks(
+            arrived_choices.topk_weights_TK.reshape(rows_PCK), num_chunks, 0
+        )
         chunks = zip(
             idx_XPCK.reshape(num_chunks, -1, k),
             weights_XPCK.reshape(num_chunks, -1, k),
@@ -448,7 +450,7 @@ class PerNodeExchange:
         most_rows = idx_XPCK[0].size
         if self.capacity_factor is None:
             device_rows = buffer_rows(fair_rows / num_chunks, most_rows, None, full_capacity)
-        lost = there.counts_E.sum(dtype=jnp.int32) - kept_E.sum(dtype=jnp.int32)
+        lost = arrived_choices.counts_E.sum(dtype=jnp.int32) - kept_E.sum(dtype=jnp.int32)
         return by_chunk, min(device_rows, most_rows), lost
 
     def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:

@@ -308,9 +308,9 @@ class _Program:
         deferred: set[int] = set()
         left = set(range(len(self.equations)))
 
-        def take_equations(some: set[int]) -> None:
-            order.extend(sorted(some & left))
-            left.difference_update(some)
+        def take_equations(indices: set[int]) -> None:
+            order.extend(sorted(indices & left))
+            left.difference_update(indices)
 
         for at, equation in enumerate(self.equations):
             if equation.is_all_to_all:
@@ -323,10 +323,10 @@ class _Program:
         take_equations(set(left))
         self.equations = [self.equations[i]._replace(deferred=i in deferred) for i in order]
 
-    def _dependencies_of(self, at: int) -> set[int]:
+    def _dependencies_of(self, index: int) -> set[int]:
         """Return the equations on which this one depends."""
-        names, needed = set(self.equations[at].inputs), set()
-        for i in reversed(range(at)):
+        names, needed = set(self.equations[index].inputs), set()
+        for i in reversed(range(index)):
             if names.intersection(self.equations[i].outputs):
                 needed.add(i)
                 names.update(

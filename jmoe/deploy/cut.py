@@ -182,20 +182,20 @@ def write_cut_model(
     config: ModelConfig,
     layers: Sequence[int],
     kept_Nn: NDArray[np.int64],
-    read: ReadExpert | None = None,
+    read_expert: ReadExpert | None = None,
     dense: Mapping[int, Mapping[str, np.ndarray]] | None = None,
 ) -> None:
     """Write the decoder `config`, with the layers `layers` of `source` and the experts `kept_Nn` of
     each layer that has experts.
 
-    The router loses the columns of dropped experts, so its softmax is over the kept ones. read:
-    returns an expert's array; None for the checkpoint's own. dense: MLP arrays, by layer number in
-    `config`, of layers that had experts and become dense. Files beside the weights, such as the
-    tokenizer, are copied.
+    The router loses the columns of dropped experts, so its softmax is over the kept ones.
+    read_expert: returns an expert's array; None for the checkpoint's own. dense: MLP arrays, by
+    layer number in `config`, of layers that had experts and become dense. Files beside the weights,
+    such as the tokenizer, are copied.
     """
     whole = source.config
     described, dense = updated_hf_config(source.fields, config), dense or {}
-    rest, read = source.load_dense_arrays(), read or source.read_expert_array
+    rest, read_expert = source.load_dense_arrays(), read_expert or source.read_expert_array
     of_whole = [whole.layers[i] for i in layers]
     records = [of_whole[n].record for n, layer in enumerate(config.layers) if layer.has_experts]
     arrays: dict[Names, jax.Array | StoredExperts] = {
@@ -216,7 +216,7 @@ def write_cut_model(
     for path, dtype in source.wide_expert_dtypes.items():
 
         def read_kept_expert(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
-            return read(name, records[layer], int(kept_Nn[layer, expert]))
+            return read_expert(name, records[layer], int(kept_Nn[layer, expert]))
 
         arrays[path] = StoredExperts(read_kept_expert, dtype)
     assert whole.num_moe_layers >= config.num_moe_layers == len(kept_Nn)

@@ -57,23 +57,25 @@ def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -
     return scores
 
 
-def check_num_kept(config: ModelConfig, kept: int, name: str = "experts") -> None:
-    """Raise ValueError naming the option `name` unless the model can run with `kept` experts per
-    layer.
+def check_num_kept(config: ModelConfig, num_kept: int, name: str = "experts") -> None:
+    """Raise ValueError naming the option `name` unless the model can run with `num_kept` experts
+    per layer.
     """
     has, k, n_group = config.num_experts, config.num_experts_per_tok, config.router.n_group
-    check(kept <= has, name, kept, f"must not exceed the model's num_experts = {has}")
-    check(kept >= k, name, kept, f"must be at least num_experts_per_tok = {k}")
+    check(num_kept <= has, name, num_kept, f"must not exceed the model's num_experts = {has}")
+    check(num_kept >= k, name, num_kept, f"must be at least num_experts_per_tok = {k}")
     multiple = f"must be a multiple of the router's n_group = {n_group}"
-    check(kept % n_group == 0, name, kept, multiple)
-    reachable = kept // n_group * config.router.topk_group
+    check(num_kept % n_group == 0, name, num_kept, multiple)
+    reachable = num_kept // n_group * config.router.topk_group
     constraint = (
         f"leaves {reachable} experts in a token's groups: must leave num_experts_per_tok = {k}"
     )
-    check(reachable >= k, name, kept, constraint)
+    check(reachable >= k, name, num_kept, constraint)
 
 
-def best_experts(scores_NE: NDArray[np.float64], kept: int, n_group: int = 1) -> NDArray[np.int64]:
+def best_experts(
+    scores_NE: NDArray[np.float64], num_kept: int, n_group: int = 1
+) -> NDArray[np.int64]:
     """Return int64 [N, n], the experts with the highest scores of each layer, ascending; a tie goes
     to the lowest number.
 
@@ -82,6 +84,6 @@ def best_experts(scores_NE: NDArray[np.float64], kept: int, n_group: int = 1) ->
     """
     layers, experts = scores_NE.shape
     by_group = scores_NE.reshape(layers, n_group, experts // n_group)
-    best = np.argsort(-by_group, axis=-1, kind="stable")[..., : kept // n_group]
+    best = np.argsort(-by_group, axis=-1, kind="stable")[..., : num_kept // n_group]
     first = np.arange(n_group)[:, None] * (experts // n_group)
-    return np.sort((best + first).reshape(layers, kept), axis=1)
+    return np.sort((best + first).reshape(layers, num_kept), axis=1)

@@ -162,21 +162,21 @@ def _device_groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[lis
 
 
 def _distribute_layers(
-    places: Sequence[LayerPlace], num_layers: int, most: int
+    places: Sequence[LayerPlace], num_layers: int, most_per_place: int
 ) -> tuple[LayerPlace, ...]:
-    """Return the places with their numbers of layers: at most `most` each, the fastest places
-    first, equal numbers on equally fast ones.
+    """Return the places with their numbers of layers: at most `most_per_place` each, the fastest
+    places first, equal numbers on equally fast ones.
 
     Returns () if `num_layers` do not fit. Layers run one after another, so spreading them over
     places gains no time.
     """
-    if len(places) * most < num_layers:
+    if len(places) * most_per_place < num_layers:
         return ()
     counts, left = [0] * len(places), num_layers
     rounded = [float(f"{place.layer_s:.6g}") for place in places]
     for layer_s in sorted(set(rounded)):
         alike = [n for n, other in enumerate(rounded) if other == layer_s]
-        dealt = min(left, most * len(alike))
+        dealt = min(left, most_per_place * len(alike))
         for at, n in enumerate(alike):
             counts[n] = (at + 1) * dealt // len(alike) - at * dealt // len(alike)
         left -= dealt
@@ -186,16 +186,20 @@ def _distribute_layers(
 
 
 def _place_layer(
-    model: ModelBytes, described: MachinesConfig, tokens: StepTokens, group: Sequence[int], cap: int
+    model: ModelBytes,
+    described: MachinesConfig,
+    tokens: StepTokens,
+    group: Sequence[int],
+    most_experts: int,
 ) -> LayerPlace:
-    """Return the place of a layer on a group of devices with at most `cap` experts each.
+    """Return the place of a layer on a group of devices with at most `most_experts` experts each.
 
     Each expert goes to the device that would finish reading it first.
     """
     speeds = [one.bytes_per_s for one in described.machines for _ in range(one.devices)]
     experts_N = [0] * len(speeds)
     for _ in range(model.weights.num_experts):
-        open_ = [n for n in group if experts_N[n] < cap]
+        open_ = [n for n in group if experts_N[n] < most_experts]
         experts_N[min(open_, key=lambda n: (experts_N[n] + 1) / speeds[n])] += 1
     read_s = max(
         n * model.weights.expert_bytes / speed for n, speed in zip(experts_N, speeds, strict=True)
