@@ -1,4 +1,4 @@
-"""Baselines of the papers' figures: `tiny` with communication that nobody would choose.
+"""Presets that the papers' figures compare with: `tiny` with slower communication.
 
 The orders of collectives that Lina compares with are `--comm.schedule none | ready | fixed |
 priority` of any preset.

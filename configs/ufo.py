@@ -1,14 +1,14 @@
 """Super-networks that learn several image tasks at once, like UFO (SE-MoE, section 4.1; VIMER-UFO
 2.0).
 
-`ufo-tiny`: a dense layer, a layer whose experts tokens choose, and two routed by task. In the first
-of those all tasks share expert 0 but digits; in the last each has its own. Batches are the paper's
-512, 256, 128 and 128 / 8.
+`ufo-tiny`: a dense layer, a layer in which tokens choose experts, and two layers routed by task. In
+the first layer routed by task, all tasks except digits share expert 0; in the second, each task has
+its own expert. Batch sizes are the paper's 512, 256, 128 and 128, divided by 8.
 
-`ufo-17b`: what is published of VIMER-UFO 2.0 is its size, 17 billion parameters, 600 million on a
-task's path. The shape is ours: ViT-H/14 (arXiv:2010.11929) with a feed-forward in each layer for
-each of 40 tasks; the rest is shared. So are the tasks: ten data sets of each of four kinds, with
-the ratio of the paper's batches; their sources are folders.
+`ufo-17b`: of VIMER-UFO 2.0 only the size is published, 17 billion parameters, 600 million on a
+task's path. The shape is an assumption: ViT-H/14 (arXiv:2010.11929) with one feed-forward per task
+in each layer, for 40 tasks, and everything else shared. The tasks are an assumption, too: ten data
+sets of each of four kinds, in folders, with the paper's ratio of batch sizes.
 """
 
 from jmoe.config import (

@@ -1,8 +1,8 @@
 """The configuration of a vision transformer that learns several tasks at once. Standard library
 only.
 
-Tasks share the trunk; in a layer routed by task each takes the expert that its path names: one that
-several name is shared, one that a single task names is its own (UFO, VIMER-UFO 2.0).
+Tasks share the trunk. In a layer routed by task, a task uses the expert that its path names, which
+other tasks' paths may name as well (UFO, VIMER-UFO 2.0).
 """
 
 from __future__ import annotations
