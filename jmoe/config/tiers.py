@@ -157,7 +157,7 @@ TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """Describe the machine that the planner (`--plan`, tiers `auto`) plans for."""
+    """The machine that the planner (`--plan`, tiers `auto`) plans for."""
 
     # its data sheet has what is 0 of the device; "": two CPU cores, a device that shares the host's
     # memory

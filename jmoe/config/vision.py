@@ -207,7 +207,9 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """When a run changes its elastic layout, from the measured time of each task's images."""
+    """When a run changes its elastic layout according to the measured time of each task's
+    images.
+    """
 
     replan_every_steps: int = 0  # steps between two measurements; 0: none
     # the layout may change once the busiest device's load exceeds the mean load by this factor

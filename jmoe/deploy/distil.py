@@ -43,7 +43,7 @@ STUDENT = "student"  # folder inside the run's folder: the model that training s
 class StudentOptions:
     """Size and origin of a student, and the text by which its experts are chosen.
 
-    experts: of each layer. layers, top_k: None for the teacher's. score: ranks the teacher's
+    experts: number per layer. layers, top_k: None for the teacher's. score: ranks the teacher's
     experts. dense: numbers of student layers that get an MLP in place of experts, made from the
     most used experts as `dense_from` says. max_tokens: tokens of the text to read.
     """

@@ -174,8 +174,8 @@ class GpuEstimate:
 class ExpertKernelFacts:
     """Facts about expert kernels that the shapes of their operands do not show.
 
-    num_experts: experts of a layer, if a kernel's operand holds the weights of more (0: it never
-    does). filled: fraction of a buffer's rows that hold tokens.
+    num_experts: experts of one layer, for kernels whose operand holds the weights of several
+    layers; 0: there are none. filled: fraction of a buffer's rows that hold tokens.
     """
 
     num_experts: int = 0
