@@ -60,7 +60,7 @@ EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Comm(CommConfig):
+class _CommArguments(CommConfig):
     """Traffic between devices: its form and its order."""
 
     hierarchical: Unsettable[bool] = CommConfig.hierarchical
@@ -69,14 +69,14 @@ class _Comm(CommConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Serve(ServeConfig):
+class _ServeArguments(ServeConfig):
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
         default_factory=EngineConfig
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Status:
+class _StatusArguments:
     run: tyro.conf.Positional[str]
     json: bool = False  # as one JSON object
 
@@ -144,7 +144,7 @@ def parse_train(
         options += [OPTIMIZER, options_set[EXPERTS]]
     config = tyro.cli(
         type(preset),
-        default=dataclasses.replace(preset, comm=_Comm(**vars(preset.comm))),
+        default=dataclasses.replace(preset, comm=_CommArguments(**vars(preset.comm))),
         args=options,
         prog=f"{program_name()} {name}",
         description=line,
@@ -195,7 +195,7 @@ def _check_model_options(options_set: Iterable[str]) -> None:
 def parse_serve(arguments: Sequence[str]) -> ServeConfig:
     """Return the settings of `serve.py`. `--help` and mistakes end the process."""
     return tyro.cli(
-        _Serve,
+        _ServeArguments,
         args=arguments,
         prog=program_name(),
         description=SERVE.format(program=program_name()),
@@ -244,6 +244,6 @@ def parse_status(arguments: Sequence[str]) -> tuple[str, bool]:
     """
     description, flags = STATUS.format(program=program_name()), (tyro.conf.FlagCreatePairsOff,)
     options = tyro.cli(
-        _Status, args=arguments, prog=program_name(), description=description, config=flags
+        _StatusArguments, args=arguments, prog=program_name(), description=description, config=flags
     )
     return options.run, options.json

@@ -16,7 +16,7 @@ from jmoe.config import OptimizerConfig
 from jmoe.mesh import is_expert, num_stack_dims
 
 
-def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step.
 
     The rate rises linearly from `learning_rate / warmup_steps` at step 0 to `learning_rate`. Then
@@ -58,7 +58,7 @@ class StepValues(NamedTuple):
     ok: jax.Array
 
 
-def _rounded_on_cpu(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _round_on_cpu(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the arrays, on CPU behind an optimization barrier, which rounds them to float32 before
     use.
 
@@ -95,7 +95,7 @@ def advance(
     g = g.astype(jnp.float32) * now.clip
     m_new = config.beta1 * m + (1 - config.beta1) * g
     v_new = config.beta2 * v + (1 - config.beta2) * g * g
-    m_new, v_new = _rounded_on_cpu(jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v))
+    m_new, v_new = _round_on_cpu(jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v))
     update = (m_new / (1 - config.beta1**t)) / (
         jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps
     )

@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
-from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate
+from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate_schedule
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscaled
 from jmoe.training.state import TrainState
 from jmoe.types import PyTree
@@ -146,7 +146,7 @@ def finish_step(
         jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0),
         loss_scale,
     )
-    schedule = learning_rate(config.optimizer, config.num_steps)
+    schedule = learning_rate_schedule(config.optimizer, config.num_steps)
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
     now = StepValues(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):

@@ -14,7 +14,7 @@ import pytest
 
 from jmoe.config import OptimizerConfig
 from jmoe.offload.lazy_adamw import History, catch_up
-from jmoe.optim.adamw import learning_rate
+from jmoe.optim.adamw import learning_rate_schedule
 from tests.arrays import differing
 
 T = 80  # more than one call takes
@@ -33,7 +33,7 @@ def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> Arrays:
 
 
 def schedule() -> np.ndarray:
-    at = learning_rate(CONFIG, T)
+    at = learning_rate_schedule(CONFIG, T)
     return np.array([at(jnp.float32(t)) for t in range(T)], np.float32)
 
 
@@ -87,7 +87,7 @@ def test_it_is_optax_adamw() -> None:
     gradients = some_gradients(shapes)
     w, _, _ = run(schedule(), shapes, gradients, lazy=True)
     adamw = optax.adamw(
-        learning_rate(CONFIG, T),
+        learning_rate_schedule(CONFIG, T),
         CONFIG.beta1,
         CONFIG.beta2,
         CONFIG.eps,

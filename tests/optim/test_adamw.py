@@ -13,7 +13,7 @@ from flax import nnx
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import path_names
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate
+from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate_schedule
 from tests.model_configs import MODEL
 
 
@@ -70,15 +70,19 @@ def test_what_decays() -> None:
 
 def test_learning_rate() -> None:
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_learning_rate_fraction=0.1)
-    rates = [float(learning_rate(config, 24)(float(i))) for i in range(30)]
+    rates = [float(learning_rate_schedule(config, 24)(float(i))) for i in range(30)]
     # the first step already learns
     np.testing.assert_allclose(rates[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)
     assert rates[4] == pytest.approx(1.0) and rates[14] == pytest.approx(0.55)
     np.testing.assert_allclose(rates[24:], 0.1, rtol=1e-6)
     assert all(a >= b for a, b in itertools.pairwise(rates[3:]))
-    constant = learning_rate(dataclasses.replace(config, schedule="constant", warmup_steps=0), 24)
+    constant = learning_rate_schedule(
+        dataclasses.replace(config, schedule="constant", warmup_steps=0), 24
+    )
     assert [float(constant(i)) for i in (0.0, 10.0, 40.0)] == [1.0, 1.0, 1.0]
-    assert float(learning_rate(dataclasses.replace(config, warmup_steps=1), 24)(0.0)) == 1.0
+    assert (
+        float(learning_rate_schedule(dataclasses.replace(config, warmup_steps=1), 24)(0.0)) == 1.0
+    )
 
 
 def test_a_gpu_goes_over_a_parameter_once() -> None:

@@ -23,7 +23,7 @@ from jmoe.config import CommConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import has_weight_decay, learning_rate
+from jmoe.optim.adamw import has_weight_decay, learning_rate_schedule
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
@@ -160,7 +160,7 @@ def plain_training(steps: int) -> Run:
     adamw = optax.chain(
         optax.clip_by_global_norm(o.clip_norm),
         optax.adamw(
-            learning_rate(o, config.num_steps),
+            learning_rate_schedule(o, config.num_steps),
             o.beta1,
             o.beta2,
             o.eps,
@@ -215,7 +215,7 @@ def test_one_device_is_a_plain_loss_with_optax() -> None:
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), ours.state.params, initial().params)
     assert min(jax.tree.leaves(moved)) > 1e-4
     assert ours.metrics[0]["grad_norms"]["moe_layers"].shape == (N,)
-    schedule = learning_rate(OPTIMIZER, CONFIG.num_steps)
+    schedule = learning_rate_schedule(OPTIMIZER, CONFIG.num_steps)
     np.testing.assert_allclose(
         [m["learning_rate"] for m in ours.metrics],
         [schedule(float(i)) for i in range(3)],
