@@ -217,7 +217,7 @@ def _parse_machines(table: dict[str, Any]) -> MachinesConfig:
 
 def _read_toml(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
     try:
-        return make(tomllib.loads(path.read_text()))
+        return make(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"must be TOML: {error}"
         raise ValueError(f"{option} = {str(path)!r}: {reason}") from error

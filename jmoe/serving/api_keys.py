@@ -58,7 +58,7 @@ class ApiKeys:
 
 
 def _digests(content: bytes, path: str) -> list[bytes]:
-    lines = [line.strip() for line in content.decode(errors="replace").splitlines()]
+    lines = [line.strip() for line in content.decode("utf-8-sig", errors="replace").splitlines()]
     check(any(lines), "api_key_file", path, "must hold a key, one a line")
     for number, line in enumerate(lines, 1):
         printable = not line or _PRINTABLE.fullmatch(line) is not None

@@ -99,6 +99,13 @@ def test_a_bad_field_is_named(tmp_path: Path, old: str, new: str, message: str) 
         read(tmp_path, LEAST.replace(old, new, 1))
 
 
+def test_a_file_of_an_editor_that_marks_its_bytes(tmp_path: Path) -> None:
+    """As Windows' editors write it: a mark of the byte order first, and other ends of lines."""
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(b"\xef\xbb\xbf" + LEAST.replace("\n", "\r\n").encode())
+    assert read_cluster(marked) == read(tmp_path, LEAST)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=rf"cluster = '{tmp_path}/absent.toml': No such file or directory"

@@ -43,5 +43,13 @@ def test_keys_are_those_that_the_file_has_now(
         assert keys.match("third")
 
 
+def test_a_file_of_an_editor_that_marks_its_bytes(tmp_path: Path) -> None:
+    """As Windows' editors write it: a mark of the byte order first, and other ends of lines."""
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    keys = ApiKeys(str(file))
+    assert keys.match("first") and keys.match("second") and not keys.match("\ufefffirst")
+
+
 def test_no_file_lets_everyone_in() -> None:
     assert not ApiKeys(None)
