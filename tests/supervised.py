@@ -63,7 +63,7 @@ def act(action: str, number: int) -> None:
         sys.exit(number)
 
 
-for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
     signal.signal(name, lambda number, _: told.append(number))
 print(f"attempt {attempt} rank {rank} of {options['--distributed.num-processes']}", flush=True)
 plan = json.loads(Path(os.environ["SUPERVISED_PLAN"]).read_text())

@@ -176,11 +176,11 @@ def test_killed_run_resumes_bit_identically(
 def test_signals_save_and_resume(
     runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
 ) -> None:
-    """SIGTERM, then the same command again and SIGUSR1, then Ctrl-C: each ends with the step saved
+    """SIGTERM, then the same command again and SIGHUP, then Ctrl-C: each ends with the step saved
     and a report, and nothing is lost.
     """
     stops: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         before = len(losses(tmp_path))
         process = start_python(
             runs.command(tmp_path, *ENDLESS), tmp_path / f"log-{number}", runs.environment()

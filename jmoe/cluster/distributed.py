@@ -779,14 +779,14 @@ class RequestSignal:
 
 class PreemptionSignal:
     """Context manager that stops all ranks after the same step on SIGTERM, SIGUSR1 (SLURM before a
-    time limit) or Ctrl-C.
+    time limit), SIGHUP (the terminal is gone) or Ctrl-C.
 
     The handlers only set a flag, so a second signal does not disturb the save that follows: leave
-    the context once the save is done. After a stop was requested, SIGTERM and SIGUSR1 stay ignored.
-    A second Ctrl-C ends the process at once, without a save. steps_in_flight: see `AgreedStep`.
+    the context once the save is done. After a stop was requested, all but SIGINT stay ignored. A
+    second Ctrl-C ends the process at once, without a save. steps_in_flight: see `AgreedStep`.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
     def __init__(self, *, steps_in_flight: int = 1, poll_s: float = 0.5) -> None:
         self._agreed = AgreedStep(STOPS, steps_in_flight=steps_in_flight, poll_s=poll_s)
@@ -800,8 +800,9 @@ class PreemptionSignal:
         os.set_blocking(self._tell, False)
         self._previous_fd = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         for number in self.SIGNALS:
-            # a shell's background job ignores SIGINT and must go on ignoring it
-            if number is not signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            # A shell's background job ignores SIGINT, and nohup SIGHUP: they stay ignored.
+            stays = number in (signal.SIGINT, signal.SIGHUP)
+            if not stays or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, lambda *_: self._asked.set())
         threading.Thread(target=self._hear, name="signals", daemon=True).start()
         self._agreed.listen()

@@ -29,7 +29,8 @@ from pathlib import Path
 
 from jmoe.memory.host_memory import oom_kills
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # only the supervisor sends these
+# only the supervisor sends these
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 CLOSE_S = 20.0  # SIGKILL takes that long where a process writes to a slow disk
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 # exit code: the log cannot be written, so the folder is not writable or not shared (EX_CANTCREAT)

@@ -320,12 +320,23 @@ def test_one_process_stops_at_once() -> None:
             if number is not signal.SIGINT:  # a second Ctrl-C ends the process
                 signal.raise_signal(number)
             assert preemption.requested(2)
-        after = [
-            signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        ]
-        assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
+        after = [signal.getsignal(number) for number in PreemptionSignal.SIGNALS]
+        assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
         for other, handler in before.items():
             signal.signal(other, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_the_shell_lets_a_process_ignore_stays_ignored(number: signal.Signals) -> None:
+    """Of a background job Ctrl-C, under nohup the end of the terminal."""
+    before = signal.signal(number, signal.SIG_IGN)
+    with PreemptionSignal() as preemption:
+        signal.raise_signal(number)
+        assert not preemption.requested(1)
+        signal.raise_signal(signal.SIGTERM)
+        assert preemption.requested(2)
+    signal.signal(number, before)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_one_process_is_asked_again_and_again() -> None:

@@ -227,23 +227,27 @@ def test_a_rank_that_never_begins_is_named(supervised_run: Supervised) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [((), 0), (("--distributed.stopped-exit-code", "3"), 3)]
+    ("number", "options", "code"),
+    [
+        (signal.SIGUSR1, (), 0),
+        (signal.SIGHUP, ("--distributed.stopped-exit-code", "3"), 3),  # the terminal is gone
+    ],
 )
 def test_a_signal_is_passed_on_and_stops_the_run(
-    supervised_run: Supervised, options: tuple[str, ...], code: int
+    supervised_run: Supervised, number: signal.Signals, options: tuple[str, ...], code: int
 ) -> None:
     supervisor = supervised_run.make({"1 0": "wait 75", "1 1": "wait 0"}, options=options)
 
     def tell() -> None:
         for rank in range(2):
             wait_for_text(supervisor.folder / f"rank-{rank}.log", "attempt 1 rank")
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), number)
 
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(tell)
         assert supervisor.run() == code
         told.result()
-    assert all(f"told {int(signal.SIGUSR1)}" in supervised_run.log(rank) for rank in range(2))
+    assert all(f"told {int(number)}" in supervised_run.log(rank) for rank in range(2))
     assert len(supervised_run.events("start")) == 1
 
 
