@@ -171,18 +171,18 @@ def _check_programs(folder: Path, plan: Mapping[str, Any]) -> None:
     """Raise ValueError unless each program is one of the plan's files and takes what `generate`
     gives it.
     """
-    given = {"decode": (plan["max_batch"], 1), "prefill": (1, plan["prefill_tokens"])}
-    for name, taken in given.items():
+    wanted = {"decode": (plan["max_batch"], 1), "prefill": (1, plan["prefill_tokens"])}
+    for name, shape in wanted.items():
         program = plan["programs"][name]
         if program["file"] not in plan["files"]:
             raise ValueError(
                 f"{folder / PLAN}: programs.{name}.file = {program['file']!r}: must be one of the"
                 " files that the plan lists"
             )
-        if (program["rows"], program["width"]) != taken:
+        if (program["rows"], program["width"]) != shape:
             raise ValueError(
                 f"{folder / PLAN}: programs.{name}: takes {program['rows']} x {program['width']}"
-                f" tokens, must take {taken[0]} x {taken[1]}"
+                f" tokens, must take {shape[0]} x {shape[1]}"
             )
 
 
