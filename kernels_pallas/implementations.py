@@ -16,7 +16,7 @@ from typing import Literal, TypeVar, cast
 
 import jax
 
-Name = Literal["mosaic_gpu", "xla"]
+Name = Literal["mosaic_gpu", "triton", "xla"]
 T = TypeVar("T")
 logger = logging.getLogger("kernels_pallas")
 
@@ -45,11 +45,17 @@ def target_device() -> jax.Device:
 
 def default_names() -> tuple[Name, ...]:
     """Return the implementations for the target device, best first. The Mosaic GPU kernels need
-    Hopper.
+    Hopper, those in Triton an NVIDIA GPU from Ampere on.
     """
     device = target_device()
-    hopper = device.platform == "gpu" and device.compute_capability == "9.0"
-    return ("mosaic_gpu", "xla") if hopper else ("xla",)
+    if device.platform != "gpu":
+        return ("xla",)
+    major, _, minor = device.compute_capability.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):  # an AMD GPU: gfx942
+        return ("xla",)
+    if device.compute_capability == "9.0":
+        return ("mosaic_gpu", "triton", "xla")
+    return ("triton", "xla") if int(major) >= 8 else ("xla",)
 
 
 @cache

@@ -1,14 +1,14 @@
-"""Compile every kernel for an H200 on a machine without a GPU.
+"""Compile every kernel for GPUs on a machine without one: Hopper's for an H200, else Triton's.
 
-Also compiled: the gradients, attention, the XLA path for an A100, and the exchange of an engine
-over eight H200.
+Also compiled: the gradients, attention, and the exchange of an engine over eight H200.
 
     python benchmarks/kernels/aot.py                       all named shapes
     python benchmarks/kernels/aot.py --shapes olmoe tiny   some of them
 
 Needs the CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver; without them it says so
-and ends with status 0. Prints registers, spilled bytes and shared memory of every Mosaic GPU
-kernel, and the temporary bytes of every program; the last line is one JSON object.
+and ends with status 0. XLA refuses a Triton kernel that needs more shared memory than the GPU has.
+Prints registers, spilled bytes and shared memory of every Mosaic GPU kernel, and the temporary
+bytes of every program; the last line is one JSON object.
 """
 
 if __name__ == "__main__":
@@ -48,21 +48,23 @@ from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.attention import causal_attention
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
+from jmoe.planning.gpu_estimate import TRITON
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
-from kernels_pallas.implementations import Name, tracing_for
+from kernels_pallas.implementations import Name
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
 Operands = tuple[object, ...]  # trees of abstract arrays
+TARGETS = ("h200", "a100", "b200", "rtx-4090", "rtx-5090")
 
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--targets", nargs="+", choices=("h200", "a100"), default=["h200", "a100"])
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["h200", "a100"])
     return parser.parse_args()
 
 
@@ -155,18 +157,21 @@ def compile_for(
     abstract = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operands
     )
-    with tracing_for(device):
-        return compiled_for_cuda(jax.jit(function), *abstract)
+    return compiled_for_cuda(device, jax.jit(function), *abstract)
 
 
-def compiled_for_cuda(jitted: jax.stages.Wrapped, *operands: object) -> JsonObject:
-    """Compile a program for the devices of its operands."""
+def compiled_for_cuda(
+    device: jax.Device, jitted: jax.stages.Wrapped, *operands: object
+) -> JsonObject:
+    """Compile a program for the devices of its operands, whose kernels are those of `device`."""
     started = time.perf_counter()
     with captured() as lines:
-        compiled = jitted.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
-    targets = re.findall(r'custom_call_target="(__cudnn\S+?)"', compiled.as_text() or "")
+        _, lowered = ahead_of_time.lower_for(device, jitted, *operands)
+        compiled = lowered.compile()
+    targets = re.findall(r'custom_call_target="(\S+?)"', compiled.as_text() or "")
     return {
-        "cudnn": sorted(targets),
+        "cudnn": sorted(target for target in targets if target.startswith("__cudnn")),
+        "triton_kernels": targets.count(TRITON),
         "compile_s": round(time.perf_counter() - started, 1),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "shared_memory_bytes": [
@@ -192,11 +197,12 @@ def programs(
     indices = jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.int32)
     yield "up projection of tokens, gradients", matmul, (of((t, d)), up, sizes, *indices)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
-    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+    in_triton = implementation == "triton"  # which reads int8 alone
+    for dtype in (jnp.int8,) if in_triton else (jnp.int8, jnp.float8_e4m3fn):
         narrow = jax.ShapeDtypeStruct(up.shape, dtype)
         scale = jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
         yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
-    for kind in ("wide", *FORMATS):
+    for kind in ("wide",) if in_triton else ("wide", *FORMATS):
         yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
     yield "experts, forward", experts, (of((n, d)), sizes, up, down)
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
@@ -280,7 +286,13 @@ def engine_exchange(shape: MoEShape, devices: list[jax.Device]) -> JsonObject:
     weights = MLPWeights(of(BATCH, jnp.bfloat16, e, d, 2 * f), of(BATCH, jnp.bfloat16, e, f, d))
     exchange = ExchangeShape(256 * k * 5 // 4, e // len(devices), "swiglu", ragged=True)
     return compiled_for_cuda(
-        experts_on_mesh, mesh, exchange, routed, of(REPLICATED, jnp.int32, e, 1), weights
+        devices[0],
+        experts_on_mesh,
+        mesh,
+        exchange,
+        routed,
+        of(REPLICATED, jnp.int32, e, 1),
+        weights,
     )
 
 
@@ -293,6 +305,9 @@ def described(program: JsonObject) -> str:
         f" {most} bytes of shared memory a block"
     ]
     lines += [f"    {target}" for target in program["cudnn"]]
+    lines += [f"    {program['triton_kernels']} kernels in Triton"] * bool(
+        program["triton_kernels"]
+    )
     lines += [
         "    {kernel}: {registers} registers, {spill_bytes} bytes spilled".format(**kernel)
         for kernel in program["kernels"]
@@ -307,7 +322,7 @@ def main() -> None:
     results = []
     for target in a.targets:
         (device,) = ahead_of_time.devices(target)
-        implementation: Name = "mosaic_gpu" if target == "h200" else "xla"
+        implementation: Name = "mosaic_gpu" if target == "h200" else "triton"
         chosen = [("attention", each) for each in attention_programs(target)]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
         for name, (what, function, operands) in chosen:

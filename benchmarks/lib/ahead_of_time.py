@@ -16,7 +16,7 @@ from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 from jmoe.run.ahead_of_time import devices, has_cuda, lower_for
 
-__all__ = ["Jitted", "Programs", "devices", "has_cuda", "skipped"]
+__all__ = ["Jitted", "Programs", "devices", "has_cuda", "lower_for", "skipped"]
 Jitted = Callable[..., object]  # what `jax.jit` returns
 MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed"
 

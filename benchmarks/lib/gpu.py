@@ -86,6 +86,7 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
             for shape in shapes
         ]
     found.append(Part("slot_formats", f"kernels/slot_formats.py{' --toy' if on_cpu else ''}", 110))
+    found.append(Part("triton_forms", f"kernels/triton_forms.py{' --toy' if on_cpu else ''}", 90))
     for dtype in ("float32", "bfloat16"):  # whose losses must be nearly the same
         small = f"--batch 2 --seq {64 if on_cpu else 1024} --steps 10 --lr 0.0003 --dtype {dtype}"
         found.append(

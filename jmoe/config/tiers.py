@@ -104,8 +104,8 @@ class TiersConfig:
 
 
 # GPUs for which `--estimate` can compile programs
-EstimatedGpu = Literal["", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
-AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "rtx-4090", "rtx-5090"]
+EstimatedGpu = Literal["", "a100", "h100", "h200", "b200", "rtx-4090", "rtx-5090"]
+AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "b200", "rtx-4090", "rtx-5090"]
 
 
 def _unused_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
@@ -149,6 +149,7 @@ ACCELERATORS = {
     "a100": Accelerator(80_000_000_000, 312e12, 32e9, 2.039e12),
     "h100": Accelerator(80_000_000_000, 989e12, 64e9, 3.35e12),
     "h200": Accelerator(141_000_000_000, 989e12, 64e9, 4.8e12),
+    "b200": Accelerator(180_000_000_000, 2250e12, 64e9, 8e12),
     "rtx-4090": Accelerator(24_000_000_000, 165e12, 32e9, 1.008e12),
     "rtx-5090": Accelerator(32_000_000_000, 210e12, 64e9, 1.792e12),
 }

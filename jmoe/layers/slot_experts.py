@@ -1,7 +1,7 @@
 """The experts' MLP over weights that lie in slots, for inference; exact for any routing.
 
 No compiled program depends on which slot holds which expert. `table_mlp` reads one array of slots
-in place through a table from expert to slot, on Hopper in one grouped matmul per projection.
+in place through a table from expert to slot, on a GPU in one grouped matmul per projection.
 XLA:CPU would copy the slots, so `bundled_mlp` takes the arrays of a few experts at a time there.
 
 Legend: T tokens, K choices per token, N = T K assignments, E experts of a layer, M slots, B rows of
@@ -9,8 +9,9 @@ a tile, A experts of a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax.typing import DTypeLike
 
 from kernels_pallas.compressed import load_weight
 from kernels_pallas.grouped_mlp import MLPWeights
+from kernels_pallas.grouped_mlp.api import MODULES
 from kernels_pallas.grouped_mlp.xla import expert_mlp
 from kernels_pallas.implementations import Name, default_names, first_supported
 from kernels_pallas.token_permute import combine
@@ -126,8 +128,11 @@ def table_mlp(
     and its slot may hold anything. tile_rows: rows of a tile in the implementation `xla`.
     implementation: None for the best that supports the case.
     """
-    forms = {
-        "mosaic_gpu": partial(_table_mlp_by_grouped_matmul, routed, slots, table_E, activation),
+    forms: dict[Name, Callable[[], jax.Array]] = {
+        **{
+            name: partial(_table_mlp_by_grouped_matmul, name, routed, slots, table_E, activation)
+            for name in ("mosaic_gpu", "triton")
+        },
         "xla": partial(
             _table_mlp_by_tiles, routed, slots, table_E, activation, tile_rows, implementation
         ),
@@ -137,13 +142,17 @@ def table_mlp(
 
 
 def _table_mlp_by_grouped_matmul(
-    routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
+    implementation: Name,
+    routed: ExpertInputs,
+    slots: Mapping[str, jax.Array],
+    table_E: jax.Array,
+    activation: str,
 ) -> jax.Array:
     """Return the result of `table_mlp`, by one grouped matmul per projection over all experts,
     which reads the slots as stored.
     """
     # imported on first use: the import takes a second
-    from kernels_pallas.grouped_mlp.mosaic_gpu import grouped_mlp_in_slots
+    grouped_mlp_in_slots = import_module(MODULES[implementation]).grouped_mlp_in_slots
 
     num_experts, n = table_E.shape[0], routed.idx_TK.size
     by_expert = _sort_by_expert(routed.idx_TK, num_experts, 0)

@@ -42,7 +42,13 @@ SHARES = {
     "gather_rows": ReachedShare(0.64),
     "gather_sum": ReachedShare(0.86),
     "attention": ReachedShare(0.8, 0.6),
+    # Assumed: no kernel in Triton was measured.
+    "grouped_matmul in Triton": ReachedShare(0.8, 0.7),
+    "weight_gradient in Triton": ReachedShare(0.8, 0.65),
+    "gather_rows in Triton": ReachedShare(0.64),
+    "gather_sum in Triton": ReachedShare(0.86),
 }
+TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
 # Product rates of other dtypes relative to bfloat16, on data-centre GPUs. float32 means TF32;
 # exact float32 (XLA's highest precision) runs without tensor cores, at 67 of 989 TFLOP/s
 # on an H100, by its data sheet.
@@ -406,9 +412,12 @@ class _Pricing:
         target, scope = operation.attribute("custom_call_target"), operation.scope
         arrays = [array for name in operation.operands for array in computation[name].results]
         moved = operation.num_bytes + sum(array.num_bytes for array in arrays)
-        kernel = re.search(r"(\w+)_kernel\b", scope) if target.startswith("mosaic") else None
+        is_own = target.startswith("mosaic") or target == TRITON
+        kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
         if kernel and kernel[1] in SHARES:
-            return _pallas_kernel_work(kernel[1], operation, arrays, self.experts)
+            work = _pallas_kernel_work(kernel[1], operation, arrays, self.experts)
+            in_triton = f"{kernel[1]} in Triton"
+            return replace(work, name=in_triton, kind=in_triton) if target == TRITON else work
         if target.startswith("__cublas"):
             left = arrays[0]
             name = f"{target} {operation.name}"
@@ -435,21 +444,23 @@ def _pallas_kernel_work(
     """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or one
     of `token_permute`.
     """
-    out, scope, read = operation.results[0], operation.scope, [array.num_bytes for array in arrays]
-    if name == "grouped_matmul":  # count, tiles, rows, weights of groups, and scales
-        _, _, rows, weights = arrays[:4]
-        num_rows, inner = experts.filled * out.shape[0], rows.num_elements // rows.shape[1]
+    out, scope = operation.results[0], operation.scope
+    read = [array.num_bytes for array in arrays]
+    if name == "grouped_matmul":  # (Mosaic: count,) tiles, rows, weights of groups, what they need
+        at = 2 if len(arrays[0].shape) == 1 else 1
+        rows, weights = arrays[at : at + 2]
+        num_rows, inner = experts.filled * out.shape[0], rows.num_elements // rows.shape[-2]
         groups = min(experts.num_experts or weights.shape[0], weights.shape[0])
         used = groups * (1 - (1 - 1 / groups) ** num_rows)  # expected number under uniform routing
-        read[2] *= experts.filled
-        read[3:] = [size * used / weights.shape[0] for size in read[3:]]
+        read[at] *= experts.filled
+        read[at + 1 :] = [size * used / weights.shape[0] for size in read[at + 1 :]]
         flops = experts.filled * 2.0 * out.num_elements * inner
         return _KernelWork(
             name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype
         )
     if name == "weight_gradient":  # bounds, rows, gradients of what the products make
         _, rows, gradients = arrays[:3]
-        flops = experts.filled * 2.0 * rows.num_elements * gradients.shape[-1]
+        flops = experts.filled * 2.0 * gradients.num_elements * rows.shape[-1]
         read[1:3] = [experts.filled * size for size in read[1:3]]
         return _KernelWork(name, scope, name, sum(read) + out.num_bytes, flops, rows.dtype)
     table, index = arrays[:2]  # table of rows, and the row index of each output row

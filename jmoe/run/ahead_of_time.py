@@ -4,6 +4,9 @@ no GPU and no driver.
 Call `jmoe.runtime.hide_devices` before the first import of JAX.
 """
 
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,28 @@ def lower_for(
     """Return (shapes of the results, lowered program) of a jitted function for `device`. The
     program is not compiled yet.
     """
-    with tracing_for(device):
+    with tracing_for(device), _triton_for(device):
         traced = function.trace(*operands, **options)
         return traced.out_info, traced.lower(lowering_platforms=("cuda",))
+
+
+@contextlib.contextmanager
+def _triton_for(device: jax.Device) -> Iterator[None]:
+    """Lower Pallas-Triton kernels for `device`.
+
+    From JAX 0.11 on they are lowered for the process's own GPU, or for a kind of GPU from JAX's
+    list, in which consumer GPUs are missing.
+    """
+    try:
+        gpu_info: Any = import_module("jax._src.pallas.triton.gpu_info")
+    except ImportError:  # JAX 0.10 lowers for any GPU
+        yield
+        return
+    capability = device.compute_capability
+    number = int(capability.replace(".", ""))
+    info = gpu_info.GpuInfo(gpu_version=None, arch_name=capability, compute_capability=number)
+    of_this_process, gpu_info.get_gpu_info = gpu_info.get_gpu_info, lambda: info
+    try:
+        yield
+    finally:
+        gpu_info.get_gpu_info = of_this_process

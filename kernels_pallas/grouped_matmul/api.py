@@ -27,6 +27,7 @@ _Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, RowMap | None]
 
 MODULES: dict[Name, str] = {
     "mosaic_gpu": "kernels_pallas.grouped_matmul.mosaic_gpu",
+    "triton": "kernels_pallas.grouped_matmul.triton",
     "xla": "kernels_pallas.grouped_matmul.xla",
 }
 _run = partial(call_first_supported, MODULES)

@@ -46,33 +46,9 @@ from kernels_pallas.grouped_matmul.mosaic_pipeline import (
     row_tiles,
     snake_tile,
 )
+from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, Slots
 from kernels_pallas.hopper import ALL_SMS, Launch, Ref
 from kernels_pallas.token_permute.mosaic_gpu import gather_rows
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The location of the matrices: group e uses matrix (and bias) slot_E[e] of w, which may have
-    any number of them.
-
-    scales: of matrices compressed as `kernels_pallas.compressed` describes.
-    """
-
-    slot_E: jax.Array
-    scales: jax.Array | None = None
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """The operation on the float32 sums before they are stored.
-
-    bias_EF: added to the columns. activate: applied to the sums; with `gated` called as
-    activate(gate, up) on the two halves of the columns, which gives [N, F / 2].
-    """
-
-    bias_EF: jax.Array | None = None
-    activate: Callable[..., jax.Array] | None = None
-    gated: bool = False
 
 
 def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
@@ -84,7 +60,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
     slots: Slots | None = None,
-    epilogue: Epilogue = Epilogue(),
+    epilogue: Epilogue = PLAIN,
     launch: Launch = ALL_SMS,
 ) -> jax.Array:
     """Return [N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold arbitrary

@@ -15,6 +15,7 @@ from kernels_pallas.token_permute import RowMap
 
 MODULES: dict[Name, str] = {
     "mosaic_gpu": "kernels_pallas.grouped_mlp.mosaic_gpu",
+    "triton": "kernels_pallas.grouped_mlp.triton",
     "xla": "kernels_pallas.grouped_mlp.xla",
 }
 

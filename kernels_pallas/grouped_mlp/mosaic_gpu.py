@@ -1,214 +1,15 @@
-"""The grouped MLP on Hopper: two grouped matmuls. Without gradients, biases and activation are
-fused into them.
+"""The grouped MLP on Hopper: two grouped matmuls (`by_matmul.py`)."""
 
-With gradients the pre-activations must be in memory, so XLA computes bias and activation between
-the two products. The router's weights are not fused into the second product: `combine` multiplies
-by them while it sums, at no extra pass over memory.
-
-Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
-or F (GELU), M slots.
-"""
-
-import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from kernels_pallas.compressed import SCALES, uint16_as_bfloat16
-from kernels_pallas.grouped_matmul import Implementation, grouped_matmul, mosaic_gpu
-from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
-from kernels_pallas.implementations import first_supported
-from kernels_pallas.matmul import float32_precision
-from kernels_pallas.saved import saved
+from kernels_pallas.grouped_matmul import Implementation, mosaic_gpu
+from kernels_pallas.grouped_mlp.by_matmul import grouped_mlp_by, grouped_mlp_in_slots_by
+from kernels_pallas.grouped_mlp.reference import MLPWeights
 from kernels_pallas.token_permute import RowMap, dispatch
 
 HOPPER = Implementation(mosaic_gpu.grouped_matmul, mosaic_gpu.weight_gradient)
-
-
-@jax.custom_vjp
-def _add_bias(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> jax.Array:
-    """Return h + b[group] in float32. The gradient of b is a product with the groups' indicator
-    matrix, not a scatter of floats.
-    """
-    return h_NU.astype(jnp.float32) + jnp.take(b_LU, group_N, axis=0, mode="clip").astype(
-        jnp.float32
-    )
-
-
-def _add_bias_fwd(
-    h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _add_bias(h_NU, b_LU, group_N), (group_N, jnp.zeros(0, h_NU.dtype), b_LU)
-
-
-def _add_bias_bwd(
-    residuals: tuple[jax.Array, jax.Array, jax.Array], dy_NU: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    group_N, of_dtype, b_LU = residuals
-    dh_NU = dy_NU.astype(of_dtype.dtype)
-    num_groups = b_LU.shape[0]
-    member_NL = (group_N[:, None] == jnp.arange(num_groups, dtype=group_N.dtype)).astype(
-        dh_NU.dtype
-    )
-    # rows beyond the groups may hold NaN
-    inside_NU = jnp.where((group_N < num_groups)[:, None], dh_NU, 0)
-    db_LU = lax.dot_general(
-        member_NL,
-        inside_NU,
-        (((0,), (0,)), ((), ())),
-        precision=float32_precision(inside_NU),
-        preferred_element_type=jnp.float32,
-    )
-    return dh_NU, db_LU.astype(b_LU.dtype), None
-
-
-_add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
-
-
-class _Operands(NamedTuple):
-    """The differentiable operands."""
-
-    x_ND: jax.Array
-    weights: MLPWeights
-
-
-def _launch_once(y_NU: jax.Array) -> jax.Array:
-    """Return a kernel's result so that XLA launches the kernel only once.
-
-    A scan over layers stacks residuals; XLA would fuse a second launch of the kernel into the write
-    to the stack.
-    """
-    return lax.optimization_barrier(y_NU)
-
-
-def _mlp_with_saved_preactivations(
-    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
-) -> jax.Array:
-    """Return the MLP's output and save the pre-activations, which the backward pass needs. XLA adds
-    the biases and applies the activation.
-    """
-    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
-    ends_L = jnp.cumsum(group_sizes_L)
-    group_N = (jnp.arange(x_ND.shape[0], dtype=jnp.int32)[:, None] >= ends_L).sum(
-        axis=-1, dtype=jnp.int32
-    )
-    h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, implementation=matmul)
-    if b_up_LU is not None:
-        h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
-    h = saved(_launch_once(h), "expert_up")
-    a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
-    y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
-    return (
-        _launch_once(y)
-        if b_down_LD is None
-        else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
-    )
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Return the exact GELU, x Phi(x), from operations that Mosaic GPU can lower (erf is not among
-    them).
-
-    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)), with erfc by a polynomial of error at most 1.5e-7
-    (Abramowitz and Stegun, 7.1.26).
-    """
-    size = jnp.maximum(x, -x)
-    z = size * math.sqrt(0.5)
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    poly = t * (
-        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-    )
-    return jnp.maximum(x, 0.0) - 0.5 * size * poly * jnp.exp(-z * z)
-
-
-def _fused_mlp(
-    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
-) -> jax.Array:
-    """Return the MLP's output with biases and activation inside the kernels: pre-activations never
-    leave the registers.
-    """
-    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
-    gated = activation != "gelu"
-    function = partial(activate_gated, activation=activation) if gated else gelu
-    up, down = mosaic_gpu.Epilogue(b_up_LU, function, gated), mosaic_gpu.Epilogue(b_down_LD)
-    a_NF = matmul.grouped_matmul(x_ND, w_up_LDU, group_sizes_L, epilogue=up)
-    return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, epilogue=down)
-
-
-def grouped_mlp_in_slots(
-    x_ND: jax.Array,
-    group_sizes_E: jax.Array,
-    slots: Mapping[str, jax.Array],
-    slot_E: jax.Array,
-    *,
-    activation: str,
-    matmul: Implementation = HOPPER,
-) -> jax.Array:
-    """Return [N, D] in x's dtype: the MLP with the weights in slot slot_E[e], applied to the rows
-    of group e. Rows beyond the groups hold arbitrary values.
-
-    slots: arrays [M, ...] of M slots by name; bfloat16 may be stored as uint16 bits, matrices may
-    be compressed, with their scales beside them (`kernels_pallas.compressed`). The kernel reads
-    them in place, and only the slots of groups with rows. Not differentiable. Raises
-    NotImplementedError for operands that the grouped matmul does not support.
-    """
-
-    def project_rows(
-        x: jax.Array, name: str, activate: Callable[..., jax.Array] | None = None
-    ) -> jax.Array:
-        w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
-        epilogue = mosaic_gpu.Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
-        places = mosaic_gpu.Slots(slot_E, scales)
-        return matmul.grouped_matmul(
-            x, uint16_as_bfloat16(w), group_sizes_E, slots=places, epilogue=epilogue
-        )
-
-    if activation != "gelu" and "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0:
-        a_NF = project_rows(x_ND, "up", partial(activate_gated, activation=activation))
-    else:
-        a_NF = activate(project_rows(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)
-    return project_rows(a_NF, "down")
-
-
-_Gradient: TypeAlias = Callable[[jax.Array], tuple[_Operands]]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _grouped_mlp(
-    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
-) -> jax.Array:
-    candidates = [
-        (name, partial(body, operands, group_sizes_L, activation, matmul))
-        for name, body in (
-            ("fused activation", _fused_mlp),
-            ("activation in a pass of its own", _mlp_with_saved_preactivations),
-        )
-    ]
-    return first_supported("grouped_mlp", candidates)
-
-
-def _grouped_mlp_fwd(
-    operands: _Operands, group_sizes_L: jax.Array, activation: str, matmul: Implementation
-) -> tuple[jax.Array, _Gradient]:
-    return jax.vjp(
-        lambda operands: _mlp_with_saved_preactivations(
-            operands, group_sizes_L, activation, matmul
-        ),
-        operands,
-    )
-
-
-def _grouped_mlp_bwd(
-    activation: str, matmul: Implementation, vjp: _Gradient, dy_ND: jax.Array
-) -> tuple[_Operands, None]:
-    return *vjp(dy_ND), None
-
-
-_grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
 
 
 def grouped_mlp(
@@ -231,4 +32,19 @@ def grouped_mlp(
     del slots
     if rows is not None:
         x_ND = dispatch(x_ND, rows.src_M, rows.row_TK, rows.complete)
-    return _grouped_mlp(_Operands(x_ND, weights), group_sizes_L, activation, matmul)
+    return grouped_mlp_by(matmul, x_ND, group_sizes_L, weights, activation)
+
+
+def grouped_mlp_in_slots(
+    x_ND: jax.Array,
+    group_sizes_E: jax.Array,
+    slots: Mapping[str, jax.Array],
+    slot_E: jax.Array,
+    *,
+    activation: str,
+    matmul: Implementation = HOPPER,
+) -> jax.Array:
+    """Return `grouped_mlp_in_slots_by` the Hopper kernels."""
+    return grouped_mlp_in_slots_by(
+        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
+    )

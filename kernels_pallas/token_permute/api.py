@@ -61,6 +61,7 @@ class RowMap:
 
 MODULES: dict[Name, str] = {
     "mosaic_gpu": "kernels_pallas.token_permute.mosaic_gpu",
+    "triton": "kernels_pallas.token_permute.triton",
     "xla": "kernels_pallas.token_permute.reference",
 }
 _run = partial(call_first_supported, MODULES)

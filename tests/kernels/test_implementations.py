@@ -32,9 +32,12 @@ def test_on_this_cpu() -> None:
 @pytest.mark.parametrize(
     ("platform", "capability", "names"),
     [
-        ("gpu", "9.0", ("mosaic_gpu", "xla")),
-        ("gpu", "8.0", ("xla",)),
-        ("gpu", "10.0", ("xla",)),
+        ("gpu", "9.0", ("mosaic_gpu", "triton", "xla")),
+        ("gpu", "8.0", ("triton", "xla")),
+        ("gpu", "10.0", ("triton", "xla")),
+        ("gpu", "12.0", ("triton", "xla")),
+        ("gpu", "7.5", ("xla",)),
+        ("gpu", "gfx942", ("xla",)),
         ("tpu", "", ("xla",)),
     ],
 )
@@ -49,7 +52,7 @@ def test_by_device(
 def test_of_a_device_that_is_only_described() -> None:
     described: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
     with tracing_for(described):
-        assert default_names() == ("mosaic_gpu", "xla") and target_device() is described
+        assert default_names()[0] == "mosaic_gpu" and target_device() is described
     assert default_names() == ("xla",) and target_device() is jax.devices()[0]
 
 
@@ -131,6 +134,6 @@ def test_a_named_permutation_fails_loudly() -> None:
 
 
 def test_an_unknown_name() -> None:
-    unknown: Any = "triton"
-    with pytest.raises(ValueError, match="'triton': must be one of mosaic_gpu, xla"):
+    unknown: Any = "cuda"
+    with pytest.raises(ValueError, match="'cuda': must be one of mosaic_gpu, triton, xla"):
         grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 128)), SIZES, implementation=unknown)

@@ -131,6 +131,29 @@ def test_our_kernels_by_their_own_flops() -> None:
     assert half.num_bytes == pytest.approx(4 + 4 * 36 + 512 * 64 + 512 * 128 + 2 * 16 * 64 * 128)
 
 
+def test_kernels_in_triton() -> None:
+    """Operands without a count of tiles, and a rate of their own."""
+    meta = (
+        'custom_call_target="__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/moe/experts/NAME_kernel/pallas_call"}'
+    )
+    shared = "  %t = s32[3,9]{1,0} parameter(0)\n  %x = bf16[512,64]{1,0} parameter(1)\n"
+    product = (
+        "  %w = bf16[16,64,128]{2,1,0} parameter(2)\n"
+        f"  %y = bf16[512,128]{{1,0}} custom-call(%t, %x, %w), {meta}\n"
+    )
+    gradient = (
+        "  %g = bf16[512,128]{1,0} parameter(2)\n"
+        f"  %y = bf16[16,64,128]{{2,1,0}} custom-call(%t, %x, %g), {meta}\n"
+    )
+    for name, call in (("grouped_matmul", product), ("weight_gradient", gradient)):
+        (kernel,) = estimate(shared + call.replace("NAME", name)).kernels
+        assert kernel.name == f"{name} in Triton"
+        assert kernel.flops == 2 * 512 * 64 * 128
+        moved = 4 * 27 + 2 * (512 * 64 + 512 * 128 + 16 * 64 * 128)
+        assert kernel.num_bytes == pytest.approx(moved)
+
+
 @pytest.mark.parametrize(
     ("window", "scores"),
     [(0, 512 * 512 / 2), (128, 128 * 512 - 128 * 128 / 2), (4096, 512 * 512 / 2)],

@@ -1,0 +1,199 @@
+"""The grouped matmul and its weight gradient in Triton, for GPUs whose kernels are not written for
+Hopper (`mosaic_gpu.py`), and for shapes that those do not support.
+
+A program computes one tile of the result. A tile of the product has rows of one group only; rows
+are read where they lie, by index too, and nothing is padded in memory.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles of rows; T tokens.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, Slots
+from kernels_pallas.triton import (
+    Blocks,
+    Ref,
+    blocks_of,
+    check_dtypes,
+    dot,
+    launch,
+    load,
+    numbers,
+    place,
+    store,
+)
+
+MIN_ROWS = 16  # of a tile: the tensor cores' smallest
+
+
+def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
+    x_ND: jax.Array,
+    w: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    src_N: jax.Array | None = None,
+    scale_EF: jax.Array | None = None,
+    slots: Slots | None = None,
+    epilogue: Epilogue = PLAIN,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return [N, F] in x's dtype; see `grouped_matmul.api`. Rows beyond the groups hold arbitrary
+    values.
+
+    src_N: row n is x[src_N[n]], where x is [T, D]. scale_EF: factors of the columns of int8
+    weights. Raises NotImplementedError for other dtypes and for compressed weights.
+    """
+    _check_operands(x_ND, w, scale_EF, slots)
+    num_rows = (x_ND if src_N is None else src_N).shape[0]
+    inner, columns_of_w = x_ND.shape[1], w.shape[1 if transpose_rhs else 2]
+    blocks = _blocks_for_rows(blocks_of(x_ND.dtype), num_rows // group_sizes_E.shape[0])
+    tiles_3M = row_tiles(group_sizes_E, num_rows, blocks.rows)
+    if slots is not None:
+        tiles_3M = tiles_3M.at[0].set(slots.slot_E.astype(jnp.int32)[tiles_3M[0]])
+    parts = 2 if epilogue.gated else 1
+    if parts == 2:
+        blocks = replace(blocks, columns=blocks.columns // 2)
+    num_columns = columns_of_w // parts
+    num_m, num_n = tiles_3M.shape[1], pl.cdiv(num_columns, blocks.columns)
+    by_column = [(jnp.multiply, scale_EF), (jnp.add, epilogue.bias_EF)]
+    operations = [operation for operation, term in by_column if term is not None]
+    terms = [term.astype(jnp.float32) for _, term in by_column if term is not None]
+    source = [] if src_N is None else [src_N.astype(jnp.int32)]
+
+    def grouped_matmul_kernel(tiles: Ref, x: Ref, w: Ref, *refs: Ref) -> None:
+        *others, out = refs
+        m, n = place(pl.program_id(0), num_m, num_n)
+        group, start, end = tiles[0, m], tiles[1, m], tiles[2, m]
+
+        @pl.when(start < end)
+        def tile() -> None:
+            rows, columns = numbers(start, blocks.rows), numbers(n * blocks.columns, blocks.columns)
+            is_row, is_column = rows < end, columns < num_columns
+            read = load(others[0].at[rows], is_row) if source else rows
+
+            def weights(at: jax.Array, is_inner: jax.Array, columns: jax.Array) -> jax.Array:
+                if transpose_rhs:
+                    mask = is_column[:, None] & is_inner[None]
+                    return load(w.at[group, columns[:, None], at[None]], mask)
+                return load(
+                    w.at[group, at[:, None], columns[None]], is_inner[:, None] & is_column[None]
+                )
+
+            def step(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+                at = numbers(k * blocks.inner, blocks.inner)
+                is_inner = at < inner
+                x_block = load(x.at[read[:, None], at[None]], is_row[:, None] & is_inner[None])
+                contracted = (1, 1) if transpose_rhs else (1, 0)
+                for part, done in enumerate(sums):
+                    w_block = weights(at, is_inner, columns + part * num_columns)
+                    product = dot(x_block, w_block.astype(x_block.dtype), contracted)
+                    sums[part] = done + product
+                return sums
+
+            sums = [jnp.zeros((blocks.rows, blocks.columns), jnp.float32)] * parts
+            sums = lax.fori_loop(0, pl.cdiv(inner, blocks.inner), step, sums)
+            for part in range(parts):
+                for operation, term in zip(operations, others[len(source) :], strict=True):
+                    of_columns = term.at[group, columns + part * num_columns]
+                    sums[part] = operation(sums[part], load(of_columns, is_column)[None])
+            y = sums[0] if epilogue.activate is None else epilogue.activate(*sums)
+            store(out.at[rows[:, None], columns[None]], y, is_row[:, None] & is_column[None])
+
+    out = jax.ShapeDtypeStruct((num_rows, num_columns), x_ND.dtype)
+    operands = (tiles_3M, x_ND, w, *source, *terms)
+    grid = (num_m * num_n,)
+    return launch(grouped_matmul_kernel, out, grid, operands, blocks=blocks, interpret=interpret)
+
+
+def _check_operands(
+    x_ND: jax.Array, w: jax.Array, scale_EF: jax.Array | None, slots: Slots | None
+) -> None:
+    """Raise NotImplementedError for weights that the kernel cannot read."""
+    if slots is not None and slots.scales is not None:
+        raise NotImplementedError("compressed weights")
+    if scale_EF is None:
+        check_dtypes(x_ND, w)
+        return
+    check_dtypes(x_ND)
+    if w.dtype != jnp.int8:
+        raise NotImplementedError(f"weights {w.dtype}: not int8")
+
+
+def _blocks_for_rows(blocks: Blocks, rows_per_group: int) -> Blocks:
+    """Return blocks whose tiles are no higher than a group of average size needs."""
+    needed = pl.next_power_of_2(max(MIN_ROWS, rows_per_group))
+    if needed >= blocks.rows:
+        return blocks
+    return replace(blocks, rows=needed, num_warps=4)
+
+
+def row_tiles(group_sizes_E: jax.Array, num_rows: int, height: int) -> jax.Array:
+    """Return int32 [3, M]: each tile's group, and the first and the end of its rows, at most
+    `height`; both are 0 for tiles that the group sizes leave over.
+    """
+    num_groups = group_sizes_E.shape[0]
+    ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
+    sizes_E = group_sizes_E.astype(jnp.int32)
+    tiles_E = (sizes_E + (height - 1)) // height
+    tile_ends_E = jnp.cumsum(tiles_E, dtype=jnp.int32)
+    at_M = jnp.arange(max(1, min(num_rows, num_rows // height + num_groups)), dtype=jnp.int32)
+    group_M = (at_M[:, None] >= tile_ends_E).sum(axis=-1, dtype=jnp.int32)
+    is_used_M = group_M < num_groups
+    group_M = jnp.minimum(group_M, num_groups - 1)
+    first_M = (ends_E - sizes_E)[group_M] + (at_M - (tile_ends_E - tiles_E)[group_M]) * height
+    end_M = jnp.minimum(first_M + height, ends_E[group_M])
+    return jnp.stack([group_M, *(jnp.where(is_used_M, row_M, 0) for row_M in (first_M, end_M))])
+
+
+def weight_gradient(
+    x_ND: jax.Array,
+    dy_NF: jax.Array,
+    group_sizes_E: jax.Array,
+    *,
+    src_N: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return [E, D, F] in x's dtype: x^T dy over each group's rows. src_N: as in
+    `grouped_matmul`.
+    """
+    check_dtypes(x_ND, dy_NF)
+    blocks = blocks_of(x_ND.dtype)
+    num_groups, d, num_columns = group_sizes_E.shape[0], x_ND.shape[1], dy_NF.shape[1]
+    num_m, num_n = pl.cdiv(d, blocks.rows), pl.cdiv(num_columns, blocks.columns)
+    ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
+    bounds_2E = jnp.stack([ends_E - group_sizes_E.astype(jnp.int32), ends_E])
+
+    def weight_gradient_kernel(bounds: Ref, x: Ref, dy: Ref, *refs: Ref) -> None:
+        *others, out = refs
+        group = pl.program_id(0) // (num_m * num_n)
+        m, n = place(pl.program_id(0) - group * (num_m * num_n), num_m, num_n)
+        start, end = bounds[0, group], bounds[1, group]
+        inputs = numbers(m * blocks.rows, blocks.rows)
+        columns = numbers(n * blocks.columns, blocks.columns)
+        is_input, is_column = inputs < d, columns < num_columns
+
+        def step(k: jax.Array, sums: jax.Array) -> jax.Array:
+            rows = numbers(start + k * blocks.inner, blocks.inner)
+            is_row = rows < end  # rows beyond the group may hold NaN
+            source = rows if src_N is None else load(others[0].at[rows], is_row)
+            x_KR = load(x.at[source[:, None], inputs[None]], is_row[:, None] & is_input[None])
+            dy_KC = load(dy.at[rows[:, None], columns[None]], is_row[:, None] & is_column[None])
+            return sums + dot(x_KR, dy_KC, (0, 0))
+
+        sums = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+        num_steps = (end - start + (blocks.inner - 1)) // blocks.inner
+        sums = lax.fori_loop(0, num_steps, step, sums)
+        to = out.at[group, inputs[:, None], columns[None]]
+        store(to, sums, is_input[:, None] & is_column[None])
+
+    optional = [] if src_N is None else [src_N.astype(jnp.int32)]
+    out = jax.ShapeDtypeStruct((num_groups, d, num_columns), x_ND.dtype)
+    operands = (bounds_2E, x_ND, dy_NF, *optional)
+    grid = (num_groups * num_m * num_n,)
+    return launch(weight_gradient_kernel, out, grid, operands, blocks=blocks, interpret=interpret)

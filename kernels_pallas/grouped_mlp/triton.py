@@ -1,0 +1,44 @@
+"""The grouped MLP in Triton: two grouped matmuls (`by_matmul.py`)."""
+
+from collections.abc import Mapping
+
+import jax
+
+from kernels_pallas.grouped_matmul import Implementation, triton
+from kernels_pallas.grouped_mlp.by_matmul import grouped_mlp_by, grouped_mlp_in_slots_by
+from kernels_pallas.grouped_mlp.reference import MLPWeights
+from kernels_pallas.token_permute import RowMap
+
+TRITON = Implementation(triton.grouped_matmul, triton.weight_gradient)
+
+
+def grouped_mlp(
+    x_ND: jax.Array,
+    group_sizes_L: jax.Array,
+    weights: MLPWeights,
+    *,
+    activation: str,
+    slots: int = 0,
+    rows: RowMap | None = None,
+    matmul: Implementation = TRITON,
+) -> jax.Array:
+    """Return `grouped_mlp.api`'s result by the Triton kernels, which read the rows of `rows` by
+    index. slots: ignored; other implementations use it.
+    """
+    del slots
+    return grouped_mlp_by(matmul, x_ND, group_sizes_L, weights, activation, rows)
+
+
+def grouped_mlp_in_slots(
+    x_ND: jax.Array,
+    group_sizes_E: jax.Array,
+    slots: Mapping[str, jax.Array],
+    slot_E: jax.Array,
+    *,
+    activation: str,
+    matmul: Implementation = TRITON,
+) -> jax.Array:
+    """Return `grouped_mlp_in_slots_by` the Triton kernels."""
+    return grouped_mlp_in_slots_by(
+        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
+    )

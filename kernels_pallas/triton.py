@@ -1,0 +1,121 @@
+"""The parts that all Pallas-Triton kernels share: how a kernel is launched, the sizes of its
+blocks, and the order in which its tiles run.
+
+Triton compiles for Ampere, Ada, Hopper and Blackwell. JAX 0.11 calls Pallas' Triton backend
+deprecated; a JAX without it runs the next implementation.
+
+Legend: M, N tiles of rows and columns.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.implementations import target_device
+from kernels_pallas.matmul import float32_precision
+
+try:
+    from jax.experimental.pallas import triton as pltriton
+except ImportError as error:  # a later JAX
+    raise NotImplementedError("this JAX has no Pallas-Triton") from error
+
+Ref: TypeAlias = Any  # a reference to memory inside a kernel; JAX names no type for it
+BAND = 8  # consecutive row tiles that run before the next column tile of the weights
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SMALL_MEMORY = ("8.6", "8.9", "12.0", "12.1")  # 99 KiB of shared memory; others have 163 or more
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sizes of one tile of a product, and how its program runs."""
+
+    rows: int = 128
+    columns: int = 128
+    inner: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+WIDE, SMALL = Blocks(), Blocks(inner=32, num_stages=4)
+FLOAT32 = Blocks(rows=64, columns=64, inner=32, num_warps=4, num_stages=2)  # no tensor cores
+
+
+def blocks_of(dtype: jax.typing.DTypeLike) -> Blocks:
+    """Return the blocks of a product of this dtype on the target GPU."""
+    if dtype == jnp.float32:
+        return FLOAT32
+    capability = getattr(target_device(), "compute_capability", None)
+    return SMALL if capability in SMALL_MEMORY else WIDE
+
+
+def check_dtypes(*arrays: jax.Array) -> None:
+    """Raise NotImplementedError unless all arrays have one dtype, which the kernels support."""
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) > 1 or not dtypes <= set(map(jnp.dtype, DTYPES)):
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise NotImplementedError(f"dtypes {names}: not one of bfloat16, float16, float32")
+
+
+def launch(
+    body: Callable[..., None],
+    out: jax.ShapeDtypeStruct,
+    grid: tuple[int, ...],
+    operands: Sequence[jax.Array],
+    *,
+    blocks: Blocks = WIDE,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return the result of a kernel. body: takes a reference to each operand and to the result.
+
+    interpret: runs the kernel without a GPU.
+    """
+    params = pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
+    kernel = pl.pallas_call(
+        body, out_shape=out, grid=grid, compiler_params=params, interpret=interpret
+    )
+    with jax.named_scope(body.__name__):  # the estimates know the kernel by it
+        result: jax.Array = kernel(*operands)
+    return result
+
+
+def load(ref: Ref, mask: jax.Array) -> jax.Array:
+    """Return what a reference's indices hold, 0 where the mask is False."""
+    return pltriton.load(ref, mask=mask, other=0)
+
+
+def store(ref: Ref, value: jax.Array, mask: jax.Array) -> None:
+    """Write where the mask is True."""
+    pltriton.store(ref, value.astype(ref.dtype), mask=mask)
+
+
+def numbers(start: jax.Array | int, count: int) -> jax.Array:
+    """Return int32 start, start + 1, .. of `count` numbers."""
+    return start + jnp.arange(count, dtype=jnp.int32)
+
+
+def dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """Return the float32 product of two blocks over one dimension of each; exact for float32."""
+    left, right = contracted
+    return lax.dot_general(
+        a,
+        b,
+        (((left,), (right,)), ((), ())),
+        precision=float32_precision(a, b),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def place(index: jax.Array, num_m: int, num_n: int) -> tuple[jax.Array, jax.Array]:
+    """Return tile (m, n) of an index that runs down BAND rows of tiles, then to the next column, so
+    that what neighbours read is still in the cache.
+    """
+    band = index // (BAND * num_n)
+    height = jnp.minimum(BAND, num_m - band * BAND)
+    within = index - band * (BAND * num_n)
+    n = within // height
+    return band * BAND + within - n * height, n

@@ -1,0 +1,271 @@
+"""The Triton kernels on CPU, in Pallas' interpreter, against the references: values and every
+gradient.
+
+Legend: N rows sorted by group, D inner, F outer dimension, E groups, T tokens, K choices a token, M
+rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.run.ahead_of_time import lower_for
+from kernels_pallas import grouped_matmul as gm
+from kernels_pallas import token_permute as tp
+from kernels_pallas.grouped_matmul import reference as gm_reference
+from kernels_pallas.grouped_matmul import triton as gm_triton
+from kernels_pallas.grouped_mlp import MLPWeights
+from kernels_pallas.grouped_mlp import reference as mlp_reference
+from kernels_pallas.grouped_mlp import triton as mlp_triton
+from kernels_pallas.implementations import tracing_for
+from kernels_pallas.shapes import ROUTINGS, group_sizes
+from kernels_pallas.token_permute import triton as tp_triton
+from kernels_pallas.triton import FLOAT32, SMALL, WIDE, blocks_of, place
+from tests.arrays import assert_close
+
+MATMUL = gm.Implementation(
+    partial(gm_triton.grouped_matmul, interpret=True),
+    partial(gm_triton.weight_gradient, interpret=True),
+)
+PERMUTE = tp.Implementation(
+    partial(tp_triton.gather_rows, interpret=True), partial(tp_triton.gather_sum, interpret=True)
+)
+# groups of several tiles and of none, rows beyond them; sizes that no block divides
+SIZES, NUM_ROWS, D, F = (70, 0, 17), 90, 72, 136
+INSIDE = sum(SIZES)
+TOLERANCE = {jnp.bfloat16: 1e-2, jnp.float32: 2e-6}
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_grouped_matmul_and_its_gradients(dtype: Any, transpose_rhs: bool) -> None:
+    """Whatever lies in rows beyond the groups stays there."""
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    x, dy = (normal(i, (NUM_ROWS, n), dtype).at[INSIDE:].set(jnp.nan) for i, n in ((0, D), (2, F)))
+    w = normal(1, (3, F, D) if transpose_rhs else (3, D, F), dtype)
+
+    @jax.jit
+    def ours(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, vjp = jax.vjp(
+            lambda x, w: gm.grouped_matmul(
+                x, w, sizes, transpose_rhs=transpose_rhs, implementation=MATMUL
+            ),
+            x,
+            w,
+        )
+        return y, *vjp(dy)
+
+    clean = lambda a: a.at[INSIDE:].set(0)  # noqa: E731
+    y, dx, dw = ours(x, w, dy)
+    expected, vjp = jax.vjp(
+        lambda x, w: gm.grouped_matmul(x, w, sizes, transpose_rhs=transpose_rhs),
+        clean(x),
+        w,
+    )
+    dx_expected, dw_expected = vjp(clean(dy))
+    assert y.dtype == dtype and dw.dtype == dtype
+    assert_close(y[:INSIDE], expected[:INSIDE], TOLERANCE[dtype])
+    assert_close(dx[:INSIDE], dx_expected[:INSIDE], TOLERANCE[dtype])
+    assert_close(dw, dw_expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_row_of_every_group_is_in_one_tile(routing: str) -> None:
+    """Balanced, skewed, one hot, empty groups; fewer rows than a tile, and none at all."""
+    for num_rows, num_groups, height in ((500, 16, 64), (5, 16, 16), (300, 2, 128)):
+        sizes = group_sizes(routing, num_rows, num_groups)
+        tiles_3M = np.asarray(gm_triton.row_tiles(jnp.asarray(sizes), num_rows, height))
+        rows = [(g, n) for g, start, end in tiles_3M.T for n in range(start, end)]
+        assert rows == list(zip(np.repeat(np.arange(num_groups), sizes), range(num_rows)))
+        assert (tiles_3M[2] - tiles_3M[1] <= height).all()
+    none = gm_triton.row_tiles(jnp.zeros(4, jnp.int32), 7, 16)
+    assert (none[1:] == 0).all()
+
+
+def test_rows_by_index() -> None:
+    """Tokens that are not dispatched: values and both gradients; an empty row, and rows beyond the
+    groups.
+    """
+    num_tokens = NUM_ROWS // 2
+    order = np.random.default_rng(0).permutation(NUM_ROWS).astype(np.int32)
+    src, slot = jnp.asarray(order // 2), jnp.asarray(np.argsort(order).astype(np.int32))
+    inside = jnp.arange(NUM_ROWS) < INSIDE
+    rows = tp.RowMap(
+        jnp.where(inside, src, num_tokens),
+        jnp.where(slot < INSIDE, slot, NUM_ROWS).reshape(num_tokens, 2),
+    )
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    x, w = normal(0, (num_tokens, D)), normal(1, (3, D, F))
+    dy = jnp.where(inside[:, None], normal(2, (NUM_ROWS, F)), 0)
+
+    @partial(jax.jit, static_argnums=0)
+    def both(implementation: Any, x: jax.Array, w: jax.Array) -> Any:
+        f = partial(gm.grouped_matmul, rows=rows, implementation=implementation)
+        y, vjp = jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+        return y[:INSIDE], *vjp(dy)
+
+    for a, b in zip(both(MATMUL, x, w), both("xla", x, w), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, 1e-2)
+
+
+def test_few_rows_take_low_tiles() -> None:
+    """A step of decoding: eight tokens on eight of sixteen experts, in tiles of 16 rows."""
+    sizes = jnp.asarray([1, 0] * 8, jnp.int32)
+    x, w = normal(0, (8, D)), normal(1, (16, D, F))
+    jaxpr = str(jax.make_jaxpr(MATMUL.grouped_matmul)(x, w, sizes))
+    assert "f32[16,128]" in jaxpr and "f32[128,128]" not in jaxpr
+    ours = jax.jit(MATMUL.grouped_matmul)(x, w, sizes)
+    assert_close(ours, gm_reference.grouped_matmul(x, w, sizes), 1e-2)
+
+
+def test_int8() -> None:
+    x, sizes = normal(0, (NUM_ROWS, D)), jnp.asarray(SIZES, jnp.int32)
+    w, scale = gm.quantize(normal(1, (3, D, F)), "int8")
+    ours = gm.quantized_grouped_matmul(x, w, scale, sizes, implementation=MATMUL)
+    expected = gm_reference.grouped_matmul(x, w, sizes, scale_EF=scale)
+    assert_close(ours[:INSIDE], expected[:INSIDE], 1e-2)
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("clamped_swiglu", True), ("gelu", True)])
+def test_grouped_mlp(activation: str, bias: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Without gradients: biases and activation in the kernels. With them: every gradient. The
+    oracle in float32.
+    """
+    up = F if activation == "gelu" else 2 * F
+    shapes = (NUM_ROWS, D), (3, D, up), (3, F, D), (3, up), (3, D)
+    x, *weights = (normal(i, shape, jnp.float32) * 0.3 for i, shape in enumerate(shapes))
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    dy = normal(9, (NUM_ROWS, D), jnp.float32).at[INSIDE:].set(0)
+
+    def mlp(run: Any, *operands: jax.Array) -> jax.Array:
+        y_ND: jax.Array = run(operands[0], sizes, MLPWeights(*operands[1:]), activation=activation)
+        return y_ND
+
+    ours = partial(mlp, partial(mlp_triton.grouped_mlp, matmul=MATMUL))
+    expected = partial(mlp, mlp_reference.grouped_mlp)
+    y, vjp = jax.vjp(expected, x, *weights)
+    assert_close(jax.jit(ours)(x, *weights)[:INSIDE], y[:INSIDE], 1e-5)
+    assert not caplog.records  # the fused form was taken
+
+    @jax.jit
+    def gradients(*operands: jax.Array) -> Any:
+        return jax.vjp(ours, *operands)[1](dy)
+
+    for a, b in zip(gradients(x, *weights), vjp(dy), strict=True):
+        n = INSIDE if a.shape[0] == NUM_ROWS else None
+        assert_close(a[:n], b[:n], 1e-5)
+
+
+def test_experts_out_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts' products at once, with biases and padding, against the loop over tiles."""
+    tokens, slots, experts, d, f = 6, 4, 3, 64, 128
+    shapes = {"w_up": (d, 2 * f), "w_down": (f, d), "b_up": (2 * f,), "b_down": (d,)}
+    arrays = {
+        name: jax.lax.bitcast_convert_type(normal(i, (slots, *shape)) * 0.2, jnp.uint16)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    idx = np.random.default_rng(0).integers(0, 2, (tokens, 2)) * 2  # nobody chooses expert 1
+    idx[1] = experts  # padding
+    weights = jnp.asarray(np.random.default_rng(1).uniform(size=(tokens, 2)), jnp.float32)
+    routed = ExpertInputs(
+        normal(7, (tokens, d)), jnp.asarray(idx, jnp.int32), weights, jnp.ones((tokens, d))
+    )
+    table = jnp.asarray([3, 0, 1], jnp.int32)
+    in_interpreter = partial(mlp_triton.grouped_mlp_in_slots, matmul=MATMUL)
+    monkeypatch.setattr(mlp_triton, "grouped_mlp_in_slots", in_interpreter)
+    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4}
+    ours = table_mlp(routed, arrays, table, implementation="triton", **options)
+    assert_close(ours, table_mlp(routed, arrays, table, implementation="xla", **options), 2e-2)
+    assert (ours[1] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("t", "k", "dtype"), [(9, 2, jnp.bfloat16), (1, 4, jnp.float32), (5, 3, jnp.float16)]
+)
+def test_permutations(t: int, k: int, dtype: Any) -> None:
+    """Dispatch, combine and their gradients, against the XLA ones; what no row holds may be NaN."""
+    order = np.random.default_rng(t).permutation(t * k).astype(np.int32)
+    src, slot = order // k, np.argsort(order).astype(np.int32)
+    dropped = order[3]
+    slot[dropped], src[3] = t * k, t
+    src_M, row_TK = jnp.asarray(src), jnp.asarray(slot.reshape(t, k))
+    full = src < t
+    x, y = normal(0, (t, 600), dtype), normal(1, (t * k, 600), dtype).at[3].set(jnp.nan)
+    weights = jnp.asarray(np.random.default_rng(2).uniform(size=(t, k)), jnp.float32)
+    g_MD, g_TD = normal(3, (t * k, 600), dtype).at[3].set(jnp.nan), normal(4, (t, 600), jnp.float32)
+
+    @partial(jax.jit, static_argnums=0)
+    def all_of(implementation: Any) -> Any:
+        rows, pull = jax.vjp(
+            lambda x: tp.dispatch(x, src_M, row_TK, implementation=implementation), x
+        )
+        sums, pull_both = jax.vjp(
+            lambda y, w: tp.combine(y, w, src_M, row_TK, implementation=implementation), y, weights
+        )
+        dy, dweights = pull_both(g_TD)
+        return rows[full], *pull(g_MD), sums, dy[full], dweights
+
+    for a, b in zip(all_of(PERMUTE), all_of("xla"), strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, 1e-6)
+
+
+def test_places_are_each_tile_once() -> None:
+    for num_m, num_n in ((1, 1), (20, 3), (8, 5), (9, 1)):
+        found = [place(jnp.int32(i), num_m, num_n) for i in range(num_m * num_n)]
+        tiles = {(int(m), int(n)) for m, n in found}
+        assert tiles == {(m, n) for m in range(num_m) for n in range(num_n)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "blocks"), [("8.0", WIDE), ("8.9", SMALL), ("10.0", WIDE), ("12.0", SMALL)]
+)
+def test_blocks_by_the_shared_memory_of_the_gpu(capability: str, blocks: Any) -> None:
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    with tracing_for(device):
+        assert blocks_of(jnp.bfloat16) == blocks and blocks_of(jnp.float32) == FLOAT32
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
+def test_kernels_lower_to_triton_on_a_machine_without_a_gpu(capability: str) -> None:
+    """Forward, both gradients and the permutations; from JAX 0.11 on for the GPU that is named."""
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    index = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+
+    def layer(x: Any, w: Any, sizes: Any, src_M: Any, row_TK: Any) -> Any:
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            rows = tp.dispatch(x, src_M, row_TK, implementation="triton")
+            y = gm.grouped_matmul(rows, w, sizes, implementation="triton")
+            return tp.sum_rows(y, src_M, row_TK, implementation="triton").sum()
+
+        return jax.value_and_grad(run, (0, 1))(x, w)
+
+    operands = of(64, 256), of(4, 256, 128), index(4), index(128), index(64, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
+        _, lowered = lower_for(device, jax.jit(layer), *operands)
+    assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 7
+
+
+def test_what_it_does_not_read_goes_on_to_xla() -> None:
+    x, sizes = normal(0, (16, 64)), jnp.asarray([8, 8], jnp.int32)
+    with pytest.raises(NotImplementedError, match="dtypes int32"):
+        gm_triton.grouped_matmul(x.astype(jnp.int32), jnp.zeros((2, 64, 64), jnp.int32), sizes)
+    w, scale = gm.quantize(normal(1, (2, 64, 64)), "float8_e4m3fn")
+    with pytest.raises(NotImplementedError, match="not int8"):
+        gm.quantized_grouped_matmul(x, w, scale, sizes, implementation="triton")
