@@ -156,10 +156,11 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     return run.step
 
 
-def load_task_model(folder: Path) -> TaskModel:
+def load_task_model(folder: str | Path) -> TaskModel:
     """Return the model that `extract_task` wrote. Raises ValueError naming an unreadable file or a
     tensor that does not fit.
     """
+    folder = Path(folder)
     try:
         described = json.loads((folder / MODEL).read_text())
     except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ def test_an_extracted_path_computes_what_the_super_network_does(
     for number, (task, classes) in enumerate(CLASS_NAMES.items()):
         extract([str(tmp_path / "run"), str(tmp_path / task), "--task", task])
         assert f"task {task} at step 3" in capsys.readouterr().out
-        model = load_task_model(tmp_path / task)
+        model = load_task_model(str(tmp_path / task))
         assert model.classes == tuple(classes)
         expected, _ = network(pixels, jnp.full(5, number, jnp.int32), full_capacity=True)
         np.testing.assert_allclose(
