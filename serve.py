@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     requests, other processes follow it.
     """
     from jmoe.cluster.distributed import check_gpus, start_backend
-    from jmoe.cluster.job import hosts_line
+    from jmoe.cluster.job import describe_hosts
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join
     from jmoe.mesh import device_counts_of_hosts
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> None:
         if not (config.dry_run or config.estimate):
             role = stack.enter_context(join(config.distributed) or contextlib.nullcontext())
         if role is not None:
-            say(hosts_line(device_counts_of_hosts()))
+            say(describe_hosts(device_counts_of_hosts()))
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()
         check(
             merged,

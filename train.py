@@ -31,7 +31,7 @@ import jax
 from jax.sharding import Mesh
 
 from jmoe.cluster import distributed
-from jmoe.cluster.job import hosts_line
+from jmoe.cluster.job import describe_hosts
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import OtherTextError, Role, discard_staged, prepare, publish_staged
@@ -42,25 +42,25 @@ from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import device_counts_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.cluster_planner import cluster_rows, json_object, table
+from jmoe.run.cluster_planner import cluster_rows, rows_as_json, table_lines
 from jmoe.run.compatibility import (
     TEACHER,
     check_same_on_all_processes,
     has_checkpoint,
-    refuse_other_data,
+    raise_data_changed,
 )
-from jmoe.run.compile_cache import keep_compiled_programs
-from jmoe.run.metrics import CompiledPrograms, ProgressBar, progress_bar, step_record
+from jmoe.run.compile_cache import enable_compile_cache
+from jmoe.run.metrics import CompiledPrograms, ProgressBar, make_progress_bar, make_step_record
 from jmoe.run.planner import packing_summary, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.expert_packing import PackingController, initial_packing
-from jmoe.training.finetune import companion_files, is_run, with_pretrained_model
+from jmoe.training.finetune import companion_files, is_run_folder, with_pretrained_model
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
-from jmoe.training.session import Session, say
+from jmoe.training.session import Session, print_on_rank_0
 from jmoe.training.state import TrainState
 from jmoe.training.task import Setup, Task, TrainingData, open_session
 from jmoe.training.tasks.task import ImageTasks
@@ -97,7 +97,7 @@ def train_step(
 def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
     """Take steps until `num_steps` or a stop signal; return (state, whether all steps are done)."""
     config, start = run.config, int(state.step)
-    progress = progress_bar(config, run.mesh) if run.log is not None else None
+    progress = make_progress_bar(config, run.mesh) if run.log is not None else None
     profile_from, profile_to = config.profile.traced_steps() or (-1, -1)
     stopped, compiled = False, CompiledPrograms()
     with distributed.PreemptionSignal(steps_in_flight=0) as stop:
@@ -107,7 +107,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             state = run.rebalance(step, state)
             begun, processor_s, programs = time.perf_counter(), time.process_time(), compiled.count
             compiling = (
-                status("compiling the training step", say)
+                status("compiling the training step", print_on_rank_0)
                 if step == start
                 else contextlib.nullcontext()
             )
@@ -120,23 +120,23 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             if done == profile_to > start:
                 jax.profiler.stop_trace()
             if progress is not None:
-                record = step_record(metrics, step_s, config, compiled=has_compiled)
+                record = make_step_record(metrics, step_s, config, compiled=has_compiled)
                 log_step(run, progress, step, record)
-            run.checkpoints.check()
-            stopped = done < config.num_steps and stop.requested(step)
+            run.checkpoints.raise_save_error()
+            stopped = done < config.num_steps and stop.must_stop_after(step)
             if stopped or done % config.checkpoint.every_steps == 0 or done == config.num_steps:
                 run.save(done, state)
             if stopped:
                 break
-            run.snapshot(done, state)
+            run.save_snapshot(done, state)
             if config.evaluates_after(done):
                 run.evaluate(state)
-        limit_s = run.checkpoints.limit_s
+        limit_s = run.checkpoints.save_limit_s
         with (
             run.watchdog.waiting_for("last checkpoint", timeout_s=limit_s),
-            status("writing the last checkpoint", say),
+            status("writing the last checkpoint", print_on_rank_0),
         ):
-            run.checkpoints.wait()
+            run.checkpoints.wait_for_save()
     if progress is not None:
         progress.close()
     return state, not stopped
@@ -151,8 +151,10 @@ def log_step(run: Session, progress: ProgressBar, step: int, record: JsonObject)
     run.log.write_step(step, record)
     if run.exporter is not None:
         run.exporter.note_step(step, record)
-    progress.runs_on(run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step))
-    progress.update(
+    progress.set_devices_and_tokens(
+        run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step)
+    )
+    progress.show_step(
         step,
         loss=record["loss"],
         step_s=record["step_s"],
@@ -166,7 +168,7 @@ def main(arguments: Sequence[str]) -> None:
     if (
         not isinstance(config, VisionTrainConfig)
         and config.init_from
-        and is_run(Path(config.init_from).expanduser())
+        and is_run_folder(Path(config.init_from).expanduser())
     ):
         merge_in_subprocess(config.init_from, "init_from")
     config = with_pretrained_model(config)
@@ -174,21 +176,25 @@ def main(arguments: Sequence[str]) -> None:
         cluster = read_cluster(Path(config.cluster))
         rows = cluster_rows(config, cluster)
         print(
-            *([json.dumps(json_object(rows), indent=1)] if config.json else table(rows, cluster)),
+            *(
+                [json.dumps(rows_as_json(rows), indent=1)]
+                if config.json
+                else table_lines(rows, cluster)
+            ),
             sep="\n",
         )
         sys.exit(0 if any(row.fits for row in rows) else 1)
     if config.estimate:
-        with status(f"compiling a step for {config.estimate}", say):
+        with status(f"compiling a step for {config.estimate}", print_on_rank_0):
             estimate = estimate_step(config)
         print(estimate)
         return
     config = with_chosen_tiers(config)
     if config.plan:
-        plan, fits = task_of(config).plan()
+        plan, fits = task_of(config).plan_report()
         print(plan)
         sys.exit(0 if fits else 1)
-    completed = run_all(config)
+    completed = run_training(config)
     sys.exit(0 if completed else config.distributed.stopped_exit_code)
 
 
@@ -198,27 +204,27 @@ class LanguageModeling:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
 
-    def plan(self) -> tuple[str, bool]:
+    def plan_report(self) -> tuple[str, bool]:
         """Return (text of the memory and time plan, whether the run fits this machine)."""
         config, plan = self.config, training_plan(self.config)
         lines = [str(plan)] + [packing_summary(config)] * (config.comm.packing != 1)
         return "\n".join(lines), not plan.lacking_bytes
 
-    def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
+    def prepare_on_mesh(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
         """Do nothing: this task needs nothing before the text is read."""
 
     def read_data(self, setup: Setup) -> TrainingData:
-        """Tokenize the text, or open the tokens that an earlier start wrote."""
+        """Return the training data: tokenize the text, or open the tokens of an earlier start."""
         return prepare_text(self.config, setup.watchdog, setup.stack, setup.resolved)
 
     def make_trainer(self, setup: Setup, data: TrainingData) -> Trainer:
-        """Make the decoder's trainer, with a teacher if the configuration names one for
+        """Return the decoder's trainer, with a teacher if the configuration names one for
         distillation.
         """
         config, _ = setup.expert_packing.current_config_and_shape()
         if not config.distil.teacher:
-            return make_trainer(config, setup.mesh, setup.folder.run)
-        with status(f"loading the teacher {config.distil.teacher}", say):
+            return make_trainer(config, setup.mesh, setup.folder.run_name)
+        with status(f"loading the teacher {config.distil.teacher}", print_on_rank_0):
             teacher = setup.stack.enter_context(Teacher(config))
         return DistillingTrainer(config, setup.mesh, teacher, teacher.head_DV)
 
@@ -230,7 +236,7 @@ class LanguageModeling:
         checkpoints: Checkpoints,
         snapshots: Snapshots | None,
     ) -> Session:
-        """Make the session, which also evaluates the loss on held-out text."""
+        """Return the session, which also evaluates the loss on held-out text."""
         return open_session(Session, setup, data, trainer, checkpoints, snapshots)
 
 
@@ -247,9 +253,12 @@ def prepare_text(
     stack: contextlib.ExitStack,
     resolved: JsonObject,
 ) -> TrainingData:
-    """Tokenize the text, or open existing tokens. Process 0 does the work while the others wait."""
+    """Return the data of a text run: tokenize the text, or open existing tokens.
+
+    Process 0 does the work while the others wait.
+    """
     limits, main_process = config.distributed, jax.process_index() == 0
-    preparing = PreparationProgress(say)
+    preparing = PreparationProgress(print_on_rank_0)
     cache = Path(config.output_dir) / "data"
     option = "distributed.start_timeout_s"
     if main_process:
@@ -268,18 +277,18 @@ def prepare_text(
         try:
             corpus = prepare(config.data, config.model.vocab_size, cache, role)
         except OtherTextError:
-            refuse_other_data(config, resolved)
+            raise_data_changed(config, resolved)
             raise
     files = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     if config.init_from:
         files |= companion_files(config.init_from, files.get(TOKENIZER))
     held_out = len(corpus.held_out_tokens)
-    say(
+    print_on_rank_0(
         f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out;"
         f" {corpus.describe_input_files()}"
     )
     if config.init_from and corpus.describe_control_texts():
-        say(corpus.describe_control_texts())
+        print_on_rank_0(corpus.describe_control_texts())
     batches = train_batches(
         corpus,
         batch_size=config.batch_size,
@@ -294,7 +303,7 @@ def prepare_text(
     )
 
 
-def resolved_config(config: TrainConfig) -> JsonObject:
+def config_to_save(config: TrainConfig) -> JsonObject:
     """Return the configuration as checkpoints store it, with the teacher's fingerprint if there is
     a teacher.
     """
@@ -310,14 +319,14 @@ def devices_per_host() -> int:
     """
     of_hosts = device_counts_of_hosts()
     if jax.process_count() > 1:
-        say(hosts_line(of_hosts))
+        print_on_rank_0(describe_hosts(of_hosts))
     return of_hosts[0] if len({*of_hosts}) == 1 else 0
 
 
-def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setup:
-    """Connect the processes, make the mesh and lock the output folder."""
-    distributed.start(config.distributed)
-    keep_compiled_programs()
+def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setup:
+    """Connect the processes, make the mesh and lock the output folder; return the run's parts."""
+    distributed.join_processes(config.distributed)
+    enable_compile_cache()
     devices, per_host = jax.device_count(), devices_per_host()
     config.checked_mesh_shape(devices, per_host)
     expert_packing = PackingController(
@@ -325,22 +334,22 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
     )
     _, shape = expert_packing.current_config_and_shape()
     mesh = make_mesh(shape)
-    task.open(mesh, stack)
+    task.prepare_on_mesh(mesh, stack)
     output_dir, limits = Path(config.output_dir), config.distributed
     total, active = config.model.num_parameters()
-    say(
+    print_on_rank_0(
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size}"
         f" {mesh.devices.flat[0].device_kind} device(s) as (data, expert_inter, expert_intra) ="
         f" {shape}; output in {output_dir}"
     )
     if config.comm.packing != 1:
-        say(
+        print_on_rank_0(
             f"comm.packing = {config.comm.packing}: {expert_packing.experts_per_device} experts a"
             " device"
         )
     for warning in config.warnings():
-        say(f"warning: {warning}")
-    watchdog = stack.enter_context(distributed.watchdog_of(limits))
+        print_on_rank_0(f"warning: {warning}")
+    watchdog = stack.enter_context(distributed.make_watchdog(limits))
     folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
     option = "distributed.start_timeout_s"
     with watchdog.waiting_for("all options", timeout_s=limits.start_timeout_s, option=option):
@@ -349,15 +358,17 @@ def set_up(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setu
         stack.enter_context(folder)
     exporter = None
     if jax.process_index() == 0 and config.metrics.port:
-        exporter = stack.enter_context(RunMetrics(config, folder.run))
-        say(f"metrics for Prometheus on port {exporter.port}")
+        exporter = stack.enter_context(RunMetrics(config, folder.run_name))
+        print_on_rank_0(f"metrics for Prometheus on port {exporter.port}")
     return Setup(
-        config, resolved_config(config), mesh, watchdog, folder, expert_packing, exporter, stack
+        config, config_to_save(config), mesh, watchdog, folder, expert_packing, exporter, stack
     )
 
 
 def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snapshots | None]:
-    """Open the run's checkpoints, and its in-memory snapshots if `checkpoint.memory_dir` is set."""
+    """Return the run's checkpoints, and its in-memory snapshots, None unless
+    `checkpoint.memory_dir` is set.
+    """
     config, folder, enter = setup.config, setup.folder, setup.stack.enter_context
     directory = Path(config.output_dir) / "checkpoints"
     timeout_s = config.distributed.step_timeout_s
@@ -366,10 +377,12 @@ def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snaps
     )
     if config.checkpoint.memory_dir is None:
         return checkpoints, None
-    return checkpoints, enter(Snapshots(config.checkpoint, folder.run, folder.starts))
+    return checkpoints, enter(Snapshots(config.checkpoint, folder.run_name, folder.start_tokens))
 
 
-def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> TrainState:
+def restore_and_open_log(
+    run: Session, data: TrainingData, stack: contextlib.ExitStack
+) -> TrainState:
     """Return the initial state, or the one restored from a checkpoint; on process 0 also open the
     log and record the start.
     """
@@ -377,39 +390,39 @@ def begin(run: Session, data: TrainingData, stack: contextlib.ExitStack) -> Trai
     if jax.process_index() == 0:
         run.folder.note_start()
         data.publish()
-        stack.push(exit_callback(run.begin_log(int(state.step)).close))
+        stack.push(exit_callback(run.open_log(int(state.step)).close))
         if run.exporter is not None:
-            run.exporter.resume(int(state.step))
+            run.exporter.note_resume(int(state.step))
         (run.output_dir / "config.json").write_text(json.dumps(run.resolved, indent=1))
     return state
 
 
-def run_all(config: TrainConfig) -> bool:
+def run_training(config: TrainConfig) -> bool:
     """Set up data, model and checkpoints, then train, evaluate and report. Return whether all steps
     are done.
     """
     task = task_of(config)
     with contextlib.ExitStack() as stack:
-        setup = set_up(config, task, stack)
+        setup = set_up_run(config, task, stack)
         data = task.read_data(setup)
         stack.push(exit_callback(data.batches.close))
         trainer = task.make_trainer(setup, data)
         stack.push(exit_callback(trainer.close))
         for note in trainer.notes:
-            say(note)
+            print_on_rank_0(note)
         run = task.make_session(setup, data, trainer, *open_checkpoints(setup, trainer))
-        state = begin(run, data, stack)
-        before = run.evaluate_first(state)
+        state = restore_and_open_log(run, data, stack)
+        before = run.evaluate_step_0(state)
         state, completed = train(run, state)
         if completed:
-            run.finish(state, before)
+            run.evaluate_and_summarize(state, before)
         else:
-            say(
+            print_on_rank_0(
                 f"stopped by a signal after step {int(state.step)}; the same command goes on from"
                 " there"
             )
             if jax.process_index() == 0:
-                say(f"report of the steps so far: {run.report()}")
+                print_on_rank_0(f"report of the steps so far: {run.draw_report()}")
         return completed
 
 

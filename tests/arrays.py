@@ -1,13 +1,17 @@
 """Arrays that tests draw, and comparisons of arrays and of pytrees of them."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
+from jmoe.memory.saved_records import Indexed
+from jmoe.offload.expert_state import ExpertState
 from jmoe.training.state import TrainState, with_experts
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.tasks.streamed import StreamedVisionTrainer
@@ -76,6 +80,21 @@ def random_row_map(
     )
 
 
+def stacked(
+    experts: ExpertState, records: Iterable[Indexed], prefix: str
+) -> dict[str, NDArray[np.float32]]:
+    """Return float32 [N, P, ...] by parameter from the records of a process's experts; zeros for
+    experts that it does not own.
+    """
+    rows = (experts.index.num_layers, experts.local.experts.size)
+    arrays = {name: np.zeros((*rows, *shape), np.float32) for name, shape in experts.shapes.items()}
+    for index, record in records:
+        layer, expert = experts.index.locate(index)
+        for name, w in arrays.items():
+            w[layer, np.searchsorted(experts.local.experts, expert)] = record[f"{prefix}{name}"]
+    return arrays
+
+
 def full_state(trainer: Trainer, state: TrainState) -> TrainState:
     """Return a state in the saved form on the host, with all experts up to date, wherever they
     lie.
@@ -85,8 +104,12 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
         if isinstance(trainer, StreamedTrainer):
             saved = trainer.model.to_saved(state)
         assert experts is not None
-        experts.flush_updates()
-        arrays = experts.weights(), experts.moments("m"), experts.moments("v")
+        experts.apply_pending_updates()
+        with experts.permanent_errors():
+            arrays = (
+                stacked(experts, experts.iterate_weights(), ""),
+                *(stacked(experts, experts.iterate_moments(), f"{part}.") for part in "mv"),
+            )
         layers = [layer.stack for layer in trainer.config.model.expert_layers]
         for stack in sorted(set(layers)):
             own = [[w[np.array(layers) == stack] for w in part.values()] for part in arrays]

@@ -203,7 +203,7 @@ def train_records(store: VersionStore, saved: Any, last: int) -> dict[str, Any]:
                     record["w"][:] = record["w"] * np.float32(0.99) - record["m"]
                     total = np.float32(total * np.float32(0.5) + record["w"][0])
                     record.put()
-            tiers.touch(range(NUM_RECORDS))
+            tiers.count_step(range(NUM_RECORDS))
             if step % 2:
                 tiers.flush()
                 saved.save(step + 1, total)
@@ -229,8 +229,8 @@ class PlainSteps:
 
     def resume(self) -> tuple[int, np.float32]:
         for step in reversed(self._steps()):
-            if not self.records.verify(self.root / str(step) / ITEM).missing:
-                self.records.restore(self.root / str(step) / ITEM)
+            if not self.records.verify_records(self.root / str(step) / ITEM).missing:
+                self.records.restore_records(self.root / str(step) / ITEM)
                 return step, np.float32(
                     float.fromhex((self.root / str(step) / "total").read_text())
                 )
@@ -242,11 +242,11 @@ class PlainSteps:
             shutil.rmtree(leftover, ignore_errors=True)
         (half / ITEM).mkdir(parents=True)
         (half / "total").write_text(float(total).hex())
-        self.records.write_list(half / ITEM, self.records.pin(step))
+        self.records.write_list(half / ITEM, self.records.pin_versions(step))
         half.rename(folder)
         for old in self._steps()[:-2]:
             shutil.rmtree(self.root / str(old))
-        self.records.committed(folder / ITEM, self._steps())
+        self.records.drain_committed(folder / ITEM, self._steps())
 
     def close(self) -> None:
         self.records.close()
@@ -271,7 +271,7 @@ class OrbaxSteps:
 
     def save(self, step: int, total: np.float32) -> None:
         self.checkpoints.save(step, {"total": jnp.float32(total)}, step, "{}")
-        self.checkpoints.check()
+        self.checkpoints.raise_save_error()
 
     def close(self) -> None:
         self.checkpoints.close()

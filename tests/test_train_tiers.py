@@ -13,7 +13,7 @@ from jmoe.cluster.overview import read_overview
 from jmoe.command_line import parse_train
 from jmoe.configs import PRESETS
 from jmoe.memory.record_checkpoint import ITEM
-from jmoe.memory.saved_records import read_lists
+from jmoe.memory.saved_records import read_record_lists
 from jmoe.run.metrics import read_events
 from jmoe.run.planner import training_plan
 from tests.train_runs import (
@@ -186,7 +186,7 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     assert {step: loss for step, loss in losses(killed) if step < STEPS} == dict(losses(whole))
     assert evaluations(killed)[-1] == evaluations(whole)[-1]
 
-    lists = read_lists(killed / "checkpoints" / str(STEPS) / ITEM)
+    lists = read_record_lists(killed / "checkpoints" / str(STEPS) / ITEM)
     saved_by = [
         {name.split(".")[0] for name in listed["versions"]["moments"]} for listed in lists.values()
     ]

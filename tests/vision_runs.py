@@ -54,5 +54,5 @@ def saved_run(folder: Path, config: VisionTrainConfig = CONFIG, **changes: Any) 
     with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
         files = {CLASSES: json.dumps(CLASS_NAMES).encode()}
         checkpoints.save(3, state, {}, config.to_json(), files)
-        checkpoints.wait()
-    return sharded.merge(state.params, state.router_bias)
+        checkpoints.wait_for_save()
+    return sharded.merge_params(state.params, state.router_bias)

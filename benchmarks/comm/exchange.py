@@ -115,9 +115,9 @@ def formula(
 
 def measure(a: argparse.Namespace, mesh: "Mesh", clock: Clock) -> list[JsonObject]:
     """Return one row for every shape, direction and kind of exchange."""
-    from jmoe.training.bandwidth import measured_links
+    from jmoe.training.bandwidth import measure_links
 
-    rows, links = [], measured_links(mesh)
+    rows, links = [], measure_links(mesh)
     for shape in a.shapes:
         k, num_experts, num_tokens = map(int, shape.split(":"))
         rows += measure_shape(a, mesh, clock, (k, num_experts, num_tokens), links)

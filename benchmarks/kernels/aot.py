@@ -166,7 +166,7 @@ def compiled_for_cuda(
     """Compile a program for the devices of its operands, whose kernels are those of `device`."""
     started = time.perf_counter()
     with captured() as lines:
-        _, lowered = ahead_of_time.lower_for(device, jitted, *operands)
+        _, lowered = ahead_of_time.lower_for_device(device, jitted, *operands)
         compiled = lowered.compile()
     targets = re.findall(r'custom_call_target="(\S+?)"', compiled.as_text() or "")
     return {
@@ -321,7 +321,7 @@ def main() -> None:
         return
     results = []
     for target in a.targets:
-        (device,) = ahead_of_time.devices(target)
+        (device,) = ahead_of_time.abstract_gpu_devices(target)
         implementation: Name = "mosaic_gpu" if target == "h200" else "triton"
         chosen = [("attention", each) for each in attention_programs(target)]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
@@ -330,7 +330,7 @@ def main() -> None:
             results.append({"target": target, "shape": name, "program": what, **result})
             print(f"{target} {name} {described(results[-1])}", flush=True)
     if "h200" in a.targets:
-        devices = ahead_of_time.devices("h200", 1, 8)
+        devices = ahead_of_time.abstract_gpu_devices("h200", 1, 8)
         for name in a.shapes:
             if MODELS[name].num_experts % len(devices) == 0:
                 result = engine_exchange(MODELS[name], devices)

@@ -182,7 +182,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     def in_turn(slots: HostSlots) -> jax.Array:
         y_TD = zeros()
         for table_E in next(tables_LE):
-            y_TD = slots.mlp(routed._replace(y_TD=y_TD), table_E, "swiglu")
+            y_TD = slots.add_expert_outputs(routed._replace(y_TD=y_TD), table_E, "swiglu")
         return y_TD
 
     num_bytes = LAYERS * len(np.unique(idx_TK)) * expert_bytes

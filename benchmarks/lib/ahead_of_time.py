@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
-from jmoe.run.ahead_of_time import devices, has_cuda, lower_for
+from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda, lower_for_device
 
-__all__ = ["Jitted", "Programs", "devices", "has_cuda", "lower_for", "skipped"]
+__all__ = ["Jitted", "Programs", "abstract_gpu_devices", "has_cuda", "lower_for_device", "skipped"]
 Jitted = Callable[..., object]  # what `jax.jit` returns
 MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed"
 
@@ -54,7 +54,7 @@ class Programs:
     def compile(self, name: str, function: Jitted, *operands: Any, **options: Any) -> Any:
         """Compile a jitted function of abstract operands; return its results' shapes."""
         begun = time.perf_counter()
-        results, lowered = lower_for(self._device, function, *operands, **options)
+        results, lowered = lower_for_device(self._device, function, *operands, **options)
         memory = lowered.compile().memory_analysis()
         row = {
             "program": name,

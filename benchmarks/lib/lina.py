@@ -114,7 +114,7 @@ def contest(runner: MeshRunner, name: str, folder: str) -> None:
         experts._held[layer][:] = (
             EMPTY  # what an earlier contestant has copied is of no use to this one
         )
-        experts.apply(layer, experts.changes(layer, even))
+        experts.apply_copies(layer, experts.copies_for_placement(layer, even))
     for learned in (runner.placer._recent_LE, runner.placer._promised_L, runner.placer._kept_L):
         learned[:] = 0
     run = MeshRunner._run_experts.__get__(runner)
@@ -255,10 +255,10 @@ class Places:
         self._held = [even.physical_to_logical.copy() for _ in self.placements]
         self.slowest_copies = 0  # of the process that has most to copy, every time
 
-    def changes(self, layer: int, placement: Placement) -> PlacementChanges:
+    def copies_for_placement(self, layer: int, placement: Placement) -> PlacementChanges:
         return placement_changes(self._held[layer], placement)
 
-    def apply(self, layer: int, changed: PlacementChanges) -> None:
+    def apply_copies(self, layer: int, changed: PlacementChanges) -> None:
         copies_N = np.zeros_like(self.copies_N)
         for fill in changed.fills:
             self._held[layer][fill.device, fill.slot] = fill.expert
@@ -339,7 +339,7 @@ def plans_ms(
             planned = place_experts(
                 counts_E, devices, slots_per_device=slots, max_packed=slots, policy="lina"
             )
-            places.changes(layer, planned)
+            places.copies_for_placement(layer, planned)
 
         return call
 

@@ -100,7 +100,7 @@ class Decayed(HitCounts):
         super().__init__(NUM_RECORDS, beta=0.9)
 
     def _learn(self, ids: NDArray[np.int64]) -> None:
-        self.scores[:] = self.decayed
+        self.scores[:] = self.decayed_counts
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
         self.generation += 1
@@ -149,20 +149,20 @@ class Ours(Policy):
         self.cache = LFUCache(counts, num_slots - 1, 1)
 
     def use(self, record: int) -> bool:
-        slot = self.cache.use(record)
+        slot = self.cache.pin_record(record)
         hit = slot is not None
         if slot is None:
-            slot = self.cache.admit(record, demanded=True)
+            slot = self.cache.reserve_slot(record, demanded=True)
             assert slot is not None
         self.cache.unpin(slot)
         if not hit:
-            read = self.cache.use(record)
+            read = self.cache.pin_record(record)
             assert read is not None
             self.cache.unpin(read)
         return hit
 
     def end_step(self, records: NDArray[np.int64]) -> None:
-        self.cache.counts.touch(records)
+        self.cache.counts.count_step(records)
 
 
 class Ahead(Policy):
@@ -208,7 +208,7 @@ class Ahead(Policy):
         return False
 
     def end_step(self, records: NDArray[np.int64]) -> None:
-        self.counts.touch(records)
+        self.counts.count_step(records)
         self.ranks[:-1] = [self.rank(record) for record in range(NUM_RECORDS)]
         self.tell()
 
@@ -293,7 +293,7 @@ class Algorithm2(Policy):
         self.num_slots = num_slots
         self.threshold = threshold
         self.forced = forced
-        self.decayed = decayed
+        self.decayed_counts = decayed
         self.hits: dict[int, float] = {}
         self.steps = 0
 
@@ -311,7 +311,7 @@ class Algorithm2(Policy):
 
     def end_step(self, records: NDArray[np.int64]) -> None:
         self.steps += 1
-        if self.decayed and self.steps % self.EVERY_STEPS == 0:
+        if self.decayed_counts and self.steps % self.EVERY_STEPS == 0:
             self.hits = {record: self.BETA * hits for record, hits in self.hits.items()}
 
 

@@ -45,8 +45,8 @@ from jmoe.training.streamed.model import (
     NeighborWork,
     StepResults,
 )
-from jmoe.training.streamed.programs import compile_step
-from jmoe.training.streamed.step import compile_text
+from jmoe.training.streamed.programs import make_step_programs
+from jmoe.training.streamed.step import make_text_programs
 from jmoe.training.streamed.text import StreamedDecoder
 
 
@@ -75,15 +75,17 @@ def in_host_memory(
 ) -> None:
     """Compile the programs of a streamed step in their order; all layers run the same ones."""
     model = StreamedDecoder(config, make_mesh((1, 1, 1), [device]))
-    parts, text, do = compile_step(model), compile_text(model), programs.compile
-    state = programs.abstract(model.sharded.state_shape.map(without_experts))
+    parts, text, do = make_step_programs(model), make_text_programs(model), programs.compile
+    state = programs.abstract(model.sharded.state_shape.map_params_and_moments(without_experts))
     tokens = programs.abstract(
         jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32)
     )
     number = programs.abstract(jax.ShapeDtypeStruct((), jnp.int32))
     (tokens_BS,) = do("unstack", text.unstack, tokens)
     part = do("split", text.split, tokens_BS)
-    outside, _, _, unsharded_RC = do("unsharded", parts.unsharded, state.params, first="moe")
+    outside, _, _, unsharded_RC = do(
+        "unsharded", parts.gather_first_params, state.params, first_kind="moe"
+    )
     x_BSD, _ = do("embed", parts.embed, outside, part)
     stacks = {STACKS["moe"]: state.params[STACKS["moe"]]}
     params = LayerParams(stacks[STACKS["moe"]], unsharded_RC, state.router_bias)
@@ -99,7 +101,7 @@ def in_host_memory(
     params = params._replace(experts=experts)
     y_BSD, of_experts, _ = do(
         "add_experts",
-        parts.add_experts,
+        parts.apply_experts,
         params,
         routed,
         layer,
@@ -108,8 +110,8 @@ def in_host_memory(
         saves_residuals=True,
     )
     stats = [[routed.stats]] * config.model.num_moe_layers
-    totals = do("totals", parts.totals, stats)
-    grads = do("zeros", parts.zeros, stacks, outside)
+    totals = do("totals", parts.routing_totals, stats)
+    grads = do("zeros", parts.zero_gradients, stacks, outside)
     scale = state.loss_scale
     loss, dx_BSD, doutside = do(
         "loss_gradients", parts.loss_gradients, outside, y_BSD, part, grads.outside, scale
@@ -128,7 +130,7 @@ def in_host_memory(
     grads = grads._replace(outside=doutside, unbuffered=grads.unbuffered | {"moe": sums.unbuffered})
     squares = {"moe": [square] * config.model.num_moe_layers}
     results = StepResults(grads, squares, [loss], stats, totals)
-    do("finish", parts.finish, state, results)
+    do("finish", parts.finish_step, state, results)
     one = programs.abstract(
         {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}
     )
@@ -141,7 +143,7 @@ def in_host_memory(
     missed = MissedSteps(real, number, rates, number, number)
     do(
         "expert brought up to date",
-        training_slots._update,
+        training_slots._catch_up_row,
         config.optimizer,
         experts,
         number,
@@ -156,7 +158,7 @@ def main() -> None:
     a = parse()
     if ahead_of_time.skipped():
         return
-    (device,) = ahead_of_time.devices("h200")
+    (device,) = ahead_of_time.abstract_gpu_devices("h200")
     rows = []
     for tokens in a.tokens:
         a.batch_size = tokens // a.sequence_length

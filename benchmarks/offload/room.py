@@ -103,7 +103,7 @@ def device_bytes(config: TrainConfig) -> dict[str, int]:
     programs = session.program.programs
     session.program.programs = replace(
         programs,
-        add_experts=noting(programs.add_experts),
+        apply_experts=noting(programs.apply_experts),
         moe_gradients=noting(programs.moe_gradients),
     )
     for number in range(2):

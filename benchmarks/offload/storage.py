@@ -31,7 +31,7 @@ def open_store(folder: Path, record_bytes: int, num_records: int) -> VersionStor
     layout = RecordLayout.from_arrays({"w": ((record_bytes - 64,), np.uint8)})
     store = VersionStore.open(folder, layout, num_records, fingerprint="benchmark")
     assert store.layout.record_bytes == record_bytes, store.layout.record_bytes
-    store.fill(lambda index, views: views["w"].fill(index % 251))
+    store.write_all_records(lambda index, views: views["w"].fill(index % 251))
     return store
 
 
@@ -82,7 +82,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
             before = it.stats()
             before_bytes, replaced_bytes = 0, 0
             for _ in range(rounds):
-                files = [entry for entry in it.path.iterdir() if Version.parse(entry.name)][
+                files = [entry for entry in it.path.iterdir() if Version.parse_or_none(entry.name)][
                     :num_records
                 ]
                 took = {"read": on_threads(it.read_into, slots_MR, num_records)}
@@ -163,10 +163,10 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
                 save_s = time.perf_counter() - start_s
                 manager.wait_until_finished()
                 commit_s = time.perf_counter() - start_s
-                records.committed(
+                records.drain_committed(
                     folder / "checkpoints" / str(step) / ITEM, list(manager.all_steps())
                 )
-                records.wait()
+                records.wait_until_drained()
                 durable_s = time.perf_counter() - start_s
                 record_writes += it.stats().written_bytes - before
                 for name, seconds in {

@@ -189,7 +189,7 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> JsonObject:
         NDArray[np.int64]
     ]()  # by the steps of the first run, in which the cache expects nothing
     steps_of = Counter[TieredStore]()
-    expect = TieredStore.expect
+    expect = TieredStore.keep_cached
 
     def nothing(store: TieredStore, ids: NDArray[np.int64]) -> None:
         steps_of[store] += 1
@@ -216,7 +216,7 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> JsonObject:
     }
     for name, told in told_by.items():
         with (
-            mock.patch.object(TieredStore, "expect", told),
+            mock.patch.object(TieredStore, "keep_cached", told),
             mock.patch.object(StreamedExperts, "_chosen_experts", noting),
         ):
             config = config_of(a, folder / name, experts="nvme", optimizer="nvme")
@@ -267,20 +267,20 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> JsonObject:
     for steps in (1, 10, 100):
         seconds = []
         for _ in range(a.rounds + 1):
-            state.flush_updates()
+            state.apply_pending_updates()
             for _ in range(steps):
-                state.commit(1e-3, 1.0)
-            state.begin(range(a.layers))
+                state.commit_step(1e-3, 1.0)
+            state.begin_pass(range(a.layers))
             before = state.stats()
             begun = time.perf_counter()
-            state.fetch(0, nobody | (np.arange(a.experts) == 0))
+            state.fetch_layer(0, nobody | (np.arange(a.experts) == 0))
             seconds.append(time.perf_counter() - begun)
             after = state.stats()
             assert after.replayed_steps - before.replayed_steps == steps
-            state.release()
+            state.release_layer()
             for layer in range(1, a.layers):
-                state.fetch(layer, nobody)
-                state.release()
+                state.fetch_layer(layer, nobody)
+                state.release_layer()
         result[f"fetch_and_{steps}_steps_s"] = median(seconds[1:])
     session.program.close()
     return result

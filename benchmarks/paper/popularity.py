@@ -163,7 +163,7 @@ def ranked_by_counts(
     for choices in steps:
         for own_K in choices[layer]:
             ranked.append(np.argsort(-counts.scores, kind="stable")[:most])
-            counts.touch(own_K)
+            counts.count_step(own_K)
             if len(ranked) == ONE_BY_ONE:
                 return np.array(ranked)
     return np.array(ranked)

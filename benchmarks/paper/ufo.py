@@ -152,7 +152,7 @@ class Training:
             self.tasks, self.trainer.homes, self.mesh.size, EVALUATION_IMAGES
         ):
             sums_3A += np.asarray(
-                self.trainer.evaluate(self.state, [jax.tree.map(self.place, batch)])[0]
+                self.trainer.evaluate_batches(self.state, [jax.tree.map(self.place, batch)])[0]
             )
         return list(map(float, sums_3A[1] / sums_3A[2]))
 

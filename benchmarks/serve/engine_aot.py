@@ -206,7 +206,7 @@ def main() -> None:
     report.parser(__doc__).parse_args()
     if ahead_of_time.skipped():
         return
-    (device,) = ahead_of_time.devices("h200")
+    (device,) = ahead_of_time.abstract_gpu_devices("h200")
     programs = ahead_of_time.Programs(device)
     engine_programs(programs, model_config(published(MODEL, LAYERS[MODEL])), options())
     result = {

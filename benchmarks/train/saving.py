@@ -85,7 +85,7 @@ class MeasuredSave:
         self.save(run, step, state)
         save_s = time.perf_counter() - begun
         written = sum(store.stats().written_bytes for store in stores.values()) - written
-        run.checkpoints.wait()
+        run.checkpoints.wait_for_save()
         changed = records = 0
         for name, store in stores.items():
             pinned = versions_of(store, step)
@@ -101,7 +101,7 @@ def versions_of(store: VersionStore, step: int) -> set[str]:
     """Return the files that are pinned for a step."""
     found: list[Path] = []
     for pins in (store.path / "pins").rglob(str(step)):
-        found += [path for path in pins.iterdir() if Version.parse(path.name)]
+        found += [path for path in pins.iterdir() if Version.parse_or_none(path.name)]
     return {path.name for path in found}
 
 
@@ -132,7 +132,7 @@ def main() -> None:
     Session.start_or_resume = start_with_idle_experts  # type: ignore[method-assign]
     Session.save = lambda run, step, state: measured(run, step, state)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        train.run_all(config_of(a, Path(folder)))
+        train.run_training(config_of(a, Path(folder)))
     result = {"benchmark": "saving", "options": report.options(a, "folder"), "saves": measured.rows}
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})
 

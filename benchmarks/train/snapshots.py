@@ -75,7 +75,7 @@ def process(a: argparse.Namespace) -> None:
     from jmoe.mesh import make_mesh
 
     address = f"127.0.0.1:{a.port}"
-    distributed.start(
+    distributed.join_processes(
         DistributedConfig(coordinator_address=address, num_processes=a.processes, process_id=a.rank)
     )
     stores = Stores(a, *state_program(a, make_mesh((jax.device_count(), 1, 1))))
@@ -181,7 +181,7 @@ class Stores:
         seconds["checkpoint_blocking"], _ = timed(
             lambda: self.checkpoints.save(step, state, {}, "{}")
         )
-        self.checkpoints.wait()
+        self.checkpoints.wait_for_save()
         seconds["checkpoint"] = time.perf_counter() - begun
         seconds["snapshot"], problem = timed(
             lambda: self.snapshots.save(step, state, {"at": step}, {}, -1)
@@ -198,7 +198,7 @@ class Stores:
         found: dict[str, float] = {}
         for name, read, counter in (("", "read", "rchar"), ("_cold", "disk", "read_bytes")):
             if name:
-                drop_from_page_cache(self.checkpoints.folder_of(step))
+                drop_from_page_cache(self.checkpoints.step_folder(step))
             before = read_mib(counter)
             found[f"restore_disk{name}"], restored = timed(
                 lambda: Checkpoints(self.folder, self.config).restore(step, self.shapes)
@@ -216,7 +216,7 @@ class Stores:
             if name == "restore_partner" and self.rank == 1:
                 shutil.rmtree(self.snapshots.folder)
             seconds[name], (snapshot, _) = timed(
-                lambda: self.reader().newest(self.shapes, None, -1)
+                lambda: self.reader().read_newest(self.shapes, None, -1)
             )
             assert snapshot is not None
             check(snapshot.state, state)

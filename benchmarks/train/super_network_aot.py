@@ -43,7 +43,7 @@ from jmoe.configs.ufo import ufo_17b
 from jmoe.data.image_batches import ImageBatch
 from jmoe.mesh import BATCH, make_mesh
 from jmoe.planning.elastic import Layout
-from jmoe.training.tasks.layouts import STATE_BYTES, allocated_bytes, layout_of
+from jmoe.training.tasks.layouts import STATE_BYTES, allocated_bytes, plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 
 NUM_CLASSES = 1000  # of each task; not published
@@ -63,7 +63,9 @@ def mesh_of(num_devices: int) -> Mesh:
     if not ahead_of_time.has_cuda():
         jax.config.update("jax_num_cpu_devices", num_devices)
         return make_mesh((num_devices, 1, 1))
-    return make_mesh((num_devices, 1, 1), ahead_of_time.devices("h200", num_devices // 8, 8))
+    return make_mesh(
+        (num_devices, 1, 1), ahead_of_time.abstract_gpu_devices("h200", num_devices // 8, 8)
+    )
 
 
 def batch_of(config: VisionTrainConfig, trainer: VisionTrainer) -> ImageBatch:
@@ -92,7 +94,7 @@ def planned_state_bytes(config: VisionTrainConfig, layout: Layout, slots_a_layer
 def main() -> None:
     a = parse()
     config = dataclasses.replace(ufo_17b, layout="elastic")
-    mesh, layout = mesh_of(a.devices), layout_of(config, a.devices)
+    mesh, layout = mesh_of(a.devices), plan_task_layout(config, a.devices)
     trainer = VisionTrainer(config, dict.fromkeys(config.tasks, NUM_CLASSES), mesh, layout)
     for line in trainer.notes[-3:]:
         print(line, file=sys.stderr)

@@ -37,7 +37,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.images import ImageTask, load_task
 from jmoe.run.metrics import METRICS_FILE, read_events, read_metrics
-from jmoe.training.tasks.summary import linear_accuracy
+from jmoe.training.tasks.summary import linear_baseline_accuracy
 
 RUNS = {1: (), 2: ("--layout", "elastic")}  # options by number of processes
 
@@ -142,7 +142,7 @@ def main() -> None:
         load_task(name, task.source, config.model, config.images)
         for name, task in config.tasks.items()
     ]
-    linear = {task.name: linear_accuracy(task) for task in tasks}
+    linear = {task.name: linear_baseline_accuracy(task) for task in tasks}
     runs, accuracies = [], []
     for processes in a.processes:
         with tempfile.TemporaryDirectory() as folder:

@@ -46,11 +46,11 @@ class Channel:
         Raises `TimeoutError` after `silence_s` seconds without data, and `OSError` if the
         connection broke.
         """
-        header = self._read(_HEADER.size)
+        header = self._read_exactly(_HEADER.size)
         if header is None:
             return None
         text_bytes, arrays_bytes = _HEADER.unpack(header)
-        data = self._read(text_bytes + arrays_bytes)
+        data = self._read_exactly(text_bytes + arrays_bytes)
         return None if data is None else decode(data, text_bytes)
 
     def close(self) -> None:
@@ -60,11 +60,11 @@ class Channel:
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
 
-    def _read(self, num_bytes: int) -> bytearray | None:
+    def _read_exactly(self, num_bytes: int) -> bytearray | None:
         data = bytearray()
         while len(data) < num_bytes:
             try:
-                piece = self._receive(num_bytes - len(data))
+                piece = self._receive_some(num_bytes - len(data))
             except ConnectionResetError:  # the other end closed before it had read everything
                 return None
             if not piece:
@@ -72,7 +72,7 @@ class Channel:
             data += piece
         return data
 
-    def _receive(self, most_bytes: int) -> bytes:
+    def _receive_some(self, most_bytes: int) -> bytes:
         """Return the bytes that have arrived, at most `most_bytes`.
 
         After a timeout, wait `GRACE_S` once more: both hosts may have been suspended.
@@ -91,13 +91,13 @@ def encode(message: Json) -> bytes:
     """Return a message as bytes: header, JSON, then the arrays' contents."""
     arrays: list[np.ndarray] = []
 
-    def place(value: object) -> JsonObject:
+    def set_array_apart(value: object) -> JsonObject:
         if not isinstance(value, np.ndarray | np.generic):
             raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
         arrays.append(np.asarray(value))
         return {_ARRAY: [arrays[-1].dtype.str, arrays[-1].shape]}
 
-    text = json.dumps(message, default=place).encode()
+    text = json.dumps(message, default=set_array_apart).encode()
     data = b"".join(array.tobytes() for array in arrays)
     return _HEADER.pack(len(text), len(data)) + text + data
 
@@ -108,7 +108,7 @@ def decode(data: bytes | bytearray, text_bytes: int) -> list[Json]:
     """
     at = text_bytes
 
-    def array(value: JsonObject) -> Json:
+    def restore_array(value: JsonObject) -> Json:
         nonlocal at
         if value.keys() != {_ARRAY}:
             return value
@@ -116,5 +116,5 @@ def decode(data: bytes | bytearray, text_bytes: int) -> list[Json]:
         begin, at = at, at + math.prod(shape) * dtype.itemsize
         return np.frombuffer(data[begin:at], dtype).reshape(shape)
 
-    message: list[Json] = json.loads(data[:text_bytes], object_hook=array)
+    message: list[Json] = json.loads(data[:text_bytes], object_hook=restore_array)
     return message

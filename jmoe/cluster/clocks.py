@@ -25,15 +25,15 @@ class RunningClock:
     suspended.
 
     After SIGSTOP, `scontrol suspend` or a sleep of the host, a process continues where it was, and
-    no time limit has passed. One thread must call `look` every `every_s` seconds; a longer gap
-    between two calls does not count.
+    no time limit has passed. One thread must call `skip_suspension` every `every_s` seconds; a
+    longer gap between two calls does not count.
     """
 
     def __init__(self, every_s: float) -> None:
         self._longest_s = every_s + LATE_S
         self._last_s, self._missed_s = time.monotonic(), 0.0
 
-    def look(self) -> float:
+    def skip_suspension(self) -> float:
         """Return `now()`, after subtracting any gap since the last call that is too long to be
         scheduling delay.
         """
@@ -43,13 +43,13 @@ class RunningClock:
         return now_s - self._missed_s
 
     def now(self) -> float:
-        """Return the seconds counted so far. A suspension since the last `look` is still
+        """Return the seconds counted so far. A suspension since the last `skip_suspension` is still
         included.
         """
         return time.monotonic() - self._missed_s
 
 
-def disk_time(folder: Path) -> float | None:
+def probe_disk_time(folder: Path) -> float | None:
     """Return the modification time (Unix seconds) that a file made in `folder` now would get, or
     None if no file can be made.
 
@@ -77,7 +77,9 @@ class HostClocks:
         self._named: set[int] = set()
         self._last_look_s: float | None = None
 
-    def look(self, reports: Mapping[int, Mapping[str, Json]], begun_s: float) -> Iterator[str]:
+    def skew_warnings(
+        self, reports: Mapping[int, Mapping[str, Json]], begun_s: float
+    ) -> Iterator[str]:
         """Yield a warning, once per rank, for each rank whose clock differs by more than `SKEW_S`
         seconds.
 

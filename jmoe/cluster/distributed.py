@@ -1,9 +1,10 @@
 """Start the processes of a run, name the missing, dead or stuck ones, and stop all of them after
 the same step.
 
-`train.py` and `serve.py` call `start` or `connect`, then work inside a `Watchdog`; the training
-loop adds a `PreemptionSignal`. Ranks exchange reports through the key-value store of JAX's
-coordination service, from background threads, so no device collective is involved.
+`train.py` and `serve.py` call `join_processes` or `join_with_connections`, then work inside a
+`Watchdog`; the training loop adds a `PreemptionSignal`. Ranks exchange reports through the
+key-value store of JAX's coordination service, from background threads, so no device collective is
+involved.
 
 JAX's own failure handling stays in force: if a rank's heartbeats stop, JAX ends the whole run after
 `distributed.heartbeat_timeout_s`. An outside supervisor (`jmoe-supervise`, SLURM requeue,
@@ -34,7 +35,7 @@ import jax
 from jmoe.cluster import job
 from jmoe.cluster.clocks import HostClocks, RunningClock
 from jmoe.cluster.heartbeat import Heartbeat
-from jmoe.cluster.rendezvous import named, rendezvous
+from jmoe.cluster.rendezvous import connect_all_ranks, ranks_text
 from jmoe.config import DistributedConfig
 from jmoe.runtime import EXIT_LOST
 from jmoe.status import first_line
@@ -60,7 +61,7 @@ T = TypeVar("T")
 # Start
 
 
-def start(config: DistributedConfig) -> None:
+def join_processes(config: DistributedConfig) -> None:
     """Join the other processes of the run, if there are any. Call this before any other use of JAX.
 
     The processes are the ones that the configuration names; otherwise the ones of the SLURM, Open
@@ -68,7 +69,7 @@ def start(config: DistributedConfig) -> None:
     `start_timeout_s`, on every rank that is present, naming the missing ranks. Raises `ValueError`
     if two processes claim the same rank, or if the job has more GPUs than the run uses.
     """
-    for line in connect(config).values():
+    for line in join_with_connections(config).values():
         line.close()
     check_gpus(config)
 
@@ -100,21 +101,21 @@ def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
     alone = jax.process_count() == 1
     if alone and config.coordinator_address is None:
         job.check_all_nodes_used()
-    used = _local_gpus()
+    used = _num_local_gpus()
     if devices is not None and alone and devices < used:
-        job.check_all_used(devices, more=f"--devices {used}")
-    job.check_all_used(used)
+        job.check_all_gpus_used(devices, more=f"--devices {used}")
+    job.check_all_gpus_used(used)
 
 
-def _local_gpus() -> int:
+def _num_local_gpus() -> int:
     return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 
 
-def connect(
+def join_with_connections(
     config: DistributedConfig, *, rank_0_outlives: bool = False
 ) -> dict[int, socket.socket]:
-    """Join the other processes like `start`, without the GPU check, and return the open connections
-    of `rendezvous`.
+    """Join the other processes like `join_processes`, without the GPU check, and return the open
+    connections of `connect_all_ranks`.
 
     The result maps rank to socket, and is empty in a run of one process. The caller closes the
     sockets. rank_0_outlives: keep JAX from ending rank 0 when another rank dies, so that rank 0 can
@@ -126,15 +127,15 @@ def connect(
         processes = config.num_processes
         rank = config.process_id
     else:
-        detected = _detect(config.start_timeout_s)
+        detected = _detect_job(config.start_timeout_s)
         if detected is None:
             return {}
         address, processes, rank = detected
     if processes == 1:
         return {}
-    device_ids = job.local_device_ids(os.environ, job.visible_gpus())
+    device_ids = job.local_device_ids(os.environ, job.count_visible_gpus())
     deadline = time.monotonic() + config.start_timeout_s
-    lines = rendezvous(address, processes, rank, config.start_timeout_s)
+    lines = connect_all_ranks(address, processes, rank, config.start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.config.update("jax_enable_recoverability", rank_0_outlives)
@@ -149,11 +150,11 @@ def connect(
         shutdown_timeout_seconds=config.step_timeout_s,
     )
     # runs before JAX's own handler, which waits for all ranks
-    atexit.register(_leave_after_an_error)
+    atexit.register(_exit_if_failed)
     return lines
 
 
-def _leave_after_an_error(code: int = 0, linger_s: float = 0.0) -> None:
+def _exit_if_failed(code: int = 0, linger_s: float = 0.0) -> None:
     """End this rank at interpreter exit if it failed, skipping JAX's shutdown barrier, which would
     wait for the other ranks.
     """
@@ -164,7 +165,7 @@ def _leave_after_an_error(code: int = 0, linger_s: float = 0.0) -> None:
         os._exit(code or 1)
 
 
-def _detect(
+def _detect_job(
     timeout_s: float, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, int, int] | None:
     """Return (coordinator address, processes, rank) of the cluster job that JAX detects, or None
@@ -173,7 +174,7 @@ def _detect(
     Raises `ValueError` if a launcher started several processes but its variables are incomplete, or
     JAX cannot find the others.
     """
-    launcher = job.launcher(environment)
+    launcher = job.find_launcher(environment)
     if launcher is None:
         return None
     if launcher == "k8s":
@@ -248,13 +249,17 @@ class Watchdog:
         self._answered_s = math.inf
         self._closing = threading.Event()
         self._ending = threading.Lock()
-        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        self._threads = [threading.Thread(target=self._watch_limits, name="watchdog", daemon=True)]
         if self._client is not None:
             self._threads.append(
-                threading.Thread(target=self._report, name="watchdog reports", daemon=True)
+                threading.Thread(
+                    target=self._exchange_reports, name="watchdog reports", daemon=True
+                )
             )
             if self._rank > 0:  # not joined at exit: the thread waits for rank 0's end
-                threading.Thread(target=self._hold_line, name="line to rank 0", daemon=True).start()
+                threading.Thread(
+                    target=self._end_with_rank_0, name="line to rank 0", daemon=True
+                ).start()
 
     @contextlib.contextmanager
     def waiting_for(
@@ -290,18 +295,20 @@ class Watchdog:
                 self._wait, self._last = outer, label
         except Exception as error:
             if outer is None:
-                self._failed_in(label, error)
+                self._explain_failure(label, error)
             raise
 
     def progress_of_rank_0(self) -> str | None:
         """Return the progress text that rank 0's current wait last published, or None if there is
         none.
         """
-        report = _with_timeout(lambda: json.loads(self._client.key_value_try_get(f"{REPORTS}0")))
+        report = _result_within_timeout(
+            lambda: json.loads(self._client.key_value_try_get(f"{REPORTS}0"))
+        )
         return None if report is None else report["progress"]
 
     def __enter__(self) -> Watchdog:
-        self._show_life()
+        self._write_heartbeat()
         for thread in self._threads:
             thread.start()
         return self
@@ -312,30 +319,31 @@ class Watchdog:
         regular = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not regular and self._client is not None:
             words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
-            _with_timeout(lambda: self._publish(words, ends=False))
+            _result_within_timeout(lambda: self._publish_notice(words, ends=False))
             # the store ends with rank 0: let the other ranks read the notice first
             code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
-            atexit.register(
-                _leave_after_an_error, code, 2 * self._beat_s if self._rank == 0 else 0.0
-            )
+            atexit.register(_exit_if_failed, code, 2 * self._beat_s if self._rank == 0 else 0.0)
         self._closing.set()
         for thread in self._threads:
             thread.join(CALL_TIMEOUT_S)
         if self._heartbeat is not None:
             self._heartbeat.close()
         if regular and self._client is not None:
-            _with_timeout(lambda: self._beat(CLOSED))
+            _result_within_timeout(lambda: self._publish_report(CLOSED))
 
-    def _watch(self) -> None:
+    def _watch_limits(self) -> None:
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
-            wait, now_s = self._wait, self._clock.look()
-            self._show_life()
+            wait, now_s = self._wait, self._clock.skip_suspension()
+            self._write_heartbeat()
             # A call to a frozen coordinator returns nothing, not even an error; JAX then ends this
             # process unexplained.
             silent_s = now_s - self._answered_s
             if silent_s > 0.6 * self._heartbeat_timeout_s and not self._closing.is_set():
                 self._answered_s = math.inf
-                _say(f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at {self._at()}")
+                _print_to_stderr(
+                    f"{NO_COORDINATOR}, for {silent_s:.0f} s; this rank is at"
+                    f" {self._describe_position()}"
+                )
             if (
                 wait is not None
                 and now_s > wait.since + wait.timeout_s
@@ -344,16 +352,18 @@ class Watchdog:
                 if self._has_progressed(wait):
                     wait.since = self._clock.now()
                 else:
-                    self._give_up(wait)
+                    self._end_overdue_wait(wait)
 
-    def _show_life(self) -> None:
+    def _write_heartbeat(self) -> None:
         if self._heartbeat is not None:
-            self._heartbeat.beat(self._at(), self._waits, self._clock.now() - self._begun_s)
+            self._heartbeat.beat(
+                self._describe_position(), self._waits, self._clock.now() - self._begun_s
+            )
 
     def _has_progressed(self, wait: _Wait) -> bool:
         if wait.progress is None:
             return False
-        reports = _with_timeout(self._reports) or {}
+        reports = _result_within_timeout(self._read_reports) or {}
         now = {rank: report["progress"] for rank, report in reports.items()} | {
             self._rank: str(wait.progress())
         }
@@ -361,20 +371,22 @@ class Watchdog:
         wait.seen = now
         return changed
 
-    def _give_up(self, wait: _Wait) -> None:
+    def _end_overdue_wait(self, wait: _Wait) -> None:
         waited_s = self._clock.now() - wait.since
         words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.describe()}"
         words += " without progress" if wait.progress is not None else ""
         words += f" (limit {wait.timeout_s:g} s, {wait.option})"
-        reports = _with_timeout(self._reports)
+        reports = _result_within_timeout(self._read_reports)
         if self._client is not None:
-            words += "; " + (NO_COORDINATOR if reports is None else self._behind(reports))
-        _say(words)
+            words += "; " + (
+                NO_COORDINATOR if reports is None else self._describe_ranks_behind(reports)
+            )
+        _print_to_stderr(words)
         if reports:
-            _with_timeout(lambda: self._publish(words, ends=True))
-        self._end()
+            _result_within_timeout(lambda: self._publish_notice(words, ends=True))
+        self._exit_process()
 
-    def _end(self, *, stacks: bool = True) -> None:
+    def _exit_process(self, *, stacks: bool = True) -> None:
         self._ending.acquire()  # only the first thread prints and exits
         if stacks:
             faulthandler.dump_traceback(file=2)
@@ -385,7 +397,7 @@ class Watchdog:
             time.sleep(2.5 * self._beat_s)
         os._exit(EXIT_CODE)
 
-    def _behind(self, reports: dict[int, JsonObject]) -> str:
+    def _describe_ranks_behind(self, reports: dict[int, JsonObject]) -> str:
         lines = []
         for rank in range(self._processes):
             report = reports.get(rank)
@@ -395,7 +407,7 @@ class Watchdog:
                 lines.append(f"rank {rank} is behind, at {report['at']}")
         return "; ".join(lines) or f"all {self._processes} ranks have come as far"
 
-    def _failed_in(self, label: str, error: Exception) -> None:
+    def _explain_failure(self, label: str, error: Exception) -> None:
         """Print which silent or ended ranks explain this error, before the error propagates.
 
         If JAX raised the error and another rank explains it, this rank exits here: a traceback
@@ -404,29 +416,29 @@ class Watchdog:
         if self._client is None or self._closing.is_set():
             return
         # print at once: JAX may end this process at any moment
-        gone = f" ({NO_COORDINATOR})" if _coordinator_is_gone() else ""
-        _say(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
-        before = _with_timeout(self._reports)
+        gone = f" ({NO_COORDINATOR})" if _is_coordinator_silent() else ""
+        _print_to_stderr(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
+        before = _result_within_timeout(self._read_reports)
         time.sleep(2.5 * self._beat_s)
-        after = _with_timeout(self._reports)
+        after = _result_within_timeout(self._read_reports)
         if before is None or after is None:
-            _say(NO_COORDINATOR)
+            _print_to_stderr(NO_COORDINATOR)
             explained = True
         else:
-            ended = (_with_timeout(self._notices) or {}).keys() - {self._rank}
+            ended = (_result_within_timeout(self._read_notices) or {}).keys() - {self._rank}
             silent = [
                 r for r in after if r not in {self._rank, *ended} and before.get(r) == after[r]
             ]
             if silent:
-                _say(f"{named(silent)}: no sign of life, dead or stopped")
+                _print_to_stderr(f"{ranks_text(silent)}: no sign of life, dead or stopped")
             explained = bool(ended or silent)
         if explained and _comes_from_jax(error):
             words = f"rank {self._rank} was at {label}; ends too"
-            _say(words)
-            _with_timeout(lambda: self._publish(words, ends=False))
-            self._end(stacks=False)
+            _print_to_stderr(words)
+            _result_within_timeout(lambda: self._publish_notice(words, ends=False))
+            self._exit_process(stacks=False)
 
-    def _hold_line(self) -> None:
+    def _end_with_rank_0(self) -> None:
         """End this rank, with a line that says why, as soon as rank 0's process has ended.
 
         JAX's client notices it as well, and aborts the process with a stack that says nothing.
@@ -434,63 +446,70 @@ class Watchdog:
         while not self._closing.is_set():
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection(_coordinator(), CALL_TIMEOUT_S) as line,
+                socket.create_connection(_coordinator_address(), CALL_TIMEOUT_S) as line,
             ):
                 line.settimeout(None)
                 while line.recv(1 << 12):  # the server closes an idle connection after a while
                     pass
-            if not self._closing.is_set() and _coordinator_has_ended():
-                _say(
+            if not self._closing.is_set() and _is_connection_refused():
+                _print_to_stderr(
                     f"rank 0 (the coordinator) does not answer: dead; rank {self._rank} was at"
-                    f" {self._at()}; ends too"
+                    f" {self._describe_position()}; ends too"
                 )
-                self._end(stacks=False)
+                self._exit_process(stacks=False)
             self._closing.wait(self._beat_s)
 
     # Reports run in their own thread: a call to a stopped coordinator does not return
 
-    def _report(self) -> None:
+    def _exchange_reports(self) -> None:
         seen: set[str] = set()
         changed: dict[int, tuple[int, float]] = {}
         beat = 0
         while not self._closing.is_set():
             beat += 1
             try:
-                self._beat(beat)
+                self._publish_report(beat)
                 self._answered_s = self._clock.now()
                 if self._rank == 0:
-                    self._look_for_silence(changed)
-                for rank, notice in self._notices().items():
+                    self._publish_silent_ranks(changed)
+                for rank, notice in self._read_notices().items():
                     if rank != self._rank and notice["line"] not in seen:
                         seen.add(notice["line"])
-                        _say(notice["line"])
+                        _print_to_stderr(notice["line"])
                         if notice["ends"]:
-                            _say(f"rank {self._rank} was at {self._at()}; ends too")
-                            self._end()
+                            _print_to_stderr(
+                                f"rank {self._rank} was at {self._describe_position()}; ends too"
+                            )
+                            self._exit_process()
             except jax.errors.JaxRuntimeError as error:
                 self._answered_s = math.inf
                 if not self._closing.is_set():
-                    _say(f"{NO_COORDINATOR}: {first_line(error)}")
+                    _print_to_stderr(f"{NO_COORDINATOR}: {first_line(error)}")
                 return
             self._closing.wait(self._beat_s)
 
-    def _beat(self, beat: int) -> None:
+    def _publish_report(self, beat: int) -> None:
         wait = self._wait
         progress = str(wait.progress()) if wait is not None and wait.progress is not None else None
-        report = {"beat": beat, "waits": self._waits, "at": self._at(), "progress": progress}
+        report = {
+            "beat": beat,
+            "waits": self._waits,
+            "at": self._describe_position(),
+            "progress": progress,
+        }
         report |= {"host": socket.gethostname(), "time": time.time()}
         self._client.key_value_set(
             f"{REPORTS}{self._rank}", json.dumps(report), allow_overwrite=True
         )
 
-    def _look_for_silence(self, changed: dict[int, tuple[int, float]]) -> None:
+    def _publish_silent_ranks(self, changed: dict[int, tuple[int, float]]) -> None:
         """Publish, on rank 0, which ranks stopped reporting, before JAX ends the run for missing
         heartbeats.
         """
         now, begun_s = self._clock.now(), time.time()
-        reports = self._reports()
-        for line in self._clocks.look(reports, begun_s):
-            _say(line)
+        reports = self._read_reports()
+        for line in self._clocks.skew_warnings(reports, begun_s):
+            _print_to_stderr(line)
         for rank, report in reports.items():
             if rank not in changed or changed[rank][0] != report["beat"]:
                 changed[rank] = (report["beat"], now)
@@ -501,28 +520,28 @@ class Watchdog:
                     f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at"
                     f" {report['at']}"
                 )
-                self._publish(words, ends=False, rank=rank)
+                self._publish_notice(words, ends=False, rank=rank)
 
-    def _at(self) -> str:
+    def _describe_position(self) -> str:
         wait = self._wait
         if wait is None:
             return f"the end of {self._last}"
         return f"{wait.describe()} since {self._clock.now() - wait.since:.0f} s"
 
-    def _publish(self, line: str, *, ends: bool, rank: int | None = None) -> None:
+    def _publish_notice(self, line: str, *, ends: bool, rank: int | None = None) -> None:
         key = f"{NOTICES}{self._rank if rank is None else rank}"
         self._client.key_value_set(
             key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True
         )
 
-    def _reports(self) -> dict[int, JsonObject]:
-        return {} if self._client is None else _read(self._client, REPORTS)
+    def _read_reports(self) -> dict[int, JsonObject]:
+        return {} if self._client is None else _read_json_by_rank(self._client, REPORTS)
 
-    def _notices(self) -> dict[int, JsonObject]:
-        return _read(self._client, NOTICES)
+    def _read_notices(self) -> dict[int, JsonObject]:
+        return _read_json_by_rank(self._client, NOTICES)
 
 
-def watchdog_of(limits: DistributedConfig) -> Watchdog:
+def make_watchdog(limits: DistributedConfig) -> Watchdog:
     """Return a `Watchdog` with the time limits and the heartbeat file that the configuration
     gives.
     """
@@ -568,7 +587,9 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
         try:
             value = call()
         except Exception as error:
-            answer = json.dumps({"error": _shared_kind(error), "words": _shared_arguments(error)})
+            answer = json.dumps(
+                {"error": _shared_error_name(error), "words": _shared_error_arguments(error)}
+            )
             store.key_value_set(f"{ANSWERS}{name}", answer)
             raise
         store.key_value_set(f"{ANSWERS}{name}", json.dumps({"value": value}))
@@ -584,13 +605,13 @@ def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
     return str(answer["value"])
 
 
-def _shared_kind(error: Exception) -> str:
+def _shared_error_name(error: Exception) -> str:
     """Return the name of the error that the other ranks raise for rank 0's `error`."""
     kinds = (name for name, kind in SHARED_ERRORS.items() if isinstance(error, kind))
     return next(kinds, RuntimeError.__name__)
 
 
-def _shared_arguments(error: Exception) -> list[Any]:
+def _shared_error_arguments(error: Exception) -> list[Any]:
     """Return the arguments of the other ranks' error, which give it the words of `error`."""
     if isinstance(error, OSError) and error.errno is not None:
         return [
@@ -611,7 +632,7 @@ def key_value_client() -> Any:
     return distributed.global_state.client
 
 
-def _coordinator() -> tuple[str, int]:
+def _coordinator_address() -> tuple[str, int]:
     """Return (host, port) of JAX's coordinator."""
     from jax._src import distributed
 
@@ -619,23 +640,23 @@ def _coordinator() -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _coordinator_is_gone() -> bool:
+def _is_coordinator_silent() -> bool:
     """Return True if nothing answers at the coordinator's address. A live gRPC server sends the
     first byte at once.
     """
     try:
-        with socket.create_connection(_coordinator(), timeout=0.5) as line:
+        with socket.create_connection(_coordinator_address(), timeout=0.5) as line:
             return not line.recv(1)
     except OSError:
         return True
 
 
-def _coordinator_has_ended() -> bool:
+def _is_connection_refused() -> bool:
     """Return True only if the coordinator's host refuses the connection; False if the host does not
     answer.
     """
     try:
-        with socket.create_connection(_coordinator(), timeout=CALL_TIMEOUT_S):
+        with socket.create_connection(_coordinator_address(), timeout=CALL_TIMEOUT_S):
             return False
     except ConnectionRefusedError:
         return True
@@ -650,28 +671,28 @@ def _comes_from_jax(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _read(store: Any, folder: str) -> dict[int, Json]:
+def _read_json_by_rank(store: Any, folder: str) -> dict[int, Json]:
     return {
         int(key.rpartition("/")[2]): json.loads(value)
         for key, value in store.key_value_dir_get(folder)
     }
 
 
-def _with_timeout(call: Callable[[], T]) -> T | None:
+def _result_within_timeout(call: Callable[[], T]) -> T | None:
     """Return the call's result, or None if it fails or is not back after `CALL_TIMEOUT_S`."""
     result: list[T] = []
 
-    def run() -> None:
+    def run_call() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             result.append(call())
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run_call, daemon=True)
     thread.start()
     thread.join(CALL_TIMEOUT_S)
     return result[0] if result else None
 
 
-def _say(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(f"jmoe: {line}", file=sys.stderr, flush=True)
 
 
@@ -698,13 +719,15 @@ class AgreedStep:
         self._client = key_value_client()
         self._closing = threading.Event()
 
-    def listen(self) -> None:
+    def start_listening(self) -> None:
         """Start a thread that watches for requests made on other ranks."""
         if self._client is not None:
-            threading.Thread(target=self._listen, name="agreed step", daemon=True).start()
+            threading.Thread(
+                target=self._listen_for_requests, name="agreed step", daemon=True
+            ).start()
 
     def close(self) -> None:
-        """Stop the thread that `listen` started."""
+        """Stop the thread that `start_listening` started."""
         self._closing.set()
 
     def is_reached(self, step: int) -> bool:
@@ -721,15 +744,15 @@ class AgreedStep:
             )
             self._published = True
         if self._step is None:
-            steps = _read(self._client, self._keys)
+            steps = _read_json_by_rank(self._client, self._keys)
             if len(steps) == jax.process_count():
                 self._step = max(steps.values()) + self._margin_steps
         return self._step is not None and step >= self._step
 
-    def _listen(self) -> None:
+    def _listen_for_requests(self) -> None:
         while not self.asked.is_set() and not self._closing.wait(self._poll_s):
             try:
-                if _read(self._client, self._keys):
+                if _read_json_by_rank(self._client, self._keys):
                     self.asked.set()
             except jax.errors.JaxRuntimeError:
                 return  # no coordinator, no run: JAX ends this process
@@ -751,12 +774,12 @@ class RequestSignal:
         self.name = self.NUMBER.name
         self._poll_s = poll_s
 
-    def _begin(self) -> None:
+    def _begin_agreement(self) -> None:
         self._agreed = AgreedStep(f"{ASKED}{self.times}/", steps_in_flight=0, poll_s=self._poll_s)
-        self._agreed.listen()
+        self._agreed.start_listening()
 
     def __enter__(self) -> RequestSignal:
-        self._begin()
+        self._begin_agreement()
         signal.signal(self.NUMBER, lambda *_: self._agreed.asked.set())
         return self
 
@@ -766,14 +789,14 @@ class RequestSignal:
         signal.signal(self.NUMBER, signal.SIG_IGN)
         self._agreed.close()
 
-    def requested(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return True, once per request and on all ranks alike, if the request is due before
         `step`.
         """
         if not self._agreed.is_reached(step):
             return False
         self.times += 1
-        self._begin()
+        self._begin_agreement()
         return True
 
 
@@ -804,8 +827,8 @@ class PreemptionSignal:
             stays = number in (signal.SIGINT, signal.SIGHUP)
             if not stays or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, lambda *_: self._asked.set())
-        threading.Thread(target=self._hear, name="signals", daemon=True).start()
-        self._agreed.listen()
+        threading.Thread(target=self._announce_signals, name="signals", daemon=True).start()
+        self._agreed.start_listening()
         return self
 
     def __exit__(
@@ -818,13 +841,13 @@ class PreemptionSignal:
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._tell)
 
-    def requested(self, step: int) -> bool:
+    def must_stop_after(self, step: int) -> bool:
         """Return True if the run must stop after `step`, which has just finished. Every rank gets
         the same answer for the same step.
         """
         return self._agreed.is_reached(step)
 
-    def _hear(self) -> None:
+    def _announce_signals(self) -> None:
         """Print a message for each signal as soon as it arrives, even while the main thread is
         inside XLA.
         """
@@ -832,12 +855,12 @@ class PreemptionSignal:
         while numbers := os.read(self._heard, 64):
             for number in numbers:
                 if number == signal.SIGINT and number in told:
-                    _say("a second Ctrl-C: ended at once, nothing is saved")
+                    _print_to_stderr("a second Ctrl-C: ended at once, nothing is saved")
                     os._exit(128 + number)
                 if number in self._previous and number not in told:
                     told.add(number)
                     again = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
-                    _say(
+                    _print_to_stderr(
                         f"{signal.Signals(number).name}: the run finishes this step, saves and"
                         f" stops{again}"
                     )

@@ -71,7 +71,7 @@ class Listener:
         # (time stamp of the file, when that was first seen)
         self._changed = [(0, clock())] * processes
 
-    def look(self) -> None:
+    def read_time_stamps(self) -> None:
         now = self._clock()
         for rank, path in enumerate(self._paths):
             try:
@@ -89,11 +89,11 @@ class Listener:
     def has_begun(self, rank: int) -> bool:
         return self._changed[rank][0] != 0
 
-    def at(self, rank: int) -> str:
+    def last_activity(self, rank: int) -> str:
         """Return what the rank was doing at its last beat; "" before its first beat."""
         return str(read_heartbeat(self._paths[rank]).get("at", ""))
 
-    def local_devices(self) -> int | None:
+    def devices_per_process(self) -> int | None:
         """Return the number of devices per process, or None before any rank has reported it."""
         said = [read_heartbeat(path).get("devices") for path in self._paths]
         return next((int(number) for number in said if number), None)

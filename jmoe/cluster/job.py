@@ -32,7 +32,7 @@ OPTIONS = (
 )
 
 
-def launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] | None:
+def find_launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] | None:
     """Return JAX's name of the launcher that started this process as one of several; None if the
     process is alone.
 
@@ -41,15 +41,17 @@ def launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] 
     """
     if "JOB_COMPLETION_INDEX" in environment:
         if "KUBERNETES_SERVICE_HOST" not in environment:
-            raise _half_set("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", environment)
+            raise _missing_variable_error(
+                "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", environment
+            )
         return "k8s"
     if names := [name for name in environment if name.startswith("OMPI_COMM_WORLD_")]:
-        return "ompi" if _several(OPEN_MPI, names[0], environment) else None
+        return "ompi" if _has_several_processes(OPEN_MPI, names[0], environment) else None
     # sbatch gives its own script rank 0, and the count of the tasks that srun would start
     step = [name for name in environment if name.startswith("SLURM_STEP")]
     step += [name for name in SLURM[1:3] if environment.get(name, "0") != "0"]
     if step:
-        return "slurm" if _several(SLURM, step[0], environment) else None
+        return "slurm" if _has_several_processes(SLURM, step[0], environment) else None
     for count, rank, program in UNSUPPORTED:
         if rank in environment and environment.get(count, "1") != "1":
             raise ValueError(
@@ -59,22 +61,26 @@ def launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] 
     return None
 
 
-def _several(names: tuple[str, ...], told_by: str, environment: Mapping[str, str]) -> bool:
+def _has_several_processes(
+    names: tuple[str, ...], told_by: str, environment: Mapping[str, str]
+) -> bool:
     """Return True if a launcher that sets these variables started more than one process."""
     count, rank = names[:2]
     if environment.get(count) == "1":
         return False
     for name in names:
         if name not in environment:
-            raise _half_set(name, told_by, environment)
-    if _number(rank, environment) >= _number(count, environment):
+            raise _missing_variable_error(name, told_by, environment)
+    if _parse_number(rank, environment) >= _parse_number(count, environment):
         raise ValueError(
             f"{rank} = {environment[rank]}: must be less than {count} = {environment[count]}"
         )
     return True
 
 
-def _half_set(missing: str, told_by: str, environment: Mapping[str, str]) -> ValueError:
+def _missing_variable_error(
+    missing: str, told_by: str, environment: Mapping[str, str]
+) -> ValueError:
     return ValueError(
         f"{missing} is not set, but {told_by} = {environment[told_by]} says that this process is"
         " one of a job's; pass on all variables of the launcher, of which a container may have"
@@ -82,7 +88,7 @@ def _half_set(missing: str, told_by: str, environment: Mapping[str, str]) -> Val
     )
 
 
-def _number(name: str, environment: Mapping[str, str]) -> int:
+def _parse_number(name: str, environment: Mapping[str, str]) -> int:
     value = environment[name]
     if not (value.isascii() and value.isdigit()):
         raise ValueError(f"{name} = {value!r}: must be a number, as the job's launcher sets it")
@@ -105,21 +111,23 @@ def node_task(environment: Mapping[str, str]) -> NodeTask:
     rank, size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     if (rank in environment) != (size in environment):
         missing, told_by = (size, rank) if rank in environment else (rank, size)
-        raise _half_set(missing, told_by, environment)
+        raise _missing_variable_error(missing, told_by, environment)
     if size in environment:
-        return NodeTask(_number(rank, environment), _number(size, environment))
+        return NodeTask(_parse_number(rank, environment), _parse_number(size, environment))
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_LOCALID" in environment:
-        return NodeTask(_number("SLURM_LOCALID", environment), _slurm_processes(environment))
+        return NodeTask(
+            _parse_number("SLURM_LOCALID", environment), _slurm_processes_on_node(environment)
+        )
     return NodeTask(0, 1)
 
 
-def _slurm_processes(environment: Mapping[str, str]) -> int:
+def _slurm_processes_on_node(environment: Mapping[str, str]) -> int:
     """Return the number of the job step's processes on this node.
 
     SLURM lists the numbers of all nodes in a short form: `2(x3),1` stands for 2, 2, 2, 1.
     """
     name = "SLURM_STEP_TASKS_PER_NODE"
-    node = _number("SLURM_NODEID", {"SLURM_NODEID": "0", **environment})
+    node = _parse_number("SLURM_NODEID", {"SLURM_NODEID": "0", **environment})
     counts: list[int] = []
     for word in environment[name].split(","):
         if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)) is None:
@@ -133,7 +141,7 @@ def _slurm_processes(environment: Mapping[str, str]) -> int:
     return counts[node]
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     """Return how many GPUs CUDA shows this process; 0 without NVIDIA's driver. JAX may be
     initialized afterwards.
     """
@@ -154,7 +162,7 @@ def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
         value = environment.get(name, "")
         if value:
             by_count = name.endswith("NODE")
-            return _number(name, environment) if by_count else len(value.split(",")), name
+            return _parse_number(name, environment) if by_count else len(value.split(",")), name
     devices = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     if "KUBERNETES_SERVICE_HOST" in environment and devices not in ("", "all", "none", "void"):
         return len(devices.split(",")), "NVIDIA_VISIBLE_DEVICES"
@@ -205,14 +213,14 @@ def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] 
     return list(range(task.number * share, (task.number + 1) * share))
 
 
-def hosts_line(device_counts_of_hosts: list[int]) -> str:
+def describe_hosts(device_counts_of_hosts: list[int]) -> str:
     """Return text such as `64 devices on 8 hosts`, listing the counts if hosts differ."""
     hosts, even = len(device_counts_of_hosts), len({*device_counts_of_hosts}) == 1
     each = "" if even else f": {', '.join(map(str, device_counts_of_hosts))}"
     return f"{sum(device_counts_of_hosts)} devices on {hosts} host{'s' * (hosts > 1)}{each}"
 
 
-def check_all_used(
+def check_all_gpus_used(
     used: int, environment: Mapping[str, str] = os.environ, *, more: str = ""
 ) -> None:
     """Raise `ValueError` if the job has more GPUs on this node than the run uses, unless
@@ -251,7 +259,7 @@ def check_all_nodes_used(environment: Mapping[str, str] = os.environ) -> None:
     several nodes.
     """
     name = "SLURM_JOB_NUM_NODES"
-    nodes = _number(name, {name: "1", **environment})
+    nodes = _parse_number(name, {name: "1", **environment})
     if (
         nodes > 1
         and "SLURM_STEP_NODELIST" not in environment

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from jmoe.cluster.clocks import SKEW_S, disk_time
+from jmoe.cluster.clocks import SKEW_S, probe_disk_time
 from jmoe.cluster.heartbeat import CLOSED, read_heartbeat
 from jmoe.cluster.restarts import METRICS, read_progress
 from jmoe.config import DistributedConfig
@@ -103,21 +103,21 @@ def read_overview(folder: Path) -> RunOverview:
     folder of a run.
     """
     _check_run_folder(folder)
-    config, events = _json(folder / "config.json"), _supervised(folder)
+    config, events = _read_json_object(folder / "config.json"), _read_supervisor_events(folder)
     own_now = time.time()
-    now = disk_time(folder) or max(own_now, _time_of(folder / METRICS) or 0.0)
-    steps, resumes = _last_steps(folder / METRICS)
+    now = probe_disk_time(folder) or max(own_now, _modification_time(folder / METRICS) or 0.0)
+    steps, resumes = _read_last_steps(folder / METRICS)
     progress, last = read_progress(folder), steps[-1] if steps else {}
     rates = [step for step in steps if not step.get("compiled")]
     checkpoint = progress.checkpoint if progress.checkpoint >= 0 else None
     checkpoint_time = (
-        None if checkpoint is None else _time_of(folder / "checkpoints" / str(checkpoint))
+        None if checkpoint is None else _modification_time(folder / "checkpoints" / str(checkpoint))
     )
-    ranks, starts = _ranks(folder, config, now), _starts(events)
+    ranks, starts = _read_rank_signs(folder, config, now), _start_events(events)
     num_steps, steps_done = config.get("num_steps"), progress.step + 1
-    seen = _Seen(config, events, ranks, now)
-    state, why = _state(folder, seen, steps_done, num_steps, checkpoint)
-    run = str(_json(folder / IDENTITY).get("run", folder.resolve().name))
+    seen = _Evidence(config, events, ranks, now)
+    state, why = _state_and_reason(folder, seen, steps_done, num_steps, checkpoint)
+    run = str(_read_json_object(folder / IDENTITY).get("run", folder.resolve().name))
     return RunOverview(
         folder=str(folder),
         run=run,
@@ -126,17 +126,17 @@ def read_overview(folder: Path) -> RunOverview:
         attempt=starts[-1].get("attempt") if starts else None,
         steps=steps_done,
         num_steps=num_steps,
-        loss=_number(last, "loss"),
+        loss=_step_value(last, "loss"),
         tokens_per_s=median(step["tokens_per_s"] for step in rates) if rates else None,
         step_s=median(step["step_s"] for step in rates) if rates else None,
-        step_age_s=None if not steps else _age(_time_of(folder / METRICS), now),
+        step_age_s=None if not steps else _age_s(_modification_time(folder / METRICS), now),
         checkpoint=checkpoint,
-        checkpoint_age_s=_age(checkpoint_time, now),
-        snapshot=_snapshot(config, run, own_now),
+        checkpoint_age_s=_age_s(checkpoint_time, now),
+        snapshot=_find_newest_snapshot(config, run, own_now),
         restarts=max(len(starts) - 1, resumes),
-        last_end=_last_end(events),
+        last_end=_last_end_reason(events),
         ranks=ranks,
-        slowest_rank=slowest(ranks) if state == "running" else None,
+        slowest_rank=find_slowest_rank(ranks) if state == "running" else None,
         tiers=last.get("tiers"),
         clock_ahead_s=own_now - now,
     )
@@ -154,12 +154,12 @@ def _check_run_folder(folder: Path) -> None:
     raise ValueError(f"run = {str(folder)!r}: must be the output folder of a run, and {missing}")
 
 
-def _starts(events: list[JsonObject]) -> list[JsonObject]:
+def _start_events(events: list[JsonObject]) -> list[JsonObject]:
     """Return the supervisor's records of attempts that began."""
     return [event for event in events if event["event"] == "start"]
 
 
-def _last_end(events: list[JsonObject]) -> str:
+def _last_end_reason(events: list[JsonObject]) -> str:
     """Return why the last attempt under a supervisor ended; "" if none has."""
     ends = [
         str(event.get("why") or event.get("kind", ""))
@@ -169,7 +169,7 @@ def _last_end(events: list[JsonObject]) -> str:
     return ends[-1] if ends else ""
 
 
-def slowest(ranks: tuple[RankSign, ...]) -> int | None:
+def find_slowest_rank(ranks: tuple[RankSign, ...]) -> int | None:
     """Return the rank that holds up the others, or None.
 
     It is the rank that has been silent longest, or else the rank that began its current wait last.
@@ -178,12 +178,12 @@ def slowest(ranks: tuple[RankSign, ...]) -> int | None:
     if silent:
         return max(silent, key=lambda rank: rank.silent_s).rank
     at_work = [rank for rank in ranks if rank.at != CLOSED]
-    late_s = {rank.rank: max(_late_s(rank, other) for other in at_work) for rank in at_work}
+    late_s = {rank.rank: max(_seconds_behind(rank, other) for other in at_work) for rank in at_work}
     late = [rank for rank in at_work if late_s[rank.rank] > LATE_S]
     return min(late, key=lambda rank: (rank.waits, -late_s[rank.rank])).rank if late else None
 
 
-def _late_s(rank: RankSign, other: RankSign) -> float:
+def _seconds_behind(rank: RankSign, other: RankSign) -> float:
     """Return how many seconds later than `other` this rank began the same wait, or has still not
     begun it.
 
@@ -199,20 +199,23 @@ def _late_s(rank: RankSign, other: RankSign) -> float:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Evidence:
     config: JsonObject
     events: list[JsonObject]
     ranks: tuple[RankSign, ...]
     now: float
 
 
-def _state(
-    folder: Path, seen: _Seen, done: int, num_steps: int | None, checkpoint: int | None
+def _state_and_reason(
+    folder: Path, seen: _Evidence, done: int, num_steps: int | None, checkpoint: int | None
 ) -> tuple[State, str]:
     """Return the run's state and a clause that gives the evidence for it."""
-    owner = _json(folder / LOCK)
-    held, elsewhere = _held(folder / LOCK), owner.get("host") not in (None, socket.gethostname())
-    silent_s, limit_s = _silence(folder, seen)
+    owner = _read_json_object(folder / LOCK)
+    held, elsewhere = (
+        _is_locked(folder / LOCK),
+        owner.get("host") not in (None, socket.gethostname()),
+    )
+    silent_s, limit_s = _silence_and_limit_s(folder, seen)
     by = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a process"
     if held:
         return "running", f"{by} holds the folder"
@@ -228,7 +231,7 @@ def _state(
     awaited = bool(seen.events) and (
         seen.events[-1]["event"] == "start" or seen.events[-1].get("kind") != "done"
     )
-    if awaited and _held(folder / SUPERVISE / "lock"):
+    if awaited and _is_locked(folder / SUPERVISE / "lock"):
         return "starting", "its supervisor starts its processes"
     if checkpoint is not None and checkpoint == done:
         return "stopped", "no process is left, all steps so far are saved"
@@ -241,7 +244,7 @@ def _state(
     return "dead", f"{silent}, {lost}"
 
 
-def _held(path: Path) -> bool | None:
+def _is_locked(path: Path) -> bool | None:
     """Return True if a process holds `flock` on the file, False if none does, and None if the file
     system cannot tell.
     """
@@ -255,21 +258,21 @@ def _held(path: Path) -> bool | None:
         return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
 
 
-def _silence(folder: Path, seen: _Seen) -> tuple[float, float]:
+def _silence_and_limit_s(folder: Path, seen: _Evidence) -> tuple[float, float]:
     """Return (seconds since the run's last sign of life, seconds of silence after which the run
     counts as dead).
     """
     limits = dataclasses.asdict(DistributedConfig()) | seen.config.get("distributed", {})
     if seen.ranks:
         return min(rank.silent_s for rank in seen.ranks), 5.0 + 1.5 * limits["heartbeat_timeout_s"]
-    ages = [_age(_time_of(folder / name), seen.now) for name in (METRICS, LOCK)]
+    ages = [_age_s(_modification_time(folder / name), seen.now) for name in (METRICS, LOCK)]
     known = [age for age in ages if age is not None]
     return min(known, default=float("inf")), max(
         limits["step_timeout_s"], limits["start_timeout_s"]
     )
 
 
-def _ranks(folder: Path, config: JsonObject, now: float) -> tuple[RankSign, ...]:
+def _read_rank_signs(folder: Path, config: JsonObject, now: float) -> tuple[RankSign, ...]:
     """Return the heartbeats of the most recent attempt that left any, sorted by rank."""
     beats = sorted(
         folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2])
@@ -278,7 +281,7 @@ def _ranks(folder: Path, config: JsonObject, now: float) -> tuple[RankSign, ...]
     beats = beats or ([Path(configured)] if configured else [])
     ranks = []
     for path in beats[-1].glob("rank-*.json") if beats else ():
-        beat, beat_time = read_heartbeat(path), _time_of(path)
+        beat, beat_time = read_heartbeat(path), _modification_time(path)
         if beat and beat_time is not None:
             rank = int(path.stem.partition("-")[2])
             silent_s = max(0.0, now - beat_time)
@@ -290,7 +293,7 @@ def _ranks(folder: Path, config: JsonObject, now: float) -> tuple[RankSign, ...]
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
-def _snapshot(config: JsonObject, run: str, now: float) -> SnapshotSign | None:
+def _find_newest_snapshot(config: JsonObject, run: str, now: float) -> SnapshotSign | None:
     """Return the newest snapshot that `jmoe/run/snapshots.py` left in this host's memory, or
     None.
     """
@@ -298,7 +301,7 @@ def _snapshot(config: JsonObject, run: str, now: float) -> SnapshotSign | None:
     times: dict[int, dict[int, float]] = {}
     for path in Path(memory_dir).absolute().glob(f"jmoe-{run}/*-of-*") if memory_dir else ():
         step, _, rank = path.name.partition("-of-")
-        moment = _time_of(path)
+        moment = _modification_time(path)
         if step.isdigit() and rank.isdigit() and moment is not None:
             times.setdefault(int(step), {})[int(rank)] = moment
     if not times:
@@ -310,7 +313,7 @@ def _snapshot(config: JsonObject, run: str, now: float) -> SnapshotSign | None:
 # Files, any of which may be half-written
 
 
-def _last_steps(metrics: Path) -> tuple[list[JsonObject], int]:
+def _read_last_steps(metrics: Path) -> tuple[list[JsonObject], int]:
     """Return (records of the last `RATE_STEPS` steps, number of times the run was resumed)."""
     last: deque[bytes] = deque(maxlen=RATE_STEPS)
     resumes = 0
@@ -320,51 +323,53 @@ def _last_steps(metrics: Path) -> tuple[list[JsonObject], int]:
                 last.append(line)
             resumes += line.startswith(b'{"event": "resume"') and line.endswith(b"\n")
     return [
-        record for record in map(_object, last) if {"tokens_per_s", "step_s"} <= record.keys()
+        record
+        for record in map(_parse_json_object, last)
+        if {"tokens_per_s", "step_s"} <= record.keys()
     ], resumes
 
 
-def _supervised(folder: Path) -> list[JsonObject]:
+def _read_supervisor_events(folder: Path) -> list[JsonObject]:
     """Return the supervisor's start and end events in order; empty without a supervisor."""
     with contextlib.suppress(OSError), (folder / SUPERVISE / EVENTS).open("rb") as file:
-        return [event for event in map(_object, file) if "event" in event]
+        return [event for event in map(_parse_json_object, file) if "event" in event]
     return []
 
 
-def _json(path: Path) -> JsonObject:
+def _read_json_object(path: Path) -> JsonObject:
     """Return the JSON object in a file; an empty dict if the file is missing or incomplete."""
     with contextlib.suppress(OSError):
-        return _object(path.read_bytes())
+        return _parse_json_object(path.read_bytes())
     return {}
 
 
-def _object(text: bytes) -> JsonObject:
+def _parse_json_object(text: bytes) -> JsonObject:
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}
     return {}
 
 
-def _number(record: JsonObject, name: str) -> float | None:
+def _step_value(record: JsonObject, name: str) -> float | None:
     """Return a value of a step's record; non-finite values are stored apart, under `non_finite`."""
     apart = record.get("non_finite", {})
     return float(apart[name]) if name in apart else record.get(name)
 
 
-def _time_of(path: Path) -> float | None:
+def _modification_time(path: Path) -> float | None:
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return None
 
 
-def _age(moment: float | None, now: float) -> float | None:
+def _age_s(moment: float | None, now: float) -> float | None:
     return None if moment is None else max(0.0, now - moment)
 
 
 # In words
 
 
-def lines(run: RunOverview) -> Iterator[str]:
+def overview_lines(run: RunOverview) -> Iterator[str]:
     """Yield the overview as text, one line for each known fact."""
     attempt = f", attempt {run.attempt}" if run.attempt is not None else ""
     yield f"{run.run} in {run.folder}: {run.state} ({run.why}{attempt})"
@@ -381,7 +386,7 @@ def lines(run: RunOverview) -> Iterator[str]:
     )
     if run.num_steps is not None and run.steps > run.num_steps:
         of = f", more than the {run.num_steps:,} that it was last told"
-    yield f"steps         {run.steps:,}{of}{_ago(run.step_age_s)}"
+    yield f"steps         {run.steps:,}{of}{_age_text(run.step_age_s)}"
     if run.tokens_per_s is not None:
         yield f"rate          {run.tokens_per_s:,.0f} tokens/s, {run.step_s:.3g} s a step"
     if run.loss is not None:
@@ -389,12 +394,12 @@ def lines(run: RunOverview) -> Iterator[str]:
     saved = (
         "none yet"
         if run.checkpoint is None
-        else f"step {run.checkpoint:,}{_ago(run.checkpoint_age_s)}"
+        else f"step {run.checkpoint:,}{_age_text(run.checkpoint_age_s)}"
     )
     yield f"checkpoint    {saved}"
     if run.snapshot is not None:
         ranks = ", ".join(map(str, run.snapshot.ranks))
-        age = _ago(run.snapshot.age_s)
+        age = _age_text(run.snapshot.age_s)
         yield (
             f"in memory     step {run.snapshot.step:,}{age}; on this host the shards of process"
             f" {ranks}"
@@ -417,5 +422,5 @@ def lines(run: RunOverview) -> Iterator[str]:
         )
 
 
-def _ago(age_s: float | None) -> str:
+def _age_text(age_s: float | None) -> str:
     return "" if age_s is None else f", {age_s:,.0f} s ago"

@@ -41,7 +41,7 @@ def gather_json(value: Json) -> list[Json]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(texts, sizes, strict=True)]
 
 
-def check_alike(name: str, identify: Callable[[], str]) -> None:
+def check_same_identity(name: str, identify: Callable[[], str]) -> None:
     """Raise `ValueError` on every process if any process's identity differs from process 0's.
 
     name: setting to blame in the message. identify: returns a text, such as a hash, of the file
@@ -57,7 +57,7 @@ def check_alike(name: str, identify: Callable[[], str]) -> None:
     check(not others, name, views[0][:16], constraint)
 
 
-def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
+def split_into_rounds(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
     """Return the (from, to) pairs split into rounds, such that no process sends or receives twice
     in a round.
     """
@@ -86,11 +86,11 @@ def exchange_bytes(
         piece, room = outgoing[begin : begin + chunk_bytes], incoming[begin : begin + chunk_bytes]
         chunk_1C = np.zeros((1, chunk_bytes), np.uint8)
         chunk_1C[0, : piece.size] = piece
-        room[:] = _sent(chunk_1C, pairs)[0, : room.size]
+        room[:] = _permute_chunk(chunk_1C, pairs)[0, : room.size]
 
 
-def _sent(chunk_1C: NDArray[np.uint8], pairs: Pairs) -> NDArray[np.uint8]:
-    sharding, send = _sender(pairs)
+def _permute_chunk(chunk_1C: NDArray[np.uint8], pairs: Pairs) -> NDArray[np.uint8]:
+    sharding, send = _sharding_and_permute(pairs)
     own = next(d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index())
     shape = (jax.process_count(), chunk_1C.shape[1])
     chunk_PC = jax.make_array_from_single_device_arrays(
@@ -100,7 +100,7 @@ def _sent(chunk_1C: NDArray[np.uint8], pairs: Pairs) -> NDArray[np.uint8]:
 
 
 @functools.cache
-def _sender(pairs: Pairs) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+def _sharding_and_permute(pairs: Pairs) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     mesh = process_mesh()
     send = jax.shard_map(
         lambda chunk_PC: jax.lax.ppermute(chunk_PC, PROCESS, pairs),

@@ -27,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jmoe.memory.host_memory import oom_kills
+from jmoe.memory.host_memory import count_oom_kills
 
 # only the supervisor sends these
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -84,19 +84,19 @@ class RemoteProcess:
         return self._process.stdout.fileno()
 
     def start(self, order: LaunchOrder) -> None:
-        self._write(json.dumps(dataclasses.asdict(order)))
+        self._write_line(json.dumps(dataclasses.asdict(order)))
 
     def send_signal(self, number: int) -> None:
-        self._write(str(int(number)))
+        self._write_line(str(int(number)))
 
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Return the exit code of the process, or 128 + the number of the signal that killed it;
         None while it runs.
         """
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def last_words(self) -> str:
+    def read_launch_error(self) -> str:
         """Return the launcher's message about a process that it could not start, or that SIGKILL
         ended; empty if the launcher was killed too.
         """
@@ -122,14 +122,14 @@ class RemoteProcess:
             self._process.wait()
         self._process.stdout.close()
 
-    def _write(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the launcher has ended
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
 
-def answered(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteProcess]:
+def wait_for_launchers(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteProcess]:
     """Return the remote processes whose launcher has answered, waiting at most `timeout_s`
     seconds.
     """
@@ -166,7 +166,7 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def run(order: LaunchOrder, commands: int) -> int:
+def run_order(order: LaunchOrder, commands: int) -> int:
     """Run the ordered command to its end; return its exit code, or 128 + the number of the signal
     that killed it.
 
@@ -175,7 +175,7 @@ def run(order: LaunchOrder, commands: int) -> int:
     `CANNOT_LOG` or `CANNOT_RUN` if the command could not be started.
     """
     log = Path(order.log)
-    before = oom_kills()
+    before = count_oom_kills()
     try:
         with log.open("a") as output:
             output.write(
@@ -191,7 +191,7 @@ def run(order: LaunchOrder, commands: int) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C on a terminal comes from the supervisor alone
-                preexec_fn=_in_the_process,
+                preexec_fn=_prepare_child,
             )
     except OSError as error:
         there = log.parent.is_dir()
@@ -204,17 +204,17 @@ def run(order: LaunchOrder, commands: int) -> int:
             flush=True,
         )
         return CANNOT_RUN if there and error.filename != order.log else CANNOT_LOG
-    threading.Thread(target=_obey, args=(commands, process), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(commands, process), daemon=True).start()
     code = process.wait()
     _kill_group(process.pid)
     if code == -signal.SIGKILL:
-        print(why_killed(before, oom_kills()), flush=True)
+        print(why_killed(before, count_oom_kills()), flush=True)
     return code if code >= 0 else 128 - code
 
 
 def why_killed(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
-    """Return what the kernel's counts of processes killed for lack of memory (`oom_kills`) say of a
-    process that SIGKILL ended between them.
+    """Return what the kernel's counts of processes killed for lack of memory (`count_oom_kills`)
+    say of a process that SIGKILL ended between them.
     """
     rises = {path: count - before.get(path, count) for path, count in after.items()}
     for path, rise in rises.items():
@@ -238,22 +238,22 @@ def why_killed(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
     return "perhaps by the kernel for lack of memory: dmesg or the job's accounting would say so"
 
 
-def _in_the_process() -> None:
+def _prepare_child() -> None:
     ctypes.CDLL(None).prctl(KILL_WITH_PARENT, signal.SIGKILL)
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _obey(commands: int, process: subprocess.Popen[bytes]) -> None:
+def _forward_signals(commands: int, process: subprocess.Popen[bytes]) -> None:
     with os.fdopen(commands, "rb", closefd=False) as lines:
         for line in lines:
             process.send_signal(int(line))
     _kill_group(process.pid)
 
 
-def _kill_group(number: int) -> None:
+def _kill_group(process_group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(number, signal.SIGKILL)
+        os.killpg(process_group, signal.SIGKILL)
 
 
 def main() -> None:
@@ -270,7 +270,7 @@ def main() -> None:
             if not byte:
                 return  # the supervisor does not need this process
             line += byte
-        code = run(LaunchOrder(**json.loads(line)), 0)
+        code = run_order(LaunchOrder(**json.loads(line)), 0)
     sys.stdout.flush()
     os._exit(code)  # a thread may still be reading
 

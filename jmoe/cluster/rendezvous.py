@@ -1,7 +1,7 @@
 """TCP meeting of all ranks before JAX connects them, so that an error can name the missing ranks.
 
 `jax.distributed.initialize` also waits for all ranks, but aborts the process without naming the
-missing ones. `jmoe.cluster.distributed.connect` calls `rendezvous`.
+missing ones. `jmoe.cluster.distributed.join_with_connections` calls `connect_all_ranks`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import time
 
 
-def rendezvous(
+def connect_all_ranks(
     address: str, processes: int, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
     """Wait until all ranks are present; return connections by rank: rank 0 gets one to every other
@@ -25,9 +25,11 @@ def rendezvous(
     if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"distributed.coordinator_address = {address!r}: must read HOST:PORT")
     if rank == 0:
-        verdict, lines = _call(address, int(port), processes, timeout_s)
+        verdict, lines = _accept_ranks(address, int(port), processes, timeout_s)
     else:
-        verdict, line = _answer((host.strip("[]"), int(port)), processes, rank, timeout_s)
+        verdict, line = _connect_to_rank_0(
+            (host.strip("[]"), int(port)), processes, rank, timeout_s
+        )
         lines = {0: line}
     kind, _, rest = verdict.partition(" ")
     if kind != "go":
@@ -44,7 +46,7 @@ def rendezvous(
     return lines
 
 
-def _call(
+def _accept_ranks(
     address: str, port: int, processes: int, timeout_s: float
 ) -> tuple[str, dict[int, socket.socket]]:
     dual = socket.has_dualstack_ipv6()
@@ -67,7 +69,7 @@ def _call(
                 caller = server.accept()[0]
             except TimeoutError:
                 missing = [rank for rank in range(1, processes) if rank not in callers]
-                verdict = f"missing {named(missing)}"
+                verdict = f"missing {ranks_text(missing)}"
                 break
             try:
                 caller.settimeout(2.0)
@@ -83,21 +85,21 @@ def _call(
             elif rank in callers:
                 verdict = f"conflict two processes were told process_id = {rank}"
             if rank in callers:
-                _tell(caller, verdict)
+                _send_verdict(caller, verdict)
                 caller.close()
             else:
                 callers[rank] = caller
     for caller in callers.values():
-        _tell(caller, verdict)
+        _send_verdict(caller, verdict)
     return verdict, callers
 
 
-def _tell(caller: socket.socket, verdict: str) -> None:
+def _send_verdict(caller: socket.socket, verdict: str) -> None:
     with contextlib.suppress(OSError):
         caller.sendall(f"{verdict}\n".encode())
 
 
-def _answer(
+def _connect_to_rank_0(
     address: tuple[str, int], processes: int, rank: int, timeout_s: float
 ) -> tuple[str, socket.socket]:
     deadline = time.monotonic() + timeout_s
@@ -125,7 +127,7 @@ def _answer(
     )
 
 
-def named(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
     """Return ranks as text: `rank 3`, `ranks 1, 2`."""
     shown = ", ".join(map(str, ranks[:32])) + (
         f" and {len(ranks) - 32} more" if len(ranks) > 32 else ""

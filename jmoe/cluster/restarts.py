@@ -34,10 +34,12 @@ def read_progress(output_dir: Path) -> RunProgress:
     """Return the progress of the run in `output_dir`, read from `metrics.jsonl` and the names of
     the checkpoints.
     """
-    return RunProgress(_last_step(output_dir / METRICS), _newest(output_dir / CHECKPOINTS))
+    return RunProgress(
+        _last_finished_step(output_dir / METRICS), _newest_checkpoint(output_dir / CHECKPOINTS)
+    )
 
 
-def _newest(checkpoints: Path) -> int:
+def _newest_checkpoint(checkpoints: Path) -> int:
     """Return the newest step among checkpoints with their final name, which are complete; `NONE`
     without one.
     """
@@ -47,7 +49,7 @@ def _newest(checkpoints: Path) -> int:
         return NONE
 
 
-def _last_step(metrics: Path) -> int:
+def _last_finished_step(metrics: Path) -> int:
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -79,7 +81,7 @@ class Ending:
     why: str = ""
 
 
-def named_code(code: int) -> str:
+def exit_code_text(code: int) -> str:
     """Return an exit code as text: `exit code 1`, `killed by SIGKILL`."""
     if code > 128 and code - 128 in set(signal.Signals):
         return f"killed by {signal.Signals(code - 128).name}"
@@ -102,7 +104,7 @@ class Restarts:
         self.in_a_row = 0  # restarts without a new checkpoint
         self._at_same_step = 0
 
-    def after(self, ending: Ending, now: RunProgress) -> float | str:
+    def decide_next_attempt(self, ending: Ending, now: RunProgress) -> float | str:
         """Return the seconds to wait before the next attempt, or a text that says why there is
         none.
         """

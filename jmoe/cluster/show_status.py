@@ -12,7 +12,7 @@ import math
 import sys
 from pathlib import Path
 
-from jmoe.cluster.overview import lines, read_overview
+from jmoe.cluster.overview import overview_lines, read_overview
 from jmoe.command_line import parse_status
 from jmoe.runtime import program_name
 from jmoe.types import JsonObject
@@ -27,13 +27,13 @@ def main() -> None:
         print(f"{program_name()}: {error}", file=sys.stderr)
         sys.exit(2)
     if as_json:
-        print(json.dumps(_plain(dataclasses.asdict(run)), indent=1, allow_nan=False))
+        print(json.dumps(_without_non_finite(dataclasses.asdict(run)), indent=1, allow_nan=False))
     else:
-        print(*lines(run), sep="\n")
+        print(*overview_lines(run), sep="\n")
     sys.exit(1 if run.state == "dead" else 0)
 
 
-def _plain(values: JsonObject) -> JsonObject:
+def _without_non_finite(values: JsonObject) -> JsonObject:
     """Return the values with non-finite floats as text, because JSON has no such numbers."""
     return {
         name: str(v) if isinstance(v, float) and not math.isfinite(v) else v

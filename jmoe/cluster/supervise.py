@@ -21,12 +21,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jmoe.cluster.clocks import RunningClock, disk_time
+from jmoe.cluster.clocks import RunningClock, probe_disk_time
 from jmoe.cluster.heartbeat import CLOSED, Listener
-from jmoe.cluster.job import check_all_used
-from jmoe.cluster.remote_process import PASSED_ON, LaunchOrder, RemoteProcess, answered
-from jmoe.cluster.rendezvous import named
-from jmoe.cluster.restarts import ABORTED, Ending, Restarts, failure_kind, named_code, read_progress
+from jmoe.cluster.job import check_all_gpus_used
+from jmoe.cluster.remote_process import PASSED_ON, LaunchOrder, RemoteProcess, wait_for_launchers
+from jmoe.cluster.rendezvous import ranks_text
+from jmoe.cluster.restarts import (
+    ABORTED,
+    Ending,
+    Restarts,
+    exit_code_text,
+    failure_kind,
+    read_progress,
+)
 from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
@@ -46,7 +53,7 @@ UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")
 PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")
 
 
-def program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (words that start a process, arguments of train.py) of a command such as `train.py
     tiny`.
     """
@@ -74,7 +81,7 @@ class HostPoller:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def returned(self) -> list[str]:
+    def poll_returned_hosts(self) -> list[str]:
         """Return the hosts that answered the current poll; empty until every host has answered or
         the poll has timed out.
         """
@@ -83,7 +90,7 @@ class HostPoller:
             if waited_s > self._config.return_check_s:
                 self._asked, self._since = self._ask(self._stack), time.monotonic()
             return []
-        present = answered(self._asked, 0.0)
+        present = wait_for_launchers(self._asked, 0.0)
         if (
             not all(remote.has_answered for remote in self._asked)
             and waited_s < self._config.host_timeout_s
@@ -102,7 +109,7 @@ class Supervisor:
 
     def __init__(self, config: SuperviseConfig, command: Sequence[str]) -> None:
         self._config = config
-        self._program, self._arguments = program_and_arguments(command)
+        self._program, self._arguments = split_command(command)
         self._train: TrainConfig = parse_train(self._arguments, PRESETS)
         limits = self._train.distributed
         for name in ("coordinator_address", "num_processes", "process_id", "heartbeat_folder"):
@@ -117,7 +124,7 @@ class Supervisor:
         estimate = self._train.estimate
         check(not estimate, "estimate", estimate, "must not be given to a supervised run")
         if config.processes_per_host > 1 and not config.hosts:  # each process has one GPU
-            check_all_used(
+            check_all_gpus_used(
                 config.processes_per_host, more="a process for each of them (--processes)"
             )
         self.output_dir = Path(self._train.output_dir).absolute()
@@ -136,7 +143,7 @@ class Supervisor:
         code.
         """
         with contextlib.ExitStack() as stack:
-            self._open(stack)
+            self._lock_folder(stack)
             for number in (n for n in PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN):
                 stack.callback(
                     signal.signal,
@@ -146,16 +153,16 @@ class Supervisor:
             restarts = Restarts(self._config, read_progress(self.output_dir))
             while True:
                 with contextlib.ExitStack() as ranks_stack:
-                    ranks = self._gather(ranks_stack)
+                    ranks = self._launch_ranks(ranks_stack)
                     if not ranks:
                         return 128 + self._signals[-1]
                     poller = ranks_stack.enter_context(self._host_poller(ranks))
-                    ending = self._watch(ranks, self._start(ranks), poller)
-                code = self._after(ending, restarts)
+                    ending = self._watch_attempt(ranks, self._start_attempt(ranks), poller)
+                code = self._decide_after_attempt(ending, restarts)
                 if code is not None:
                     return code
 
-    def _open(self, stack: contextlib.ExitStack) -> None:
+    def _lock_folder(self, stack: contextlib.ExitStack) -> None:
         """Make the supervisor's folder and lock it. Raises `OSError` if another supervisor of the
         run holds the lock.
         """
@@ -172,12 +179,12 @@ class Supervisor:
                 f"output_dir = {str(self.output_dir)!r}: has a supervisor already"
             ) from error
 
-    def _after(self, ending: Ending, restarts: Restarts) -> int | None:
-        """Return the supervisor's exit code after an attempt ended, or None once the next attempt
-        is due (after the back-off).
+    def _decide_after_attempt(self, ending: Ending, restarts: Restarts) -> int | None:
+        """Return the supervisor's exit code after an attempt ended; or wait out the back-off and
+        return None, for another attempt.
         """
         now = read_progress(self.output_dir)
-        self._note(
+        self._append_event(
             "end",
             kind=ending.kind,
             code=ending.code,
@@ -196,17 +203,17 @@ class Supervisor:
         if self._growing and ending.kind == "stopped":
             return None
         self._delete_recent_cache_entries()
-        decision = restarts.after(ending, now)
+        decision = restarts.decide_next_attempt(ending, now)
         checkpoint = f"checkpoint {now.checkpoint}" if now.checkpoint >= 0 else "the start"
         checkpoint += (
             " or a newer snapshot" if self._train.checkpoint.memory_dir is not None else ""
         )
         why = ending.why or "stopped by a signal that was not the supervisor's"
         if isinstance(decision, str):
-            self._say(f"{why}; {decision}")
+            self._print_line(f"{why}; {decision}")
             return ending.code or 1
         later = f" in {decision:g} s" if decision else ""
-        self._say(
+        self._print_line(
             f"{why}; all processes start again{later}, from {checkpoint} (restart"
             f" {restarts.in_a_row} in a row)"
         )
@@ -217,7 +224,7 @@ class Supervisor:
 
     # Start
 
-    def _gather(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
+    def _launch_ranks(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
         """Return one `RemoteProcess` per rank of the next attempt; empty if a signal arrived first.
 
         Raises `OSError` if too few hosts are available within `host_wait_s`.
@@ -225,8 +232,9 @@ class Supervisor:
         config, deadline = self._config, time.monotonic() + self._config.host_wait_s
         while not self._signals:
             with contextlib.ExitStack() as trying:
-                present = answered(
-                    self._remote_processes(trying, self._hosts()), config.host_timeout_s
+                present = wait_for_launchers(
+                    self._start_launchers(trying, self._host_of_each_process()),
+                    config.host_timeout_s,
                 )
                 number = self._largest_fitting_count(len(present))
                 if number:
@@ -234,28 +242,28 @@ class Supervisor:
                     for remote in present[number:]:
                         remote.close()
                     return present[:number]
-            away = ", ".join(sorted(self._away(present))) or "none"
+            away = ", ".join(sorted(self._absent_hosts(present))) or "none"
             if time.monotonic() > deadline:
                 raise OSError(
                     f"{len(present)} of {config.fewest_processes} processes can run after"
                     f" {config.host_wait_s:g} s (host_wait_s); hosts away: {away}"
                 )
-            self._say(
+            self._print_line(
                 f"waiting for hosts: {len(present)} of {config.fewest_processes} processes can run;"
                 f" away: {away}"
             )
             time.sleep(1.0)
         return []
 
-    def _hosts(self) -> list[str]:
+    def _host_of_each_process(self) -> list[str]:
         """Return the host name of each process that the run may have; "" is this machine."""
         names = [host.partition("=")[0] for host in self._config.hosts] or [""]
         return [name for name in names for _ in range(self._config.processes_per_host)]
 
-    def _away(self, present: Sequence[RemoteProcess]) -> set[str]:
-        return set(self._hosts()) - {remote.host for remote in present}
+    def _absent_hosts(self, present: Sequence[RemoteProcess]) -> set[str]:
+        return set(self._host_of_each_process()) - {remote.host for remote in present}
 
-    def _remote_processes(
+    def _start_launchers(
         self, stack: contextlib.ExitStack, hosts: Sequence[str]
     ) -> list[RemoteProcess]:
         remotes: list[RemoteProcess] = []
@@ -288,7 +296,7 @@ class Supervisor:
             raise problem
         return 0
 
-    def _start(self, ranks: Sequence[RemoteProcess]) -> Listener:
+    def _start_attempt(self, ranks: Sequence[RemoteProcess]) -> Listener:
         """Start a new attempt: send every rank its `LaunchOrder` with a new coordinator port;
         return the listener for the heartbeats.
         """
@@ -303,9 +311,15 @@ class Supervisor:
             for name, _, address in (h.partition("=") for h in self._config.hosts)
         }
         coordinator = f"{addresses.get(ranks[0].host, '127.0.0.1')}:{ranks[0].port}"
-        self._note("start", attempt=self._attempt, processes=len(ranks), coordinator=coordinator)
-        away = f"; away: {', '.join(sorted(self._away(ranks)))}" if self._away(ranks) else ""
-        self._say(
+        self._append_event(
+            "start", attempt=self._attempt, processes=len(ranks), coordinator=coordinator
+        )
+        away = (
+            f"; away: {', '.join(sorted(self._absent_hosts(ranks)))}"
+            if self._absent_hosts(ranks)
+            else ""
+        )
+        self._print_line(
             f"attempt {self._attempt}: {len(ranks)} processes, coordinator {coordinator}{away}"
         )
         for rank, remote in enumerate(ranks):
@@ -325,18 +339,22 @@ class Supervisor:
             command = [*self._program, *self._arguments, *words]
             remote.start(
                 LaunchOrder(
-                    command, os.getcwd(), self._environment(remote), str(self._log(rank)), title
+                    command,
+                    os.getcwd(),
+                    self._environment_changes(remote),
+                    str(self._log_path(rank)),
+                    title,
                 )
             )
         self._clock = RunningClock(POLL_S)
         return Listener(heartbeats, len(ranks), self._clock.now)
 
-    def _environment(self, remote: RemoteProcess) -> dict[str, str]:
+    def _environment_changes(self, remote: RemoteProcess) -> dict[str, str]:
         """Return a rank's environment changes: the shared compile cache, and the rank's own GPU if
         hosts run several processes.
         """
         changes = {
-            "JAX_COMPILATION_CACHE_DIR": str(self._cache),
+            "JAX_COMPILATION_CACHE_DIR": str(self._compile_cache_folder),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "PYTHONUNBUFFERED": "1",
@@ -355,7 +373,7 @@ class Supervisor:
         return changes
 
     @property
-    def _cache(self) -> Path:
+    def _compile_cache_folder(self) -> Path:
         return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or self.folder / "compiled")
 
     def _delete_recent_cache_entries(self) -> None:
@@ -363,8 +381,8 @@ class Supervisor:
         truncated entry would fail at every start.
         """
         try:
-            newest_s = (disk_time(self._cache) or time.time()) - TORN_S
-            for entry in self._cache.iterdir():
+            newest_s = (probe_disk_time(self._compile_cache_folder) or time.time()) - TORN_S
+            for entry in self._compile_cache_folder.iterdir():
                 if entry.is_file() and entry.stat().st_mtime > newest_s:
                     entry.unlink()
         except OSError:
@@ -372,30 +390,30 @@ class Supervisor:
 
     # Watch
 
-    def _watch(
+    def _watch_attempt(
         self, ranks: Sequence[RemoteProcess], listener: Listener, poller: HostPoller
     ) -> Ending:
         """Watch one attempt to its end; return how it ended, after all of its processes have
         ended.
         """
-        began, position = self._clock.now(), self._log_size()
+        began, position = self._clock.now(), self._rank_0_log_bytes()
         first: Ending | None = None
         deadline = float("inf")
         # 0: a signal may have arrived while the processes were started
         passed = 0
         while True:
-            self._clock.look()
+            self._clock.skip_suspension()
             passed = self._pass_on_signals(ranks, passed)
-            position = self._show_log(position)
-            listener.look()
-            codes = [remote.code() for remote in ranks]
+            position = self._copy_new_log(position)
+            listener.read_time_stamps()
+            codes = [remote.exit_code() for remote in ranks]
             if (
                 first is None
                 and (first := self._first_ending(ranks, codes, listener, began)) is not None
             ):
                 says_why = any(
                     code not in (None, 0, EXIT_STOPPED) for code in codes
-                ) and not _is_killed(first.code)
+                ) and not _is_killed_by_signal(first.code)
                 deadline = self._clock.now() + (END_S if says_why else 0.0)
             elif (
                 first is None
@@ -408,15 +426,15 @@ class Supervisor:
             if (
                 first is None
                 and not (self._growing or self._signals)
-                and self._can_grow(ranks, poller.returned())
+                and self._can_grow(ranks, poller.poll_returned_hosts())
             ):
                 self._growing = True
                 for remote in ranks:
                     remote.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
-        self._local_devices = listener.local_devices() or self._local_devices
+        self._local_devices = listener.devices_per_process() or self._local_devices
         self._end_processes(ranks)
-        self._show_log(position)
+        self._copy_new_log(position)
         left = [rank for rank, code in enumerate(codes) if code is None]
         if first is None and left:
             first = Ending("lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had")
@@ -454,12 +472,12 @@ class Supervisor:
         limit_s = self._silence_s / 3 if bad else self._silence_s
         waited_s = self._clock.now() - began
         for rank, remote in enumerate(ranks):
-            if codes[rank] is not None or any(_is_killed(codes[other]) for other in bad):
+            if codes[rank] is not None or any(_is_killed_by_signal(codes[other]) for other in bad):
                 continue
             late = waited_s > self._begin_s and not listener.has_begun(rank)
             silent_s = listener.silence_s(rank)
-            if late or (silent_s > limit_s and listener.at(rank) != CLOSED):
-                at = f", at {listener.at(rank)}" if listener.at(rank) else ""
+            if late or (silent_s > limit_s and listener.last_activity(rank) != CLOSED):
+                at = f", at {listener.last_activity(rank)}" if listener.last_activity(rank) else ""
                 what = (
                     f"has not begun within {waited_s:.0f} s"
                     if late
@@ -467,24 +485,26 @@ class Supervisor:
                 )
                 remote.close()
                 return Ending(
-                    "lost", EXIT_LOST, f"{self._named(rank, remote)}: {what}, dead or stopped{at}"
+                    "lost",
+                    EXIT_LOST,
+                    f"{self._rank_and_host(rank, remote)}: {what}, dead or stopped{at}",
                 )
         if not bad:
             return None
-        rank = min(bad, key=lambda rank: (not _is_killed(codes[rank]), codes[rank]))
+        rank = min(bad, key=lambda rank: (not _is_killed_by_signal(codes[rank]), codes[rank]))
         code = codes[rank]
         assert code is not None
-        at = f", at {listener.at(rank)}" if listener.at(rank) else ""
-        words = ranks[rank].last_words()
-        if not words and not _is_killed(code):
-            words = self._last_words(rank)
-        why = f"{self._named(rank, ranks[rank])}: {named_code(code)}{at}"
+        at = f", at {listener.last_activity(rank)}" if listener.last_activity(rank) else ""
+        words = ranks[rank].read_launch_error()
+        if not words and not _is_killed_by_signal(code):
+            words = self._last_log_line(rank)
+        why = f"{self._rank_and_host(rank, ranks[rank])}: {exit_code_text(code)}{at}"
         return Ending(failure_kind(code), code, f"{why}: {words}" if words else why)
 
     def _host_poller(self, ranks: Sequence[RemoteProcess]) -> HostPoller:
         """Return a `HostPoller` for the hosts that this attempt runs without."""
-        hosts = sorted(self._away(ranks))
-        return HostPoller(lambda stack: self._remote_processes(stack, hosts), self._config)
+        hosts = sorted(self._absent_hosts(ranks))
+        return HostPoller(lambda stack: self._start_launchers(stack, hosts), self._config)
 
     def _can_grow(self, ranks: Sequence[RemoteProcess], returned: Sequence[str]) -> bool:
         """Return True, and print it, if the returned hosts let the run use more processes."""
@@ -493,7 +513,7 @@ class Supervisor:
         more = len(ranks) + len(returned) * self._config.processes_per_host
         with contextlib.suppress(ValueError):
             if self._largest_fitting_count(more) > len(ranks):
-                self._say(
+                self._print_line(
                     f"back: {', '.join(returned)}; the run is saved and goes on with more processes"
                 )
                 return True
@@ -501,21 +521,21 @@ class Supervisor:
 
     # Say
 
-    def _named(self, rank: int, remote: RemoteProcess) -> str:
+    def _rank_and_host(self, rank: int, remote: RemoteProcess) -> str:
         return f"rank {rank}" + (f" on {remote.host}" if remote.host else "")
 
-    def _log(self, rank: int) -> Path:
+    def _log_path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"
 
-    def _log_size(self) -> int:
-        return self._log(0).stat().st_size if self._log(0).exists() else 0
+    def _rank_0_log_bytes(self) -> int:
+        return self._log_path(0).stat().st_size if self._log_path(0).exists() else 0
 
-    def _last_words(self, rank: int) -> str:
+    def _last_log_line(self, rank: int) -> str:
         """Return the last line that jmoe printed in a rank's log of this attempt; without one,
         JAX's report of lost ranks, or the last line of any kind.
         """
         try:
-            text = self._log(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+            text = self._log_path(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         except OSError:
             return "no log"
         text = text.rpartition("\n=== ")[2]
@@ -523,12 +543,12 @@ class Supervisor:
         own = [line for line in lines if line.startswith(("jmoe: ", "train.py: ", "jmoe-train: "))]
         if not own and (unheard := UNHEARD.search(text)):
             ranks = [int(line) for line in re.findall(r"(\d+)\n", unheard[1])]
-            return f"{named(ranks)}: JAX has heard nothing, dead or stopped"
+            return f"{ranks_text(ranks)}: JAX has heard nothing, dead or stopped"
         return ([*lines, *own] or ["its log is empty"])[-1]
 
-    def _show_log(self, position: int) -> int:
+    def _copy_new_log(self, position: int) -> int:
         """Copy new output of rank 0 to the screen; return the position reached in its log."""
-        with contextlib.suppress(OSError), self._log(0).open("rb") as log:
+        with contextlib.suppress(OSError), self._log_path(0).open("rb") as log:
             log.seek(position)
             new = log.read()
             sys.stdout.buffer.write(new)
@@ -536,20 +556,20 @@ class Supervisor:
             return position + len(new)
         return position
 
-    def _note(self, event: str, **values: object) -> None:
+    def _append_event(self, event: str, **values: object) -> None:
         """Append an event to `events.jsonl`; warn if it cannot be written, as on a full disk."""
         path = self.folder / "events.jsonl"
         try:
             with path.open("a") as file:
                 file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
         except OSError as error:
-            self._say(f"warning: {path} lacks the event {event!r}: {error.strerror}")
+            self._print_line(f"warning: {path} lacks the event {event!r}: {error.strerror}")
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         print(f"jmoe-supervise: {text}", flush=True)
 
 
-def _is_killed(code: int | None) -> bool:
+def _is_killed_by_signal(code: int | None) -> bool:
     """Return True if a signal ended the process, other than the SIGABRT that JAX raises itself."""
     return code is not None and code > 128 and code != ABORTED
 

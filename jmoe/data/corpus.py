@@ -58,7 +58,7 @@ from jmoe.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from jmoe.memory.direct_io import fsync, naming_file
+from jmoe.memory.direct_io import fsync, name_file_in_errors
 from jmoe.memory.identity import content_identity
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import call_repeatedly
@@ -504,7 +504,7 @@ class _TokenizingJob:
                     return None
                 if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
                     shard.blocks.check_all(shard.header)
-            with naming_file(self.directory / HELD_OUT_TEXT):
+            with name_file_in_errors(self.directory / HELD_OUT_TEXT):
                 text = (self.directory / HELD_OUT_TEXT).read_bytes()
             tokenizer = self._load_tokenizer(self.directory / TOKENIZER)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -708,7 +708,7 @@ def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldO
     text_path = directory / HELD_OUT_TEXT
     text = None
     if text_path.is_file() and text_path.stat().st_size == shard.header.text_bytes:
-        with naming_file(text_path):
+        with name_file_in_errors(text_path):
             text = text_path.read_bytes()
     elif tokenizer is not None:
         text = _decode_to_utf8(tokenizer, shard.ids)

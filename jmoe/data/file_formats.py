@@ -5,7 +5,7 @@ JSONL.
 import re
 from pathlib import Path
 
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 
 _RECORDS = "write its records as JSONL"
 _PANDAS = "pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True)"
@@ -43,7 +43,7 @@ def binary_format_advice(path: Path) -> str | None:
     """Return the name of the file's binary format with advice on converting it; None if the file
     is not of a known binary format.
     """
-    with naming_file(path), open(path, "rb") as file:
+    with name_file_in_errors(path), open(path, "rb") as file:
         head = file.read(_HEAD_BYTES)
     return next(
         (

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.types import Json, JsonObject
 
 MAGIC = b"JMOETOK1"
@@ -287,7 +287,7 @@ def open_shard(path: Path) -> Shard:
     Checks only the header, the file size and the CRC-32s' own hash, so that opening terabytes is
     cheap. Raises ValueError if the file is not a shard, is truncated or is damaged.
     """
-    with naming_file(path), open(path, "rb") as file:
+    with name_file_in_errors(path), open(path, "rb") as file:
         start = file.read(len(MAGIC) + 4)
         if len(start) < len(MAGIC) + 4 or start[: len(MAGIC)] != MAGIC:
             raise ValueError(f"{path}: not a token shard: it does not begin with {MAGIC.decode()}")
@@ -315,7 +315,7 @@ def open_shard(path: Path) -> Shard:
     ids = cast("Ids", np.frombuffer(mapped, DTYPES[header.dtype], header.count, offset))
     if not num_sums:
         return Shard(header, ids, BlockChecks(path, mapped, offset, ids, None))
-    with naming_file(path):
+    with name_file_in_errors(path):
         sums = np.fromfile(path, np.dtype("<u4"), num_sums, offset=offset + ids_bytes)
     if hashlib.sha256(sums.tobytes()).hexdigest() != header.block_sums:
         raise ValueError(

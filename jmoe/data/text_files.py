@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format_advice
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.types import Json
 
 # Suffixes of text in a folder. A file that is given by name or glob may have any suffix.
@@ -94,7 +94,7 @@ class InputFile:
         if self.encoding == "utf-8" and not self.is_array:
             skipped_bytes = len(codecs.BOM_UTF8) if self.has_mark else 0
             return io.BufferedReader(_FileFromOffset(self.path, skipped_bytes), PIECE_BYTES)
-        with naming_file(self.path):
+        with name_file_in_errors(self.path):
             text = self.path.read_bytes().decode(self.encoding).removeprefix(MARK)
         return io.BytesIO(_json_array_to_jsonl(text) if self.is_array else text.encode())
 
@@ -117,11 +117,11 @@ class _FileFromOffset(io.FileIO):
         self.seek(0)
 
     def readinto(self, buffer: Any) -> int | None:
-        with naming_file(str(self.name)):
+        with name_file_in_errors(str(self.name)):
             return super().readinto(buffer)
 
     def readall(self) -> bytes:
-        with naming_file(str(self.name)):
+        with name_file_in_errors(str(self.name)):
             return super().readall()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

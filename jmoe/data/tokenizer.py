@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.models.tokenizer_file import parse_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -145,7 +145,7 @@ def load_tokenizer(
     """
     if not path.is_file():
         raise ValueError(f"data.tokenizer = {str(path)!r}: no such file")
-    with naming_file(path):
+    with name_file_in_errors(path):
         content = path.read_bytes()
     try:
         tokenizer = parse_tokenizer(content)

@@ -40,7 +40,7 @@ from jmoe.models.safetensors_io import replace_text
 from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.offload.placed_experts import even_placement
 from jmoe.offload.residency import PACK_FOLDER
-from jmoe.offload.segments import as_segments
+from jmoe.offload.segments import placements_to_segments
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 from jmoe.status import status
 from jmoe.types import Json, JsonObject
@@ -143,7 +143,7 @@ def _resolve_options_and_segments(
         mesh = options.mesh
         if mesh.devices > 1 and mesh.placement == "even" and memory.policy == "resident":
             even = [even_placement(config.num_experts, mesh.devices)] * config.num_moe_layers
-            segments = as_segments(segment_placements(checkpoint, options) or even)
+            segments = placements_to_segments(segment_placements(checkpoint, options) or even)
     if options.policy == "auto" and memory.policy == "resident":
         options = replace(options, policy="resident")
     if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:

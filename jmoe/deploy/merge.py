@@ -29,7 +29,7 @@ from jmoe.models.tokenizer_file import (
 )
 from jmoe.models.weights import Names, StoredExperts, flat
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.saved_experts import SavedExperts, names_of_experts
+from jmoe.offload.saved_experts import SavedExperts, expert_array_names
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.finetune import INITIAL_CONFIG
@@ -65,15 +65,15 @@ def saved_parameters(
     when they are used.
     """
     shape = ShardedDecoder(config, make_mesh((1, 1, 1), jax.devices()[:1])).saved_shape
-    names = checkpoints.arrays(step)
+    names = checkpoints.array_names(step)
     experts = experts_of(shape.params)
     params = without_experts(shape.params) if experts else shape.params
     but = [
-        *names_of_experts(names),
+        *expert_array_names(names),
         *(name for name in names if name.startswith(("m.", "v.", "loss_scale."))),
     ]
     state, _, _ = checkpoints.restore(
-        step, TrainState(params, {}, {}, shape.router_bias, shape.step), but=but
+        step, TrainState(params, {}, {}, shape.router_bias, shape.step), skipped_arrays=but
     )
     arrays: dict[Names, jax.Array | StoredExperts] = {
         **flat(state.params),
@@ -82,7 +82,7 @@ def saved_parameters(
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
         saved = SavedExperts(
-            checkpoints.folder_of(step),
+            checkpoints.step_folder(step),
             shapes,
             ExpertIndex.from_model(config.model),
             config.model.expert_layers,
@@ -90,7 +90,7 @@ def saved_parameters(
         for path, leaf in flat(shape.params).items():
             if path not in arrays:
                 arrays[path] = StoredExperts(
-                    partial(saved.parameter, path[-1]), np.dtype(leaf.dtype)
+                    partial(saved.read_parameter, path[-1]), np.dtype(leaf.dtype)
                 )
     return arrays
 

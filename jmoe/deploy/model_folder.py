@@ -21,7 +21,7 @@ from jmoe.config import CheckpointConfig
 from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE, fsync, fsync_all
 from jmoe.memory.identity import content_identity
-from jmoe.memory.record_store import locked
+from jmoe.memory.record_store import folder_lock
 from jmoe.models.pretrained import unreadable_model_hint
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from jmoe.status import status
@@ -74,7 +74,10 @@ def hugging_face_folder(
     if use is None:
         merges = _first_writable_folder(places, folder, f"{name} = {str(path)!r}")
         merged = merges / _merged_folder_name(folder, step)
-        with status(f"merging step {step} of {folder}", say), locked(merges, LOCK_LIMIT_S, LOCK):
+        with (
+            status(f"merging step {step} of {folder}", say),
+            folder_lock(merges, LOCK_LIMIT_S, LOCK),
+        ):
             if not merged.is_dir():  # another process may have merged it meanwhile
                 merged = _merge_newest_step(folder, merges)
             use = _lock_against_removal(merged)

@@ -129,7 +129,7 @@ def _measure_transfers(runner: ModelRunner, store: TieredStore) -> tuple[int, Ca
     sync_s = (runner.readback_s - before_s) / config.num_moe_layers
     calibration = replace(calibration, sync_s=sync_s)
     if isinstance(residency, HybridExperts):
-        rate = residency.host.bytes_per_s(config.num_experts_per_tok, config.hidden_act)
+        rate = residency.host.measure_bytes_per_s(config.num_experts_per_tok, config.hidden_act)
         calibration = replace(calibration, host_bytes_per_s=rate)
     return num_filled, calibration
 

@@ -143,10 +143,10 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
 
     gpu: a name of `ahead_of_time.TARGETS`. options.max_seq_len must be set.
     """
-    ahead_of_time.check_cuda("estimate", gpu)
+    ahead_of_time.check_cuda_installed("estimate", gpu)
     assert options.max_seq_len is not None, "the model's positions say it"
     memory = plan_for(checkpoint, options, ACCELERATORS[gpu])
-    (device,) = ahead_of_time.devices(gpu)
+    (device,) = ahead_of_time.abstract_gpu_devices(gpu)
     programs = _Programs(checkpoint, options, memory, gpu, device)
     context = options.max_seq_len // 2
     width = min(options.prefill_chunk_tokens, context)
@@ -208,7 +208,7 @@ class _Programs:
 
         trips: assumed iterations of each loop whose trip count is not static.
         """
-        results, lowered = ahead_of_time.lower_for(
+        results, lowered = ahead_of_time.lower_for_device(
             self._device, function, *self._abstract_operands(operands)
         )
         compiled = lowered.compile()

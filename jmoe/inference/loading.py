@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 import jax
 
-from jmoe.cluster.processes import check_alike
+from jmoe.cluster.processes import check_same_identity
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import empty_caches
@@ -40,7 +40,7 @@ from jmoe.planning.memory_plan import (
 from jmoe.planning.placement import Placement, slot_rows_and_sizes
 from jmoe.planning.roofline import ExpertWeights
 from jmoe.run.compatibility import check_same_options
-from jmoe.run.compile_cache import keep_compiled_programs
+from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.status import status
 from kernels_pallas import native
 from kernels_pallas.formats import INT8_TAKING
@@ -87,9 +87,9 @@ class LoadedModel(Closing):
         Raises ValueError before it reads weights.
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
-            keep_compiled_programs()
+            enable_compile_cache()
             check_same_options(asdict(replace(options, cache_dir=None)))
-            check_alike(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
+            check_same_identity(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             options = with_sequence_length(checkpoint, options)
             paths = options.estimator == "paths"
             table = (

@@ -104,7 +104,7 @@ class CountEstimator(Estimator):
         counts, chosen = self._counts[layer], np.unique(path[-1])
         chosen = chosen[chosen < counts.num_records]
         if chosen.size:
-            counts.touch(chosen)
+            counts.count_step(chosen)
             before = self._needed[layer]
             self._needed[layer] = (
                 RECENT * before + (1 - RECENT) * chosen.size if before else float(chosen.size)

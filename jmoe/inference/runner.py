@@ -603,7 +603,7 @@ class ModelRunner:
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
-        with self.residency.programs():
+        with self.residency.allow_programs():
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
@@ -654,11 +654,11 @@ class ModelRunner:
         table_E = residency.acquire(moe_layer, chosen)
         if chosen is not None:
             self.readback_s += time.perf_counter() - begun - (residency.waited_s - waited_s)
-        out = [residency.mlp(r, table_E, self.config.hidden_act) for r in routed]
+        out = [residency.add_expert_outputs(r, table_E, self.config.hidden_act) for r in routed]
         following = (moe_layer + 1) % self._num_moe_layers
         if chosen is not None and self.estimator is not None and following != moe_layer:
             begun = time.perf_counter()
-            residency.expect(following, self.estimator.estimate(path))
+            residency.prefetch_guessed(following, self.estimator.estimate(path))
             self.estimate_s += time.perf_counter() - begun
         return out
 

@@ -36,7 +36,7 @@ def checksum(record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> int
     It detects a change of any single word and an exchange of pages. zeroed_word: index of a 64-bit
     word that counts as 0.
     """
-    return _over_pages(_mixed(page_sums(record_R, zeroed_word)))
+    return _combine_page_sums(_splitmix64(page_sums(record_R, zeroed_word)))
 
 
 def is_checksum(value: int, record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> bool:
@@ -44,17 +44,17 @@ def is_checksum(value: int, record_R: NDArray[np.uint8], zeroed_word: int | None
 
     The checksum of versions up to 0.1.0, which did not mix page sums, is accepted too.
     """
-    return value == checksum(record_R, zeroed_word) or value == _over_pages(
+    return value == checksum(record_R, zeroed_word) or value == _combine_page_sums(
         page_sums(record_R, zeroed_word)
     )
 
 
-def _over_pages(sums_P: NDArray[np.uint64]) -> int:
+def _combine_page_sums(sums_P: NDArray[np.uint64]) -> int:
     weights_P = np.arange(1, 2 * sums_P.size, 2, dtype=np.uint64)
     return int(np.dot(sums_P, weights_P))
 
 
-def _mixed(x_P: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(x_P: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a bijective hash of each 64-bit number (SplitMix64), in which every input bit affects
     every output bit.
 

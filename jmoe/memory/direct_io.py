@@ -29,7 +29,7 @@ UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
-def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
+def name_file_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Name `path` in an `OSError` of the block that names no file, such as that of a read."""
     try:
         yield
@@ -146,7 +146,7 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0)
     fd = os.open(path, flags, 0o666)
     try:
-        with naming_free_space(path, f"{path.name} needs {record_R.nbytes} bytes"):
+        with name_free_space_in_errors(path, f"{path.name} needs {record_R.nbytes} bytes"):
             if os.fstat(fd).st_size != record_R.nbytes:
                 reserve_space(fd, record_R.nbytes)
             if io == "mapped":
@@ -220,7 +220,7 @@ def fsync_all(folder: Path) -> None:
         fsync(path)
 
 
-def link(source: Path, target: Path) -> bool:
+def try_hard_link(source: Path, target: Path) -> bool:
     """Create a hard link `target` to `source`; return False if that is not possible.
 
     That is the case if the source does not exist, if the target is on another file system, or if
@@ -241,7 +241,7 @@ def link(source: Path, target: Path) -> bool:
     return True
 
 
-def check_links(folder: Path, file: Path) -> None:
+def check_hard_links(folder: Path, file: Path) -> None:
     """Raise `OSError` naming the folder unless its file system supports hard links.
 
     file: an existing file in the folder, to link to.
@@ -249,7 +249,7 @@ def check_links(folder: Path, file: Path) -> None:
     probe = folder / ".link"
     probe.unlink(missing_ok=True)  # left by a process that was killed
     try:
-        if not link(file, probe):
+        if not try_hard_link(file, probe):
             why = (
                 "this file system has no hard links, which checkpoints of records need: give"
                 " tiers.path a local disk"
@@ -276,7 +276,7 @@ def remove_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming_free_space(path: Path, needs: str) -> Iterator[None]:
+def name_free_space_in_errors(path: Path, needs: str) -> Iterator[None]:
     """Return a context manager that adds the bytes needed and free to an `OSError` of writing
     `path`.
 

@@ -12,7 +12,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class _Files:
+class _CgroupFileNames:
     """Names of a cgroup's files in one version of cgroups, and the prefix of the fields of
     `memory.stat` that include its children.
     """
@@ -23,8 +23,10 @@ class _Files:
     prefix: str
 
 
-V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_")
-V2 = _Files("memory.max", "memory.current", "memory.events", "")
+V1 = _CgroupFileNames(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_"
+)
+V2 = _CgroupFileNames("memory.max", "memory.current", "memory.events", "")
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -39,11 +41,11 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     lines = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     left = [int(lines["MemAvailable"].split()[0]) * 1024]
     for files, folders in _memory_cgroups(proc, cgroups):
-        left += _limits(files, folders)
+        left += _cgroup_bytes_left(files, folders)
     return max(0, min(left))
 
 
-def oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> dict[Path, int]:
+def count_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> dict[Path, int]:
     """Return how many processes the kernel has killed for lack of memory, by the file that counts
     them: the file of this process's cgroup first, then the machine's. Empty without such files.
     """
@@ -64,7 +66,7 @@ def _oom_kill_fields(paths: list[Path]) -> dict[Path, int]:
     return fields
 
 
-def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Files, list[Path]]]:
+def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_CgroupFileNames, list[Path]]]:
     """Yield each memory cgroup of this process as its files' names, its folder and the folders of
     its parents.
 
@@ -80,7 +82,7 @@ def _memory_cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[_Files, list[Pa
             yield V1, [cgroups / "memory" / part for part in (inside, *inside.parents)]
 
 
-def _limits(files: _Files, folders: list[Path]) -> list[int]:
+def _cgroup_bytes_left(files: _CgroupFileNames, folders: list[Path]) -> list[int]:
     """Return the bytes left in each of the folders' cgroups that has a limit."""
     left = []
     for folder in folders:

@@ -28,7 +28,7 @@ FORGOTTEN = 1e-6
 EXPECTED_BONUS = 2.0**40
 
 
-def record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
+def checked_record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64]:
     """Return `indices` as a flat int64 array; raise `ValueError` if one is out of range."""
     ids = np.asarray(indices, dtype=np.int64).reshape(-1)
     unknown = ids[(ids < 0) | (ids >= num_records)]
@@ -50,8 +50,8 @@ class HitCounts:
     sum reaches `CUSUM_THRESHOLD`, that alternative replaces the scores. Fresh counts detect within
     a few steps that everything changed; decayed counts detect partial changes and drift.
 
-    Scores fall only when they are replaced; `generation` counts replacements and calls of `expect`.
-    Counts belong to records, not to slots, so they survive eviction.
+    Scores fall only when they are replaced; `generation` counts replacements and calls of
+    `rank_first`. Counts belong to records, not to slots, so they survive eviction.
     """
 
     def __init__(self, num_records: int, *, beta: float = 0.8, decay_every_steps: int = 4) -> None:
@@ -74,12 +74,12 @@ class HitCounts:
     def num_records(self) -> int:
         return self.scores.size
 
-    def expect(self, indices: ArrayLike) -> None:
+    def rank_first(self, indices: ArrayLike) -> None:
         """Give these records ranks above all others from now on, and all other records their usual
         ranks.
         """
         self._expected[:] = False
-        self._expected[record_ids(indices, self.num_records)] = True
+        self._expected[checked_record_ids(indices, self.num_records)] = True
         self.generation += 1
 
     def rank(self, index: int) -> float:
@@ -87,37 +87,37 @@ class HitCounts:
         return float(self.scores[index]) + (EXPECTED_BONUS if self._expected[index] else 0.0)
 
     @property
-    def decayed(self) -> NDArray[np.float64]:
+    def decayed_counts(self) -> NDArray[np.float64]:
         """Return float64 [num_records]: the decayed counts (MoESys, Algorithm 2).
 
         When the scores are replaced, these counts continue from the new scores.
         """
         return self._decayed / self._hit
 
-    def touch(self, indices: ArrayLike) -> None:
+    def count_step(self, indices: ArrayLike) -> None:
         """Count one step that used these records; a repeated record counts once."""
         used = np.zeros(self.num_records, np.bool_)
-        used[record_ids(indices, self.num_records)] = True
+        used[checked_record_ids(indices, self.num_records)] = True
         ids = np.flatnonzero(used)
         self._steps += 1
-        self._learn(ids)
+        self._add_step(ids)
         if self._steps % self._decay_every_steps == 0:
             self._hit /= self._beta
             if self._hit > RESCALE_ABOVE:
                 self._decayed /= self._hit
                 self._hit = 1.0
 
-    def _learn(self, ids: NDArray[np.int64]) -> None:
+    def _add_step(self, ids: NDArray[np.int64]) -> None:
         """Add a step to all counts, and replace the scores if another count predicts better."""
-        self._compare(ids)
+        self._update_cusum(ids)
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
         if self._fresh_is_better >= CUSUM_THRESHOLD:
-            self._forget(self._fresh)
+            self._replace_scores(self._fresh)
         elif self._decayed_is_better >= CUSUM_THRESHOLD:
-            self._forget(self.decayed)
+            self._replace_scores(self.decayed_counts)
 
-    def _compare(self, ids: NDArray[np.int64]) -> None:
+    def _update_cusum(self, ids: NDArray[np.int64]) -> None:
         """Update the CUSUM sums with this step; restart the fresh counts if they predict no better
         than the scores.
         """
@@ -135,7 +135,7 @@ class HitCounts:
         else:
             self._fresh[:] = 0
 
-    def _forget(self, better: NDArray[np.float64]) -> None:
+    def _replace_scores(self, better: NDArray[np.float64]) -> None:
         """Replace the scores by `better`; the old scores only break ties."""
         self.scores[:] = better + FORGOTTEN * self.scores
         self._decayed[:] = self.scores * self._hit
@@ -188,10 +188,10 @@ class HotSet:
     def num_free(self) -> int:
         return len(self._free)
 
-    def victim(self) -> int | None:
+    def next_victim(self) -> int | None:
         """Return the slot to evict next; None if every occupied slot is pinned."""
         if self._generation != self.counts.generation or len(self._heap) > 8 * self.num_slots:
-            self._rebuild()
+            self._rebuild_heap()
         heap = self._heap
         while heap:
             score, minus_came, slot = heap[0]
@@ -200,7 +200,7 @@ class HotSet:
             elif self._pins[slot]:  # the last unpin pushes it again
                 heapq.heappop(heap)
                 self._in_heap[slot] = False
-            elif score != (now := self._score(slot)):
+            elif score != (now := self._eviction_rank(slot)):
                 heapq.heapreplace(heap, (now, minus_came, slot))
             else:
                 return slot
@@ -215,7 +215,7 @@ class HotSet:
         self._came[slot] = self._serial
         self.slot_of[record] = slot
         self.record_in[slot] = record
-        self._push(slot)
+        self._push_slot(slot)
         return slot
 
     def evict(self, slot: int) -> int:
@@ -244,18 +244,18 @@ class HotSet:
         self.num_pinned -= unpinned.size
         for slot in unpinned.tolist():
             if not self._in_heap[slot]:
-                self._push(slot)
+                self._push_slot(slot)
 
-    def _score(self, slot: int) -> float:
+    def _eviction_rank(self, slot: int) -> float:
         return self.counts.rank(int(self.record_in[slot]))
 
-    def _push(self, slot: int) -> None:
-        heapq.heappush(self._heap, (self._score(slot), -self._came[slot], slot))
+    def _push_slot(self, slot: int) -> None:
+        heapq.heappush(self._heap, (self._eviction_rank(slot), -self._came[slot], slot))
         self._in_heap[slot] = True
 
-    def _rebuild(self) -> None:
+    def _rebuild_heap(self) -> None:
         occupied = [slot for slot, came in enumerate(self._came) if came]
-        self._heap = [(self._score(slot), -self._came[slot], slot) for slot in occupied]
+        self._heap = [(self._eviction_rank(slot), -self._came[slot], slot) for slot in occupied]
         heapq.heapify(self._heap)
         for slot in occupied:
             self._in_heap[slot] = True

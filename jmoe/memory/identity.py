@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 
 WHOLE_BYTES = 1 << 22  # a file of at most this size is read whole
 STRIDE_BYTES = 1 << 20
@@ -48,19 +48,19 @@ def content_identity(
     blocks = [
         block
         for name, size_bytes in sizes.items()
-        for block in _blocks(files[name], size_bytes, (marks or {}).get(files[name], ()))
+        for block in _sampled_blocks(files[name], size_bytes, (marks or {}).get(files[name], ()))
     ]
     done_bytes, all_bytes = 0, sum(size_bytes for _, _, size_bytes in blocks)
     batches = [blocks[first : first + BATCH] for first in range(0, len(blocks), BATCH)]
     with ThreadPoolExecutor(THREADS, "identity") as pool:
-        for batch, part in zip(batches, pool.map(_digest, batches), strict=True):
+        for batch, part in zip(batches, pool.map(_hash_blocks, batches), strict=True):
             digest.update(part)
             done_bytes += sum(size_bytes for _, _, size_bytes in batch)
             report(done_bytes, all_bytes)
     return digest.hexdigest()
 
 
-def _blocks(path: Path, size_bytes: int, marks: Iterable[int]) -> Iterator[Block]:
+def _sampled_blocks(path: Path, size_bytes: int, marks: Iterable[int]) -> Iterator[Block]:
     if size_bytes <= WHOLE_BYTES:
         yield path, 0, size_bytes
         return
@@ -68,7 +68,7 @@ def _blocks(path: Path, size_bytes: int, marks: Iterable[int]) -> Iterator[Block
         yield path, first, BLOCK_BYTES
 
 
-def _digest(blocks: list[Block]) -> bytes:
+def _hash_blocks(blocks: list[Block]) -> bytes:
     digest = hashlib.sha256()
     for path, group in itertools.groupby(blocks, key=lambda block: block[0]):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -77,7 +77,7 @@ def _digest(blocks: list[Block]) -> bytes:
                 # disables readahead, which would read the bytes between blocks
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             for _, first, size_bytes in group:
-                with naming_file(path):
+                with name_file_in_errors(path):
                     digest.update(os.pread(fd, size_bytes, first))
         finally:
             os.close(fd)

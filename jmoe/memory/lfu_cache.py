@@ -47,11 +47,12 @@ class LFUCache:
     which is optimal there. It is MoESys's Algorithm 2 with two changes: counts survive eviction and
     are forgotten when traffic changes, and ties go to the cached record.
 
-    A slot belongs to its record between `admit` and the last `unpin`. A dirty record keeps its slot
-    until it is written: `next_write` returns one to write, `written` ends the write. When the cache
-    evicts a dirty record, the record keeps its slot as a staging slot, and the cache takes a free
-    staging slot in exchange; so no caller waits for the write. Dirty records in staging slots are
-    written first. Dirty records in the cache are written on eviction or after `write_back`.
+    A slot belongs to its record between `reserve_slot` and the last `unpin`. A dirty record keeps
+    its slot until it is written: `begin_next_write` returns one to write, `end_write` ends the
+    write. When the cache evicts a dirty record, the record keeps its slot as a staging slot, and
+    the cache takes a free staging slot in exchange; so no caller waits for the write. Dirty records
+    in staging slots are written first. Dirty records in the cache are written on eviction or after
+    `write_back`.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int, staging_slots: int) -> None:
@@ -85,7 +86,7 @@ class LFUCache:
         place = int(self._hot.slot_of[index])
         return self._slot_at[place] if place >= 0 else self._staged.get(index)
 
-    def use(self, index: int) -> int | None:
+    def pin_record(self, index: int) -> int | None:
         """Return the record's slot with one more pin, and count a hit or miss; None if it has no
         slot.
         """
@@ -99,10 +100,10 @@ class LFUCache:
             self._stats.hits += 1
         if index in self._staged:
             self._staged.move_to_end(index)
-        self._pin(slot)
+        self._pin_slot(slot)
         return slot
 
-    def admit(self, index: int, *, demanded: bool) -> int | None:
+    def reserve_slot(self, index: int, *, demanded: bool) -> int | None:
         """Return a slot, pinned once, to read an absent record into; None if no slot can be freed
         now.
 
@@ -110,19 +111,19 @@ class LFUCache:
         is still unused; a prefetch may not.
         """
         assert self.slot_of(index) is None, index
-        slot = self._cache_slot(index, demanded)
+        slot = self._take_cache_slot(index, demanded)
         if slot is None:
-            slot = self._staging_slot(demanded)
+            slot = self._take_staging_slot(demanded)
             if slot is None:
                 return None
             self._staged[index] = slot
             self._stats.passed_through += 1
         self._fresh.add(index)
-        self._pin(slot)
+        self._pin_slot(slot)
         return slot
 
-    def drop(self, index: int) -> None:
-        """Remove a record whose read failed; its only pin must be the one that `admit` set."""
+    def drop_failed_read(self, index: int) -> None:
+        """Remove a record whose read failed; its only pin must be that of `reserve_slot`."""
         slot = self.slot_of(index)
         assert slot is not None, index
         self.unpin(slot)
@@ -133,7 +134,7 @@ class LFUCache:
             del self._staged[index]
             self._free_staging.append(slot)
 
-    def discard(self, index: int) -> None:
+    def mark_unneeded(self, index: int) -> None:
         """Note that a prefetched record will not be used, so that its staging slot may be taken."""
         if index in self._fresh:
             self._fresh.remove(index)
@@ -164,7 +165,7 @@ class LFUCache:
         if index in self._staged:
             self._to_write.setdefault(index)
 
-    def forget_changes(self, index: int) -> None:
+    def drop_changes(self, index: int) -> None:
         """Do not write a dirty record back; a write under way continues."""
         for queue in (self._dirty, self._to_write, self._to_clean):
             queue.pop(index, None)
@@ -173,7 +174,7 @@ class LFUCache:
         """Queue all dirty records for writing."""
         self._to_clean |= self._dirty
 
-    def next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
+    def begin_next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
         """Return (record, slot) of the next dirty record to write, with a pin for the writer; None
         if there is none.
 
@@ -187,11 +188,11 @@ class LFUCache:
                 self._to_clean.pop(index, None)
                 del self._dirty[index]
                 self._writing.add(index)
-                self._pin(slot)
+                self._pin_slot(slot)
                 return index, slot
         return None
 
-    def written(self, index: int, *, ok: bool) -> None:
+    def end_write(self, index: int, *, ok: bool) -> None:
         """End the write of a record and remove the writer's pin; after a failed write it is dirty
         again.
         """
@@ -207,15 +208,15 @@ class LFUCache:
     def stats(self) -> CacheStats:
         return replace(self._stats)
 
-    def _pin(self, slot: int) -> None:
+    def _pin_slot(self, slot: int) -> None:
         if slot in self._place_of:
             self._hot.pin([self._place_of[slot]])
         else:
             self._staging_pins[slot] = self._staging_pins.get(slot, 0) + 1
 
-    def _cache_slot(self, index: int, demanded: bool) -> int | None:
+    def _take_cache_slot(self, index: int, demanded: bool) -> int | None:
         if not self._hot.num_free:
-            place = self._hot.victim()
+            place = self._hot.next_victim()
             if place is None:
                 return None
             victim = int(self._hot.record_in[place])
@@ -223,20 +224,20 @@ class LFUCache:
                 return None
             if victim in self._fresh and not demanded:
                 return None
-            if victim in self._dirty and not self._demote(victim, place, demanded):
+            if victim in self._dirty and not self._move_to_staging(victim, place, demanded):
                 return None
             self._count_unused(victim)
             self._hot.evict(place)
             self._stats.evictions += 1
         return self._slot_at[self._hot.place(index)]
 
-    def _demote(self, victim: int, place: int, demanded: bool) -> bool:
+    def _move_to_staging(self, victim: int, place: int, demanded: bool) -> bool:
         """Move a dirty victim out of the cache: its slot becomes a staging slot, and the cache gets
         another.
 
         Return False if no staging slot is free.
         """
-        slot = self._staging_slot(demanded)
+        slot = self._take_staging_slot(demanded)
         if slot is None:
             return False
         self._staged[victim] = self._slot_at[place]
@@ -246,7 +247,7 @@ class LFUCache:
         self._place_of[slot] = place
         return True
 
-    def _staging_slot(self, demanded: bool) -> int | None:
+    def _take_staging_slot(self, demanded: bool) -> int | None:
         if self._free_staging:
             return self._free_staging.pop()
         unpinned = [

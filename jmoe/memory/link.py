@@ -59,8 +59,8 @@ class Link:
         self._busy_since_s = 0.0
         self._transfers, self._num_bytes, self._seconds = 0, 0, 0.0
 
-    def start(self) -> float:
-        """Begin a transfer; return its start time, which `finish` takes."""
+    def start_transfer(self) -> float:
+        """Begin a transfer; return its start time, which `finish_transfer` takes."""
         with self._lock:
             now_s = self._clock()
             if self._under_way == 0:
@@ -68,7 +68,7 @@ class Link:
             self._under_way += 1
             return now_s
 
-    def finish(self, start_s: float, num_bytes: int) -> None:
+    def finish_transfer(self, start_s: float, num_bytes: int) -> None:
         """End the transfer that began at `start_s`, after the delay that the limit demands."""
         if self._limit_bytes_per_s is not None:
             with self._lock:
@@ -80,24 +80,24 @@ class Link:
         with self._lock:
             self._transfers += 1
             self._num_bytes += num_bytes
-            self._end()
+            self._end_transfer()
 
-    def transfer(self, move: Callable[[], int]) -> int:
+    def run_transfer(self, move: Callable[[], int]) -> int:
         """Run `move` as one transfer; return the number of bytes it returns.
 
         A transfer that raises counts no bytes and is not delayed.
         """
-        start_s = self.start()
+        start_s = self.start_transfer()
         try:
             num_bytes = move()
         except BaseException:
             with self._lock:
-                self._end()
+                self._end_transfer()
             raise
-        self.finish(start_s, num_bytes)
+        self.finish_transfer(start_s, num_bytes)
         return num_bytes
 
-    def _end(self) -> None:
+    def _end_transfer(self) -> None:
         self._under_way -= 1
         if self._under_way == 0:
             self._seconds += self._clock() - self._busy_since_s

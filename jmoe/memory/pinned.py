@@ -1,7 +1,7 @@
 """Pinned host memory, from which a device copies directly.
 
 XLA copies ordinary host memory to a pinned buffer of its own first. `offload/residency.py` and
-`offload/train_stores.py` call `host_memory`.
+`offload/train_stores.py` call `choose_host_memory`.
 
 Legend:
   M  slots
@@ -66,14 +66,14 @@ class PinnedSlots(list[NDArray[np.uint8]]):
         transfer has ended.
         """
         padded = jax.device_put(self._arrays[slot], self._device_memory)
-        arrays = _unpacked(
+        arrays = _unpack_fields(
             layout, self._slot_bytes, tuple(names), padded, np.int32(self._begins[slot])
         )
         return jax.block_until_ready(arrays)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _unpacked(
+def _unpack_fields(
     layout: RecordLayout,
     num_bytes: int,
     names: tuple[str, ...],
@@ -97,7 +97,7 @@ class HostMemory(NamedTuple):
     note: str
 
 
-def host_memory(
+def choose_host_memory(
     setting: Literal["auto", "on", "off"], field: str, devices: Sequence[jax.Device]
 ) -> HostMemory:
     """Return pinned or ordinary host memory for records.

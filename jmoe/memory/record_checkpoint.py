@@ -1,9 +1,9 @@
 """Makes records a part of an Orbax checkpoint: they are pinned on saving, and copied to the step's
 folder afterwards.
 
-A pin is a set of hard links (`VersionStore.pin`), so saving costs time per record, not per byte.
-The lists of pinned records (`saved_records`) commit with the step, by Orbax's rename. Then each
-process K drains: it links or copies its versions into the step's folder and writes
+A pin is a set of hard links (`VersionStore.pin_versions`), so saving costs time per record, not per
+byte. The lists of pinned records (`saved_records`) commit with the step, by Orbax's rename. Then
+each process K drains: it links or copies its versions into the step's folder and writes
 `durable-K.json`. Once all of these files are there, the step needs no process's local folder.
 Records in host memory have no files to pin, so they are written into the step at once.
 `run/checkpoint.py` calls this.
@@ -27,17 +27,24 @@ import numpy as np
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
-from jmoe.memory.direct_io import Io, choose_io, fsync, link, write_file
+from jmoe.memory.direct_io import Io, choose_io, fsync, try_hard_link, write_file
 from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.saved_records import Indexed, flush, places, read_lists, whole_files, write_records
+from jmoe.memory.saved_records import (
+    Indexed,
+    candidate_paths,
+    find_undamaged_files,
+    flush_files,
+    read_record_lists,
+    write_records,
+)
 from jmoe.memory.version_store import (
     PINS,
     Version,
     VersionStore,
-    is_pins,
+    is_pins_folder,
+    layout_with_seal,
     remove_store,
     remove_versions,
-    sealed,
 )
 from jmoe.types import JsonObject
 
@@ -62,7 +69,7 @@ def is_record(path: Path) -> bool:
     return (
         len(path.parts) == 3
         and path.parts[0].startswith(ITEM)
-        and Version.parse(path.name) is not None
+        and Version.parse_or_none(path.name) is not None
     )
 
 
@@ -70,8 +77,8 @@ class RecordCheckpoints:
     """Saves and restores the records of one process with checkpoints.
 
     `folder` arguments name the records' folder inside a step. Each of several processes has its own
-    object, with stores of the same kinds. A failed drain is reported by the next `check`, `wait` or
-    save.
+    object, with stores of the same kinds. A failed drain is reported by the next
+    `raise_drain_error`, `wait_until_drained` or save.
 
     stores: by kind of record. memory: layouts of the kinds that are in host memory instead; the
     attribute `memory` maps each kind to a function that yields all records in `owned`.
@@ -112,18 +119,20 @@ class RecordCheckpoints:
         self._stall_limit_s = stall_limit_s
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # (records drained, records to drain)
-        self._counted = 0  # records handled by `verify` and `write_memory`
-        self._found: tuple[Path, StepRecords] | None = None  # the result of `verify`, for `restore`
+        self._counted = 0  # records handled by `verify_records` and `write_memory_records`
+        self._found: tuple[Path, StepRecords] | None = (
+            None  # the result of `verify_records`, for `restore_records`
+        )
 
-    def pin(self, step: int) -> JsonObject:
+    def pin_versions(self, step: int) -> JsonObject:
         """Pin the current versions under the step's number; return the list for `write_list`.
 
         Flush caches first. Waits for the drain of the previous step, so that at most one step is
         not durable.
         """
-        self.wait()
+        self.wait_until_drained()
         versions = {
-            name: store.pin(str(step), self.save_only.get(name))
+            name: store.pin_versions(str(step), self.save_only.get(name))
             for name, store in self.stores.items()
         }
         for name in self._layouts:
@@ -131,12 +140,12 @@ class RecordCheckpoints:
             versions[name] = [Version(index, step, self._token).name for index in saved]
         listed = {
             "num_processes": self.num_processes,
-            "pins": self._pins(step),
+            "pins": self._pin_folders(step),
             "versions": versions,
         }
         return listed | ({"beside": self.replay_json} if self.replay_json else {})
 
-    def write_memory(self, folder: Path, pinned: JsonObject) -> None:
+    def write_memory_records(self, folder: Path, pinned: JsonObject) -> None:
         """Write the records in host memory into a step that is being saved; they must not change
         meanwhile.
         """
@@ -145,33 +154,35 @@ class RecordCheckpoints:
             records = (
                 record for record in self.memory[name]() if saved is None or record[0] in saved
             )
-            write_records(folder / name, layout, pinned["versions"][name], records, self._count)
+            write_records(
+                folder / name, layout, pinned["versions"][name], records, self._count_progress
+            )
 
     def write_list(self, folder: Path, pinned: JsonObject) -> None:
-        """Write the result of `pin` into a step that is being saved, and make the files of
-        `write_memory` durable.
+        """Write the result of `pin_versions` into a step that is being saved, and make the files of
+        `write_memory_records` durable.
         """
         for name in self._layouts:
-            flush(folder / name, pinned["versions"][name])
+            flush_files(folder / name, pinned["versions"][name])
         path = folder / f"process-{self.process}.json"
         path.write_text(json.dumps(pinned))
 
-    def committed(self, folder: Path, steps: list[int]) -> None:
+    def drain_committed(self, folder: Path, steps: list[int]) -> None:
         """Begin to drain a committed step; afterwards free the pins of all steps except `steps`."""
-        self.wait()
-        self._start(self._drain_and_free, folder, {str(step) for step in steps})
+        self.wait_until_drained()
+        self._start_drain(self._drain_and_free, folder, {str(step) for step in steps})
 
-    def check(self) -> None:
+    def raise_drain_error(self) -> None:
         """Raise the error of a failed drain, if any, without waiting."""
         if self._error is not None or (self._draining is not None and self._draining.done()):
-            self.wait()
+            self.wait_until_drained()
 
-    def wait(self) -> None:
+    def wait_until_drained(self) -> None:
         """Wait until this process's records of the step committed last are durable.
 
         There is no limit on the total time. Raises `TimeoutError` if no record is drained for
         `stall_limit_s`, and the drain's error if it failed, also on every later call until
-        `restore`.
+        `restore_records`.
         """
         if self._error is not None:
             raise self._error
@@ -198,40 +209,42 @@ class RecordCheckpoints:
             self._error = error
             raise
 
-    def progress(self) -> tuple[int, ...]:
+    def progress_counters(self) -> tuple[int, ...]:
         """Return counters that change while records are saved, drained or restored, for a stall
         check.
         """
         return (*self._drained, self._counted)
 
-    def verify(self, folder: Path) -> StepRecords:
+    def verify_records(self, folder: Path) -> StepRecords:
         """Return the files of this process's records in a step; each file is read and checked.
 
         Pinned files are preferred to copies in the step. The step may come from any number of
         processes. Raises `ValueError` naming a damaged list.
         """
-        lists = read_lists(folder)
+        lists = read_record_lists(folder)
         num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
         records = StepRecords({}, [], [])
         if len(lists) != num_processes or not lists:
             records.missing.append(f"{folder}: {len(lists)} lists of {num_processes} processes")
             return records
         kinds = {name: (store.layout, store.owned) for name, store in self.stores.items()}
-        kinds |= {name: (sealed(layout), self._owned) for name, layout in self._layouts.items()}
+        kinds |= {
+            name: (layout_with_seal(layout), self._owned) for name, layout in self._layouts.items()
+        }
         saved = {name for listed in lists.values() for name in listed["versions"]}
         for name in kinds.keys() & saved:  # kinds without records are among the step's arrays
             layout, owned = kinds[name]
-            there = places(folder, name, lists)
+            there = candidate_paths(folder, name, lists)
             if name in self.partial:
                 owned = tuple(index for index in owned if index in there)
-            files, damaged = whole_files(there, layout, owned, self._count)
+            files, damaged = find_undamaged_files(there, layout, owned, self._count_progress)
             records.files[name] = files
             records.damaged.extend(damaged)
             records.missing.extend(f"{name} {index}" for index in owned if index not in files)
         self._found = folder, records
         return records
 
-    def restore(self, folder: Path) -> None:
+    def restore_records(self, folder: Path) -> None:
         """Make the records of a step the current ones, by links to local pins or by copies.
 
         Continues the drain of the step if a killed process left it unfinished. Raises
@@ -240,7 +253,7 @@ class RecordCheckpoints:
         records = (
             self._found[1]
             if self._found is not None and self._found[0] == folder
-            else self.verify(folder)
+            else self.verify_records(folder)
         )
         self._found = self._error = None
         if records.missing:
@@ -258,34 +271,37 @@ class RecordCheckpoints:
             store.restore(
                 records.files.get(name, {}) if partial else records.files[name], partial=partial
             )
-        lists = read_lists(folder)
+        lists = read_record_lists(folder)
         self.restored = list(lists.values())
         own = lists.get(self.process, {"pins": {}})["pins"]
-        if own == self._pins(int(folder.parent.name)) and all(
+        if own == self._pin_folders(int(folder.parent.name)) and all(
             Path(pins).is_dir() for pins in own.values()
         ):
-            self.wait()
-            self._start(self._drain, folder)
+            self.wait_until_drained()
+            self._start_drain(self._drain, folder)
 
-    def _count(self) -> None:
+    def _count_progress(self) -> None:
         self._counted += 1
 
     def close(self) -> None:
         """Wait for the drain under way, unless an earlier drain has failed."""
         if self._error is None:
-            self.wait()
+            self.wait_until_drained()
 
-    def _start(self, drain: Callable[..., object], *arguments: object) -> None:
+    def _start_drain(self, drain: Callable[..., object], *arguments: object) -> None:
         """Run a drain in a daemon thread, so that a drain that hangs does not keep the process
         alive.
         """
         self._draining, self._drained = Future(), (0, 0)
         self._drains_to = arguments[0]
         threading.Thread(
-            target=_fulfil, args=(self._draining, drain, *arguments), name="drain", daemon=True
+            target=_set_result_of,
+            args=(self._draining, drain, *arguments),
+            name="drain",
+            daemon=True,
         ).start()
 
-    def _pins(self, step: int) -> dict[str, str]:
+    def _pin_folders(self, step: int) -> dict[str, str]:
         return {
             name: str((store.path / PINS / str(step)).absolute())
             for name, store in self.stores.items()
@@ -296,7 +312,7 @@ class RecordCheckpoints:
             return  # the step was deleted meanwhile
         for store in self.stores.values():
             for pins in (store.path / PINS).iterdir():
-                if is_pins(pins) and pins.name not in steps:
+                if is_pins_folder(pins) and pins.name not in steps:
                     remove_versions(pins)
         if self.stores:
             self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
@@ -314,7 +330,7 @@ class RecordCheckpoints:
         pins = [
             Path(path)
             for kept in folders
-            for listed in read_lists(kept).values()
+            for listed in read_record_lists(kept).values()
             for path in listed["pins"].values()
         ]
         for place in own.parent.iterdir():
@@ -341,7 +357,7 @@ class RecordCheckpoints:
                             place.rmdir()
 
     def _drain(self, folder: Path) -> bool:
-        before = _step_before(folder)
+        before = _previous_records_folder(folder)
         linked = copied = 0
         try:
             io = choose_io(folder)
@@ -356,11 +372,12 @@ class RecordCheckpoints:
                     self._drained = linked + copied, sum(map(len, pinned.values()))
                     target = folder / name / source.name
                     if target.exists() or any(
-                        link(file, target) for file in (before / name / source.name, source)
+                        try_hard_link(file, target)
+                        for file in (before / name / source.name, source)
                     ):
                         linked += 1
                     else:
-                        _copy(store, source, target, record_R, io)
+                        _copy_record(store, source, target, record_R, io)
                         copied += 1
                 fsync(folder / name)
             mark = folder / f"durable-{self.process}.json"
@@ -374,16 +391,16 @@ class RecordCheckpoints:
         return True
 
 
-def _fulfil(future: Future[object], work: Callable[..., object], *arguments: object) -> None:
+def _set_result_of(future: Future[object], work: Callable[..., object], *arguments: object) -> None:
     try:
         result = work(*arguments)
-    except BaseException as error:  # raised by `wait`, in the caller's thread
+    except BaseException as error:  # raised by `wait_until_drained`, in the caller's thread
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
-def _step_before(folder: Path) -> Path:
+def _previous_records_folder(folder: Path) -> Path:
     """Return the records' folder of the previous step; it may not exist."""
     root, step = folder.parent.parent, int(folder.parent.name)
     older = [
@@ -394,7 +411,7 @@ def _step_before(folder: Path) -> Path:
     return root / str(max(older, default=-1)) / folder.name
 
 
-def _copy(
+def _copy_record(
     store: VersionStore, source: Path, target: Path, record_R: NDArray[np.uint8], io: Io
 ) -> None:
     store.read_version(source, record_R)
@@ -404,12 +421,12 @@ def _copy(
 
 
 class RecordsHandler(ocp.AsyncCheckpointHandler):
-    """The Orbax handler that saves records; `RecordCheckpoints.restore` restores them."""
+    """The Orbax handler that saves records; `RecordCheckpoints.restore_records` restores them."""
 
     async def async_save(self, directory: Path, args: "RecordsSave") -> list[ocp.future.Future]:
         """Pin versions and write in-memory records now; write the list in the background."""
-        pinned = args.records.pin(args.step)
-        args.records.write_memory(Path(directory), pinned)
+        pinned = args.records.pin_versions(args.step)
+        args.records.write_memory_records(Path(directory), pinned)
 
         async def write() -> None:
             args.records.write_list(Path(directory), pinned)

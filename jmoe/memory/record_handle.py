@@ -39,7 +39,7 @@ class Record(Closing):
         send: Send | None = None,
     ) -> None:
         self.index, self.data_R, self._views = index, data_R, views
-        self._link, self._start_s = link, link.start()
+        self._link, self._start_s = link, link.start_transfer()
         self._give_back: Callable[[bool], None] | None = give_back
         self._send = send
 
@@ -69,5 +69,5 @@ class Record(Closing):
     def _close(self, dirty: bool) -> None:
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
-            self._link.finish(self._start_s, self.data_R.nbytes)
+            self._link.finish_transfer(self._start_s, self.data_R.nbytes)
             give_back(dirty)

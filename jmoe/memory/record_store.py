@@ -43,7 +43,7 @@ from jmoe.memory.direct_io import (
     is_byte_addressable,
     make_folder,
     map_file,
-    naming_free_space,
+    name_free_space_in_errors,
     open_direct,
     read_all,
     reserve_space,
@@ -146,7 +146,7 @@ class RecordLayout:
         """Return zeros uint8 [R] for one record, page-aligned."""
         return allocate_slots(1, self.record_bytes)[0]
 
-    def describe(self) -> list[list[Json]]:
+    def describe_arrays(self) -> list[list[Json]]:
         """Return [name, shape, dtype, offset] of every array, for the manifest."""
         return [[f.name, list(f.shape), f.dtype.name, f.offset_bytes] for f in self.fields]
 
@@ -167,7 +167,7 @@ class HostRecords:
     check: Callable[[int], None] | None = None
 
     @classmethod
-    def fill(
+    def allocate_and_fill(
         cls,
         layout: RecordLayout,
         num_records: int,
@@ -175,7 +175,7 @@ class HostRecords:
         owned: Iterable[int] | None = None,
         allocate: Allocate = allocate_slots,
     ) -> Self:
-        """Return newly allocated records, each written by `fill` (see `RecordStore.pack`).
+        """Return newly allocated records, each written by `fill` (see `RecordStore.open_or_pack`).
 
         owned: record numbers, None for all.
         """
@@ -186,7 +186,7 @@ class HostRecords:
         return cls(layout, slots_MR, num_records, records, len(records) * layout.record_bytes)
 
     @cached_property
-    def _slots(self) -> dict[int, int]:
+    def _slot_by_record(self) -> dict[int, int]:
         return {index: slot for slot, index in enumerate(self.owned)}
 
     def slot_of(self, index: int) -> int:
@@ -194,26 +194,26 @@ class HostRecords:
         not own it.
         """
         check(
-            index in self._slots,
+            index in self._slot_by_record,
             "index",
             index,
             "must be one of the records that this process owns",
         )
-        return self._slots[index]
+        return self._slot_by_record[index]
 
 
 class RecordStore(Closing):
     """A pack open for reading; its methods are thread-safe.
 
-    `RecordStore.pack` opens a folder's pack, or makes it first; `RecordStore.open` only opens. io:
-    how records are read: "O_DIRECT", "mapped" if the file is memory (tmpfs, DAX), or "buffered:
-    REASON" if the file system refuses O_DIRECT.
+    `RecordStore.open_or_pack` opens a folder's pack, or makes it first; `RecordStore.open` only
+    opens. io: how records are read: "O_DIRECT", "mapped" if the file is memory (tmpfs, DAX), or
+    "buffered: REASON" if the file system refuses O_DIRECT.
     """
 
     def __init__(
         self, path: Path, layout: RecordLayout, sums_N: NDArray[np.uint64], repair: Fill | None
     ) -> None:
-        """Open the data file; callers use `open` or `pack`."""
+        """Open the data file; callers use `open` or `open_or_pack`."""
         self.path, self.layout, self.num_records = path, layout, sums_N.size
         self.owned = tuple(range(self.num_records))
         self._sums_N, self._repair = sums_N, repair
@@ -232,17 +232,17 @@ class RecordStore(Closing):
         """Return the pack in `folder`, opened.
 
         fingerprint: identifies the source of the records. repair: writes a damaged record again,
-        like `fill` of `pack`; any thread may call it. Raises `PackError` if the folder has no
-        complete pack with this layout, number of records and fingerprint.
+        like `fill` of `open_or_pack`; any thread may call it. Raises `PackError` if the folder has
+        no complete pack with this layout, number of records and fingerprint.
         """
         folder = Path(folder)
-        expected = manifest_of(layout, num_records, fingerprint)
+        expected = make_manifest(layout, num_records, fingerprint)
         for last_try in (False, True):
             manifest = read_manifest(folder)
             check_manifest(folder, manifest, expected)
             path = folder / str(manifest.get("file"))
             try:
-                store = cls(path, layout, _sums(folder, manifest), repair)
+                store = cls(path, layout, _read_checksums(folder, manifest), repair)
             except FileNotFoundError as error:
                 if last_try:
                     raise PackError(
@@ -260,7 +260,7 @@ class RecordStore(Closing):
         raise AssertionError("unreachable")
 
     @classmethod
-    def pack(
+    def open_or_pack(
         cls,
         folder: str | Path,
         layout: RecordLayout,
@@ -289,17 +289,18 @@ class RecordStore(Closing):
         with contextlib.suppress(PackError):  # before any write: the folder may be read-only
             return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
         make_folder(folder)
-        with locked(folder, lock_limit_s):
+        with folder_lock(folder, lock_limit_s):
             with contextlib.suppress(PackError):  # another process made it meanwhile
                 return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
             _remove_leftovers(folder)
             path = folder / f"records-{secrets.token_hex(8)}.bin"
             try:
                 sums_N = _write_records(path, layout, num_records, fill)
-                manifest = manifest_of(layout, num_records, fingerprint) | {"file": path.name}
+                manifest = make_manifest(layout, num_records, fingerprint) | {"file": path.name}
                 write_manifest(
                     folder,
-                    manifest | {"sums": sums_N.tobytes().hex(), "sums_digest": _digest(sums_N)},
+                    manifest
+                    | {"sums": sums_N.tobytes().hex(), "sums_digest": _hash_checksums(sums_N)},
                 )
             except BaseException:
                 path.unlink(missing_ok=True)
@@ -327,7 +328,7 @@ class RecordStore(Closing):
             if self._repair is None or self._was_cut():
                 raise
             why = str(error.strerror)
-        self._mend(index, record_R, why)
+        self._repair_record(index, record_R, why)
 
     def _read(self, index: int, record_R: NDArray[np.uint8]) -> None:
         where = index * self.layout.record_bytes, self.path, f"reading record {index}"
@@ -366,7 +367,9 @@ class RecordStore(Closing):
             if checked[index]:
                 return
             if checksum(slots_MR[index]) != self._sums_N[index]:
-                self._mend(index, self.layout.zeros(), "its content is not what was written")
+                self._repair_record(
+                    index, self.layout.zeros(), "its content is not what was written"
+                )
                 if checksum(slots_MR[index]) != self._sums_N[index]:
                     raise OSError(
                         errno.EIO, f"record {index}: damaged, and cannot be mended", str(self.path)
@@ -375,7 +378,7 @@ class RecordStore(Closing):
 
         return HostRecords(self.layout, slots_MR, self.num_records, self.owned, 0, check_record)
 
-    def _mend(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
+    def _repair_record(self, index: int, record_R: NDArray[np.uint8], why: str) -> None:
         """Fill `record_R` by `repair`, and write it to the file; a failed write only logs a
         warning.
 
@@ -437,11 +440,11 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
     return fd, "O_DIRECT"
 
 
-def manifest_of(layout: RecordLayout, num_records: int, fingerprint: str) -> JsonObject:
+def make_manifest(layout: RecordLayout, num_records: int, fingerprint: str) -> JsonObject:
     """Return the manifest of a folder with such records."""
     return {
         "format": FORMAT,
-        "layout": layout.describe(),
+        "layout": layout.describe_arrays(),
         "record_bytes": layout.record_bytes,
         "num_records": num_records,
         "fingerprint": fingerprint,
@@ -482,18 +485,20 @@ def write_manifest(folder: Path, manifest: JsonObject) -> None:
     fsync(folder)
 
 
-def _sums(folder: Path, manifest: JsonObject) -> NDArray[np.uint64]:
+def _read_checksums(folder: Path, manifest: JsonObject) -> NDArray[np.uint64]:
     """Return uint64 [N], the records' checksums; raise `PackError` if missing or damaged."""
     try:
         sums_N = np.frombuffer(bytes.fromhex(manifest["sums"]), np.uint64)
     except (KeyError, TypeError, ValueError) as error:
         raise PackError(f"{folder}: {MANIFEST} has no checksums of the records") from error
-    if sums_N.size != manifest["num_records"] or _digest(sums_N) != manifest.get("sums_digest"):
+    if sums_N.size != manifest["num_records"] or _hash_checksums(sums_N) != manifest.get(
+        "sums_digest"
+    ):
         raise PackError(f"{folder}: the checksums in {MANIFEST} are damaged")
     return sums_N
 
 
-def _digest(sums_N: NDArray[np.uint64]) -> str:
+def _hash_checksums(sums_N: NDArray[np.uint64]) -> str:
     return hashlib.blake2b(sums_N.tobytes(), digest_size=16).hexdigest()
 
 
@@ -511,15 +516,15 @@ def _write_records(
     views = layout.views(record_R)
     fd, _ = open_direct(path, os.O_WRONLY | os.O_CREAT)
     try:
-        with naming_free_space(path, needs):
+        with name_free_space_in_errors(path, needs):
             reserve_space(fd, total_bytes)
         for index in range(num_records):
             record_R[:] = 0
             fill(index, views)
             sums_N[index] = checksum(record_R)
-            with naming_free_space(path, needs):
+            with name_free_space_in_errors(path, needs):
                 write_all(fd, record_R, index * layout.record_bytes)
-        with naming_free_space(path, needs):
+        with name_free_space_in_errors(path, needs):
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -538,7 +543,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
+def folder_lock(folder: Path, limit_s: float, name: str = LOCK) -> Iterator[None]:
     """Return a context manager that holds the folder's lock, which the kernel frees if the process
     dies.
 

@@ -49,8 +49,8 @@ class Ring(Closing):
 
     load(layer, slot) copies a layer into a slot and returns the bytes copied, when the slot is
     ready. It runs in a thread of the ring, one call at a time. Its error is permanent, because the
-    slot's content is then unknown: every later `acquire`, `restart`, `reload` and `wait` raises it.
-    wait_limit_s: longest wait of a call; then `TimeoutError` names layer and slot.
+    slot's content is then unknown: every later `acquire`, `begin_round`, `reload_slots` and `wait`
+    raises it. wait_limit_s: longest wait of a call; then `TimeoutError` names layer and slot.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Ring(Closing):
         self._loading: int | None = None
         self._error: Exception | None = None
         with self._changed:
-            self._begin(order)
-        self._thread = threading.Thread(target=self._work, name="ring", daemon=True)
+            self._start_round(order)
+        self._thread = threading.Thread(target=self._load_until_closed, name="ring", daemon=True)
         self._thread.start()
 
     @property
@@ -88,7 +88,7 @@ class Ring(Closing):
         return len(self._uses)
 
     @property
-    def layers(self) -> list[int | None]:
+    def layer_by_slot(self) -> list[int | None]:
         """Return the layer of every slot, loaded or being loaded; None for an empty slot."""
         with self._changed:
             return list(self._layer_in)
@@ -110,7 +110,7 @@ class Ring(Closing):
                 self._waited_s += time.monotonic() - start_s
             slot = self._planned[self._acquired - self._released]
             self._acquired += 1
-            self._plan()
+            self._plan_slots()
             return Acquired(layer, slot)
 
     def release(self) -> None:
@@ -122,9 +122,9 @@ class Ring(Closing):
                 raise RuntimeError("ring: release() without an acquired layer")
             self._uses[self._planned.popleft()] -= 1
             self._released += 1
-            self._plan()
+            self._plan_slots()
 
-    def restart(self, order: Sequence[int] | None = None) -> None:
+    def begin_round(self, order: Sequence[int] | None = None) -> None:
         """Begin a new round, in a new order if one is given; loaded layers keep their slots.
 
         All layers must be released.
@@ -137,10 +137,10 @@ class Ring(Closing):
             for slot in range(self.num_slots):
                 self._uses[slot] = 0
                 if not self._loaded[slot] and slot != self._loading:
-                    self._forget(slot)
-            self._begin(self._order if order is None else order)
+                    self._empty_slot(slot)
+            self._start_round(self._order if order is None else order)
 
-    def reload(self) -> None:
+    def reload_slots(self) -> None:
         """Load again the layers that are already in slots for the next round; all layers must be
         released.
         """
@@ -155,7 +155,7 @@ class Ring(Closing):
             self._to_load.extend(stay)
             self._changed.notify_all()
 
-    def wait(self) -> None:
+    def wait_for_loads(self) -> None:
         """Wait until all planned loads are done; no other load begins before the next `acquire` or
         `release`.
         """
@@ -164,7 +164,7 @@ class Ring(Closing):
                 raise TimeoutError(
                     f"ring: slot {self._loading} was not loaded within {self._wait_limit_s} s"
                 )
-            self._check_loads()
+            self._raise_load_error()
 
     def stats(self) -> RingStats:
         with self._changed:
@@ -191,30 +191,30 @@ class Ring(Closing):
             or not (self._to_load or self._loading is not None)
         )
 
-    def _check_loads(self) -> None:
+    def _raise_load_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _check_between_rounds(self) -> None:
-        self._check_loads()
+        self._raise_load_error()
         if self._released != self._acquired:
             raise RuntimeError(
                 f"ring: {self._acquired - self._released} layers are acquired; release them first"
             )
 
-    def _begin(self, order: Sequence[int]) -> None:
+    def _start_round(self, order: Sequence[int]) -> None:
         """Plan `order` from its first position on; the caller holds the lock."""
         check(len(order) > 0, "order", order, "must name at least one layer")
         self._order = tuple(order)
         # positions of the order, counted across rounds
         self._acquired = self._released = self._planned_to = 0
         self._planned: deque[int] = deque()  # slots of the positions from _released on
-        self._plan()
+        self._plan_slots()
 
     def _layer_at(self, position: int) -> int:
         return self._order[position % len(self._order)]
 
-    def _plan(self) -> None:
+    def _plan_slots(self) -> None:
         """Assign slots to the next positions of the order, at most one round ahead, while slots are
         free.
 
@@ -224,10 +224,10 @@ class Ring(Closing):
             layer = self._layer_at(self._planned_to)
             slot = self._slot_of.get(layer)
             if slot is None:
-                slot = self._free_slot()
+                slot = self._find_free_slot()
                 if slot is None:
                     break
-                self._forget(slot)
+                self._empty_slot(slot)
                 self._layer_in[slot] = layer
                 self._slot_of[layer] = slot
                 self._to_load.append(slot)
@@ -236,14 +236,14 @@ class Ring(Closing):
             self._planned_to += 1
         self._changed.notify_all()
 
-    def _free_slot(self) -> int | None:
+    def _find_free_slot(self) -> int | None:
         """Return the slot, among those that no planned position needs, whose layer is needed last;
         None if none is free.
         """
         free = [slot for slot, uses in enumerate(self._uses) if not uses and slot != self._loading]
-        return max(free, key=self._distance, default=None)
+        return max(free, key=self._positions_until_needed, default=None)
 
-    def _distance(self, slot: int) -> int:
+    def _positions_until_needed(self, slot: int) -> int:
         """Return the number of positions until the order needs a slot's layer again, at most one
         round.
         """
@@ -255,7 +255,7 @@ class Ring(Closing):
         )
         return next(uses, len(self._order))
 
-    def _forget(self, slot: int) -> None:
+    def _empty_slot(self, slot: int) -> None:
         layer = self._layer_in[slot]
         if layer is not None:
             del self._slot_of[layer]
@@ -265,7 +265,7 @@ class Ring(Closing):
     def _next_is_ready(self) -> bool:
         if self._closing.is_set():
             raise ValueError("ring: closed")
-        self._check_loads()
+        self._raise_load_error()
         if self._acquired < self._planned_to:
             slot = self._planned[self._acquired - self._released]
             return self._loaded[slot] and slot not in self._reload and slot != self._loading
@@ -276,7 +276,7 @@ class Ring(Closing):
             )
         return False
 
-    def _work(self) -> None:
+    def _load_until_closed(self) -> None:
         while True:
             with self._changed:
                 while not self._to_load and not self._closing.is_set():
@@ -288,7 +288,7 @@ class Ring(Closing):
                 assert layer is not None
             error: Exception | None = None
             try:
-                self._link.transfer(partial(self._load, layer, slot))
+                self._link.run_transfer(partial(self._load, layer, slot))
             except Exception as caught:  # acquire() raises it in the caller's thread
                 caught.add_note(f"while the ring loaded layer {layer} into slot {slot}")
                 error = caught
@@ -300,6 +300,6 @@ class Ring(Closing):
                 else:
                     self._error = error
                     if not self._loaded[slot]:
-                        self._forget(slot)
+                        self._empty_slot(slot)
                     self._to_load.clear()
-                self._plan()  # the slot just loaded may be free now
+                self._plan_slots()  # the slot just loaded may be free now

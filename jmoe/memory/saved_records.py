@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.direct_io import fsync, naming_free_space
+from jmoe.memory.direct_io import fsync, name_free_space_in_errors
 from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.version_store import Version, check_sealed, sealed, set_seal
+from jmoe.memory.version_store import Version, check_version_file, layout_with_seal, write_seal
 from jmoe.types import JsonObject
 
 THREADS = 4  # threads that read or write the records of one kind
@@ -31,15 +31,15 @@ Lists = dict[int, JsonObject]  # each process's list, by process number
 Indexed = tuple[int, Mapping[str, np.ndarray]]  # a record's number and its arrays
 
 
-def read_lists(folder: Path) -> Lists:
+def read_record_lists(folder: Path) -> Lists:
     """Return each process's list, by process number; raise `ValueError` naming a damaged list."""
     return {
-        int(path.stem.removeprefix("process-")): _list(path)
+        int(path.stem.removeprefix("process-")): _read_list(path)
         for path in folder.glob("process-*.json")
     }
 
 
-def _list(path: Path) -> JsonObject:
+def _read_list(path: Path) -> JsonObject:
     try:
         listed = json.loads(path.read_text())
         whole = (
@@ -48,7 +48,9 @@ def _list(path: Path) -> JsonObject:
         )
         whole = whole and all(Path(pins).is_absolute() for pins in listed["pins"].values())
         whole = whole and all(
-            Version.parse(v) is not None for names in listed["versions"].values() for v in names
+            Version.parse_or_none(v) is not None
+            for names in listed["versions"].values()
+            for v in names
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
@@ -59,7 +61,7 @@ def _list(path: Path) -> JsonObject:
     return dict(listed)
 
 
-def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
+def candidate_paths(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
     """Return, for each record of a kind, paths where its file may be, in order of preference."""
     files = {}
     for listed in lists.values():
@@ -69,7 +71,7 @@ def places(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
     return files
 
 
-def whole_files(
+def find_undamaged_files(
     where: Mapping[int, list[Path]],
     layout: RecordLayout,
     owned: Sequence[int],
@@ -77,27 +79,27 @@ def whole_files(
 ) -> tuple[dict[int, Path], list[str]]:
     """Return (record -> its first undamaged file, a sentence for each damaged file).
 
-    where: the result of `places`. layout: the result of `sealed`. owned: the records to look for.
-    count: called once per record.
+    where: the result of `candidate_paths`. layout: the result of `layout_with_seal`. owned: the
+    records to look for. count: called once per record.
     """
     files: dict[int, Path] = {}
     damaged: list[str] = []
 
-    def verify(first: int) -> None:
+    def verify_share(first: int) -> None:
         record_R = layout.zeros()
         for index in owned[first::THREADS]:
             count()
-            path, lines = first_whole(where.get(index, []), layout, record_R)
+            path, lines = read_first_undamaged(where.get(index, []), layout, record_R)
             if path is not None:
                 files[index] = path
             damaged.extend(lines)
 
     with ThreadPoolExecutor(THREADS, "verify") as pool:
-        list(pool.map(verify, range(THREADS)))
+        list(pool.map(verify_share, range(THREADS)))
     return files, sorted(damaged)
 
 
-def first_whole(
+def read_first_undamaged(
     paths: list[Path], layout: RecordLayout, record_R: NDArray[np.uint8]
 ) -> tuple[Path | None, list[str]]:
     """Read the first undamaged file of `paths` into `record_R`.
@@ -108,7 +110,7 @@ def first_whole(
     whole = None
     for path in paths:
         try:
-            check_sealed(path, layout, record_R, "buffered")
+            check_version_file(path, layout, record_R, "buffered")
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -127,10 +129,10 @@ class SavedRecords:
     """
 
     def __init__(self, folder: Path, layouts: Mapping[str, RecordLayout]) -> None:
-        self.folder, self.lists = folder, read_lists(folder)
+        self.folder, self.lists = folder, read_record_lists(folder)
         self.kinds = sorted({kind for listed in self.lists.values() for kind in listed["versions"]})
-        self._layouts = {kind: sealed(layout) for kind, layout in layouts.items()}
-        self._places = {kind: places(folder, kind, self.lists) for kind in self.kinds}
+        self._layouts = {kind: layout_with_seal(layout) for kind, layout in layouts.items()}
+        self._places = {kind: candidate_paths(folder, kind, self.lists) for kind in self.kinds}
         self._own = threading.local()
 
     def read(self, kind: str, index: int) -> dict[str, np.ndarray]:
@@ -144,7 +146,7 @@ class SavedRecords:
         if kind not in buffers:
             buffers[kind] = layout.zeros()
         record_R = buffers[kind]
-        path, damaged = first_whole(self._places[kind].get(index, []), layout, record_R)
+        path, damaged = read_first_undamaged(self._places[kind].get(index, []), layout, record_R)
         if path is None:
             why = f"record {index} of {kind} is whole neither on this machine nor in the step"
             advice = f"delete {self.folder.parent} to go on from an older step"
@@ -159,13 +161,14 @@ def write_records(
     records: Iterable[Indexed],
     count: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write records from memory as files in a step's folder; call `flush` to make them durable.
+    """Write records from memory as files in a step's folder; call `flush_files` to make them
+    durable.
 
     layout: without the seal. names: file names, one per record. count: called once per record. At
     most 2 `THREADS` records are copied at a time.
     """
     folder.mkdir(exist_ok=True)
-    layout = sealed(layout)
+    layout = layout_with_seal(layout)
     versions = {version.index: version for version in map(Version.from_name, names)}
     free = queue.SimpleQueue[NDArray[np.uint8]]()
     for record_R in allocate_slots(2 * THREADS, layout.record_bytes):
@@ -174,9 +177,9 @@ def write_records(
     def write_and_free(record_R: NDArray[np.uint8], version: Version) -> None:
         try:
             path = folder / version.name
-            set_seal(version, layout, record_R)
+            write_seal(version, layout, record_R)
             with (
-                naming_free_space(path, f"{path.name} needs {record_R.nbytes} bytes"),
+                name_free_space_in_errors(path, f"{path.name} needs {record_R.nbytes} bytes"),
                 path.open("xb") as file,
             ):
                 file.write(record_R.data)
@@ -197,9 +200,9 @@ def write_records(
         done.result()
 
 
-def flush(folder: Path, names: Iterable[str]) -> None:
+def flush_files(folder: Path, names: Iterable[str]) -> None:
     """Make files of a folder durable, content and names."""
     for name in names:
-        with naming_free_space(folder / name, name):
+        with name_free_space_in_errors(folder / name, name):
             fsync(folder / name)
     fsync(folder)

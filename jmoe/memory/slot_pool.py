@@ -6,7 +6,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jmoe.memory.hot_set import HotSet, record_ids
+from jmoe.memory.hot_set import HotSet, checked_record_ids
 
 
 class SlotPool(HotSet):
@@ -21,14 +21,14 @@ class SlotPool(HotSet):
     A plan costs O(needed), plus a heap operation per record to load. Not thread-safe.
     """
 
-    def plan(self, needed: ArrayLike) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
+    def plan_loads(self, needed: ArrayLike) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
         """Return (int32 slots of the needed records, in order; the (record, slot) pairs to load
         first).
 
         Records may repeat. Raises `ValueError`, with nothing changed, if the records do not fit
         beside the pinned ones.
         """
-        ids = record_ids(needed, self.counts.num_records)
+        ids = checked_record_ids(needed, self.counts.num_records)
         slots = self.slot_of[ids]
         held = np.unique(slots[slots >= 0])
         missing = np.unique(ids[slots < 0])
@@ -43,7 +43,7 @@ class SlotPool(HotSet):
                 f" needed at once; {missing.size} of them have to be loaded and {pinned} slots are"
                 " pinned or needed"
             )
-        loads = [(record, self._take(record)) for record in missing.tolist()]
+        loads = [(record, self._assign_slot(record)) for record in missing.tolist()]
         self.unpin(np.concatenate([held, np.array([slot for _, slot in loads], np.int32)]))
         return self.slot_of[ids], loads
 
@@ -52,7 +52,7 @@ class SlotPool(HotSet):
 
         Raises `ValueError` if a record repeats or has no slot.
         """
-        ids = record_ids(records, self.counts.num_records)
+        ids = checked_record_ids(records, self.counts.num_records)
         slots = self.slot_of[ids]
         if (slots < 0).any():
             raise ValueError(f"record = {int(ids[slots < 0][0])}: has no slot")
@@ -60,14 +60,14 @@ class SlotPool(HotSet):
             raise ValueError(f"records = {ids.tolist()}: must be different")
         return slots
 
-    def drop(self, records: ArrayLike) -> None:
+    def drop_records(self, records: ArrayLike) -> None:
         """Remove unpinned records whose load failed or was cancelled."""
         for slot in self.slots_of(records).tolist():
             self.evict(slot)
 
-    def _take(self, record: int) -> int:
+    def _assign_slot(self, record: int) -> int:
         if not self.num_free:
-            slot = self.victim()
+            slot = self.next_victim()
             assert slot is not None
             self.evict(slot)
         slot = self.place(record)

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import check
-from jmoe.memory.buffers import Allocate, allocate_slots
+from jmoe.memory.buffers import Allocate, Slots, allocate_slots
 from jmoe.memory.closing import Closing
-from jmoe.memory.hot_set import HitCounts, record_ids
+from jmoe.memory.hot_set import HitCounts, checked_record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
 from jmoe.memory.pinned import PinnedSlots
@@ -31,7 +31,7 @@ from jmoe.memory.record_handle import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
 
-# expected records per cache slot; measured: at 1.4 `expect` saves reads, at 2.4 it adds some
+# expected records per cache slot; measured: at 1.4 `keep_cached` saves reads, at 2.4 it adds some
 MOST_EXPECTED = 1.5
 LinkName = Literal["nvme", "host"]
 Work = TypeVar("Work")
@@ -86,9 +86,9 @@ class TieredStore(Closing):
 
     With a `VersionStore`, `get(index, writable=True)` gives one caller exclusive access to a
     record, and `Record.put` marks it as dirty. One of `write_threads` threads writes a dirty record
-    back when the cache evicts it, every `write_back_every_steps` steps (calls of `touch`), and on
-    `flush`. A `VersionStore` whose files are memory (tmpfs, DAX) is not prefetched: `get` returns
-    an uncached record as a mapping of its file.
+    back when the cache evicts it, every `write_back_every_steps` steps (calls of `count_step`), and
+    on `flush`. A `VersionStore` whose files are memory (tmpfs, DAX) is not prefetched: `get`
+    returns an uncached record as a mapping of its file.
 
     The `get` that waits for a read raises the read's error, and may be repeated. An error that no
     caller waits for, of a prefetch or a write-back, is permanent: every later call raises it. The
@@ -119,7 +119,7 @@ class TieredStore(Closing):
         # wakes callers of get and flush: a read or write has ended
         self._arrived = threading.Condition(self._lock)
         self._closing = threading.Event()
-        self._open_links(bandwidth_limit_bytes_per_s or {})
+        self._make_links(bandwidth_limit_bytes_per_s or {})
         self._wait_limit_s = wait_limit_s
         self._waits, self._waited_s = 0, 0.0
         self._error: Exception | None = None  # the first error that no caller waited for
@@ -131,44 +131,49 @@ class TieredStore(Closing):
         self._unwritten: set[int] = set()  # writable records that were not read and are not put yet
         self._steps, self._write_back_every_steps = 0, write_back_every_steps
         self.layout, self.num_records, self.owned = store.layout, store.num_records, store.owned
+        # set if all records are in host memory
+        self.host_records = store if isinstance(store, HostRecords) else None
+        self._store = None if isinstance(store, HostRecords) else store
         self._versions = store if isinstance(store, VersionStore) else None
         self._mapped = store if isinstance(store, VersionStore) and store.io == "mapped" else None
-        needed = "a store needs a cache in host memory, records in host memory need none"
-        is_host = isinstance(store, HostRecords)
-        check((cache_bytes is None) == is_host, "cache_bytes", cache_bytes, needed)
-        self._cache: LFUCache | None = None
-        self._store: RecordStore | VersionStore | None = None
-        self._threads: list[threading.Thread] = []
-        self.host_records: HostRecords | None = None  # set if all records are in host memory
-        if isinstance(store, HostRecords):
-            self.host_records, self._slots_MR = store, store.slots_MR
-        else:
-            self._store = store
-            self._threads = self._make_threads(store, threads, write_threads)
-            assert cache_bytes is not None
-            # every thread may hold a staging slot
-            cache_slots, staging_slots = self._split(cache_bytes, len(self._threads))
-            self._slots_MR = allocate(cache_slots + staging_slots, self.layout.record_bytes)
-            self._cache = LFUCache(HitCounts(self.num_records), cache_slots, staging_slots)
-        self._views = [self._read_only(slot) for slot in range(len(self._slots_MR))]
+        self._threads = self._make_threads(threads, write_threads)
+        self._cache, self._slots_MR = self._make_cache(cache_bytes, allocate)
+        self._views = [self._read_only_views(slot) for slot in range(len(self._slots_MR))]
         for thread in self._threads:
             thread.start()
 
-    def _make_threads(
-        self, store: RecordStore | VersionStore, threads: int, write_threads: int
-    ) -> list[threading.Thread]:
-        """Return the threads that read records, and those that write them back if the store can be
-        written; none has started.
+    def _make_cache(
+        self, cache_bytes: int | None, allocate: Allocate
+    ) -> tuple[LFUCache | None, Slots]:
+        """Return (the cache, the memory of its slots); (None, the records) if all are in host
+        memory.
         """
-        work = [(self._work, f"read-{n}") for n in range(threads)]
+        needed = "a store needs a cache in host memory, records in host memory need none"
+        is_host = self.host_records is not None
+        check((cache_bytes is None) == is_host, "cache_bytes", cache_bytes, needed)
+        if self.host_records is not None:
+            return None, self.host_records.slots_MR
+        assert cache_bytes is not None
+        # every thread may hold a staging slot
+        cache_slots, staging_slots = self._split_slots(cache_bytes, len(self._threads))
+        slots_MR = allocate(cache_slots + staging_slots, self.layout.record_bytes)
+        return LFUCache(HitCounts(self.num_records), cache_slots, staging_slots), slots_MR
+
+    def _make_threads(self, threads: int, write_threads: int) -> list[threading.Thread]:
+        """Return the threads that read records, and those that write them back if the store can be
+        written; none has started. Records in host memory need no threads.
+        """
+        if self._store is None:
+            return []
+        work = [(self._read_until_closed, f"read-{n}") for n in range(threads)]
         if self._versions is not None:
-            work += [(self._work_back, f"write-{n}") for n in range(write_threads)]
+            work += [(self._write_until_closed, f"write-{n}") for n in range(write_threads)]
         return [
-            threading.Thread(target=do, name=f"{name}-{store.path.name}", daemon=True)
+            threading.Thread(target=do, name=f"{name}-{self._store.path.name}", daemon=True)
             for do, name in work
         ]
 
-    def _open_links(self, limits: Mapping[LinkName, float]) -> None:
+    def _make_links(self, limits: Mapping[LinkName, float]) -> None:
         """Make the links that count and limit the transfers of records."""
         check(
             limits.keys() <= {"nvme", "host"},
@@ -186,15 +191,15 @@ class TieredStore(Closing):
         held = self.host_records
         return len(self._slots_MR) * self.layout.record_bytes if held is None else held.host_bytes
 
-    def touch(self, indices: ArrayLike) -> None:
+    def count_step(self, indices: ArrayLike) -> None:
         """Count one step that used these records, for the cache's hit counts.
 
         May start a periodic write-back of all dirty records.
         """
-        ids = record_ids(indices, self.num_records)
+        ids = checked_record_ids(indices, self.num_records)
         with self._lock:
             if self._cache is not None:
-                self._cache.counts.touch(ids)
+                self._cache.counts.count_step(ids)
                 # a higher count may open the cache to a record that found no slot
                 self._to_do.notify()
                 self._steps += 1
@@ -202,17 +207,17 @@ class TieredStore(Closing):
                     self._cache.queue_write_back()
                     self._to_write.notify_all()
 
-    def expect(self, indices: ArrayLike) -> None:
+    def keep_cached(self, indices: ArrayLike) -> None:
         """Keep these records in the cache before all others, because the next step will probably
         use them.
 
         If they exceed the cache by more than `MOST_EXPECTED`, the call only cancels the previous
         one: hit counts then choose better.
         """
-        ids = np.unique(record_ids(indices, self.num_records))
+        ids = np.unique(checked_record_ids(indices, self.num_records))
         with self._lock:
             if self._cache is not None:
-                self._cache.counts.expect(
+                self._cache.counts.rank_first(
                     ids if ids.size <= MOST_EXPECTED * self._cache.num_slots else ids[:0]
                 )
 
@@ -220,7 +225,7 @@ class TieredStore(Closing):
         """Begin to read these records, in this order, unless they are in host memory; return at
         once.
         """
-        ids = record_ids(indices, self.num_records).tolist()
+        ids = checked_record_ids(indices, self.num_records).tolist()
         with self._lock:
             self._check_usable()
             if self._cache is None or self._mapped is not None:
@@ -231,18 +236,18 @@ class TieredStore(Closing):
                     self._prefetches.append(read)
                     self._to_do.notify()
 
-    def discard(self, indices: ArrayLike) -> None:
+    def cancel_prefetch(self, indices: ArrayLike) -> None:
         """Cancel the prefetch of these records; a record that is read already may be evicted
         unused.
         """
-        ids = record_ids(indices, self.num_records).tolist()
+        ids = checked_record_ids(indices, self.num_records).tolist()
         with self._lock:
             for index in ids:
                 read = self._reads.get(index)
                 if self._cache is None or (read is not None and read.waiters):
                     continue
                 if read is None or read.slot is not None:
-                    self._cache.discard(index)
+                    self._cache.mark_unneeded(index)
                 else:
                     del self._reads[index]
             self._to_do.notify_all()
@@ -267,7 +272,7 @@ class TieredStore(Closing):
         if self.host_records is not None and self.host_records.check is not None:
             check(not writable, "writable", writable, "must be False for a file that is mapped")
             self.host_records.check(index)
-        if not writable and (record := self._get_in_place(index)) is not None:
+        if not writable and (record := self._map_in_place(index)) is not None:
             return record
         with self._lock:
             self._check_usable()
@@ -280,8 +285,8 @@ class TieredStore(Closing):
                     self._wait_for_writes(
                         lambda: not cache.is_writing(index), f"record {index} to be written"
                     )
-                held = None if index in self._reads else self._cache.use(index)
-                slot = self._wait_for(index, empty) if held is None else held
+                held = None if index in self._reads else self._cache.pin_record(index)
+                slot = self._wait_for_slot(index, empty) if held is None else held
             taken = index in self._changing or (index in self._unwritten and not empty)
             if taken or (writable and self._open[index]):
                 if self._cache is not None:
@@ -298,9 +303,11 @@ class TieredStore(Closing):
             views = self.layout.views(data_R)
         pinned = self._slots_MR if isinstance(self._slots_MR, PinnedSlots) else None
         send = None if pinned is None else partial(pinned.send, slot, self.layout)
-        return Record(index, data_R, views, self._host_link, partial(self._give_back, index), send)
+        return Record(
+            index, data_R, views, self._host_link, partial(self._release_record, index), send
+        )
 
-    def _get_in_place(self, index: int) -> Record | None:
+    def _map_in_place(self, index: int) -> Record | None:
         """Return the record as a mapping of its file; None if files are not memory or the cache has
         the record.
         """
@@ -322,7 +329,7 @@ class TieredStore(Closing):
         """
         with self._lock:
             if self._cache is not None:
-                self._cache.forget_changes(index)
+                self._cache.drop_changes(index)
                 self._to_do.notify()  # its slot may be evicted now
 
     def flush(self) -> None:
@@ -386,7 +393,7 @@ class TieredStore(Closing):
         finally:
             self.close()
 
-    def _split(self, cache_bytes: int, threads: int) -> tuple[int, int]:
+    def _split_slots(self, cache_bytes: int, threads: int) -> tuple[int, int]:
         """Return (cache slots, staging slots) that fit `cache_bytes`."""
         record_bytes = self.layout.record_bytes
         slots = cache_bytes // record_bytes
@@ -402,7 +409,7 @@ class TieredStore(Closing):
         staging_slots = min(2 * threads, max(1, slots // 3))
         return slots - staging_slots, staging_slots
 
-    def _read_only(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, np.ndarray]]:
+    def _read_only_views(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, np.ndarray]]:
         data_R = self._slots_MR[slot][:]
         data_R.flags.writeable = False
         return data_R, self.layout.views(data_R)
@@ -413,7 +420,7 @@ class TieredStore(Closing):
         if self._error is not None:
             raise self._error
 
-    def _give_back(self, index: int, dirty: bool) -> None:
+    def _release_record(self, index: int, dirty: bool) -> None:
         with self._lock:
             self._open[index] -= 1
             if not self._open[index]:
@@ -428,14 +435,14 @@ class TieredStore(Closing):
                 self._cache.mark_dirty(index)
             if index in self._unwritten:
                 self._unwritten.remove(index)
-                self._cache.drop(index)
+                self._cache.drop_failed_read(index)
             else:
                 self._cache.unpin(slot)
             self._to_write.notify()
             if self._demanded or self._prefetches:
                 self._to_do.notify()
 
-    def _wait(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
+    def _wait_counted(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
         """Wait, with the lock held, until `done()`, and count the wait.
 
         late: returns the message of the `TimeoutError`.
@@ -449,14 +456,14 @@ class TieredStore(Closing):
             self._waited_s += time.monotonic() - start_s
 
     def _wait_for_writes(self, done: Callable[[], bool], what: str) -> None:
-        self._wait(
+        self._wait_counted(
             lambda: done() or self._closing.is_set() or self._error is not None,
-            lambda: f"waited {self._wait_limit_s} s for {what} back to {self._where()}",
+            lambda: f"waited {self._wait_limit_s} s for {what} back to {self._location_text()}",
         )
         if not done():
             self._check_usable()
 
-    def _wait_for(self, index: int, empty: bool) -> int:
+    def _wait_for_slot(self, index: int, empty: bool) -> int:
         """Wait for a record that has no slot yet; return its slot with a pin. The caller holds the
         lock.
         """
@@ -471,23 +478,24 @@ class TieredStore(Closing):
             self._to_do.notify()
         read.waiters += 1
 
-        def late() -> str:
+        def timeout_message() -> str:
             why = (
                 "every staging slot is held open"
                 if read.slot is None
                 else "the read has not come back"
             )
             return (
-                f"record {index} of {self._where()}: not there after {self._wait_limit_s} s; {why}"
+                f"record {index} of {self._location_text()}: not there after"
+                f" {self._wait_limit_s} s; {why}"
             )
 
         try:
             # if writes fail, no slot will become free
-            self._wait(
+            self._wait_counted(
                 lambda: (
                     read.done or self._closing.is_set() or (read.slot is None and self._write_error)
                 ),
-                late,
+                timeout_message,
             )
         finally:
             if not read.done:
@@ -498,28 +506,29 @@ class TieredStore(Closing):
             self._check_usable()
         if not read.done or read.slot is None:
             raise ValueError(
-                f"the store was closed while record {index} of {self._where()} was waited for"
+                f"the store was closed while record {index} of {self._location_text()} was waited"
+                " for"
             )
         return read.slot
 
-    def _where(self) -> str:
+    def _location_text(self) -> str:
         return str(self._store.path) if self._store is not None else "host memory"
 
-    def _work(self) -> None:
-        while (read := self._until_closed(self._to_do, self._next_read)) is not None:
+    def _read_until_closed(self) -> None:
+        while (read := self._wait_for_work(self._to_do, self._next_read)) is not None:
             error: Exception | None = None
             try:
                 if not read.empty:
                     assert self._store is not None and read.slot is not None
-                    self._nvme_link.transfer(
-                        partial(self._move, self._store.read_into, read.index, read.slot)
+                    self._nvme_link.run_transfer(
+                        partial(self._transfer_record, self._store.read_into, read.index, read.slot)
                     )
-            # _finish passes it to a caller
+            # _finish_read passes it to a caller
             except Exception as caught:
                 error = caught
-            self._finish(read, error)
+            self._finish_read(read, error)
 
-    def _until_closed(
+    def _wait_for_work(
         self, woken: threading.Condition, find: Callable[[], Work | None]
     ) -> Work | None:
         """Return a thread's next work, waiting for it; None when the store is closed."""
@@ -531,25 +540,25 @@ class TieredStore(Closing):
             return None
 
     def _next_read(self) -> _Read | None:
-        return self._startable(self._demanded, demanded=True) or self._startable(
+        return self._next_startable(self._demanded, demanded=True) or self._next_startable(
             self._prefetches, demanded=False
         )
 
-    def _startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
+    def _next_startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
         assert self._cache is not None
         while queue:
             read = queue[0]
             if self._reads.get(read.index) is not read or read.slot is not None:
                 queue.popleft()  # begun from the other queue, finished or discarded
                 continue
-            read.slot = self._cache.admit(read.index, demanded=demanded)
+            read.slot = self._cache.reserve_slot(read.index, demanded=demanded)
             self._to_write.notify()  # a dirty record may have been evicted for it
             if read.slot is None:
                 return None
             return queue.popleft()
         return None
 
-    def _finish(self, read: _Read, error: Exception | None) -> None:
+    def _finish_read(self, read: _Read, error: Exception | None) -> None:
         with self._lock:
             assert self._cache is not None and read.slot is not None
             del self._reads[read.index]
@@ -558,27 +567,29 @@ class TieredStore(Closing):
                 if read.empty:
                     self._unwritten.add(read.index)
                 for _ in range(read.waiters):
-                    self._cache.use(read.index)
+                    self._cache.pin_record(read.index)
                 self._cache.unpin(read.slot)
             else:
-                self._cache.drop(read.index)
+                self._cache.drop_failed_read(read.index)
                 if not read.waiters and self._error is None:
                     self._error = error
             if read.waiters:
                 self._arrived.notify_all()
 
-    def _work_back(self) -> None:
+    def _write_until_closed(self) -> None:
         assert self._versions is not None
-        while (work := self._until_closed(self._to_write, self._next_write)) is not None:
+        while (work := self._wait_for_work(self._to_write, self._next_write)) is not None:
             index, slot = work
             error: Exception | None = None
             try:
-                self._write_link.transfer(partial(self._move, self._versions.write, index, slot))
+                self._write_link.run_transfer(
+                    partial(self._transfer_record, self._versions.write, index, slot)
+                )
             except Exception as caught:  # every later call raises it
                 error = caught
             with self._lock:
                 assert self._cache is not None
-                self._cache.written(index, ok=error is None)
+                self._cache.end_write(index, ok=error is None)
                 if error is not None:
                     self._error, self._write_error = self._error or error, True
                 self._to_do.notify_all()
@@ -589,9 +600,11 @@ class TieredStore(Closing):
         failed.
         """
         assert self._cache is not None
-        return None if self._write_error else self._cache.next_write(self._changing)
+        return None if self._write_error else self._cache.begin_next_write(self._changing)
 
-    def _move(self, move: Callable[[int, NDArray[np.uint8]], None], index: int, slot: int) -> int:
+    def _transfer_record(
+        self, move: Callable[[int, NDArray[np.uint8]], None], index: int, slot: int
+    ) -> int:
         """Read or write one record with `move`; return its bytes."""
         move(index, self._slots_MR[slot])
         return self.layout.record_bytes

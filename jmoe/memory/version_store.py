@@ -4,8 +4,8 @@ The file of a version is immutable while the version is current, being read, or 
 checkpoint. A new version is written to another file, flushed, and then renamed; after a crash the
 folder has an intact version of every record. Names are `INDEX.COUNTER.TOKEN`: the counter rises
 with every write, and every `open` draws a random token, so two files with the same name have the
-same content. A checkpoint is a set of hard links to the current versions (`pin`): it copies no
-bytes, and later writes cannot change it.
+same content. A checkpoint is a set of hard links to the current versions (`pin_versions`): it
+copies no bytes, and later writes cannot change it.
 
 Legend:
   R  bytes of a record
@@ -32,17 +32,17 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
     Io,
     check_buffer,
-    check_links,
+    check_hard_links,
     choose_io,
     fsync,
-    link,
     make_folder,
     map_file,
     read_file,
     remove_folder,
+    try_hard_link,
     write_file,
 )
-from jmoe.memory.hot_set import record_ids
+from jmoe.memory.hot_set import checked_record_ids
 from jmoe.memory.record_store import (
     LOCK,
     MANIFEST,
@@ -50,8 +50,8 @@ from jmoe.memory.record_store import (
     PackError,
     RecordLayout,
     check_manifest,
-    locked,
-    manifest_of,
+    folder_lock,
+    make_manifest,
     read_manifest,
     write_manifest,
 )
@@ -61,12 +61,12 @@ PINS = "pins"
 SYNC_EVERY = 16  # most versions that are replaced between two syncs of the folder
 
 
-def sealed(layout: RecordLayout) -> RecordLayout:
+def layout_with_seal(layout: RecordLayout) -> RecordLayout:
     """Return a record's layout plus a seal: uint64 (index, counter, token, checksum)."""
     check(
         SEAL not in {f.name for f in layout.fields},
         "layout",
-        layout.describe(),
+        layout.describe_arrays(),
         f"must not name {SEAL!r}",
     )
     return RecordLayout.from_arrays(
@@ -89,12 +89,12 @@ class Version:
 
     @classmethod
     def from_name(cls, name: str) -> Self:
-        version = cls.parse(name)
+        version = cls.parse_or_none(name)
         assert version is not None, name
         return version
 
     @classmethod
-    def parse(cls, name: str) -> Self | None:
+    def parse_or_none(cls, name: str) -> Self | None:
         """Return the version whose file has this name; None if the name is of another form."""
         parts = name.split(".")
         try:
@@ -104,28 +104,30 @@ class Version:
         return version if version.name == name else None
 
 
-def set_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
+def write_seal(version: Version, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
     """Write the version and the checksum into the seal of `record_R`; layout: the result of
-    `sealed`.
+    `layout_with_seal`.
     """
     seal = layout.views(record_R)[SEAL]
     seal[:] = (version.index, version.counter, version.token, 0)
     seal[3] = checksum(record_R)
 
 
-def read_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
+def read_version_file(
+    path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io
+) -> None:
     """Read the file of a version into `record_R`, and check its seal.
 
-    layout: the result of `sealed`. Raises `OSError` naming file and record if the file is short,
-    unreadable or damaged.
+    layout: the result of `layout_with_seal`. Raises `OSError` naming file and record if the file is
+    short, unreadable or damaged.
     """
-    with _naming_the_record(path):
+    with _name_record_in_errors(path):
         read_file(path, record_R, io)
     check_seal(path, layout, record_R)
 
 
 @contextlib.contextmanager
-def _naming_the_record(path: Path) -> Iterator[None]:
+def _name_record_in_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -136,7 +138,7 @@ def _naming_the_record(path: Path) -> Iterator[None]:
 def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) -> None:
     """Raise `OSError` naming file and record if the seal does not fit the bytes or the file's name.
 
-    layout: the result of `sealed`.
+    layout: the result of `layout_with_seal`.
     """
     version = Version.from_name(path.name)
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])
@@ -152,8 +154,10 @@ def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) ->
         raise OSError(errno.EIO, why, str(path))
 
 
-def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io) -> None:
-    """Read the file of a version as `read_sealed` does, and check that its size is that of a
+def check_version_file(
+    path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], io: Io
+) -> None:
+    """Read the file of a version as `read_version_file` does, and check that its size is that of a
     record.
     """
     size_bytes = path.stat().st_size
@@ -161,7 +165,7 @@ def check_sealed(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8], 
         index = path.name.partition(".")[0]
         why = f"record {index}: damaged, has {size_bytes} of {layout.record_bytes} bytes"
         raise OSError(errno.EIO, why, str(path))
-    read_sealed(path, layout, record_R, io)
+    read_version_file(path, layout, record_R, io)
 
 
 @dataclass
@@ -195,9 +199,9 @@ def remove_store(folder: Path, fingerprint: str) -> bool:
         manifest = read_manifest(folder)
         if (manifest.get("kind"), manifest.get("fingerprint")) != ("versions", fingerprint):
             return False
-        with locked(folder, 0):
+        with folder_lock(folder, 0):
             for pins in (folder / PINS).iterdir() if (folder / PINS).is_dir() else ():
-                if is_pins(pins):
+                if is_pins_folder(pins):
                     remove_versions(pins)
             remove_versions(folder)
             (folder / MANIFEST).unlink()
@@ -210,7 +214,7 @@ def remove_store(folder: Path, fingerprint: str) -> bool:
     return True
 
 
-def is_pins(folder: Path) -> bool:
+def is_pins_folder(folder: Path) -> bool:
     """Return True if the folder's name is that of a step's pins, complete or unfinished."""
     return (
         folder.name.removesuffix(".tmp").isdigit() and folder.is_dir() and not folder.is_symlink()
@@ -220,7 +224,7 @@ def is_pins(folder: Path) -> bool:
 def remove_versions(folder: Path) -> None:
     """Remove the version files in a folder, and the folder if it is then empty."""
     for entry in list(folder.iterdir()):
-        if Version.parse(entry.name) or entry.name.startswith("new-"):
+        if Version.parse_or_none(entry.name) or entry.name.startswith("new-"):
             entry.unlink()
     with contextlib.suppress(OSError):  # not empty
         folder.rmdir()
@@ -232,7 +236,8 @@ class VersionStore(Closing):
 
     A folder belongs to one store at a time, by a lock file that the kernel frees if the process
     dies. Processes that split the records each have a folder. layout: the given arrays and a seal
-    (`sealed`), so `layout.record_bytes` may be one page more. io: see `direct_io.choose_io`.
+    (`layout_with_seal`), so `layout.record_bytes` may be one page more. io: see
+    `direct_io.choose_io`.
     """
 
     def __init__(
@@ -240,7 +245,7 @@ class VersionStore(Closing):
     ) -> None:
         """Scan the folder; callers use `open`."""
         self.path, self.layout, self.num_records, self.fingerprint = folder, layout, num_records, ""
-        self.owned = tuple(sorted(set(record_ids(list(owned), num_records).tolist())))
+        self.owned = tuple(sorted(set(checked_record_ids(list(owned), num_records).tolist())))
         self.io = choose_io(folder)
         self._is_owned = frozenset(self.owned)
         self._checked = set[Version]()  # mapped versions whose seal was checked
@@ -257,7 +262,7 @@ class VersionStore(Closing):
         # kept, because a later sync may succeed although this one lost data
         self._sync_error: OSError | None = None
         self._stats = VersionStats()
-        self._scan()
+        self._find_newest_versions()
 
     @classmethod
     def open(
@@ -278,21 +283,21 @@ class VersionStore(Closing):
         links.
         """
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
-        folder, with_seal = Path(folder), sealed(layout)
-        expected = manifest_of(with_seal, num_records, fingerprint) | {"kind": "versions"}
+        folder, with_seal = Path(folder), layout_with_seal(layout)
+        expected = make_manifest(with_seal, num_records, fingerprint) | {"kind": "versions"}
         make_folder(folder)
         with contextlib.ExitStack() as held:
-            held.enter_context(locked(folder, lock_limit_s))
+            held.enter_context(folder_lock(folder, lock_limit_s))
             try:
                 manifest = read_manifest(folder)
             except PackError:
-                if any(Version.parse(entry.name) for entry in folder.iterdir()):
+                if any(Version.parse_or_none(entry.name) for entry in folder.iterdir()):
                     raise
                 (folder / PINS).mkdir(exist_ok=True)
                 write_manifest(folder, expected)
                 manifest = expected
             check_manifest(folder, manifest, expected)
-            check_links(folder, folder / MANIFEST)
+            check_hard_links(folder, folder / MANIFEST)
             store = cls(
                 folder, with_seal, num_records, range(num_records) if owned is None else owned
             )
@@ -300,7 +305,7 @@ class VersionStore(Closing):
             store._held = held.pop_all()
         return store
 
-    def fill(self, fill: Fill) -> None:
+    def write_all_records(self, fill: Fill) -> None:
         """Write every owned record anew: `fill(index, views)` writes into zeroed arrays by name."""
         record_R = self.layout.zeros()
         for index in self.owned:
@@ -332,7 +337,7 @@ class VersionStore(Closing):
         version = self._begin_reading(index)
         path = self.path / version.name
         try:
-            with _naming_the_record(path):
+            with _name_record_in_errors(path):
                 record_R = map_file(path, self.layout.record_bytes)
             if version not in self._checked:
                 check_seal(path, self.layout, record_R)
@@ -359,7 +364,7 @@ class VersionStore(Closing):
         """Read and check the file of a version, in this store or in a checkpoint; raises like
         `read_into`.
         """
-        read_sealed(
+        read_version_file(
             path, self.layout, record_R, self.io if path.is_relative_to(self.path) else "buffered"
         )
 
@@ -368,8 +373,8 @@ class VersionStore(Closing):
 
         On return the content is durable, but the file's name only after `sync`; a write calls
         `sync` itself once `SYNC_EVERY` replaced versions wait for it. If `write` raises `OSError`,
-        the record keeps its old version; if a sync failed, `write`, `sync` and `pin` raise its
-        error from then on.
+        the record keeps its old version; if a sync failed, `write`, `sync` and `pin_versions` raise
+        its error from then on.
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
@@ -381,7 +386,7 @@ class VersionStore(Closing):
             path, recycled = (
                 (self._spare.pop(), 1) if self._spare else (self.path / f"new-{self._new}", 0)
             )
-        set_seal(version, self.layout, record_R)
+        write_seal(version, self.layout, record_R)
         try:
             write_file(path, record_R, self.io)
             path.rename(self.path / version.name)
@@ -418,9 +423,9 @@ class VersionStore(Closing):
             with self._lock:
                 del self._dead[: len(dead)]
             for version in dead:
-                self._bury(version)
+                self._keep_for_recycling(version)
 
-    def pin(self, name: str, only: Collection[int] | None = None) -> list[str]:
+    def pin_versions(self, name: str, only: Collection[int] | None = None) -> list[str]:
         """Hard-link the current versions of all records, or of `only`, into the folder `pins/NAME`;
         return their names.
 
@@ -470,7 +475,7 @@ class VersionStore(Closing):
                     if target.samefile(source):
                         continue
                     target.unlink()  # a recycled file keeps its old name while it is written
-                if not link(source, target):
+                if not try_hard_link(source, target):
                     if record_R is None:
                         record_R = self.layout.zeros()
                     self.read_version(source, record_R)
@@ -479,13 +484,13 @@ class VersionStore(Closing):
                     copy.rename(target)
             fsync(self.path)
             for entry in self.path.iterdir():
-                if Version.parse(entry.name) and entry.name not in wanted:
+                if Version.parse_or_none(entry.name) and entry.name not in wanted:
                     entry.unlink()
             fsync(self.path)
             with self._lock:
                 self._current, self._dead = {}, []
                 self._checked.clear()
-                self._scan()
+                self._find_newest_versions()
 
     def stats(self) -> VersionStats:
         with self._lock:
@@ -518,7 +523,7 @@ class VersionStore(Closing):
                 " owns"
             )
 
-    def _scan(self) -> None:
+    def _find_newest_versions(self) -> None:
         """Make the newest version of every owned record the current one; the other files may be
         recycled.
         """
@@ -526,7 +531,7 @@ class VersionStore(Closing):
         fsync(self.path)
         older: list[Version] = []
         for entry in self.path.iterdir():
-            version = Version.parse(entry.name)
+            version = Version.parse_or_none(entry.name)
             if version is None:
                 if entry.name.startswith("new-"):
                     entry.unlink()
@@ -539,10 +544,12 @@ class VersionStore(Closing):
                 older.append(min(version, other))
             self._current[version.index] = max(version, other)
         self._spare = [
-            path for path in (self.path / version.name for version in older) if self._is_free(path)
+            path
+            for path in (self.path / version.name for version in older)
+            if self._unlink_unless_last_link(path)
         ]
 
-    def _bury(self, version: Version) -> None:
+    def _keep_for_recycling(self, version: Version) -> None:
         """Keep the file of a replaced version for recycling, unless a checkpoint links to it."""
         with self._lock:
             if self._reading[version]:
@@ -553,11 +560,11 @@ class VersionStore(Closing):
         path = self.path / version.name
         # another process removed it; the record has a newer version
         with contextlib.suppress(FileNotFoundError):
-            if self._is_free(path):
+            if self._unlink_unless_last_link(path):
                 with self._lock:
                     self._spare.append(path)
 
-    def _is_free(self, path: Path) -> bool:
+    def _unlink_unless_last_link(self, path: Path) -> bool:
         """Return True if the file has no other hard link; otherwise unlink it in this folder."""
         if path.stat().st_nlink == 1:
             return True

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 
 
 def has_file(path: Path) -> bool:
@@ -26,7 +26,7 @@ def has_file(path: Path) -> bool:
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file. Raises ValueError naming the file if it is not UTF-8."""
     try:
-        with naming_file(path):
+        with name_file_in_errors(path):
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from error

@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jmoe.config import ModelConfig, check
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import Routing
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.folder import has_file
@@ -216,7 +216,7 @@ def unreadable_model_hint(path: Path) -> str:
 def read_json_object(file: Path) -> JsonObject:
     """Return the JSON object in a file. Raises ValueError naming the file if it holds none."""
     try:
-        with naming_file(file):
+        with name_file_in_errors(file):
             fields = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is no JSON: {error}") from error

@@ -20,7 +20,7 @@ import numpy as np
 
 from jmoe.config import check
 from jmoe.memory.closing import Closing
-from jmoe.memory.direct_io import fsync, naming_file
+from jmoe.memory.direct_io import fsync, name_file_in_errors
 from jmoe.memory.identity import content_identity
 from jmoe.models.folder import has_file
 from jmoe.types import Json, JsonObject
@@ -87,7 +87,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file by name. Raises ValueError naming a damaged or truncated
     file.
     """
-    with naming_file(file), file.open("rb") as stream:
+    with name_file_in_errors(file), file.open("rb") as stream:
         size, _ = stamp = _size_and_mtime(stream.fileno())
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
@@ -174,7 +174,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not has_file(index):
         raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
     try:
-        with naming_file(index):
+        with name_file_in_errors(index):
             places = json.loads(index.read_text())["weight_map"]
         files = sorted(set(places.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -261,7 +261,7 @@ class TensorReader(Closing):
             self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY)
         view, done = part.data, 0
         while done < len(view):
-            with naming_file(tensor.file):
+            with name_file_in_errors(tensor.file):
                 count = os.preadv(self._files[tensor.file], [view[done:]], offset + done)
             if count == 0:
                 raise tensor.error(

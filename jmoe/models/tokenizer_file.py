@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, processors
 
 from jmoe.config import check
-from jmoe.memory.direct_io import naming_file
+from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.models.folder import has_file
 from jmoe.types import Json, JsonObject
 
@@ -84,7 +84,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
     (DeepSeek-V3) lack it there. Raises ValueError naming the damaged file.
     """
     try:
-        with naming_file(file):
+        with name_file_in_errors(file):
             tokenizer = parse_tokenizer(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
@@ -189,7 +189,7 @@ def read_json_if_present(path: Path) -> JsonObject:
     if not has_file(path):
         return {}
     try:
-        with naming_file(path):
+        with name_file_in_errors(path):
             config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not readable JSON: {error}") from error

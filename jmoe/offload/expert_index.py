@@ -66,13 +66,13 @@ class LocalExperts:
         """Return this process's devices, part by part."""
         return tuple(device for replicas in self.devices for device in replicas)
 
-    def has(self, layer: int) -> NDArray[np.bool_]:
+    def local_mask(self, layer: int) -> NDArray[np.bool_]:
         """Return bool [P]: whether this process has each expert of `experts` in the layer."""
         return np.ones(self.experts.size, np.bool_)
 
-    def in_layer(self, layer: int) -> NDArray[np.int64]:
+    def local_experts_in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts that this process has, ascending."""
-        return self.experts[self.has(layer)]
+        return self.experts[self.local_mask(layer)]
 
     def saved_in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts whose records this process writes to a
@@ -80,7 +80,7 @@ class LocalExperts:
         """
         return self.saved
 
-    def places(self, layer: int, position: int) -> list[tuple[int, int]]:
+    def replica_rows(self, layer: int, position: int) -> list[tuple[int, int]]:
         """Return (position in `all_devices`, row on that device) of every replica of
         `experts[position]`.
         """
@@ -88,7 +88,7 @@ class LocalExperts:
         first = sum(map(len, self.devices[:part]))
         return [(first + replica, row) for replica in range(len(self.devices[part]))]
 
-    def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def chosen_fractions(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Return float64, one value a part: the fraction of the part's experts that are chosen.
 
         chosen_P: whether each expert of `experts` is chosen.
@@ -96,18 +96,20 @@ class LocalExperts:
         shares: NDArray[np.float64] = chosen_P.reshape(len(self.devices), -1).mean(axis=1)
         return shares
 
-    def rows_by_device(
+    def expert_rows_by_device(
         self, layer: int, arrays: Mapping[str, np.ndarray]
     ) -> list[dict[str, np.ndarray]]:
         """Return one dict for each device of `all_devices`: the arrays of its experts, by name.
 
         The arrays are views [experts per device, ...] of `arrays`; replicas share one dict. arrays:
-        by name, [experts of this process, ...], in the order of `in_layer(layer)`.
+        by name, [experts of this process, ...], in the order of `local_experts_in_layer(layer)`.
         """
-        parts = zip(self.split(arrays), self.devices, strict=True)
+        parts = zip(self.split_by_part(arrays), self.devices, strict=True)
         return [part for part, replicas in parts for _ in replicas]
 
-    def split(self, arrays: Mapping[str, np.ndarray], axis: int = 0) -> list[dict[str, np.ndarray]]:
+    def split_by_part(
+        self, arrays: Mapping[str, np.ndarray], axis: int = 0
+    ) -> list[dict[str, np.ndarray]]:
         """Return arrays of all P experts, by name, split along `axis` into one dict a part."""
         parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
         return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
@@ -117,8 +119,8 @@ class LocalExperts:
 class SlottedExperts(LocalExperts):
     """Experts that each device holds in slots, different ones in every layer.
 
-    `experts` lists all E experts of a layer; `has()` tells which are local. slot_RNE: the slot of
-    each expert on each of this process's devices in each layer, negative if the device does not
+    `experts` lists all E experts of a layer; `local_mask` tells which are local. slot_RNE: the slot
+    of each expert on each of this process's devices in each layer, negative if the device does not
     have the expert. saved_NE: whether this process writes the expert's record to a checkpoint.
     num_slots: slots per device and layer.
     """
@@ -150,7 +152,7 @@ class SlottedExperts(LocalExperts):
         """Return the number of slots of a device for a layer; some may be empty."""
         return self.num_slots
 
-    def has(self, layer: int) -> NDArray[np.bool_]:
+    def local_mask(self, layer: int) -> NDArray[np.bool_]:
         """Return bool [E]: whether some device of this process has the expert in the layer."""
         has_E: NDArray[np.bool_] = np.any(self.slot_RNE[:, layer] >= 0, axis=0)
         return has_E
@@ -161,14 +163,14 @@ class SlottedExperts(LocalExperts):
         """
         return np.flatnonzero(self.saved_NE[layer])
 
-    def places(self, layer: int, position: int) -> list[tuple[int, int]]:
+    def replica_rows(self, layer: int, position: int) -> list[tuple[int, int]]:
         """Return (position in `all_devices`, slot on that device) of every replica of expert
         `position`.
         """
         slots = self.slot_RNE[:, layer, position].tolist()
         return [(device, slot) for device, slot in enumerate(slots) if slot >= 0]
 
-    def chosen_shares(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
+    def chosen_fractions(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Return float64 [R]: the fraction of each device's experts that are chosen, 0 for a device
         without experts.
         """
@@ -178,20 +180,21 @@ class SlottedExperts(LocalExperts):
         )
         return shares
 
-    def rows_by_device(
+    def expert_rows_by_device(
         self, layer: int, arrays: Mapping[str, np.ndarray]
     ) -> list[dict[str, np.ndarray]]:
         """Return one dict for each device of `all_devices`: new arrays [num_slots, ...] by name,
         with each expert in its slot and zeros in empty slots.
 
-        arrays: by name, [experts of this process, ...], in the order of `in_layer(layer)`.
+        arrays: by name, [experts of this process, ...], in the order of
+        `local_experts_in_layer(layer)`.
         """
         rows: list[dict[str, np.ndarray]] = [
             {name: np.zeros((self.num_slots, *w.shape[1:]), w.dtype) for name, w in arrays.items()}
             for _ in self.all_devices
         ]
-        for place, expert in enumerate(self.in_layer(layer).tolist()):
-            for device, slot in self.places(layer, expert):
+        for place, expert in enumerate(self.local_experts_in_layer(layer).tolist()):
+            for device, slot in self.replica_rows(layer, expert):
                 for name, w in arrays.items():
                     rows[device][name][slot] = w[place]
         return rows
@@ -232,7 +235,7 @@ class ExpertIndex:
     def local_records(self) -> list[int]:
         """Return the record numbers of this process's experts, layer by layer."""
         return self._in_all_layers(
-            None if self.local_experts is None else self.local_experts.in_layer
+            None if self.local_experts is None else self.local_experts.local_experts_in_layer
         )
 
     @property

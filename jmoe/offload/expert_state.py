@@ -8,7 +8,7 @@ an expert's pending gradient and the steps it skipped are applied when the exper
 
 If several devices of a process hold one expert (replicas, or devices whose tasks share the expert),
 the expert has one set of records. The first of these devices computes the update and sends the
-weights to the others (`LocalExperts.places`).
+weights to the others (`LocalExperts.replica_rows`).
 
 Legend:
   N  MoE layers
@@ -21,8 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -40,6 +39,7 @@ from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.gradient_writer import GradientWriter
 from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.offload.skipped_steps import SkippedSteps
 from jmoe.offload.slot_rows import ChosenRows
@@ -80,7 +80,7 @@ class ExpertStats:
     slot_bytes: int
 
     @property
-    def stores(self) -> list[TieredStats]:
+    def store_stats(self) -> list[TieredStats]:
         return [
             store for store in (self.weights, self.moments, self.gradients) if store is not None
         ]
@@ -97,7 +97,7 @@ class RecordTiers:
     moments: TieredStore
     gradients: TieredStore
 
-    def all(self) -> list[TieredStore]:
+    def present_stores(self) -> list[TieredStore]:
         return [
             store for store in (self.weights, self.moments, self.gradients) if store is not None
         ]
@@ -136,12 +136,12 @@ def record_layouts(
     }
 
 
-def _guarded(method: Method) -> Method:
-    """Run a method of `ExpertState` inside `ExpertState.guard`."""
+def _with_permanent_errors(method: Method) -> Method:
+    """Run a method of `ExpertState` inside `ExpertState.permanent_errors`."""
 
     @wraps(method)
     def run(self: "ExpertState", /, *args: Any, **options: Any) -> Any:
-        with self.guard():
+        with self.permanent_errors():
             return method(self, *args, **options)
 
     return cast(Method, run)
@@ -150,12 +150,13 @@ def _guarded(method: Method) -> Method:
 class ExpertState:
     """Weights and optimizer state of one process's experts, streamed through device slots.
 
-    One step: `begin` starts a pass over layers; for each layer `fetch` returns the slot's arrays,
-    `fetch_more` adds experts to them, and `release` frees the slot. `store_gradients` stores a
-    layer's gradients on their tier, in a thread of its own. `commit` or `abandon` ends the step. A
-    ring (`memory/ring.py`) prefetches the experts that each layer's tokens chose last time, and
-    updates the experts in the slots after `commit`; `fetch` loads any expert that was not
-    prefetched. Processes do not communicate: each has its own state.
+    One step: `begin_pass` starts a pass over layers; for each layer `fetch_layer` returns the
+    slot's arrays, `fetch_more_experts` adds experts to them, and `release_layer` frees the slot.
+    `store_gradients` stores a layer's gradients on their tier, in a thread of its own.
+    `commit_step` or `abandon_step` ends the step. A ring (`memory/ring.py`) prefetches the experts
+    that each layer's tokens chose last time, and updates the experts in the slots after
+    `commit_step`; `fetch_layer` loads any expert that was not prefetched. Processes do not
+    communicate: each has its own state.
 
     Any error is permanent: every later call raises the same error, because the number of steps
     applied to an expert, or the position of the pass, is then unknown. The last checkpoint stays
@@ -199,22 +200,21 @@ class ExpertState:
         self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
         self._fetched = (0, 0)  # the layer fetched last, and its slot
-        self._writer = ThreadPoolExecutor(1, "gradients")
-        self._writing: list[Future[None]] = []
-        self._ring = Ring(self._order, num_slots, self._load, wait_limit_s=wait_limit_s)
+        self._gradients = GradientWriter(stores.gradients, index, self.slots, self.permanent_errors)
+        self._ring = Ring(self._order, num_slots, self._prefetch_layer, wait_limit_s=wait_limit_s)
 
     @property
-    def now(self) -> int:
+    def steps_taken(self) -> int:
         """Return the number of optimizer steps taken."""
         return self.skipped.now
 
-    def _records(
+    def _record_numbers(
         self, layer: int, experts: NDArray[np.int64] | slice = slice(None)
     ) -> NDArray[np.int64]:
         return self.index.records(layer, self.local.experts[experts])
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def permanent_errors(self) -> Iterator[None]:
         """Return a context manager that makes an error permanent: every later call raises the
         error.
         """
@@ -229,27 +229,27 @@ class ExpertState:
 
     # A pass over the layers
 
-    @_guarded
-    def begin(self, order: Sequence[int]) -> None:
+    @_with_permanent_errors
+    def begin_pass(self, order: Sequence[int]) -> None:
         """Begin a pass over these MoE layers, to be fetched in this order.
 
         If the order is that of the previous pass, the ring has already prefetched its first layers.
         """
         if tuple(order) != self._order:
             self._order = tuple(order)
-            self._ring.restart(order)
+            self._ring.begin_round(order)
 
-    @_guarded
-    def stop(self) -> None:
+    @_with_permanent_errors
+    def end_pass(self) -> None:
         """End the pass before its last layer; all fetched layers must be released."""
-        self._ring.restart(self._order)
+        self._ring.begin_round(self._order)
 
     @property
     def experts_per_slot(self) -> int | None:
         """Return the number of experts of a device that fits a slot; None means all."""
         return self.slots.num_rows
 
-    @_guarded
+    @_with_permanent_errors
     def grow_slots(self, needed: int) -> None:
         """Grow the slots to hold `needed` experts of a device, from their next fetch on.
 
@@ -258,8 +258,8 @@ class ExpertState:
         """
         self.slots.grow_slots(needed)
 
-    @_guarded
-    def fetch(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
+    @_with_permanent_errors
+    def fetch_layer(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
         """Return the slot's arrays of the next layer, by device, with up-to-date weights of the
         chosen experts.
 
@@ -270,37 +270,39 @@ class ExpertState:
         assert acquired == layer, (acquired, layer)
         self._fetched = acquired, slot
         self._chosen[layer] = False
-        return self.fetch_more(chosen_P)
+        return self.fetch_more_experts(chosen_P)
 
-    @_guarded
-    def fetch_more(self, chosen_P: NDArray[np.bool_]) -> Slot:
+    @_with_permanent_errors
+    def fetch_more_experts(self, chosen_P: NDArray[np.bool_]) -> Slot:
         """Return the slot's arrays of the layer fetched last, with up-to-date weights of more
         chosen experts.
 
         The arrays replace those of the previous call; the layer must not be released yet.
         """
         layer, slot = self._fetched
-        chosen_P = chosen_P & self.local.has(layer)
+        chosen_P = chosen_P & self.local.local_mask(layer)
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
-        self.slots.fit(slot)
-        self._load_experts(layer, slot, np.flatnonzero(chosen_P))
+        self.slots.grow_if_asked(slot)
+        self._fetch_up_to_date(layer, slot, np.flatnonzero(chosen_P))
         self._waited_s += time.perf_counter() - begun
         return self.slots.stacks[slot]
 
-    def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows[np.ndarray]]:
+    def chosen_slot_rows(
+        self, chosen_P: NDArray[np.bool_], size: int
+    ) -> list[ChosenRows[np.ndarray]]:
         """Return, by device, the rows of the slot fetched last that hold these experts, in arrays
         of `size` entries.
         """
         return self.slots.chosen_rows(self._fetched[1], chosen_P, size)
 
-    @_guarded
-    def release(self) -> None:
+    @_with_permanent_errors
+    def release_layer(self) -> None:
         """Release the layer that was fetched first; no device program may still read its slot."""
         self._ring.release()
 
-    @_guarded
-    def _load(self, layer: int, slot: int) -> int:
+    @_with_permanent_errors
+    def _prefetch_layer(self, layer: int, slot: int) -> int:
         """Prefetch, in the ring's thread, the experts that the layer's tokens chose last time;
         return the bytes fetched.
 
@@ -308,19 +310,23 @@ class ExpertState:
         """
         if not self.slots.holds(slot, layer):
             read = self._initial
-            self.slots.assign(
-                slot, layer, None if read is None else read(layer, self.local.in_layer(layer))
+            self.slots.assign_layer(
+                slot,
+                layer,
+                None if read is None else read(layer, self.local.local_experts_in_layer(layer)),
             )
-        self.slots.fit(slot)
+        self.slots.grow_if_asked(slot)
         foreseen = np.flatnonzero(self._chosen[layer])
-        return self._load_experts(layer, slot, next(self.slots.waves(slot, foreseen), foreseen))
+        return self._fetch_up_to_date(
+            layer, slot, next(self.slots.groups_that_fit(slot, foreseen), foreseen)
+        )
 
-    def _load_experts(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
+    def _fetch_up_to_date(self, layer: int, slot: int, experts: NDArray[np.int64]) -> int:
         """Put up-to-date weights of these experts into the slot; return the bytes fetched.
 
         The slot must have rows for all of them at once.
         """
-        now, records = self.now, self._records(layer, experts)
+        now, records = self.steps_taken, self._record_numbers(layer, experts)
         missing, stale = self.slots.take_rows(slot, experts), self.skipped.are_behind(records, now)
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
@@ -333,24 +339,24 @@ class ExpertState:
             if is_missing:
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
-                    fetched_bytes += self.slots.place(slot, layer, expert, record)
+                    fetched_bytes += self.slots.write_weights(slot, layer, expert, record)
                 self.slots.set_present(slot, expert, True)
             if is_stale:
-                fetched_bytes += self._catch_up(slot, expert, index, now)
+                fetched_bytes += self._apply_skipped_steps(slot, expert, index, now)
         return fetched_bytes
 
     # The update
 
-    def _catch_up(self, slot: int, expert: int, index: int, now: int) -> int:
+    def _apply_skipped_steps(self, slot: int, expert: int, index: int, now: int) -> int:
         """Apply the steps that an expert has skipped, up to step `now`; return the bytes fetched.
 
         The slot must hold the expert's weights.
         """
         stores, names = self.stores, self.shapes
-        steps, pending = self.skipped.steps_of(index, now)
+        steps, pending = self.skipped.skipped_steps_of(index, now)
         # every read that may fail comes before the first change
         with contextlib.ExitStack() as held:
-            places = self.slots.places(slot, self.index.locate(index)[0], expert)
+            places = self.slots.replica_rows(slot, self.index.locate(index)[0], expert)
             device = self.slots.devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
@@ -365,8 +371,8 @@ class ExpertState:
             self.slots.set_present(slot, expert, False)  # until slot and records agree
             both = moments.on_device([f"{part}.{name}" for part in "mv" for name in names], device)
             m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
-            missed = self.skipped.windows(steps, pending=pending)
-            w, m, v = self.slots.update(slot, places, (m, v), g, missed, self._optimizer)
+            missed = self.skipped.missed_windows(steps, pending=pending)
+            w, m, v = self.slots.catch_up_expert(slot, places, (m, v), g, missed, self._optimizer)
             for name in names:
                 np.copyto(moments[f"m.{name}"], m[name])
                 np.copyto(moments[f"v.{name}"], v[name])
@@ -386,7 +392,7 @@ class ExpertState:
 
     # Gradients
 
-    @_guarded
+    @_with_permanent_errors
     def store_gradients(
         self, layer: int, chosen_P: NDArray[np.bool_], gradients: Sequence[DeviceStacks]
     ) -> None:
@@ -395,155 +401,101 @@ class ExpertState:
 
         Waits until at most one earlier layer is still being written. gradients: by device, then by
         parameter: [L, ...], or, if the slots hold a part of the experts, [M, ...] of the chosen
-        experts in the order of `chosen_rows`.
+        experts in the order of `chosen_slot_rows`.
         """
-        chosen_P = chosen_P & self.local.has(layer)
-        experts, shares = np.flatnonzero(chosen_P), self.local.chosen_shares(layer, chosen_P)
+        chosen_P = chosen_P & self.local.local_mask(layer)
+        experts, shares = np.flatnonzero(chosen_P), self.local.chosen_fractions(layer, chosen_P)
         with self._counters:
             self._sum_of_shares += float(shares.sum())
             self._num_shares += shares.size
             self._most_chosen_share = max(self._most_chosen_share, float(np.max(shares)))
-        self.skipped.note_gradients(layer, self._records(layer, experts))
-        self._wait_for_writer(pending=1)
-        own = list(gradients)  # a done thread keeps its arguments until it runs again
-        self._writing.append(self._writer.submit(self._write_gradients, layer, experts, own))
+        self.skipped.note_gradients(layer, self._record_numbers(layer, experts))
+        self._gradients.start(layer, experts, gradients)
 
-    @_guarded
-    def _write_gradients(
-        self, layer: int, experts: NDArray[np.int64], gradients: list[DeviceStacks]
-    ) -> None:
-        """Write the records of a layer's gradients, and empty `gradients`."""
-        firsts = [self.local.places(layer, expert)[0] for expert in experts.tolist()]
-        # gradients are [M, ...], chosen experts in ascending order
-        if self.slots.num_rows is not None:
-            devices = np.array([d for d, _ in firsts])
-            rows = np.arange(devices.size) - np.searchsorted(devices, devices)
-            firsts = list(zip(devices.tolist(), rows.tolist(), strict=True))
-        on_host = {
-            d: {name: np.asarray(g) for name, g in gradients[d].items()}
-            for d in {d for d, _ in firsts}
-        }
-        gradients.clear()
-        for (d, row), index in zip(firsts, self._records(layer, experts).tolist(), strict=True):
-            with self.stores.gradients.get(index, writable=True, empty=True) as record:
-                for name in self.shapes:
-                    np.copyto(record[name], on_host[d][name][row])
-                record.put()
-
-    def _wait_for_writer(self, pending: int) -> None:
-        begun = time.perf_counter()
-        while len(self._writing) > pending:
-            self._writing.pop(0).result()
-        self._waited_s += time.perf_counter() - begun
-
-    @_guarded
-    def commit(self, lr: float, clip: float) -> None:
+    @_with_permanent_errors
+    def commit_step(self, lr: float, clip: float) -> None:
         """End the step: its stored gradients become pending, and every expert that is not frozen
         falls one step further behind.
 
         lr, clip: the step's learning rate and the factor of its gradients.
         """
-        self._wait_for_writer(pending=0)
-        used = self.skipped.commit(lr, clip)
+        self._gradients.wait()
+        used = self.skipped.commit_step(lr, clip)
         if used:
-            for store in self.stores.all():
-                store.touch(np.concatenate(used))
-                store.expect(np.concatenate(used))  # the next step uses most of these records again
-            self._ring.reload()
+            for store in self.stores.present_stores():
+                store.count_step(np.concatenate(used))
+                store.keep_cached(
+                    np.concatenate(used)
+                )  # the next step uses most of these records again
+            self._ring.reload_slots()
 
-    @_guarded
-    def abandon(self) -> None:
+    @_with_permanent_errors
+    def abandon_step(self) -> None:
         """End the step without an update: drop the gradients that it stored."""
-        self._wait_for_writer(pending=0)
-        self.skipped.abandon()
+        self._gradients.wait()
+        self.skipped.abandon_step()
 
-    @_guarded
-    def freeze(self, records: NDArray[np.int64]) -> None:
+    @_with_permanent_errors
+    def freeze_records(self, records: NDArray[np.int64]) -> None:
         """Apply all pending updates, then exclude these records from later steps; all other records
         take part.
         """
-        self.flush_updates()
-        self.skipped.freeze(records)
+        self.apply_pending_updates()
+        self.skipped.freeze_records(records)
 
     # All experts
 
-    @_guarded
-    def flush_updates(self, most_behind: int = 0) -> None:
+    @_with_permanent_errors
+    def apply_pending_updates(self, most_behind: int = 0) -> None:
         """Bring every local expert that is more than `most_behind` steps behind up to the present
         step.
         """
         own, layers = np.array(self.index.local_records), range(self.index.num_layers)
-        records_NP = np.stack([self._records(layer) for layer in layers])
-        stale_NP = self.skipped.are_behind(records_NP, self.now - most_behind)
-        stale_NP &= np.stack([self.local.has(layer) for layer in layers])
+        records_NP = np.stack([self._record_numbers(layer) for layer in layers])
+        stale_NP = self.skipped.are_behind(records_NP, self.steps_taken - most_behind)
+        stale_NP &= np.stack([self.local.local_mask(layer) for layer in layers])
         if np.any(stale_NP):
-            self.begin(layers)
+            self.begin_pass(layers)
             for layer, stale_P in enumerate(stale_NP):
                 acquired, slot = self._ring.acquire()
                 assert acquired == layer, (acquired, layer)
-                self.slots.fit(slot)
-                for experts in self.slots.waves(slot, np.flatnonzero(stale_P)):
-                    self._load_experts(layer, slot, experts)
+                self.slots.grow_if_asked(slot)
+                for experts in self.slots.groups_that_fit(slot, np.flatnonzero(stale_P)):
+                    self._fetch_up_to_date(layer, slot, experts)
                 self._ring.release()
-        self._ring.wait()  # the ring may still prefetch the first layers
+        self._ring.wait_for_loads()  # the ring may still prefetch the first layers
         self.skipped.forget_history(own)
 
-    @_guarded
-    def save(self) -> ReplayState:
+    @_with_permanent_errors
+    def save_records(self) -> ReplayState:
         """Write all dirty records to their store; return how far each record is behind.
 
         Experts more than `MAX_STEPS_BEHIND` steps behind are updated first, which bounds the saved
         history and the later replay. The ring loads nothing until the next pass begins, so the
         records stay unchanged.
         """
-        self.flush_updates(MAX_STEPS_BEHIND)
-        for store in self.stores.all():
+        self.apply_pending_updates(MAX_STEPS_BEHIND)
+        for store in self.stores.present_stores():
             store.flush()
-        return self.skipped.state(np.array(self.index.local_records))
+        return self.skipped.replay_state_of(np.array(self.index.local_records))
 
-    def each_weights(self) -> Iterator[Indexed]:
+    def iterate_weights(self) -> Iterator[Indexed]:
         """Yield (record number, arrays) of every local expert's weights, without applying pending
         updates.
         """
         if self.stores.weights is not None:
-            yield from _each(self.stores.weights)
+            yield from _iterate_records(self.stores.weights)
             return
-        self._ring.wait()
-        for layer, slot in self.slots.layers:
-            records = self._records(layer, np.flatnonzero(self.local.has(layer)))
-            yield from zip(records.tolist(), self.slots.each_weights(slot, layer), strict=True)
+        self._ring.wait_for_loads()
+        for layer, slot in self.slots.layers_and_slots:
+            records = self._record_numbers(layer, np.flatnonzero(self.local.local_mask(layer)))
+            yield from zip(records.tolist(), self.slots.iterate_weights(slot, layer), strict=True)
 
-    def each_moments(self) -> Iterator[Indexed]:
+    def iterate_moments(self) -> Iterator[Indexed]:
         """Yield (record number, arrays) of every local expert's moments, without applying pending
         updates.
         """
-        return _each(self.stores.moments)
-
-    @_guarded
-    def weights(self) -> ExpertArrays:
-        """Return float32 [N, P, ...] by parameter, without applying pending updates.
-
-        Zeros for experts this process does not own.
-        """
-        return self._stacked(self.each_weights(), "")
-
-    @_guarded
-    def moments(self, part: str) -> ExpertArrays:
-        """Return float32 [N, P, ...] by parameter, the first (part "m") or second ("v") moments,
-        without applying pending updates.
-        """
-        return self._stacked(self.each_moments(), f"{part}.")
-
-    def _stacked(self, records: Iterable[Indexed], prefix: str) -> ExpertArrays:
-        rows = (self.index.num_layers, self.local.experts.size)
-        stacked = {
-            name: np.zeros((*rows, *shape), np.float32) for name, shape in self.shapes.items()
-        }
-        for index, arrays in records:
-            layer, expert = self.index.locate(index)
-            for name, w in stacked.items():
-                w[layer, np.searchsorted(self.local.experts, expert)] = arrays[f"{prefix}{name}"]
-        return stacked
+        return _iterate_records(self.stores.moments)
 
     def stats(self) -> ExpertStats:
         weights = self.stores.weights
@@ -554,7 +506,7 @@ class ExpertState:
                 self.stores.gradients.stats(),
                 self._updates,
                 self._replayed,
-                self._ring.stats().waited_s + self._waited_s,
+                self._ring.stats().waited_s + self._gradients.waited_s + self._waited_s,
                 self._sum_of_shares / max(self._num_shares, 1),
                 self._most_chosen_share,
                 1.0 if self.slots.num_rows is None else self.slots.num_rows / self.local.per_device,
@@ -564,12 +516,12 @@ class ExpertState:
     def close(self) -> None:
         """End the threads and close the stores; dirty records are not written."""
         self._ring.close()
-        self._writer.shutdown()
-        for store in self.stores.all():
+        self._gradients.close()
+        for store in self.stores.present_stores():
             store.close()
 
 
-def _each(store: TieredStore) -> Iterator[Indexed]:
+def _iterate_records(store: TieredStore) -> Iterator[Indexed]:
     for index in store.owned:
         with store.get(index) as record:
             yield (

@@ -25,7 +25,7 @@ from jmoe.memory.record_store import HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ChosenExperts, ResidencyStats
-from jmoe.offload.slot_arrays import Fields, as_array
+from jmoe.offload.slot_arrays import Fields, jax_view
 from jmoe.offload.slots import ExpertSlots, NativeSlots
 from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
 
@@ -49,13 +49,13 @@ class HostExperts:
         self._cpu = jax.local_devices(backend="cpu")[0]
         at = {field.name: field.offset_bytes for field in records.layout.fields}
         assert isinstance(records.slots_MR, np.ndarray)  # a list would be pinned memory
-        self._slots = NativeSlots(as_array(records.slots_MR, self._cpu), fields, at)
+        self._slots = NativeSlots(jax_view(records.slots_MR, self._cpu), fields, at)
         self.is_known = self._slots.supports(1, dtype)
         self.expert_bytes = records.layout.data_bytes
         self._fields, self._dtype, self._num_records = fields, dtype, records.num_records
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts on the host")
 
-    def start(
+    def start_compute(
         self, tokens: Tokens, rows_E: np.ndarray, activation: str
     ) -> Future[tuple[jax.Array, float]]:
         """Begin to compute each token's weighted sum of experts in a thread.
@@ -63,9 +63,9 @@ class HostExperts:
         Return a future of (float32 [T, D] on the CPU, seconds). tokens: (h_TD, idx_TK with E for no
         expert, weights_TK), on any device. rows_E: each expert's record number.
         """
-        return self._thread.submit(self._run, tokens, rows_E.astype(np.int32), activation)
+        return self._thread.submit(self._compute_sums, tokens, rows_E.astype(np.int32), activation)
 
-    def bytes_per_s(self, num_experts: int, activation: str) -> float:
+    def measure_bytes_per_s(self, num_experts: int, activation: str) -> float:
         """Return the measured rate, in bytes per second, at which one token's computation reads
         experts.
 
@@ -79,7 +79,7 @@ class HostExperts:
         begun = first = time.perf_counter()
         while len(rates) < 2 or begun - first < MEASURED_S:
             start = len(rates) * num_experts % max(1, self._num_records - num_experts)
-            _, seconds = self._run(
+            _, seconds = self._compute_sums(
                 tokens, np.arange(start, start + num_experts, dtype=np.int32), activation
             )
             rates.append(num_experts * self.expert_bytes / seconds)
@@ -90,18 +90,24 @@ class HostExperts:
         """End the thread, after its current work; queued work is dropped."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _run(self, tokens: Tokens, rows_E: np.ndarray, activation: str) -> tuple[jax.Array, float]:
+    def _compute_sums(
+        self, tokens: Tokens, rows_E: np.ndarray, activation: str
+    ) -> tuple[jax.Array, float]:
         h_TD, idx_TK, weights_TK = jax.device_put(jax.block_until_ready(tokens), self._cpu)
         begun, parts = time.perf_counter(), []
         for start in range(0, h_TD.shape[0], MAX_ROWS):
             some = (x[start : start + MAX_ROWS] for x in (h_TD, idx_TK, weights_TK))
-            parts.append(_sums(self._slots.layout, activation, *some, self._slots.slots_MR, rows_E))
+            parts.append(
+                _sum_experts(self._slots.layout, activation, *some, self._slots.slots_MR, rows_E)
+            )
         y_TD = jax.block_until_ready(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
         return y_TD, time.perf_counter() - begun
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _sums(layout: SlotLayout, activation: str, h_TD: jax.Array, *arrays: jax.Array) -> jax.Array:
+def _sum_experts(
+    layout: SlotLayout, activation: str, h_TD: jax.Array, *arrays: jax.Array
+) -> jax.Array:
     idx_TK, weights_TK, slots_MR, rows_E = arrays
     tokens = h_TD, idx_TK, weights_TK, jnp.zeros(h_TD.shape, jnp.float32)
     return slot_mlp(tokens, slots_MR, rows_E, layout, activation)
@@ -136,56 +142,59 @@ class HybridExperts(ChosenExperts):
         moved = link.num_bytes - self._link_before.num_bytes
         seconds = link.seconds - self._link_before.seconds
         if moved > 0 and seconds > 0:
-            self.link_bytes_per_s = _smoothed(self.link_bytes_per_s, moved / seconds)
+            self.link_bytes_per_s = _smoothed_rate(self.link_bytes_per_s, moved / seconds)
             self._link_before = link
         self._on_host, self._cold_E = on_host and not whole_layers, None
         super().begin_step(whole_layers=whole_layers)
 
-    def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
+    def prefetch_guessed(self, moe_layer: int, guessed: np.ndarray) -> None:
         if not self._on_host:  # otherwise the copies of chosen experts keep the link busy
-            super().expect(moe_layer, guessed)
+            super().prefetch_guessed(moe_layer, guessed)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         """Return the table int32 [E] of the layer's slots; copies may still be under way.
 
-        Experts that the CPU will compute have no slot; `mlp` does not read their entries.
+        Experts that the CPU will compute have no slot; `add_expert_outputs` does not read their
+        entries.
         """
         if not self._on_host or chosen is None:
             return super().acquire(moe_layer, chosen)
-        self._awaited_records = self._begin(moe_layer, chosen)
+        self._awaited_records = self._begin_copies(moe_layer, chosen)
         self._rows_E = self.index.records(moe_layer)
         slot_E = self.pool.slot_of[self._rows_E]
         self._cold_E = slot_E < 0
         return np.maximum(slot_E, 0)
 
-    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+    def add_expert_outputs(
+        self, routed: ExpertInputs, table_E: np.ndarray, activation: str
+    ) -> jax.Array:
         if self._cold_E is None:
-            return super().mlp(routed, table_E, activation)
+            return super().add_expert_outputs(routed, table_E, activation)
         idx_TK, none = np.asarray(routed.idx_TK), self._cold_E.size
         is_cold = np.append(self._cold_E, False)[idx_TK]
         part = None
         if is_cold.any():
             self._stats.on_host += np.unique(idx_TK[is_cold]).size
             cold_TK = np.where(is_cold, idx_TK, none).astype(np.int32)
-            part = self.host.start(
+            part = self.host.start_compute(
                 (routed.h_TD, cold_TK, routed.weights_TK), self._rows_E, activation
             )
-        self._wait(self._awaited_records)
+        self._wait_for_copies(self._awaited_records)
         self._awaited_records = []
         y_TD = routed.y_TD
         warm_TK = np.where(is_cold, none, idx_TK).astype(np.int32)
         if part is None:
-            return super().mlp(routed, table_E, activation)
+            return super().add_expert_outputs(routed, table_E, activation)
         if (warm_TK < none).any():
             warm = routed._replace(idx_TK=jax.device_put(warm_TK, routed.h_TD.device))
-            y_TD = super().mlp(warm, table_E, activation)
+            y_TD = super().add_expert_outputs(warm, table_E, activation)
         try:
             cold_TD, seconds = part.result()
         except Exception as error:
             self._failed = error
             raise
         num_bytes = np.unique(idx_TK[is_cold]).size * self.host.expert_bytes
-        self.host_bytes_per_s = _smoothed(self.host_bytes_per_s, num_bytes / seconds)
+        self.host_bytes_per_s = _smoothed_rate(self.host_bytes_per_s, num_bytes / seconds)
         return _sum(y_TD, jax.device_put(cold_TD, y_TD.device))
 
     def close(self) -> None:
@@ -215,5 +224,5 @@ class HybridExperts(ChosenExperts):
 _sum = jax.jit(jnp.add)
 
 
-def _smoothed(rate: float, new: float) -> float:
+def _smoothed_rate(rate: float, new: float) -> float:
     return new if rate == 0 else SMOOTHING * rate + (1 - SMOOTHING) * new

@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jmoe.config import OptimizerConfig
-from jmoe.optim.adamw import StepValues, advance
+from jmoe.optim.adamw import StepValues, adamw_update
 from jmoe.types import Json, JsonObject
 
 WINDOW_STEPS = 64  # steps of one call of the compiled program
@@ -65,7 +65,7 @@ def catch_up(
     compiler chooses what to contract to fused multiply-adds.
     """
 
-    def one(i: jax.Array, state: States) -> States:
+    def take_step(i: jax.Array, state: States) -> States:
         w, m, v = state
         lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
         now = StepValues(
@@ -75,13 +75,15 @@ def catch_up(
             name: jnp.where(i == missed.gradient_at, g[name].astype(jnp.float32), 0) for name in w
         }
         new = {
-            n: advance(w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now)
+            n: adamw_update(
+                w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now
+            )
             for n in w
         }
         w, m, v = ({name: moved[k] for name, moved in new.items()} for k in range(3))
         return w, m, v
 
-    return lax.fori_loop(0, missed.num_steps, one, (dict(w), dict(m), dict(v)))
+    return lax.fori_loop(0, missed.num_steps, take_step, (dict(w), dict(m), dict(v)))
 
 
 _catch_up_alone = jax.jit(catch_up, static_argnames="config")
@@ -94,11 +96,11 @@ class History:
         self.first, self.lr, self.clip = first, list(lr), list(clip)
 
     @property
-    def end(self) -> int:
+    def end_step(self) -> int:
         """Return the step after the last one in the history."""
         return self.first + len(self.lr)
 
-    def add(self, lr: float, clip: float) -> None:
+    def add_step(self, lr: float, clip: float) -> None:
         """Append the learning rate and clip factor of step `end`."""
         self.lr.append(lr)
         self.clip.append(clip)
@@ -108,17 +110,21 @@ class History:
 
     def forget_before(self, step: int) -> None:
         """Drop the steps before `step`, which must lie in the history or at its end."""
-        assert self.first <= step <= self.end, (self.first, step, self.end)
+        assert self.first <= step <= self.end_step, (self.first, step, self.end_step)
         del self.lr[: step - self.first]
         del self.clip[: step - self.first]
         self.first = step
 
-    def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
+    def missed_windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
         """Yield the steps in windows of at most `WINDOW_STEPS`, as `catch_up` takes them.
 
         steps: must lie within the history. pending: whether the first step has a gradient.
         """
-        assert self.first <= steps.start and steps.stop <= self.end, (self.first, steps, self.end)
+        assert self.first <= steps.start and steps.stop <= self.end_step, (
+            self.first,
+            steps,
+            self.end_step,
+        )
         for first in range(steps.start, steps.stop, WINDOW_STEPS):
             count = min(WINDOW_STEPS, steps.stop - first)
             lr_W = np.zeros(WINDOW_STEPS, np.float32)
@@ -132,7 +138,7 @@ class History:
             )
 
 
-def constants(config: OptimizerConfig) -> OptimizerConfig:
+def adamw_constants(config: OptimizerConfig) -> OptimizerConfig:
     """Return a config that holds only AdamW's constants (`CONSTANTS`); other fields have their
     defaults.
     """
@@ -159,7 +165,7 @@ class ReplayState:
     @classmethod
     def up_to_date(cls, step: int, optimizer: OptimizerConfig, gradient_dtype: str) -> Self:
         """Return the replay state of records that have skipped no step."""
-        return cls(step, History(step), {}, frozenset(), constants(optimizer), gradient_dtype)
+        return cls(step, History(step), {}, frozenset(), adamw_constants(optimizer), gradient_dtype)
 
     @property
     def settings(self) -> JsonObject:
@@ -209,7 +215,7 @@ class ReplayState:
             gradient_dtype=longest["gradient_dtype"],
         )
 
-    def select(self, indices: Iterable[int]) -> "ReplayState":
+    def select_records(self, indices: Iterable[int]) -> "ReplayState":
         """Return the replay state of these records only."""
         mine = frozenset(indices)
         applied = {index: step for index, step in self.applied.items() if index in mine}
@@ -229,6 +235,6 @@ class ReplayState:
         steps = range(self.applied.get(index, self.step), self.step)
         if g is None:
             g = {name: np.zeros(a.shape, a.dtype) for name, a in w.items()}
-        for window in self.history.windows(steps, pending=index in self.pending):
+        for window in self.history.missed_windows(steps, pending=index in self.pending):
             w, m, v = _catch_up_alone(w, m, v, g, window, config=self.optimizer)
         return jax.device_get((w, m, v))

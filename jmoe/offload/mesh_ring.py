@@ -21,7 +21,7 @@ from jmoe.offload.slot_arrays import (
     DeviceSlotArrays,
     Fields,
     HostSlotArrays,
-    as_weights,
+    as_mlp_weights,
 )
 from jmoe.planning.placement import EMPTY
 from kernels_pallas.grouped_mlp import MLPWeights
@@ -55,15 +55,15 @@ class MeshRing(MeshExperts):
         ]
         self._weights: list[Arrays] = [{}] * ring_slots
         self._slot_of: dict[int, int] = {}  # only the acquired layer
-        self.ring = Ring(range(index.num_layers), ring_slots, self._load)
+        self.ring = Ring(range(index.num_layers), ring_slots, self._load_layer)
 
     def acquire(self, layer: int) -> None:
         next_layer, slot = self.ring.acquire()
         assert next_layer == layer, (next_layer, layer)
         self._slot_of = {layer: slot}
 
-    def weights(self, layer: int) -> MLPWeights:
-        return as_weights(self._weights[self._slot_of[layer]])
+    def layer_weights(self, layer: int) -> MLPWeights:
+        return as_mlp_weights(self._weights[self._slot_of[layer]])
 
     def release(self) -> None:
         self.ring.release()
@@ -76,24 +76,26 @@ class MeshRing(MeshExperts):
         experts = self.placements[0].physical_to_logical[self._mine].ravel().tolist()
         return [
             None if layer is None or expert == EMPTY else (layer, expert)
-            for layer in self.ring.layers
+            for layer in self.ring.layer_by_slot
             for expert in experts
         ]
 
     def close(self) -> None:
         self.ring.close()
 
-    def _load(self, layer: int, ring_slot: int) -> int:
+    def _load_layer(self, layer: int, ring_slot: int) -> int:
         for ahead in (layer, (layer + 1) % self.index.num_layers):
-            self._store.prefetch([record for _, _, record in self._places(ahead)])
-        places = self._places(layer)
+            self._store.prefetch([record for _, _, record in self._local_expert_slots(ahead)])
+        places = self._local_expert_slots(layer)
         for device, slot, number in places:
             with self._store.get(number) as record:
                 self._slots[ring_slot][device].write(slot, record)
-        self._weights[ring_slot] = self._joined([slots.arrays for slots in self._slots[ring_slot]])
+        self._weights[ring_slot] = self._global_arrays(
+            [slots.arrays for slots in self._slots[ring_slot]]
+        )
         return len(places) * self._store.layout.data_bytes
 
-    def _places(self, layer: int) -> list[tuple[int, int, int]]:
+    def _local_expert_slots(self, layer: int) -> list[tuple[int, int, int]]:
         """Return (device, slot, record number) of each of the layer's experts on this process's
         devices.
 

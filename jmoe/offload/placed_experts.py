@@ -28,7 +28,7 @@ from jmoe.offload.slot_arrays import (
     DeviceSlotArrays,
     Fields,
     NamedArrays,
-    as_weights,
+    as_mlp_weights,
 )
 from jmoe.planning.placement import (
     EMPTY,
@@ -72,7 +72,7 @@ class MeshExperts(ExpertResidency):
         ] * index.num_layers
 
     @abstractmethod
-    def weights(self, layer: int) -> MLPWeights:
+    def layer_weights(self, layer: int) -> MLPWeights:
         """Return the weights in a layer's expert slots, [N S, ...], sharded over the devices."""
 
     def replica_of_row(self, layer: int) -> jax.Array:
@@ -89,15 +89,15 @@ class MeshExperts(ExpertResidency):
         """Release the acquired layer; no program of this process may still read it."""
         return
 
-    def _joined(self, shards: list[Arrays]) -> Arrays:
+    def _global_arrays(self, shards: list[Arrays]) -> Arrays:
         """Return global arrays [N S, ...] of this process's shards [S, ...], in device order."""
         where = NamedSharding(self.mesh, BATCH)
 
-        def joined(parts: list[jax.Array]) -> jax.Array:
+        def join_shards(parts: list[jax.Array]) -> jax.Array:
             shape = (self.mesh.size * parts[0].shape[0], *parts[0].shape[1:])
             return jax.make_array_from_single_device_arrays(shape, where, parts)
 
-        return {name: joined([shard[name] for shard in shards]) for name in self._fields}
+        return {name: join_shards([shard[name] for shard in shards]) for name in self._fields}
 
 
 class PlacedExperts(MeshExperts):
@@ -136,20 +136,20 @@ class PlacedExperts(MeshExperts):
             [DeviceSlotArrays(count, fields, self._devices[n]) for n in self._mine]
             for count in slots
         ]
-        self._weights = [self._joined([one.arrays for one in row]) for row in self._slots]
+        self._weights = [self._global_arrays([one.arrays for one in row]) for row in self._slots]
         for layer, placement in enumerate(first):
-            self.apply(layer, self.changes(layer, placement))
+            self.apply_copies(layer, self.copies_for_placement(layer, placement))
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
         self.copies_N[:] = 0
 
-    def weights(self, layer: int) -> MLPWeights:
-        return as_weights(self._weights[self._rows[layer]])
+    def layer_weights(self, layer: int) -> MLPWeights:
+        return as_mlp_weights(self._weights[self._rows[layer]])
 
-    def changes(self, layer: int, placement: Placement) -> PlacementChanges:
+    def copies_for_placement(self, layer: int, placement: Placement) -> PlacementChanges:
         """Return the copies that a new placement of a layer needs."""
         return placement_changes(self._held[layer], placement)
 
-    def apply(self, layer: int, changed: PlacementChanges) -> None:
+    def apply_copies(self, layer: int, changed: PlacementChanges) -> None:
         """Copy new experts to this process's devices, and route the layer's next tokens by the new
         placement.
         """
@@ -160,11 +160,11 @@ class PlacedExperts(MeshExperts):
             held[device, slot] = expert
             self.copies_N[device] += 1
             if device in slots:
-                self._fill(slots[device], slot, self.index.records(layer, expert).item())
+                self._copy_into_slot(slots[device], slot, self.index.records(layer, expert).item())
                 self.copied_experts += 1
                 self.copied_bytes += self.expert_bytes
         if changed.fills:
-            self._weights[row] = self._joined([one.arrays for one in self._slots[row]])
+            self._weights[row] = self._global_arrays([one.arrays for one in self._slots[row]])
         if changed.placement.replica_of_row is not self.placements[layer].replica_of_row:
             self._replica_of_row[layer] = put_sharded(
                 changed.placement.replica_of_row, self.mesh, REPLICATED
@@ -175,9 +175,11 @@ class PlacedExperts(MeshExperts):
     def recopy_one_expert(self) -> None:
         """Copy the first expert of this process's first device once more; callers time this."""
         row = self._slots[0]
-        self._fill(row[0], 0, self.index.records(0, self._held[0][self._mine[0], 0]).item())
+        self._copy_into_slot(
+            row[0], 0, self.index.records(0, self._held[0][self._mine[0], 0]).item()
+        )
         jax.block_until_ready(row[0].arrays)
-        self._weights[0] = self._joined([one.arrays for one in row])
+        self._weights[0] = self._global_arrays([one.arrays for one in row])
 
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")
@@ -193,12 +195,12 @@ class PlacedExperts(MeshExperts):
             held += slots
         return held
 
-    def _fill(self, slots: DeviceSlotArrays, slot: int, record: int) -> None:
+    def _copy_into_slot(self, slots: DeviceSlotArrays, slot: int, record: int) -> None:
         with self._read(record) as arrays:
             slots.write(slot, arrays)
 
 
-def local_experts_of(placement: Placement, mesh: Mesh) -> np.ndarray:
+def local_expert_numbers(placement: Placement, mesh: Mesh) -> np.ndarray:
     """Return the numbers of the experts on this process's devices."""
     mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
     experts: np.ndarray = placement.physical_to_logical[mine].ravel()

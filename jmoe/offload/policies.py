@@ -67,7 +67,7 @@ class ExpertResidency(ABC):
     """Where a model's experts are: the interface of an engine to one or several devices."""
 
     streams = False  # whether slots change while the engine runs
-    takes_guesses = False  # whether `expect` has an effect
+    takes_guesses = False  # whether `prefetch_guessed` has an effect
     num_slots: int  # expert slots on all devices
     num_bytes: int  # bytes of all expert slots
 
@@ -120,19 +120,21 @@ class Residency(ExpertResidency):
         """
 
     @contextlib.contextmanager
-    def programs(self) -> Iterator[None]:
+    def allow_programs(self) -> Iterator[None]:
         """Return a context manager inside which programs may use `finder`, one at a time.
 
         All programs must have ended when the block does.
         """
         yield
 
-    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+    def add_expert_outputs(
+        self, routed: ExpertInputs, table_E: np.ndarray, activation: str
+    ) -> jax.Array:
         """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts.
 
         table_E: the table that `acquire` returned.
         """
-        return self.slots.mlp(routed, table_E, activation)
+        return self.slots.add_expert_outputs(routed, table_E, activation)
 
     @property
     def waited_s(self) -> float:
@@ -142,7 +144,7 @@ class Residency(ExpertResidency):
         """Release a layer's slots; no program may still read them."""
         return
 
-    def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
+    def prefetch_guessed(self, moe_layer: int, guessed: np.ndarray) -> None:
         """Prefetch experts that the tokens of a later layer will probably choose."""
         return
 
@@ -186,12 +188,12 @@ class LayerRing(Residency):
     ) -> None:
         super().__init__(slots, index)
         self._store = store
-        self.ring = Ring(range(index.num_layers), ring_slots, self._load)
+        self.ring = Ring(range(index.num_layers), ring_slots, self._load_layer)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         layer, slot = self.ring.acquire()
         assert layer == moe_layer, (layer, moe_layer)
-        return self._slots_of(slot).astype(np.int32)
+        return self._expert_slots_of(slot).astype(np.int32)
 
     def release(self, moe_layer: int) -> None:
         self.ring.release()
@@ -204,25 +206,27 @@ class LayerRing(Residency):
         experts = range(self.index.num_experts)
         return [
             None if layer is None else (layer, expert)
-            for layer in self.ring.layers
+            for layer in self.ring.layer_by_slot
             for expert in experts
         ]
 
     def close(self) -> None:
         self.ring.close()
 
-    def _slots_of(self, ring_slot: int) -> NDArray[np.int64]:
+    def _expert_slots_of(self, ring_slot: int) -> NDArray[np.int64]:
         """Return the expert slots of a ring slot.
 
         A ring slot has E expert slots, so `ExpertIndex` numbers them like the records of a layer.
         """
         return self.index.records(ring_slot)
 
-    def _load(self, layer: int, ring_slot: int) -> int:
+    def _load_layer(self, layer: int, ring_slot: int) -> int:
         for ahead in (layer, (layer + 1) % self.index.num_layers):
             self._store.prefetch(self.index.records(ahead))
         for record, slot in zip(
-            self.index.records(layer).tolist(), self._slots_of(ring_slot).tolist(), strict=True
+            self.index.records(layer).tolist(),
+            self._expert_slots_of(ring_slot).tolist(),
+            strict=True,
         ):
             copy_record(self._store, record, self.slots, slot)
         return self.index.num_experts * self._store.layout.data_bytes
@@ -231,10 +235,10 @@ class LayerRing(Residency):
 class ChosenExperts(Residency):
     """M expert slots: a hot set by hit counts, plus the other experts that a step's tokens choose.
 
-    `expect` starts copies of guessed experts. A wrong guess costs a copy, unless the choices arrive
-    before the copy has begun. Guesses are followed only while at least half of the recent guesses
-    about absent experts were right: if the link is the bottleneck, a wrong guess costs as much as a
-    right one saves.
+    `prefetch_guessed` starts copies of guessed experts. A wrong guess costs a copy, unless the
+    choices arrive before the copy has begun. Guesses are followed only while at least half of the
+    recent guesses about absent experts were right: if the link is the bottleneck, a wrong guess
+    costs as much as a right one saves.
 
     A step of whole layers brings all experts of a layer while the previous layer computes, and
     needs no choices. The hot set keeps its slots; the rest of each layer passes through the others.
@@ -276,12 +280,12 @@ class ChosenExperts(Residency):
         self._finder: SlotFinder | None = None
         if finds:
             self._finder = SlotFinder(
-                self.pool.slot_of, num_experts, self._bring_for_program, PROGRAM_LIMIT_S
+                self.pool.slot_of, num_experts, self._acquire_for_program, PROGRAM_LIMIT_S
             )
         self.finder = self._finder
 
     @contextlib.contextmanager
-    def programs(self) -> Iterator[None]:
+    def allow_programs(self) -> Iterator[None]:
         if self._failed is not None:
             raise self._failed
         try:
@@ -298,7 +302,7 @@ class ChosenExperts(Residency):
         self._stats.hits += chosen.size
         self._used += chosen.tolist()
 
-    def _bring_for_program(self, moe_layer: int, chosen: np.ndarray) -> None:
+    def _acquire_for_program(self, moe_layer: int, chosen: np.ndarray) -> None:
         try:
             self.acquire(moe_layer, chosen)
             self.release(moe_layer)
@@ -310,61 +314,65 @@ class ChosenExperts(Residency):
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         if self._used:  # once per step: counted layer by layer, later layers would look unused
-            self.pool.counts.touch(self._used)
-            self._store.touch(self._used)
+            self.pool.counts.count_step(self._used)
+            self._store.count_step(self._used)
             self._used = []
         self.needs_choices = not whole_layers
         self.finder = None if whole_layers else self._finder
         if whole_layers:
-            self._bring(0, self._layer(0))
+            self._assign_slots_and_copy(0, self._layer_records(0))
 
-    def expect(self, moe_layer: int, guessed: np.ndarray) -> None:
-        records = self._records(moe_layer, guessed)
+    def prefetch_guessed(self, moe_layer: int, guessed: np.ndarray) -> None:
+        records = self._distinct_records(moe_layer, guessed)
         if self._recent_right >= MIN_TRUST * self._recent_guesses:
-            self._guesses[moe_layer] = guesses = self._bring_early(moe_layer, records)
+            self._guesses[moe_layer] = guesses = self._copy_early(moe_layer, records)
             self._stats.guessed += len(guesses)
         else:
             slot_of = self.pool.slot_of
             self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        self._wait(self._begin(moe_layer, chosen))
+        self._wait_for_copies(self._begin_copies(moe_layer, chosen))
         slot_E = self.pool.slot_of[self.index.records(moe_layer)]
         return np.maximum(slot_E, 0)  # programs do not read the entries of experts without a slot
 
-    def _begin(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
+    def _begin_copies(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
         """Begin the copies that a layer waits for; return the records that have, or will have, a
         slot.
         """
         if self._failed is not None:
             raise self._failed
-        records = self._layer(moe_layer) if chosen is None else self._records(moe_layer, chosen)
+        records = (
+            self._layer_records(moe_layer)
+            if chosen is None
+            else self._distinct_records(moe_layer, chosen)
+        )
         guesses, ignored = self._guesses.pop(moe_layer, set()), self._ignored.pop(moe_layer, set())
-        self._cancel(moe_layer, guesses.difference(records))
+        self._cancel_wrong_guesses(moe_layer, guesses.difference(records))
         if chosen is not None:
-            self._count(records, guesses, ignored)
+            self._count_hits_and_guesses(records, guesses, ignored)
             records = self._records_to_copy(records)
-        self._bring(moe_layer, records)
+        self._assign_slots_and_copy(moe_layer, records)
         if chosen is None and moe_layer + 1 < self.index.num_layers:
-            self._bring_early(moe_layer + 1, self._layer(moe_layer + 1))
+            self._copy_early(moe_layer + 1, self._layer_records(moe_layer + 1))
         return records
 
     def _records_to_copy(self, records: list[int]) -> list[int]:
         """Return the chosen records to put into slots; subclasses may leave some to the CPU."""
         return records
 
-    def _wait(self, records: list[int]) -> None:
+    def _wait_for_copies(self, records: list[int]) -> None:
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
         self._stats.waits += any(not copy.done() for copy in copies)
         for copy in copies:
-            self._finish(copy)
+            self._finish_copy(copy)
         self._stats.waited_s += time.perf_counter() - begun
 
     def release(self, moe_layer: int) -> None:
         for record in (pinned := self._pinned.pop(moe_layer)):
             if record in self._copies:  # a wrong guess whose copy had already begun
-                self._finish(self._copies.pop(record))
+                self._finish_copy(self._copies.pop(record))
         self.pool.unpin(self.pool.slots_of(sorted(pinned)))
 
     def stats(self) -> ResidencyStats:
@@ -381,7 +389,7 @@ class ChosenExperts(Residency):
             self._finder.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _finish(self, copy: Future[None]) -> None:
+    def _finish_copy(self, copy: Future[None]) -> None:
         """Wait for a copy.
 
         A failed copy is permanent, because the pool counts its slot as filled: every later call
@@ -393,7 +401,9 @@ class ChosenExperts(Residency):
             self._failed = error
             raise
 
-    def _count(self, records: list[int], guesses: set[int], ignored: set[int]) -> None:
+    def _count_hits_and_guesses(
+        self, records: list[int], guesses: set[int], ignored: set[int]
+    ) -> None:
         """Count hits and misses of the chosen records, and the accuracy of the guesses.
 
         A record that a guess brought counts as a miss.
@@ -411,16 +421,16 @@ class ChosenExperts(Residency):
                 judged.intersection(records)
             )
 
-    def _layer(self, moe_layer: int) -> list[int]:
+    def _layer_records(self, moe_layer: int) -> list[int]:
         return list(map(int, self.index.records(moe_layer)))
 
-    def _records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
+    def _distinct_records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
         return list(
             map(int, self.index.records(moe_layer, chosen[chosen < self.index.num_experts]))
         )
 
-    def _bring(self, moe_layer: int, records: list[int]) -> None:
+    def _assign_slots_and_copy(self, moe_layer: int, records: list[int]) -> None:
         """Give the records slots and pins, and begin the missing copies."""
         slot_of = self.pool.slot_of
         try:
@@ -428,7 +438,7 @@ class ChosenExperts(Residency):
         except Exception as error:  # an earlier prefetch failed
             self._failed = error
             raise
-        _, loads = self.pool.plan(records)
+        _, loads = self.pool.plan_loads(records)
         mine = self._pinned.setdefault(moe_layer, set())
         fresh = [r for r in records if r not in mine]
         self.pool.pin(self.pool.slots_of(fresh))
@@ -437,14 +447,14 @@ class ChosenExperts(Residency):
         # whole layers are copied in a few long batches
         size = 1 if self.needs_choices else max(1, -(-len(loads) // COPY_THREADS))
         for batch in (loads[i : i + size] for i in range(0, len(loads), size)):
-            copy = self._threads.submit(self._copy, batch)
+            copy = self._threads.submit(self._copy_records, batch)
             self._copies.update((record, copy) for record, _ in batch)
 
-    def _copy(self, loads: list[tuple[int, int]]) -> None:
+    def _copy_records(self, loads: list[tuple[int, int]]) -> None:
         for record, slot in loads:
             copy_record(self._store, record, self.slots, slot)
 
-    def _bring_early(self, moe_layer: int, records: list[int]) -> set[int]:
+    def _copy_early(self, moe_layer: int, records: list[int]) -> set[int]:
         """Bring as many records as fit while another layer is in use; return the records to be
         copied.
 
@@ -454,10 +464,10 @@ class ChosenExperts(Residency):
         there = [r for r in records if slot_of[r] >= 0]
         missing = [r for r in records if slot_of[r] < 0]
         room = self.pool.num_slots - sum(map(len, self._pinned.values()))
-        self._bring(moe_layer, (there + missing)[:room])
+        self._assign_slots_and_copy(moe_layer, (there + missing)[:room])
         return set(missing[: max(0, room - len(there))])
 
-    def _cancel(self, moe_layer: int, wrong: set[int]) -> None:
+    def _cancel_wrong_guesses(self, moe_layer: int, wrong: set[int]) -> None:
         """Cancel the copies and NVMe reads of wrong guesses, unless they have begun."""
         stopped = [r for r in sorted(wrong) if r in self._copies and self._copies[r].cancel()]
         if not stopped:
@@ -466,5 +476,5 @@ class ChosenExperts(Residency):
             del self._copies[record]
         self._pinned.setdefault(moe_layer, set()).difference_update(stopped)
         self.pool.unpin(self.pool.slots_of(stopped))
-        self.pool.drop(stopped)
-        self._store.discard(stopped)
+        self.pool.drop_records(stopped)
+        self._store.cancel_prefetch(stopped)

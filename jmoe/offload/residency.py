@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jmoe.config import check
 from jmoe.memory.buffers import Allocate, allocate_slots
 from jmoe.memory.direct_io import UNWRITABLE
-from jmoe.memory.pinned import host_memory
+from jmoe.memory.pinned import choose_host_memory
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -30,7 +30,7 @@ from jmoe.offload.placed_experts import (
     PlacedExperts,
     ReadRecord,
     even_placement,
-    local_experts_of,
+    local_expert_numbers,
 )
 from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
@@ -58,7 +58,8 @@ def open_experts(
     The store is None if all experts are on the device. native: use native CPU operations for few
     tokens. int8_activations: they round the experts' inputs to 8 bits (`SlotLayout`). on_host: the
     CPU may compute experts in host memory, which is then not pinned. pin: whether to pin host
-    memory (`memory.pinned.host_memory`). bandwidth_limit_bytes_per_s: by link, see `TieredStore`.
+    memory (`memory.pinned.choose_host_memory`). bandwidth_limit_bytes_per_s: by link, see
+    `TieredStore`.
 
     Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
     """
@@ -76,7 +77,7 @@ def open_experts(
             checkpoint.fill_expert(*index.locate(number), record)
             slots.write(number, record)
         return AllResident(slots, index), None
-    memory = host_memory(
+    memory = choose_host_memory(
         "off" if on_host and plan.expert_tier == "host" else pin, "pin_host_memory", [device]
     )
     log.info("experts off the device: %s", memory.note)
@@ -112,7 +113,7 @@ def open_placed_experts(
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
     if plan.policy == "ring":
-        experts = local_experts_of(even_placement(index.num_experts, mesh.size), mesh)
+        experts = local_expert_numbers(even_placement(index.num_experts, mesh.size), mesh)
         owned = [
             number
             for layer in range(index.num_layers)
@@ -121,7 +122,7 @@ def open_placed_experts(
         store = _open_store(checkpoint, index, plan, cache_dir, limits, owned)
         return MeshRing(mesh, index, fields, plan.ring_slots, store), store
     if placements is not None:
-        read = _reader(checkpoint, index)
+        read = _record_reader(checkpoint, index)
         return PlacedExperts(
             mesh, index, fields, placements[0].slots_per_device, read, placements
         ), None
@@ -129,10 +130,10 @@ def open_placed_experts(
     if plan.expert_tier is not None:
         store = _open_store(checkpoint, index, plan, None, limits)
         return PlacedExperts(mesh, index, fields, slots, store.get), store
-    return PlacedExperts(mesh, index, fields, slots, _reader(checkpoint, index)), None
+    return PlacedExperts(mesh, index, fields, slots, _record_reader(checkpoint, index)), None
 
 
-def _reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:
+def _record_reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:
     """Return a context manager that reads an expert's record from the checkpoint, into memory that
     the next read overwrites.
     """
@@ -168,7 +169,7 @@ def _open_store(
         checkpoint.fill_expert(*index.locate(number), views)
 
     if plan.expert_tier == "host":
-        records = HostRecords.fill(layout, index.num_records, fill, owned, allocate)
+        records = HostRecords.allocate_and_fill(layout, index.num_records, fill, owned, allocate)
         return TieredStore(records, bandwidth_limit_bytes_per_s=limits)
     open_again, fingerprint = checkpoint.reopen, checkpoint.fingerprint
 
@@ -184,7 +185,7 @@ def _open_store(
 
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     try:
-        packed = RecordStore.pack(
+        packed = RecordStore.open_or_pack(
             folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair
         )
     except OSError as error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import EXPERT_STACKS, Layer
 from jmoe.memory.record_checkpoint import ITEM
-from jmoe.memory.saved_records import SavedRecords, read_lists
+from jmoe.memory.saved_records import SavedRecords, read_record_lists
 from jmoe.mesh import EXPERTS_PATH
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import ExpertArrays, record_layouts
@@ -26,7 +26,7 @@ from jmoe.offload.lazy_adamw import ReplayState
 PREFIXES = {stack: f"{stack}.moe.{EXPERTS_PATH}." for stack in EXPERT_STACKS}
 
 
-def names_of_experts(names: Sequence[str]) -> list[str]:
+def expert_array_names(names: Sequence[str]) -> list[str]:
     """Return the names, among a checkpoint's array names, that belong to experts."""
     return [name for name in names if name.partition(".")[2].startswith(tuple(PREFIXES.values()))]
 
@@ -50,7 +50,7 @@ class SavedExperts:
         self._shapes, self._index, self._layers = shapes, index, layers
         folder = step_folder / ITEM
         self.replay_state = (
-            ReplayState.from_lists(read_lists(folder).values()) if folder.is_dir() else None
+            ReplayState.from_lists(read_record_lists(folder).values()) if folder.is_dir() else None
         )
         dtype = "float32" if self.replay_state is None else self.replay_state.gradient_dtype
         self._records = (
@@ -64,27 +64,29 @@ class SavedExperts:
         self._state = step_folder / "state"
         self._arrays: dict[str, tensorstore.TensorStore] = {}
 
-    def weights(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+    def read_weights(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
         """Return {name: float32 [P, ...]}, the weights of these experts of a layer."""
         if "weights" in self.kinds:
-            return self._of_records("weights", layer, experts)
-        return {name: self._of_array("params", name, layer, experts) for name in self._shapes}
+            return self._read_from_records("weights", layer, experts)
+        return {
+            name: self._read_from_array("params", name, layer, experts) for name in self._shapes
+        }
 
-    def moments(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+    def read_moments(self, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
         """Return {"m.name", "v.name": float32 [P, ...]}, the moments of a layer's experts."""
         if "moments" in self.kinds:
-            return self._of_records("moments", layer, experts)
+            return self._read_from_records("moments", layer, experts)
         return {
-            f"{p}.{name}": self._of_array(p, name, layer, experts)
+            f"{p}.{name}": self._read_from_array(p, name, layer, experts)
             for p in "mv"
             for name in self._shapes
         }
 
-    def parameter(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
+    def read_parameter(self, name: str, layer: int, expert: int) -> NDArray[np.float32]:
         """Return one parameter of one expert's weights, float32."""
-        return self.weights(layer, np.array([expert]))[name][0]
+        return self.read_weights(layer, np.array([expert]))[name][0]
 
-    def _of_records(self, kind: str, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+    def _read_from_records(self, kind: str, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
         assert self._records is not None
         prefixes = ("",) if kind == "weights" else ("m.", "v.")
         arrays = {
@@ -122,7 +124,7 @@ class SavedExperts:
         self._last = index, arrays
         return arrays
 
-    def _of_array(
+    def _read_from_array(
         self, part: str, name: str, layer: int, experts: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         own = self._layers[layer]

@@ -37,7 +37,7 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
         raise ValueError(
             f"{FIELD} = {mesh.segments!r}: must be a JSON object with segments"
         ) from error
-    _check(mesh, devices, num_layers, num_experts)
+    _check_segments(mesh, devices, num_layers, num_experts)
     by_layer = [[set(layers[layer]) for layers in devices] for layer in range(num_layers)]
     rows = shared_slot_rows(
         [{n for n, experts in enumerate(layer) if experts} for layer in by_layer]
@@ -55,7 +55,7 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
     return placements
 
 
-def as_segments(placements: Sequence[Placement]) -> list[list[list[int]]]:
+def placements_to_segments(placements: Sequence[Placement]) -> list[list[list[int]]]:
     """Return the expert numbers of each device and layer, [device][layer][...], as in the file."""
     devices = range(placements[0].num_devices)
     tables = [placement.physical_to_logical.tolist() for placement in placements]
@@ -65,7 +65,7 @@ def as_segments(placements: Sequence[Placement]) -> list[list[list[int]]]:
     ]
 
 
-def _check(mesh: EngineMesh, devices: Json, num_layers: int, num_experts: int) -> None:
+def _check_segments(mesh: EngineMesh, devices: Json, num_layers: int, num_experts: int) -> None:
     def check(ok: bool, constraint: str) -> None:
         if not ok:
             raise ValueError(f"{FIELD} = {mesh.segments!r}: {constraint}")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
-from jmoe.offload.lazy_adamw import MissedSteps, ReplayState, constants
+from jmoe.offload.lazy_adamw import MissedSteps, ReplayState, adamw_constants
 
 
 class SkippedSteps:
@@ -47,19 +47,19 @@ class SkippedSteps:
         """
         return self._pending[records]
 
-    def steps_of(self, record: int, now: int) -> tuple[range, bool]:
+    def skipped_steps_of(self, record: int, now: int) -> tuple[range, bool]:
         """Return (range of the steps before `now` that a record has skipped, has_gradient).
 
         has_gradient: whether the record has a gradient for the first of these steps.
         """
         return range(int(self._steps_applied[record]), now), bool(self._pending[record])
 
-    def windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
+    def missed_windows(self, steps: range, *, pending: bool) -> Iterator[MissedSteps]:
         """Yield learning rates and clip factors of the steps, as `catch_up` takes them.
 
         pending: whether the first step has a gradient.
         """
-        return self._history.windows(steps, pending=pending)
+        return self._history.missed_windows(steps, pending=pending)
 
     def note_caught_up(self, record: int, now: int) -> None:
         """Note that all steps before `now` are applied to a record."""
@@ -71,7 +71,7 @@ class SkippedSteps:
         """Note the records of a layer whose gradients this step stores."""
         self._stored[layer] = records
 
-    def commit(self, lr: float, clip: float) -> list[NDArray[np.int64]]:
+    def commit_step(self, lr: float, clip: float) -> list[NDArray[np.int64]]:
         """End the step: its gradients become pending. Return, by layer, the records that have them.
 
         lr, clip: the step's learning rate and the factor of its gradients. Frozen records do not
@@ -81,16 +81,16 @@ class SkippedSteps:
         for records in used:
             self._pending[records] = True
         self._stored.clear()
-        self._history.add(lr, clip)
+        self._history.add_step(lr, clip)
         self.now += 1
         self._steps_applied[self._frozen] = self.now
         return used
 
-    def abandon(self) -> None:
+    def abandon_step(self) -> None:
         """End the step without an update: drop the note of its gradients."""
         self._stored.clear()
 
-    def freeze(self, records: NDArray[np.int64]) -> None:
+    def freeze_records(self, records: NDArray[np.int64]) -> None:
         """Exclude these records from later steps; all other records are no longer frozen."""
         self._frozen[:] = False
         self._frozen[records] = True
@@ -101,7 +101,7 @@ class SkippedSteps:
         """Drop the history of steps that are applied to all of the process's records `own`."""
         self._history.forget_before(int(np.min(self._steps_applied[own])))
 
-    def state(self, own: NDArray[np.int64]) -> ReplayState:
+    def replay_state_of(self, own: NDArray[np.int64]) -> ReplayState:
         """Return the replay state of the process's records `own`, for a checkpoint."""
         behind = own[self._steps_applied[own] < self.now].tolist()
         pending = own[self._pending[own]].tolist()
@@ -110,6 +110,6 @@ class SkippedSteps:
             history=self._history.copy(),
             applied={index: int(self._steps_applied[index]) for index in behind},
             pending=frozenset(pending),
-            optimizer=constants(self._optimizer),
+            optimizer=adamw_constants(self._optimizer),
             gradient_dtype=self._gradient_dtype,
         )

@@ -44,7 +44,7 @@ class HostSlotArrays:
             name: _aligned_zeros((num_slots, *shape), dtype)
             for name, (shape, dtype) in fields.items()
         }
-        self.arrays: Arrays = {name: as_array(m, device) for name, m in self._memory.items()}
+        self.arrays: Arrays = {name: jax_view(m, device) for name, m in self._memory.items()}
 
     def write(self, slot: int, record: NamedArrays) -> None:
         """Copy one expert's weights into a slot."""
@@ -66,7 +66,7 @@ class DeviceSlotArrays:
         self.arrays = zero_arrays(
             num_slots,
             {
-                name: (shape, dtype if as_bits else stored_dtype(dtype))
+                name: (shape, dtype if as_bits else dtype_of_stored_bits(dtype))
                 for name, (shape, dtype) in fields.items()
             },
             device,
@@ -74,21 +74,21 @@ class DeviceSlotArrays:
 
     def write(self, slot: int, record: NamedArrays) -> None:
         """Copy one expert's weights into a slot; the record's memory may be reused afterwards."""
-        self.put(slot, self.send(record))
+        self.store_in_slot(slot, self.copy_to_device(record))
 
-    def send(self, record: NamedArrays) -> Arrays:
+    def copy_to_device(self, record: NamedArrays) -> Arrays:
         """Return one expert's arrays in the device's memory, after the transfer has ended."""
         if self._as_bits and isinstance(record, Record):
             return record.on_device(self.arrays, self._device)
         values = {name: record[name] for name in self.arrays}
         if not self._as_bits:
-            values = {name: v.view(stored_dtype(v.dtype)) for name, v in values.items()}
+            values = {name: v.view(dtype_of_stored_bits(v.dtype)) for name, v in values.items()}
         if self._device.platform == "cpu":  # an array there may alias the record's memory
             values = {name: v.copy() for name, v in values.items()}
         return jax.block_until_ready(jax.device_put(values, self._device))
 
-    def put(self, slot: int, sent: Mapping[str, jax.Array]) -> None:
-        """Store what `send` returned in a slot; donates `arrays`."""
+    def store_in_slot(self, slot: int, sent: Mapping[str, jax.Array]) -> None:
+        """Store what `copy_to_device` returned in a slot; donates `arrays`."""
         self.arrays = put_record(self.arrays, sent, np.int32(slot))
 
 
@@ -115,18 +115,18 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return page[:num_bytes].view(dtype).reshape(shape)
 
 
-def stored_dtype(dtype: np.dtype) -> np.dtype:
+def dtype_of_stored_bits(dtype: np.dtype) -> np.dtype:
     """Return the dtype that stored bits stand for: bfloat16 for uint16, else the dtype itself."""
     return np.dtype(jnp.bfloat16) if dtype == np.uint16 else dtype
 
 
-def as_array(memory: np.ndarray, device: jax.Device) -> jax.Array:
+def jax_view(memory: np.ndarray, device: jax.Device) -> jax.Array:
     """Return a JAX array that aliases the memory; uint16 are read as the bits of bfloat16."""
-    array = jax.device_put(memory.view(stored_dtype(memory.dtype)), device, may_alias=True)
+    array = jax.device_put(memory.view(dtype_of_stored_bits(memory.dtype)), device, may_alias=True)
     assert array.unsafe_buffer_pointer() == memory.ctypes.data, "the memory was copied"
     return array
 
 
-def as_weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
+def as_mlp_weights(arrays: Mapping[str, jax.Array]) -> MLPWeights:
     """Return arrays of one or several experts, by name, as `MLPWeights`."""
     return MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))

@@ -35,7 +35,7 @@ class ChosenRows(NamedTuple, Generic[ArrayT]):
     rows_M: ArrayT
 
 
-def grown_rows(num_rows: int, needed: int, per_device: int) -> int:
+def grown_num_rows(num_rows: int, needed: int, per_device: int) -> int:
     """Return the rows for `needed` experts of a device.
 
     The result is `num_rows` if that suffices. Otherwise it is `needed` rounded up to a multiple of
@@ -55,16 +55,16 @@ class SlotRows:
         self._local, self.num_rows = local, num_rows
         self._row_P = np.full(local.experts.size, NOWHERE, np.int32)
 
-    def places(self, layer: int, expert: int) -> list[tuple[int, int]]:
+    def replica_rows(self, layer: int, expert: int) -> list[tuple[int, int]]:
         """Return (position of the device, row) of every replica of an expert."""
-        fixed = self._local.places(layer, expert)
+        fixed = self._local.replica_rows(layer, expert)
         return (
             fixed
             if self.num_rows is None
             else [(device, int(self._row_P[expert])) for device, _ in fixed]
         )
 
-    def waves(self, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    def groups_that_fit(self, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """Yield these experts, ascending, in groups that fit the slot at once."""
         if self.num_rows is None:
             yield experts
@@ -74,7 +74,7 @@ class SlotRows:
         for number in range(int(np.max(wave, initial=-1)) + 1):
             yield experts[wave == number]
 
-    def take(self, experts: NDArray[np.int64]) -> list[int]:
+    def assign_rows(self, experts: NDArray[np.int64]) -> list[int]:
         """Give each of these experts a row; return the experts that were evicted."""
         if self.num_rows is None:
             return []
@@ -92,7 +92,7 @@ class SlotRows:
             left += (leaving + first).tolist()
         return left
 
-    def chosen(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows[np.ndarray]]:
+    def chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> list[ChosenRows[np.ndarray]]:
         """Return, for each part of this process's experts, the chosen experts and their rows.
 
         Every chosen expert must have a row. size: length of the arrays, at least the number of

@@ -29,8 +29,8 @@ from jmoe.offload.slot_arrays import (
     DeviceSlotArrays,
     Fields,
     NamedArrays,
-    as_array,
-    stored_dtype,
+    dtype_of_stored_bits,
+    jax_view,
 )
 from kernels_pallas.compressed import SCALES, format_of
 from kernels_pallas.native import (
@@ -68,7 +68,9 @@ class ExpertSlots(ABC):
         """
 
     @abstractmethod
-    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+    def add_expert_outputs(
+        self, routed: ExpertInputs, table_E: np.ndarray, activation: str
+    ) -> jax.Array:
         """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts.
 
         table_E: the slot of each expert.
@@ -101,7 +103,7 @@ class HostSlots(ExpertSlots):
     ) -> None:
         super().__init__(num_slots, fields)
         cpu = jax.local_devices(backend="cpu")[0]
-        layout, slot_bytes = _layout(fields)
+        layout, slot_bytes = _field_layout(fields)
         memory = allocate_slots(num_slots, slot_bytes)
         self._memory = [
             {
@@ -111,11 +113,11 @@ class HostSlots(ExpertSlots):
             for slot in memory
         ]
         self._stored = [
-            {name: as_array(m, cpu) for name, m in slot.items()} for slot in self._memory
+            {name: jax_view(m, cpu) for name, m in slot.items()} for slot in self._memory
         ]
         offsets = {name: first_byte for name, (first_byte, *_) in layout.items()}
         self.native = (
-            NativeSlots(as_array(memory, cpu), fields, offsets, int8_activations=int8_activations)
+            NativeSlots(jax_view(memory, cpu), fields, offsets, int8_activations=int8_activations)
             if native
             else None
         )
@@ -124,9 +126,11 @@ class HostSlots(ExpertSlots):
         for name, memory in self._memory[slot].items():
             np.copyto(memory, record[name])
 
-    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+    def add_expert_outputs(
+        self, routed: ExpertInputs, table_E: np.ndarray, activation: str
+    ) -> jax.Array:
         h_TD = routed.h_TD
-        if self.native is not None and self.native.multiplies(
+        if self.native is not None and self.native.should_multiply(
             h_TD.shape[0], h_TD.shape[1], h_TD.dtype
         ):
             return _native_mlp(
@@ -143,7 +147,7 @@ class HostSlots(ExpertSlots):
         assert self.native is not None
         return self.native.layout, self.native.slots_MR
 
-    def stored(self, slot: int) -> StoredExpert:
+    def slot_views(self, slot: int) -> StoredExpert:
         """Return a slot's arrays by name, aliasing the slot's memory."""
         return self._stored[slot]
 
@@ -160,7 +164,7 @@ class NativeSlots:
         int8_activations: bool = False,
     ) -> None:
         self.slots_MR = slots_MR
-        kinds = {name: stored_dtype(dtype) for name, (_, dtype) in fields.items()}
+        kinds = {name: dtype_of_stored_bits(dtype) for name, (_, dtype) in fields.items()}
         biases = {dtype for name, dtype in kinds.items() if name.startswith("b_")}
         is_compressed = "w_up" + SCALES in fields
         matrices = {dtype for name, dtype in kinds.items() if name in ("w_up", "w_down")}
@@ -185,9 +189,9 @@ class NativeSlots:
         The operation takes up to `MAX_ROWS` tokens, of the weights' dtype; compressed weights take
         tokens of any dtype.
         """
-        return num_tokens <= MAX_ROWS and self._knows(dtype)
+        return num_tokens <= MAX_ROWS and self._supports_dtype(dtype)
 
-    def multiplies(self, num_tokens: int, hidden_size: int, dtype: DTypeLike) -> bool:
+    def should_multiply(self, num_tokens: int, hidden_size: int, dtype: DTypeLike) -> bool:
         """Return True if the native operation should compute the experts of this many tokens.
 
         True for up to `MAX_ROWS` tokens, and for any number with `int8_activations`; otherwise for
@@ -197,9 +201,9 @@ class NativeSlots:
         fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
         many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
         many |= self.layout.int8_activations
-        return self._knows(dtype) and (many or num_tokens <= MAX_ROWS)
+        return self._supports_dtype(dtype) and (many or num_tokens <= MAX_ROWS)
 
-    def _knows(self, dtype: DTypeLike) -> bool:
+    def _supports_dtype(self, dtype: DTypeLike) -> bool:
         return self._is_known and self._dtype in (None, dtype)
 
 
@@ -211,7 +215,7 @@ def _native_mlp(
     return slot_mlp((h_TD, idx_TK, weights_TK, y_TD), slots_MR, table_E, layout, activation)
 
 
-def _layout(
+def _field_layout(
     fields: Fields,
 ) -> tuple[dict[str, tuple[int, int, tuple[int, ...], np.dtype]], int]:
     """Return ({name: (first byte, bytes, shape, dtype)}, bytes of a slot).
@@ -239,11 +243,13 @@ class DeviceSlots(ExpertSlots):
         self._lock = threading.Lock()
 
     def write(self, slot: int, record: NamedArrays) -> None:
-        sent = self._slots.send(record)
+        sent = self._slots.copy_to_device(record)
         with self._lock:
-            self._slots.put(slot, sent)
+            self._slots.store_in_slot(slot, sent)
 
-    def mlp(self, routed: ExpertInputs, table_E: np.ndarray, activation: str) -> jax.Array:
+    def add_expert_outputs(
+        self, routed: ExpertInputs, table_E: np.ndarray, activation: str
+    ) -> jax.Array:
         with self._lock:
             return table_mlp_of_tokens(activation, routed, self._slots.arrays, table_E)
 

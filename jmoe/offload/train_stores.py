@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from jmoe.config import TrainConfig, check
-from jmoe.memory.pinned import host_memory
+from jmoe.memory.pinned import choose_host_memory
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
-from jmoe.memory.version_store import VersionStore, sealed
+from jmoe.memory.version_store import VersionStore, layout_with_seal
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.expert_state import (
     ExpertArrays,
@@ -42,9 +42,9 @@ THREADS = 2  # reader threads, and as many writers, per kind of record
 class ExpertStores:
     """The expert records of one process of a run.
 
-    On the tier nvme the files in the folder are opened with the content they have; `fill` loads the
-    other tiers. The folder is `tiers.path/RUN/process-NUMBER`, so that runs and processes do not
-    share files.
+    On the tier nvme the files in the folder are opened with the content they have; `fill_tiers`
+    loads the other tiers. The folder is `tiers.path/RUN/process-NUMBER`, so that runs and processes
+    do not share files.
 
     shapes: of an expert's parameters, by name. records: saves and restores the records with
     checkpoints. layouts: by kind of record. note: says whether host memory is pinned.
@@ -62,7 +62,7 @@ class ExpertStores:
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
         assert index.local_experts is not None
         devices = [device for replicas in index.local_experts.devices for device in replicas]
-        self._allocate, self.note = host_memory(
+        self._allocate, self.note = choose_host_memory(
             self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
         )
         self._open_stores = contextlib.ExitStack()
@@ -85,14 +85,16 @@ class ExpertStores:
         )
         if len(self._saved) < len(self._own):
             self.records.save_only |= {"weights": self._saved, "moments": self._saved}
-        self.records.settings = self.up_to_date(0).settings
+        self.records.settings = self.fresh_replay_state(0).settings
 
     def _open_versions(self, run: str) -> dict[str, VersionStore]:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
         # bytes of one record of each kind on nvme
-        self._cached_bytes = sum(sealed(layout).record_bytes for layout in layouts.values())
+        self._cached_bytes = sum(
+            layout_with_seal(layout).record_bytes for layout in layouts.values()
+        )
         least_bytes = min(2, len(self._own)) * self._cached_bytes
         cache_bytes = tiers.host_cache_bytes
         enough = (
@@ -118,7 +120,7 @@ class ExpertStores:
             self._open_stores.callback(opened[kind].close)
         return opened
 
-    def save(self, experts: ExpertState) -> None:
+    def prepare_checkpoint(self, experts: ExpertState) -> None:
         """Prepare the records for a checkpoint, which `records` then pins: write dirty records, and
         make the files durable.
 
@@ -126,12 +128,12 @@ class ExpertStores:
         `records` saves from memory.
         """
         if self._tiers.optimizer != "nvme":
-            experts.flush_updates()
+            experts.apply_pending_updates()
             return
-        self._replay_state = replay_state = experts.save()
+        self._replay_state = replay_state = experts.save_records()
         if self._tiers.gradients == "host":
             self._write_gradients(experts.stores.gradients, replay_state)
-        saved = replay_state.select(self._saved)
+        saved = replay_state.select_records(self._saved)
         self.records.save_only["gradients"] = saved.pending
         self.records.replay_json = saved.to_json()
 
@@ -154,7 +156,7 @@ class ExpertStores:
         store.sync()
         self._written = steps
 
-    def replay_state(self, step: int) -> ReplayState:
+    def replay_state_at(self, step: int) -> ReplayState:
         """Return the replay state of the records at `step`.
 
         This is the state of the records restored or saved last, if that was at `step`; otherwise
@@ -165,13 +167,13 @@ class ExpertStores:
             self.records.restored = None
         if self._replay_state is not None and self._replay_state.step == step:
             return self._replay_state
-        return self.up_to_date(step)
+        return self.fresh_replay_state(step)
 
-    def up_to_date(self, step: int) -> ReplayState:
+    def fresh_replay_state(self, step: int) -> ReplayState:
         """Return the replay state of records that have skipped no step."""
         return ReplayState.up_to_date(step, self._config.optimizer, self._tiers.gradient_dtype)
 
-    def fill(
+    def fill_tiers(
         self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
     ) -> ExpertState:
         """Fill the tiers layer by layer, and return the experts' state for training.
@@ -180,38 +182,38 @@ class ExpertStores:
         """
         tiers = self._tiers
         resident = tiers.experts == "device"
-        own = replay_state.select(self._own)
+        own = replay_state.select_records(self._own)
         state = ExpertState(
             RecordTiers(
-                None if resident else self._store("weights", tiers.experts, weights),
-                self._store("moments", tiers.optimizer, moments),
-                self._store("gradients", tiers.gradients, None, own.pending),
+                None if resident else self._open_store("weights", tiers.experts, weights),
+                self._open_store("moments", tiers.optimizer, moments),
+                self._open_store("gradients", tiers.gradients, None, own.pending),
             ),
             optimizer=self._config.optimizer,
             index=self._index,
             shapes=self._shapes,
             slot_sizes=SlotSizes(
                 self._index.num_layers if resident else tiers.device_layers,
-                self._experts_in_slots(),
+                self._initial_experts_per_slot(),
             ),
             replay_state=own,
             initial=weights if resident else None,
             wait_limit_s=self._config.distributed.step_timeout_s,
         )
         if resident:
-            state.flush_updates()  # before the caller closes the source of `weights`
-        self.records.memory = {"weights": state.each_weights, "moments": state.each_moments}
+            state.apply_pending_updates()  # before the caller closes the source of `weights`
+        self.records.memory = {"weights": state.iterate_weights, "moments": state.iterate_moments}
         self._written = {index: own.applied[index] for index in own.pending}
         return state
 
-    def _experts_in_slots(self) -> int | None:
+    def _initial_experts_per_slot(self) -> int | None:
         """Return the initial number of a device's experts that fits a slot; None means all."""
         assert self._index.local_experts is not None
         per_device = self._index.local_experts.per_device
         num_rows = math.ceil(self._tiers.device_experts * per_device)
         return None if num_rows == per_device else num_rows
 
-    def _store(
+    def _open_store(
         self, kind: str, tier: str, read: ReadExperts | None, written: Collection[int] = ()
     ) -> TieredStore:
         """Open the store of one kind of record.
@@ -222,16 +224,18 @@ class ExpertStores:
         versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
             fill = (
-                self._filling(read)
+                self._record_filler(read)
                 if not written or versions is None
-                else _reading(versions, written)
+                else _copying_filler(versions, written)
             )
             num_records, own = self._index.num_records, self._own
             return TieredStore(
-                HostRecords.fill(self.layouts[kind], num_records, fill, own, self._allocate)
+                HostRecords.allocate_and_fill(
+                    self.layouts[kind], num_records, fill, own, self._allocate
+                )
             )
         if read is not None:
-            versions.fill(self._filling(read))
+            versions.write_all_records(self._record_filler(read))
         record_bytes = versions.layout.record_bytes
         # each kind gets cache in proportion to its record size
         cache_bytes = self._tiers.host_cache_bytes * record_bytes // self._cached_bytes
@@ -245,7 +249,7 @@ class ExpertStores:
             allocate=self._allocate,
         )
 
-    def _filling(self, read: ReadExperts | None) -> Fill:
+    def _record_filler(self, read: ReadExperts | None) -> Fill:
         """Return a function that writes each record from `read`'s arrays of its layer; zeros if
         `read` is None.
         """
@@ -258,19 +262,19 @@ class ExpertStores:
                 return
             layer, expert = self._index.locate(index)
             if layer != last:
-                last, arrays = layer, read(layer, local.in_layer(layer))
-            place = np.searchsorted(local.in_layer(layer), expert)
+                last, arrays = layer, read(layer, local.local_experts_in_layer(layer))
+            place = np.searchsorted(local.local_experts_in_layer(layer), expert)
             for name, array in arrays.items():
                 np.copyto(views[name], array[place])
 
         return fill
 
-    def progress(self) -> tuple[int, ...]:
+    def progress_counters(self) -> tuple[int, ...]:
         """Return counters that change while records are filled, drained or restored, for a stall
         check.
         """
         written = tuple(store.stats().writes for store in self._versions.values())
-        return written + self.records.progress()
+        return written + self.records.progress_counters()
 
     def close(self) -> None:
         """Wait for the save under way, and unlock the folders."""
@@ -278,7 +282,7 @@ class ExpertStores:
             self.records.close()
 
 
-def _reading(store: VersionStore, indices: Collection[int]) -> Fill:
+def _copying_filler(store: VersionStore, indices: Collection[int]) -> Fill:
     """Return a function that fills the records of `indices` from the store, and leaves the others
     zero.
     """

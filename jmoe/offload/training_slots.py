@@ -25,7 +25,7 @@ from jmoe.memory.record_handle import Record
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import MissedSteps, catch_up
 from jmoe.offload.slot_arrays import put_record, zero_arrays
-from jmoe.offload.slot_rows import ChosenRows, SlotRows, grown_rows
+from jmoe.offload.slot_rows import ChosenRows, SlotRows, grown_num_rows
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Moments = Mapping[str, jax.Array | np.ndarray]  # by parameter
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _update(
+def _catch_up_row(
     config: OptimizerConfig,
     stacks: DeviceStacks,
     row: jax.Array,
@@ -64,7 +64,8 @@ class TrainingSlots:
 
     Slots are numbered from 0, experts from 0 to P - 1. num_rows: rows of a slot on a device; None
     means one row for each of the device's experts. After `grow_slots` a slot takes its larger size
-    at its next `fit`. Two threads may use two different slots at once, never the same slot.
+    at its next `grow_if_asked`. Two threads may use two different slots at once, never the same
+    slot.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class TrainingSlots:
             num_rows,
         )
         self._rows = [SlotRows(local, num_rows) for _ in range(num_slots)]
-        self.stacks = [self._empty(num_rows) for _ in range(num_slots)]
+        self.stacks = [self._make_empty_slot(num_rows) for _ in range(num_slots)]
         self._present = [np.zeros(local.experts.size, np.bool_) for _ in self.stacks]
         self._layer_in: list[int | None] = [None for _ in self.stacks]
 
@@ -95,13 +96,13 @@ class TrainingSlots:
         return rows * len(self.devices) * expert_bytes
 
     @property
-    def layers(self) -> list[tuple[int, int]]:
+    def layers_and_slots(self) -> list[tuple[int, int]]:
         """Return (layer, slot) of each slot that holds a layer, ascending."""
         return sorted(
             (layer, slot) for slot, layer in enumerate(self._layer_in) if layer is not None
         )
 
-    def _empty(self, num_rows: int | None) -> Slot:
+    def _make_empty_slot(self, num_rows: int | None) -> Slot:
         rows = self.local.per_device if num_rows is None else num_rows
         fields = {name: (shape, np.dtype(np.float32)) for name, shape in self.shapes.items()}
         return [zero_arrays(rows, fields, device) for device in self.devices]
@@ -109,20 +110,20 @@ class TrainingSlots:
     # Experts of a slot
 
     def grow_slots(self, needed: int) -> None:
-        """Grow the slots to hold `needed` experts of a device from their next `fit` on; never
-        shrink them.
+        """Grow the slots to hold `needed` experts of a device from their next `grow_if_asked` on;
+        never shrink them.
         """
         per_device = self.local.per_device
         if self.num_rows is None or needed <= self.num_rows:
             return
-        self.num_rows = grown_rows(self.num_rows, needed, per_device)
+        self.num_rows = grown_num_rows(self.num_rows, needed, per_device)
         log.warning(
             "tiers.device_experts is too small: a layer's tokens chose %d of a device's %d experts;"
             " there is room for %d from now on, and the step is compiled anew",
             *(needed, per_device, self.num_rows),
         )
 
-    def fit(self, slot: int) -> None:
+    def grow_if_asked(self, slot: int) -> None:
         """Replace the slot by an empty, larger one if `grow_slots` has asked for more rows than it
         has.
         """
@@ -130,14 +131,14 @@ class TrainingSlots:
         if self._rows[slot].num_rows != num_rows:
             self.stacks[slot] = []  # free the old arrays before allocating the new ones
             self._rows[slot] = SlotRows(self.local, num_rows)
-            self.stacks[slot] = self._empty(num_rows)
+            self.stacks[slot] = self._make_empty_slot(num_rows)
             self._present[slot][:] = False
 
     def holds(self, slot: int, layer: int) -> bool:
         """Return True if the slot holds this layer."""
         return self._layer_in[slot] == layer
 
-    def assign(self, slot: int, layer: int, weights: Mapping[str, np.ndarray] | None) -> None:
+    def assign_layer(self, slot: int, layer: int, weights: Mapping[str, np.ndarray] | None) -> None:
         """Give the slot to a layer.
 
         weights: float32 of all the layer's local experts, by parameter; None marks all experts as
@@ -148,7 +149,7 @@ class TrainingSlots:
             self.stacks[slot] = [
                 {name: jnp.array(w, device=device) for name, w in own.items()}
                 for own, device in zip(
-                    self.local.rows_by_device(layer, weights), self.devices, strict=True
+                    self.local.expert_rows_by_device(layer, weights), self.devices, strict=True
                 )
             ]
             self._present[slot][:] = True
@@ -156,16 +157,16 @@ class TrainingSlots:
 
     def take_rows(self, slot: int, experts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Give these experts rows of the slot; return bool, which of them lack weights there."""
-        self._present[slot][self._rows[slot].take(experts)] = False
+        self._present[slot][self._rows[slot].assign_rows(experts)] = False
         return ~self._present[slot][experts]
 
     def set_present(self, slot: int, expert: int, present: bool) -> None:
         """Note whether the slot's weights of an expert agree with its records."""
         self._present[slot][expert] = present
 
-    def waves(self, slot: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    def groups_that_fit(self, slot: int, experts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         """Yield these experts, ascending, in groups that fit the slot at once."""
-        return self._rows[slot].waves(experts)
+        return self._rows[slot].groups_that_fit(experts)
 
     def chosen_rows(
         self, slot: int, chosen_P: NDArray[np.bool_], size: int
@@ -173,27 +174,27 @@ class TrainingSlots:
         """Return, by device, the rows of the slot that hold the chosen experts, in arrays of `size`
         entries.
         """
-        parts = self._rows[slot].chosen(chosen_P, size)
+        parts = self._rows[slot].chosen_rows(chosen_P, size)
         return [
             part for part, replicas in zip(parts, self.local.devices, strict=True) for _ in replicas
         ]
 
-    def places(self, slot: int, layer: int, expert: int) -> list[tuple[int, int]]:
+    def replica_rows(self, slot: int, layer: int, expert: int) -> list[tuple[int, int]]:
         """Return (position of the device, row) of every replica of an expert."""
-        return self._rows[slot].places(layer, expert)
+        return self._rows[slot].replica_rows(layer, expert)
 
     # Weights of a slot
 
-    def place(self, slot: int, layer: int, expert: int, record: Record) -> int:
+    def write_weights(self, slot: int, layer: int, expert: int, record: Record) -> int:
         """Copy an expert's weights into its rows of the slot; return the bytes copied."""
-        stacks, places = self.stacks[slot], self.places(slot, layer, expert)
+        stacks, places = self.stacks[slot], self.replica_rows(slot, layer, expert)
         for d, row in places:
             sent = record.on_device(self.shapes, self.devices[d])
             stacks[d] = put_record(stacks[d], sent, np.int32(row))
         jax.block_until_ready([stacks[d] for d, _ in places])
         return record.data_R.nbytes * len(places)
 
-    def update(
+    def catch_up_expert(
         self,
         slot: int,
         places: Sequence[tuple[int, int]],
@@ -212,7 +213,7 @@ class TrainingSlots:
         (m, v), g = moments, gradient
         stacks, (first, first_row) = self.stacks[slot], places[0]
         for window in missed:
-            stacks[first], w, m, v = _update(
+            stacks[first], w, m, v = _catch_up_row(
                 optimizer, stacks[first], np.int32(first_row), m, v, g, window
             )
         for d, row in places[1:]:
@@ -220,12 +221,12 @@ class TrainingSlots:
             stacks[d] = jax.block_until_ready(put_record(stacks[d], sent, np.int32(row)))
         return jax.block_until_ready((w, m, v))
 
-    def each_weights(self, slot: int, layer: int) -> Iterator[dict[str, NDArray[np.float32]]]:
+    def iterate_weights(self, slot: int, layer: int) -> Iterator[dict[str, NDArray[np.float32]]]:
         """Yield the weights in the slot of each of the layer's local experts, by parameter, on the
         host.
         """
-        experts = np.flatnonzero(self.local.has(layer)).tolist()
-        firsts = [self.local.places(layer, expert)[0] for expert in experts]
+        experts = np.flatnonzero(self.local.local_mask(layer)).tolist()
+        firsts = [self.local.replica_rows(layer, expert)[0] for expert in experts]
         stacks = self.stacks[slot]
         on_host = {
             d: {name: np.asarray(w) for name, w in stacks[d].items()}

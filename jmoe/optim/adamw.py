@@ -1,7 +1,7 @@
 """AdamW for the parameter shards of one device, and its learning-rate schedule.
 
-`training/update.py` applies `advance` to every parameter of a step; `offload/lazy_adamw.py` applies
-it to offloaded experts.
+`training/update.py` applies `adamw_update` to every parameter of a step; `offload/lazy_adamw.py`
+applies it to offloaded experts.
 """
 
 from typing import NamedTuple
@@ -71,7 +71,7 @@ def _round_on_cpu(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return separate
 
 
-def advance(
+def adamw_update(
     w: jax.Array,
     m: jax.Array,
     v: jax.Array,

@@ -47,13 +47,13 @@ def initial_loss_scale(config: TrainConfig) -> LossScale | None:
     return LossScale(jnp.float32(config.loss_scale.initial_scale), jnp.int32(0))
 
 
-def scaled(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
+def scale_loss(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
     """Return the loss, or a term that the loss is linear in, times the scale; unchanged if the
     scale is None.
     """
     return loss if loss_scale is None else loss * loss_scale.scale
 
 
-def unscaled(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
+def unscale(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
     """Return the loss or a gradient divided by the scale; unchanged if the scale is None."""
     return loss if loss_scale is None else loss / loss_scale.scale

@@ -27,14 +27,16 @@ def has_cuda() -> bool:
     return any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
-def check_cuda(option: str, value: str) -> None:
+def check_cuda_installed(option: str, value: str) -> None:
     """Raise `ValueError`, naming the option and the package to install, if JAX's CUDA plugin is
     missing.
     """
     check(has_cuda(), option, value, f"needs JAX's CUDA libraries, though no GPU: {INSTALL}")
 
 
-def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[jax.Device]:
+def abstract_gpu_devices(
+    target: str, num_hosts: int = 1, devices_a_host: int = 1
+) -> list[jax.Device]:
     """Return abstract JAX devices of `num_hosts` hosts with `devices_a_host` GPUs each.
 
     target: name of a file in the folder `targets`, which describes the GPU.
@@ -48,7 +50,7 @@ def devices(target: str, num_hosts: int = 1, devices_a_host: int = 1) -> list[ja
     )
 
 
-def lower_for(
+def lower_for_device(
     device: jax.Device, function: jax.stages.Wrapped, *operands: PyTree, **options: Any
 ) -> tuple[PyTree, jax.stages.Lowered]:
     """Return (shapes of the results, lowered program) of a jitted function for `device`. The

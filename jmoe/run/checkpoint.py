@@ -45,13 +45,13 @@ from jmoe.memory.record_checkpoint import (
 from jmoe.run.checkpoint_contents import (
     PACKING,
     crc32,
-    entry_of,
-    files_of,
-    files_to_verify,
-    in_words,
+    dtype_and_shape,
+    entry_text,
+    files_in_folder,
     named_leaves,
-    placed,
     read_step_manifest,
+    shape_with_sharding,
+    split_files_over_readers,
     write_step_manifest,
 )
 from jmoe.status import first_line
@@ -69,12 +69,12 @@ class Checkpoints:
     `config.num_kept` of them.
 
     Every process of a run makes the same calls in the same order. The directory is not touched
-    before the first `save`. No background wait lasts longer than `limit_s`.
+    before the first `save`. No background wait lasts longer than `save_limit_s`.
 
     records: expert records on tiers, saved and restored with every step. Flush their caches before
     `save`. `save` first waits until the records of the previous step are copied, so that at least
-    one of two kept steps is durable. timeout_s: lower bound of `limit_s`. Raises `ValueError` if
-    records on NVMe are used with `config.keep` = 1.
+    one of two kept steps is durable. timeout_s: lower bound of `save_limit_s`. Raises `ValueError`
+    if records on NVMe are used with `config.keep` = 1.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the complete steps, in ascending order."""
-        return [step for step in self._all_steps() if self._incomplete(step) is None]
+        return [step for step in self._steps_on_disk() if self._why_incomplete(step) is None]
 
-    def newest_folder(self) -> int:
+    def newest_step_on_disk(self) -> int:
         """Return the largest step number in the directory, complete or not, as this process sees
         it; -1 if there is none.
         """
-        return max(self._all_steps(), default=-1)
+        return max(self._steps_on_disk(), default=-1)
 
     def latest_step(self) -> int | None:
         """Return the newest step that can be restored, the same on every process, or None if there
@@ -141,23 +141,23 @@ class Checkpoints:
         skipped.
         """
         skipped = set[int]()
-        while (newest := self._newest_but(skipped)) is not None:
-            problem = self._problem_of_records(newest)
+        while (newest := self._newest_complete_step(skipped)) is not None:
+            problem = self._why_records_unusable(newest)
             if problem is not None:
-                self._skip(newest, problem)
-            if not self._processes_with(problem is not None):
+                self._warn_skipped(newest, problem)
+            if not self._ranks_with_flag(problem is not None):
                 break
             skipped.add(newest)
         self._without_records = skipped
-        if newest is None and self._from_process_0(len(self._all_steps())):
-            names = ", ".join(str(self.folder_of(step)) for step in self._all_steps())
+        if newest is None and self._broadcast_from_process_0(len(self._steps_on_disk())):
+            names = ", ".join(str(self.step_folder(step)) for step in self._steps_on_disk())
             raise ValueError(
                 f"no checkpoint in {self.directory} can be restored (see the warnings above); "
                 f"delete {names or 'its steps'} to start anew"
             )
         return newest
 
-    def _problem_of_records(self, step: int) -> str | None:
+    def _why_records_unusable(self, step: int) -> str | None:
         """Return why this process cannot restore the step's records, or None. Damaged files that
         are not needed only cause a warning.
         """
@@ -165,10 +165,10 @@ class Checkpoints:
         folder = self.records_folder(step)
         if self._records is None or not folder.is_dir():
             return None
-        damage = self._damage(step, prefix=f"{ITEM}/")
+        damage = self._find_damage(step, prefix=f"{ITEM}/")
         if damage is not None:
             return damage
-        records = self._records.verify(folder)
+        records = self._records.verify_records(folder)
         for line in records.damaged:
             print(f"warning: {line}", file=sys.stderr, flush=True)
         return (
@@ -177,24 +177,24 @@ class Checkpoints:
             else None
         )
 
-    def _newest_but(self, skipped: set[int]) -> int | None:
+    def _newest_complete_step(self, skipped: set[int]) -> int | None:
         newest = -1
         if jax.process_index() == 0:
-            for step in sorted(set(self._all_steps()) - skipped, reverse=True):
-                if (reason := self._incomplete(step)) is None:
+            for step in sorted(set(self._steps_on_disk()) - skipped, reverse=True):
+                if (reason := self._why_incomplete(step)) is None:
                     newest = step
                     break
-                self._skip(step, reason)
-        return None if (newest := self._from_process_0(newest)) < 0 else newest
+                self._warn_skipped(step, reason)
+        return None if (newest := self._broadcast_from_process_0(newest)) < 0 else newest
 
-    def _skip(self, step: int, reason: str) -> None:
+    def _warn_skipped(self, step: int, reason: str) -> None:
         print(
-            f"warning: checkpoint {self.folder_of(step)} {reason}; skipped",
+            f"warning: checkpoint {self.step_folder(step)} {reason}; skipped",
             file=sys.stderr,
             flush=True,
         )
 
-    def _processes_with(self, flag: bool) -> list[int]:
+    def _ranks_with_flag(self, flag: bool) -> list[int]:
         """Return the ranks of the processes that pass a true `flag`. Collective: every process must
         call this.
         """
@@ -203,20 +203,20 @@ class Checkpoints:
         flags = multihost_utils.process_allgather(np.int32(flag))
         return [int(rank) for rank in np.flatnonzero(flags)]
 
-    def folder_of(self, step: int) -> Path:
+    def step_folder(self, step: int) -> Path:
         return self.directory / str(step)
 
     def records_folder(self, step: int) -> Path:
-        return self.folder_of(step) / ITEM
+        return self.step_folder(step) / ITEM
 
     def newest_config(self) -> JsonObject | None:
         """Return the configuration saved with the newest complete step whose copy of it is intact,
         or None.
         """
         for step in reversed(self.steps()):
-            if self._damage(step, prefix="config/") is None:
+            if self._find_damage(step, prefix="config/") is None:
                 config: JsonObject = json.loads(
-                    (self.folder_of(step) / "config" / "metadata").read_text()
+                    (self.step_folder(step) / "config" / "metadata").read_text()
                 )
                 return config
         return None
@@ -226,45 +226,54 @@ class Checkpoints:
         steps.
         """
         steps = self.steps()
-        return int(self._manifest(steps[-1]).get(PACKING, 1)) if steps else 1
+        return int(self._read_manifest(steps[-1]).get(PACKING, 1)) if steps else 1
 
     def saved_config(self, step: int) -> JsonObject:
         """Return the configuration saved with `step`. Raises `ValueError` if it is damaged."""
-        self._verify(step, prefix="config/")
+        self._verify_files(step, prefix="config/")
         return self._read_json(step, "config")
 
-    def arrays(self, step: int) -> list[str]:
-        return list(self._manifest(step)["arrays"])
+    def array_names(self, step: int) -> list[str]:
+        return list(self._read_manifest(step)["arrays"])
 
     def restore(
-        self, step: int, abstract_state: PyTree, *, but: Collection[str] = (), records: bool = True
+        self,
+        step: int,
+        abstract_state: PyTree,
+        *,
+        skipped_arrays: Collection[str] = (),
+        records: bool = True,
     ) -> tuple[PyTree, Json, JsonObject]:
         """Return (state, data_state, saved configuration) of `step`.
 
         abstract_state: tree of the state with `jax.ShapeDtypeStruct` leaves, whose shardings say
         where each array goes; the mesh and the number of processes may differ from those of the
-        save. but: names of saved arrays to leave out. records: whether to restore the expert
-        records too.
+        save. skipped_arrays: names of saved arrays to leave out. records: whether to restore the
+        expert records too.
 
         Raises `ValueError` naming the step if a file is damaged (and the newest intact older step),
         or if the saved arrays do not match `abstract_state`.
         """
-        self._verify(step)
+        self._verify_files(step)
         names, leaves, tree = named_leaves(abstract_state)
-        self._check_arrays(step, dict(zip(names, leaves, strict=True)), but)
-        targets = {name: placed(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        self._check_arrays(step, dict(zip(names, leaves, strict=True)), skipped_arrays)
+        targets = {
+            name: shape_with_sharding(leaf) for name, leaf in zip(names, leaves, strict=True)
+        }
         handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=self._processes)
         places = ocp.checkpoint_utils.construct_restore_args(targets)
-        args = ocp.args.PyTreeRestore(targets, restore_args=places, partial_restore=bool(but))
+        args = ocp.args.PyTreeRestore(
+            targets, restore_args=places, partial_restore=bool(skipped_arrays)
+        )
         with ocp.Checkpointer(handler, multiprocessing_options=self._processes) as reader:
-            arrays = reader.restore(self.folder_of(step) / "state", args=args)
+            arrays = reader.restore(self.step_folder(step) / "state", args=args)
         state = jax.tree.unflatten(tree, [arrays[name] for name in names])
         if self._records is not None and records and self.records_folder(step).is_dir():
-            self._records.restore(self.records_folder(step))
+            self._records.restore_records(self.records_folder(step))
         self._step = step  # a `save` of the same step does nothing
         return state, self._read_json(step, "data"), self._read_json(step, "config")
 
-    def _all_steps(self) -> list[int]:
+    def _steps_on_disk(self) -> list[int]:
         if not self.directory.is_dir():
             return []
         return sorted(
@@ -273,95 +282,104 @@ class Checkpoints:
             if entry.name.isdigit() and entry.is_dir()
         )
 
-    def _manifest(self, step: int) -> JsonObject:
-        return read_step_manifest(self.folder_of(step) / MANIFEST)
+    def _read_manifest(self, step: int) -> JsonObject:
+        return read_step_manifest(self.step_folder(step) / MANIFEST)
 
-    def _incomplete(self, step: int) -> str | None:
+    def _why_incomplete(self, step: int) -> str | None:
         """Return why the step is incomplete, or None if it is complete."""
         try:
-            files = self._manifest(step)["files"]
+            files = self._read_manifest(step)["files"]
         except FileNotFoundError:
             return f"is incomplete: it has no {MANIFEST}"
         except ValueError:  # malformed JSON or UTF-8
             return f"is incomplete: its {MANIFEST} cannot be read"
-        missing = [name for name in files if not (self.folder_of(step) / name).is_file()]
+        missing = [name for name in files if not (self.step_folder(step) / name).is_file()]
         return f"is incomplete: {missing[0]} is missing" if missing else None
 
-    def _damage(self, step: int, prefix: str = "", reader: int = 0, readers: int = 1) -> str | None:
+    def _find_damage(
+        self, step: int, prefix: str = "", reader: int = 0, readers: int = 1
+    ) -> str | None:
         """Return a description of the first damaged file of the step, or None.
 
         prefix: check only files whose name starts with it. reader, readers: check only this
         process's share of the files.
         """
-        reason = self._incomplete(step)
+        reason = self._why_incomplete(step)
         if reason is not None:
             return reason
         files = {
             name: entry
-            for name, entry in self._manifest(step)["files"].items()
+            for name, entry in self._read_manifest(step)["files"].items()
             if name.startswith(prefix)
         }
-        for name in files_to_verify(files, readers)[reader]:
+        for name in split_files_over_readers(files, readers)[reader]:
             size_bytes, crc = files[name]
-            path = self.folder_of(step) / name
+            path = self.step_folder(step) / name
             if path.stat().st_size != size_bytes:
                 return f"is damaged: {name} has {path.stat().st_size} of {size_bytes} bytes"
             if crc32(path) != crc:
                 return f"is damaged: the content of {name} has changed since it was written"
         return None
 
-    def _verify(self, step: int, prefix: str = "") -> None:
+    def _verify_files(self, step: int, prefix: str = "") -> None:
         """Raise `ValueError` on every process if a file of the step is damaged. Each process
         verifies the files that it will read.
         """
-        if not self.folder_of(step).is_dir():
+        if not self.step_folder(step).is_dir():
             raise ValueError(
                 f"step = {step}: no such checkpoint in {self.directory}; there are {self.steps()}"
             )
-        self._check_number(step)
-        damage = self._damage(step, prefix, jax.process_index(), jax.process_count())
-        ranks = self._processes_with(damage is not None)
+        self._check_step_number(step)
+        damage = self._find_damage(step, prefix, jax.process_index(), jax.process_count())
+        ranks = self._ranks_with_flag(damage is not None)
         damage = damage or (f"is damaged: process {ranks[0]} names the file" if ranks else None)
         if damage is None:
             return
         advice = "there is no intact older step"
-        older = [s for s in reversed(self.steps()) if s < step and self._damage(s) is None]
+        older = [s for s in reversed(self.steps()) if s < step and self._find_damage(s) is None]
         if older:
-            advice = f"step {older[0]} is intact: delete {self.folder_of(step)} to go on from it"
-        raise ValueError(f"checkpoint {self.folder_of(step)} {damage}; {advice}")
+            advice = f"step {older[0]} is intact: delete {self.step_folder(step)} to go on from it"
+        raise ValueError(f"checkpoint {self.step_folder(step)} {damage}; {advice}")
 
-    def _check_number(self, step: int) -> None:
+    def _check_step_number(self, step: int) -> None:
         """Raise `ValueError` if somebody has given the folder of another step this name."""
-        if self._incomplete(step) is None and (saved := self._manifest(step)["step"]) != step:
+        if (
+            self._why_incomplete(step) is None
+            and (saved := self._read_manifest(step)["step"]) != step
+        ):
             raise ValueError(
-                f"checkpoint {self.folder_of(step)} is step {saved}: rename it to"
-                f" {self.folder_of(saved)}"
+                f"checkpoint {self.step_folder(step)} is step {saved}: rename it to"
+                f" {self.step_folder(saved)}"
             )
 
-    def _check_arrays(self, step: int, wanted: dict[str, jax.Array], but: Collection[str]) -> None:
+    def _check_arrays(
+        self, step: int, wanted: dict[str, jax.Array], skipped_arrays: Collection[str]
+    ) -> None:
         saved = {
-            name: entry for name, entry in self._manifest(step)["arrays"].items() if name not in but
+            name: entry
+            for name, entry in self._read_manifest(step)["arrays"].items()
+            if name not in skipped_arrays
         }
         lines = []
         for name in sorted(saved.keys() | wanted.keys()):
-            now = entry_of(wanted[name]) if name in wanted else None
+            now = dtype_and_shape(wanted[name]) if name in wanted else None
             if saved.get(name) != now:
-                lines.append(f"{name}: {in_words(saved.get(name))} -> {in_words(now)}")
+                lines.append(f"{name}: {entry_text(saved.get(name))} -> {entry_text(now)}")
         if lines:
             shown = "; ".join(lines[:8]) + (
                 f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
             )
             raise ValueError(
-                f"checkpoint {self.folder_of(step)} holds other arrays (saved -> now): {shown}"
+                f"checkpoint {self.step_folder(step)} holds other arrays (saved -> now): {shown}"
             )
 
     def _read_json(self, step: int, item: str) -> Json:
         with ocp.Checkpointer(
             ocp.JsonCheckpointHandler(), multiprocessing_options=self._processes
         ) as reader:
-            return reader.restore(self.folder_of(step) / item, args=ocp.args.JsonRestore())
+            return reader.restore(self.step_folder(step) / item, args=ocp.args.JsonRestore())
 
-    def _from_process_0(self, value: int) -> int:
+    def _broadcast_from_process_0(self, value: int) -> int:
         if jax.process_count() == 1:
             return value
         return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
@@ -386,13 +404,15 @@ class Checkpoints:
         save failed or this one cannot begin, and `ValueError` if `step` is already saved or older
         than a saved step.
         """
-        self.wait()
+        self.wait_for_save()
         if step == self._step:
             return
         self._bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        manager = self._open()
-        check(not self.folder_of(step).exists(), "step", step, f"already saved in {self.directory}")
-        newest = max(self._all_steps(), default=step)
+        manager = self._open_manager()
+        check(
+            not self.step_folder(step).exists(), "step", step, f"already saved in {self.directory}"
+        )
+        newest = max(self._steps_on_disk(), default=step)
         constraint = (
             f"{self.directory} has got step {newest} meanwhile, which this run did not save"
         )
@@ -401,7 +421,7 @@ class Checkpoints:
         self._files, self._packing = dict(files or {}), packing
         self._step, self._arrays = (
             step,
-            {name: entry_of(leaf) for name, leaf in zip(names, leaves, strict=True)},
+            {name: dtype_and_shape(leaf) for name, leaf in zip(names, leaves, strict=True)},
         )
         items: dict[str, ocp.args.CheckpointArgs] = {
             "state": ocp.args.StandardSave(dict(zip(names, leaves, strict=True))),
@@ -409,19 +429,19 @@ class Checkpoints:
             "config": ocp.args.JsonSave(json.loads(config_json)),
         }
         if self._records is not None:
-            self._records.wait()
+            self._records.wait_until_drained()
             items[ITEM] = RecordsSave(self._records, step)
         try:
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
-            self._fail(error)
+            self._raise_not_written(error)
         self._commit = threading.Thread(
-            target=self._finish, args=(manager, step), name=f"checkpoint {step}"
+            target=self._finish_save, args=(manager, step), name=f"checkpoint {step}"
         )
         self._commit.start()
 
     @property
-    def limit_s(self) -> float:
+    def save_limit_s(self) -> float:
         """Return the time limit of the current save in seconds, without records: `timeout_s` plus
         the time that the arrays need at `SLOWEST_BYTES_PER_S`.
         """
@@ -433,21 +453,21 @@ class Checkpoints:
         """
         if self._records is None:
             return
-        self.wait()
-        self._records.wait()
+        self.wait_for_save()
+        self._records.wait_until_drained()
         if jax.process_count() > 1:
             self._meetings += 1
             barrier = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
             barrier(key=f"jmoe_drained_{self._meetings}", timeout_ms=MEETING_LIMIT_MS)
 
-    def check(self) -> None:
+    def raise_save_error(self) -> None:
         """Raise the error of a failed background save, if any. Never waits."""
         if self._commit is not None and not self._commit.is_alive():
-            self.wait()
+            self.wait_for_save()
         if self._records is not None:
-            self._records.check()
+            self._records.raise_drain_error()
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until the current save is complete on disk. Raises `OSError` naming the folder and
         the step if the save failed.
         """
@@ -455,17 +475,17 @@ class Checkpoints:
             self._commit.join()
             self._commit = None
         if self._error is not None:
-            self._fail(self._error)
+            self._raise_not_written(self._error)
 
     def close(self) -> None:
         """Wait for the current save, including expert records, and close Orbax's manager."""
-        self.wait()
+        self.wait_for_save()
         self.wait_for_records()
         if self._manager is not None:
             self._manager.close()
             self._manager = None
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is not None:
             return self._manager
         problem = ""
@@ -482,9 +502,9 @@ class Checkpoints:
             preservation_policy=ocp.checkpoint_managers.LatestN(self._kept),
             async_options=ocp.AsyncOptions(
                 # below the watchdog's limit, so that this error is raised first
-                timeout_secs=max(1, int(0.8 * self.limit_s)),
-                barrier_sync_fn=self._barrier,
-                post_finalization_callback=self._seal,
+                timeout_secs=max(1, int(0.8 * self.save_limit_s)),
+                barrier_sync_fn=self._wait_at_barrier,
+                post_finalization_callback=self._write_manifest_and_sync,
                 # records in host memory are written before `save` returns
                 create_directories_asynchronously=False,
             ),
@@ -498,7 +518,7 @@ class Checkpoints:
         if self._records is not None:
             handlers[ITEM] = RecordsHandler()
         for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_new_error)
+            logging.getLogger(name).addFilter(_is_not_repeated_error)
         if getattr(sys.unraisablehook, "func", None) is not _report_unraisable:
             sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
         self._manager = ocp.CheckpointManager(
@@ -510,13 +530,13 @@ class Checkpoints:
         """Rename the folders of incomplete steps: Orbax would count them among the steps to keep,
         and refuse to save them again.
         """
-        for step in self._all_steps():
-            if self._incomplete(step) is not None or step in self._without_records:
+        for step in self._steps_on_disk():
+            if self._why_incomplete(step) is not None or step in self._without_records:
                 names = (
                     self.directory / f"incomplete-{step}-{number}" for number in itertools.count(1)
                 )
                 aside = next(name for name in names if not name.exists())
-                self.folder_of(step).rename(aside)
+                self.step_folder(step).rename(aside)
                 print(
                     f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True
                 )
@@ -541,7 +561,7 @@ class Checkpoints:
 
         problem: the error that process 0 met so far, or "".
         """
-        mark = self._from_process_0(0 if problem else 1 + secrets.randbits(30))
+        mark = self._broadcast_from_process_0(0 if problem else 1 + secrets.randbits(30))
         if mark == 0:
             raise OSError(
                 problem or f"process 0 cannot write the checkpoint folder {self.directory}"
@@ -551,11 +571,11 @@ class Checkpoints:
         probe = self.directory / f".shared-{mark}"
         if jax.process_index() == 0:
             probe.touch()
-        self._from_process_0(0)  # the probe exists
+        self._broadcast_from_process_0(0)  # the probe exists
         deadline = time.monotonic() + min(3, self._timeout_s)
         while not (seen := probe.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)  # a network file system may lag
-        blind = self._processes_with(not seen)
+        blind = self._ranks_with_flag(not seen)
         if jax.process_index() == 0:
             probe.unlink()
         if blind:
@@ -564,34 +584,34 @@ class Checkpoints:
                 " writes; it must lie on a file system that all processes share"
             )
 
-    def _fail(self, error: BaseException) -> None:
+    def _raise_not_written(self, error: BaseException) -> None:
         step, self._step, self._error = self._step, -1, None
         self._manager = None  # the next save begins afresh and removes what this one left
-        root = _root(error)
+        root = _root_error(error)
         older = self.steps()
         last = f"step {older[-1]} is complete" if older else "there is no older checkpoint"
         what = f"checkpoint of step {step} in {self.directory}"
         raise OSError(f"{what} was not written: {first_line(root)}; {last}") from root
 
-    def _finish(self, manager: ocp.CheckpointManager, step: int) -> None:
+    def _finish_save(self, manager: ocp.CheckpointManager, step: int) -> None:
         """Wait, in the background thread, for Orbax's rename, then make the rename durable and let
         the records drop old versions.
         """
         try:
             manager.wait_until_finished()
             if jax.process_index() == 0:
-                fsync(self.folder_of(step))
+                fsync(self.step_folder(step))
                 fsync(self.directory)
                 self._remove_set_aside()
             if self._records is not None:
-                self._records.committed(self.records_folder(step), self._all_steps())
+                self._records.drain_committed(self.records_folder(step), self._steps_on_disk())
         except BaseException as error:  # raised at the next call, in the caller's thread
             self._error = error
 
-    def _writing(self) -> Path | None:
+    def _folder_being_written(self) -> Path | None:
         return next(self.directory.glob(f"{self._step}.orbax-checkpoint-tmp*"), None)
 
-    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+    def _wait_at_barrier(self, *, key: str, timeout_ms: int) -> None:
         """Wait at one of Orbax's barriers between processes. Orbax calls this in its background
         threads.
         """
@@ -599,7 +619,7 @@ class Checkpoints:
             return
         rank = jax.process_index()
         if "async_write_complete" in key and rank != 0:
-            self._sum_own_files(rank)
+            self._write_own_checksums(rank)
         wait = ocp.multihost.get_barrier_sync_fn(processes=self._processes.active_processes)
         try:
             wait(key=key, timeout_ms=timeout_ms)
@@ -609,24 +629,24 @@ class Checkpoints:
                 + " ".join(str(error).split())
             ) from error
 
-    def _sum_own_files(self, rank: int) -> None:
+    def _write_own_checksums(self, rank: int) -> None:
         """Write the sizes and CRC-32 sums of the array files that this process wrote, for process 0
         to merge into the manifest.
         """
-        if (folder := self._writing()) is None:
+        if (folder := self._folder_being_written()) is None:
             return
         own = {
             f"state/{path.relative_to(item)}": [path.stat().st_size, crc32(path)]
             for item in folder.glob("state*")  # Orbax gives it its final name later
-            for path in files_of(item / f"ocdbt.process_{rank}")
+            for path in files_in_folder(item / f"ocdbt.process_{rank}")
         }
         (folder / f"files-{rank}.json").write_text(json.dumps(own))
 
-    def _seal(self) -> None:
+    def _write_manifest_and_sync(self) -> None:
         """Write the manifest and sync every file and folder. Orbax calls this on process 0 after
         all writes, before the rename.
         """
-        folder = self._writing()
+        folder = self._folder_being_written()
         assert folder is not None, f"Orbax writes step {self._step} somewhere else"
         for name, content in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -636,7 +656,7 @@ class Checkpoints:
             files |= json.loads(listed.read_text())
             listed.unlink()
         written_once_more = ("_CHECKPOINT_METADATA", "commit_success.txt")
-        for path in files_of(folder):
+        for path in files_in_folder(folder):
             name = str(path.relative_to(folder))
             has_own_sum = name in files or is_record(path.relative_to(folder))
             if not has_own_sum and name not in written_once_more:
@@ -648,11 +668,11 @@ class Checkpoints:
             PACKING: self._packing,
         }
         write_step_manifest(folder / MANIFEST, manifest)
-        for path in (*files_of(folder), *(p for p in folder.glob("**/") if p.is_dir())):
+        for path in (*files_in_folder(folder), *(p for p in folder.glob("**/") if p.is_dir())):
             fsync(path)
 
 
-def _is_new_error(record: logging.LogRecord) -> bool:
+def _is_not_repeated_error(record: logging.LogRecord) -> bool:
     """Return False for log records of Orbax and asyncio that repeat an error which the next call
     raises.
 
@@ -677,7 +697,7 @@ def _report_unraisable(
     earlier write failed.
 
     The failed write closes the event loop of its save, so each later write would print a traceback;
-    `_fail` raises the first error.
+    `_raise_not_written` raises the first error.
     """
     late = (
         isinstance(unraisable.exc_value, RuntimeError)
@@ -687,7 +707,7 @@ def _report_unraisable(
         report(unraisable)
 
 
-def _root(error: BaseException) -> BaseException:
+def _root_error(error: BaseException) -> BaseException:
     """Return the error at the start of the chain of causes, skipping JAX's own errors: barriers
     that fail afterwards would hide it.
     """

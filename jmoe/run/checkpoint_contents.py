@@ -19,7 +19,7 @@ WRITER = re.compile(r"state/ocdbt\.process_(\d+)/")  # rank of the process that 
 PACKING = "packing"  # key of the run's expert packing, missing in older manifests
 
 
-def files_of(folder: Path) -> Iterator[Path]:
+def files_in_folder(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.glob("**/*")) if path.is_file())
 
 
@@ -31,7 +31,7 @@ def crc32(path: Path) -> int:
     return crc
 
 
-def files_to_verify(files: Mapping[str, Sequence[int]], readers: int) -> list[list[str]]:
+def split_files_over_readers(files: Mapping[str, Sequence[int]], readers: int) -> list[list[str]]:
     """Return, for each of `readers` processes, the file names that it verifies; every file is in
     exactly one list.
 
@@ -109,16 +109,16 @@ def named_leaves(tree: PyTree) -> tuple[list[str], list[Any], PyTree]:
     return names, [leaf for _, leaf in paths], structure
 
 
-def entry_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Json]:
+def dtype_and_shape(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Json]:
     return [str(leaf.dtype), list(leaf.shape)]
 
 
-def in_words(entry: list[Json] | None) -> str:
+def entry_text(entry: list[Json] | None) -> str:
     """Return a manifest entry (dtype and shape) as text, or `absent` for None."""
     return "absent" if entry is None else f"{entry[0]}{entry[1]}"
 
 
-def placed(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def shape_with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the leaf's `jax.ShapeDtypeStruct` with its sharding; leaves without one go on the
     first device.
     """

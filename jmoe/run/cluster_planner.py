@@ -68,12 +68,12 @@ def cluster_rows(config: TrainConfig, cluster: ClusterConfig) -> list[ClusterRow
         config.model.num_experts,
         "the planner is for models with experts",
     )
-    return [_row(config, cluster, nodes) for nodes in cluster.nodes]
+    return [_cluster_row(config, cluster, nodes) for nodes in cluster.nodes]
 
 
-def _row(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
+def _cluster_row(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
     try:
-        return _planned(config, cluster, nodes)
+        return _plan_on_nodes(config, cluster, nodes)
     except ValueError as error:
         return ClusterRow(nodes, problem=str(error))
 
@@ -93,7 +93,9 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
     batch_size = config.batch_size
     if cluster.batch == "per_node":
         batch_size = batch_size * nodes // cluster.nodes[0]
-    tiers = dataclasses.replace(config.tiers, chosen_share=_chosen_share(config, batch_size))
+    tiers = dataclasses.replace(
+        config.tiers, chosen_share=_rescaled_chosen_share(config, batch_size)
+    )
     split = dataclasses.replace(
         config, mesh=mesh, machine=cluster.machine, batch_size=batch_size, tiers=tiers
     )
@@ -105,7 +107,7 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
     return split
 
 
-def _chosen_share(config: TrainConfig, batch_size: int) -> float:
+def _rescaled_chosen_share(config: TrainConfig, batch_size: int) -> float:
     """Return `tiers.chosen_share` (fraction of a layer's experts that a step uses), rescaled from
     the run's batch size to `batch_size` sequences.
     """
@@ -117,7 +119,7 @@ def _chosen_share(config: TrainConfig, batch_size: int) -> float:
     return scale_chosen_share(*routing, measured_tokens=measured_tokens, num_tokens=num_tokens)
 
 
-def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
+def _plan_on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> ClusterRow:
     split = config_for_nodes(config, cluster, nodes)
     per_node = cluster.devices_per_node
     model = config.model
@@ -148,12 +150,12 @@ def _planned(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Cluster
     )
 
 
-def json_object(rows: list[ClusterRow]) -> JsonObject:
+def rows_as_json(rows: list[ClusterRow]) -> JsonObject:
     """Return the rows as a dict that JSON can hold; keys end in their unit (`_s`, `_bytes`)."""
-    return {"basis": COMPUTED, "rows": [_plain(row) for row in rows]}
+    return {"basis": COMPUTED, "rows": [_row_as_json(row) for row in rows]}
 
 
-def _plain(row: ClusterRow) -> JsonObject:
+def _row_as_json(row: ClusterRow) -> JsonObject:
     plan = row.plan
     if plan is None:
         return {"nodes": row.nodes, "problem": row.problem}
@@ -180,7 +182,7 @@ def _plain(row: ClusterRow) -> JsonObject:
     }
 
 
-def table(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
+def table_lines(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]:
     """Yield the rows as lines of a text table, followed by notes."""
     yield (
         f"{COMPUTED[0].upper()}{COMPUTED[1:]}; bytes of a device, and of a node's host memory and"

@@ -119,7 +119,7 @@ def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> Non
     """
     if jax.process_count() == 1:
         return
-    code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _digest_of_code()}
+    code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _hash_of_code()}
     first, *others = gather_json({"code": code, **options})
     for rank, other in enumerate(others, 1):
         lines = [line for line in differences(first, other) if not line.startswith(places)]
@@ -130,7 +130,7 @@ def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> Non
             )
 
 
-def _digest_of_code() -> str:
+def _hash_of_code() -> str:
     """Return 16 hex digits that change with any of the program's Python files."""
     root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
     for folder in ("jmoe", "kernels_pallas"):
@@ -148,7 +148,7 @@ def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
     or has more steps than `num_steps` (`ValueError` on process 0).
     """
 
-    def look() -> str:
+    def check_newest_config() -> str:
         checkpoints = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint)
         saved = checkpoints.newest_config()
         if saved is None:
@@ -164,10 +164,12 @@ def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
         )
         return "resumes"
 
-    return bool(from_rank_0("configuration", look, config.distributed.start_timeout_s))
+    return bool(
+        from_rank_0("configuration", check_newest_config, config.distributed.start_timeout_s)
+    )
 
 
-def refuse_other_data(config: TrainConfig, resolved: JsonObject) -> None:
+def raise_data_changed(config: TrainConfig, resolved: JsonObject) -> None:
     """Raise the `ValueError` that tells the user that the training data has changed since the
     checkpoint. Does nothing without a checkpoint.
     """

@@ -11,7 +11,7 @@ from kernels_pallas import native
 log = logging.getLogger("jmoe")
 
 
-def keep_compiled_programs() -> None:
+def enable_compile_cache() -> None:
     """Turn on JAX's compilation cache in $XDG_CACHE_HOME/jmoe/compiled, unless JAX already has a
     cache folder.
 

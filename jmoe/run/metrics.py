@@ -96,7 +96,7 @@ def peak_flops(device_kind: str) -> float | None:
     )
 
 
-def least_loaded(expert_load: object) -> tuple[float, int, int]:
+def least_loaded_expert(expert_load: object) -> tuple[float, int, int]:
     """Return (load / fair share, MoE layer, expert) of the expert with the smallest share of its
     layer; layer and expert count from 0.
 
@@ -112,16 +112,16 @@ def least_loaded(expert_load: object) -> tuple[float, int, int]:
     return float(share_LE[layer, expert]), int(layer), int(expert)
 
 
-def _plain(value: object, name: str, non_finite: dict[str, str]) -> Json:
+def _to_json(value: object, name: str, non_finite: dict[str, str]) -> Json:
     """Return `value` as JSON types. Non-finite floats become None, and their text goes to
     `non_finite` under `name`.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(v, f"{name}.{key}", non_finite) for key, v in value.items()}
+        return {str(key): _to_json(v, f"{name}.{key}", non_finite) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v, f"{name}[{i}]", non_finite) for i, v in enumerate(value)]
+        return [_to_json(v, f"{name}[{i}]", non_finite) for i, v in enumerate(value)]
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
@@ -130,18 +130,18 @@ def _plain(value: object, name: str, non_finite: dict[str, str]) -> Json:
     array = np.asarray(value)
     if array.dtype.kind not in "biuSU":  # bfloat16 is not a native numpy dtype
         array = array.astype(np.float64)
-    return _plain(array.tolist(), name, non_finite)
+    return _to_json(array.tolist(), name, non_finite)
 
 
-def _line(record: Mapping[str, object]) -> bytes:
+def _record_to_line(record: Mapping[str, object]) -> bytes:
     non_finite: dict[str, str] = {}
-    plain = {key: _plain(value, key, non_finite) for key, value in record.items()}
+    plain = {key: _to_json(value, key, non_finite) for key, value in record.items()}
     if non_finite:
         plain["non_finite"] = non_finite
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
 
 
-def _parse(line: bytes) -> JsonObject | None:
+def _parse_step_line(line: bytes) -> JsonObject | None:
     """Return the record in a line of metrics.jsonl, or None if the line has none with a step."""
     try:
         record = json.loads(line)
@@ -164,7 +164,7 @@ def _drop_repeated_steps(path: Path, start_step: int) -> None:
     kept, void = bytearray(), False
     with path.open("rb") as file:
         for line in file:
-            record, ended = _parse(line), line.endswith(b"\n")
+            record, ended = _parse_step_line(line), line.endswith(b"\n")
             step = -1 if record is None else record["step"]
             event = record is not None and "event" in record
             again = step >= start_step and not (event and step == start_step > 0)
@@ -183,13 +183,13 @@ class CompiledPrograms:
 
     def __init__(self) -> None:
         self.count = 0
-        monitoring.register_event_duration_secs_listener(self._note)
+        monitoring.register_event_duration_secs_listener(self._count_compilation)
 
-    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _count_compilation(self, event: str, duration_secs: float, **_: str | int) -> None:
         self.count += event == COMPILE_EVENT
 
 
-def step_record(
+def make_step_record(
     values: JsonObject, step_s: float, config: TrainConfig, *, compiled: bool
 ) -> JsonObject:
     """Return the record of one step for metrics.jsonl.
@@ -242,12 +242,12 @@ class _EventFile:
         name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{nanosecond:09d}"
         self._writer = RecordWriter(str(folder / name))
         self._flush_s, self._flushed_s = flush_s, time.monotonic()
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if older:  # a running TensorBoard drops events that it read from the old files
             start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=0, session_log=start))
-        for event in _scalar_events(older, end_step):
-            self._write(event)
+            self._write_event(Event(wall_time=time.time(), step=0, session_log=start))
+        for event in _read_scalar_events(older, end_step):
+            self._write_event(event)
         self._writer.flush()
         for path in older:
             path.unlink()
@@ -257,16 +257,16 @@ class _EventFile:
         self._writer.flush()
         self._flushed_s = time.monotonic()
 
-    def _write(self, event: Event) -> None:
+    def _write_event(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
         if time.monotonic() - self._flushed_s >= self._flush_s:
             self.flush()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
         summary = Summary(
             value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         )
-        self._write(Event(wall_time=time.time(), step=step, summary=summary))
+        self._write_event(Event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         try:
@@ -275,7 +275,7 @@ class _EventFile:
             self._writer.close()
 
 
-def _scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
+def _read_scalar_events(paths: list[Path], end_step: int) -> Iterator[Event]:
     """Return an iterator over the last event of every step before `end_step`, in ascending order.
     Events after an incomplete one are lost.
     """
@@ -349,23 +349,25 @@ class MetricsLog:
         load = record.pop("expert_load", None)
         load_LE = np.asarray([] if load is None else load, np.float64)
         if load_LE.size:
-            scalars |= _load_scalars(load_LE)
+            scalars |= _expert_load_scalars(load_LE)
         if step >= self._load_step:
             record["expert_load"] = [[float(f"{x:.5g}") for x in row] for row in load_LE]
             self._load_step = step + max(1, math.ceil(load_LE.size / EXPERT_LOAD_VALUES_PER_STEP))
-        self._append(record)
-        self._train.scalars(step, scalars)
+        self._append_record(record)
+        self._train.write_scalars(step, scalars)
 
     def write_evaluation(self, step: int, *, loss: float, bits_per_byte: float) -> None:
         """Write the held-out loss after `step` steps, in nats per token, and the bits per byte of
         text.
         """
         self.write_event("evaluation", step, loss=loss, bits_per_byte=bits_per_byte)
-        self._evaluation.scalars(step, {"loss": float(loss), "bits_per_byte": float(bits_per_byte)})
+        self._evaluation.write_scalars(
+            step, {"loss": float(loss), "bits_per_byte": float(bits_per_byte)}
+        )
 
     def write_event(self, event: str, step: int, **values: object) -> None:
         """Append `{"event": event, "step": step, ...values}` to metrics.jsonl."""
-        self._append({"event": event, "step": step, **values})
+        self._append_record({"event": event, "step": step, **values})
 
     def sync(self) -> None:
         """Flush all written records to disk (fsync), so that they are as durable as the checkpoint
@@ -386,8 +388,8 @@ class MetricsLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _append(self, record: Mapping[str, object]) -> None:
-        line = _line(record)
+    def _append_record(self, record: Mapping[str, object]) -> None:
+        line = _record_to_line(record)
         try:
             while line:  # a disk that fills up takes part of a line before it refuses
                 line = line[self._file.write(line) or 0 :]
@@ -395,7 +397,7 @@ class MetricsLog:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
-def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
+def _expert_load_scalars(load_LE: np.ndarray) -> dict[str, float]:
     """Return TensorBoard scalars of the expert load: least and most loaded expert, as multiples of
     the fair share.
     """
@@ -409,7 +411,7 @@ def _load_scalars(load_LE: np.ndarray) -> dict[str, float]:
     }
 
 
-def _records(path: Path) -> Iterator[JsonObject]:
+def _read_records(path: Path) -> Iterator[JsonObject]:
     """Yield the records of metrics.jsonl in order, without an incomplete last line. Raises
     `ValueError` for a bad line before the last.
     """
@@ -421,7 +423,7 @@ def _records(path: Path) -> Iterator[JsonObject]:
                     f"{path}, line {bad}: must be a JSON object with a step: the file is damaged;"
                     " delete the line"
                 )
-            record = _parse(line)
+            record = _parse_step_line(line)
             if record is None:
                 bad = number
             else:
@@ -439,7 +441,7 @@ def read_run(
     """
     steps: dict[int, T] = {}
     events: list[JsonObject] = []
-    for record in _records(path):
+    for record in _read_records(path):
         step = record["step"]
         if "event" not in record:
             steps[step] = convert(record)
@@ -474,7 +476,7 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
     return np.mean(last, axis=0) if last else None
 
 
-def progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
+def make_progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
     """Return the `ProgressBar` of a run on `mesh`."""
     return ProgressBar(
         num_steps=config.num_steps,
@@ -524,7 +526,7 @@ class ProgressBar:
             self._live.start()
             self._console.show_cursor(True)  # rich hides it, and a SIGKILL would leave it hidden
 
-    def runs_on(self, num_devices: int, tokens_per_step: int) -> None:
+    def set_devices_and_tokens(self, num_devices: int, tokens_per_step: int) -> None:
         """Set the number of devices and tokens of the next step. A change restarts the rates."""
         if (num_devices, tokens_per_step) != (self._num_devices, self._tokens_per_step):
             self._num_devices = num_devices
@@ -532,7 +534,7 @@ class ProgressBar:
             self._compiles = True
             self._step_s.clear()
 
-    def update(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
+    def show_step(self, step: int, *, loss: float, step_s: float, dropped_fraction: float) -> None:
         """Show a finished step. step_s: seconds of the step, without evaluation and saving."""
         self._steps_seen += 1
         if not self._compiles:
@@ -544,13 +546,13 @@ class ProgressBar:
         if self._steps_seen > 1 and not last and now_s - self._shown_s < wait_s:
             return
         self._shown_s = now_s
-        parts = self._parts(step, float(loss), step_s, float(dropped_fraction))
+        parts = self._step_texts(step, float(loss), step_s, float(dropped_fraction))
         if self._live is None:
             print(" | ".join(parts), file=self._stream, flush=True)
             return
-        self._live.update(self._bar(step, parts), refresh=True)
+        self._live.update(self._bar_table(step, parts), refresh=True)
 
-    def message(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a line of text, above the live line on a terminal."""
         if self._live is None:
             print(text, file=self._stream, flush=True)
@@ -569,7 +571,9 @@ class ProgressBar:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _parts(self, step: int, loss: float, step_s: float, dropped_fraction: float) -> list[str]:
+    def _step_texts(
+        self, step: int, loss: float, step_s: float, dropped_fraction: float
+    ) -> list[str]:
         parts = [
             f"step {step} ({math.floor(100 * (step + 1) / self._num_steps)} %)",
             f"loss {loss:.4f}",
@@ -588,7 +592,7 @@ class ProgressBar:
             parts.append(f"ETA {duration_text((self._num_steps - step - 1) * typical_s)}")
         return parts
 
-    def _bar(self, step: int, parts: list[str]) -> Table:
+    def _bar_table(self, step: int, parts: list[str]) -> Table:
         """Return a table of one row: step, bar, remaining values. The bar takes the width that the
         text leaves.
         """

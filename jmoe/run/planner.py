@@ -52,7 +52,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     micro_batches = config.gradient_accumulation_steps
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
-    activations = _activations(config, tokens // micro_batches, devices)
+    activations = _activation_bytes(config, tokens // micro_batches, devices)
     return TrainedModel(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -61,7 +61,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         dense_parameters=model.num_parameters()[0] - experts * expert,
         step_tokens=tokens,
         dense_flops=flops * tokens,
-        compute_bytes=_compute_bytes(config),
+        compute_bytes=_compute_dtype_bytes(config),
         gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
@@ -72,7 +72,7 @@ def trained_model(config: TrainConfig) -> TrainedModel:
         packing=packing,
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
-        on_gpu=_on_gpu(config),
+        on_gpu=_is_gpu_described(config),
         **activations._asdict(),
     )
 
@@ -89,12 +89,16 @@ class _Activations(NamedTuple):
     loss_chunk_bytes: int
 
 
-def _activations(config: TrainConfig, num_tokens: int, num_devices: int) -> _Activations:
+def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) -> _Activations:
     """Return the bytes of the activations of a micro-batch of one replica."""
-    model, compute_bytes, on_gpu = config.model, _compute_bytes(config), _on_gpu(config)
+    model, compute_bytes, on_gpu = (
+        config.model,
+        _compute_dtype_bytes(config),
+        _is_gpu_described(config),
+    )
     number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
-    sizes = model, num_tokens, num_devices, _buffers(config)
-    working, recomputed = in_use_elements(*sizes)
+    sizes = model, num_tokens, num_devices, _row_buffers_per_exchange(config)
+    working, recomputed = gradient_elements_in_use(*sizes)
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
@@ -111,15 +115,15 @@ def _activations(config: TrainConfig, num_tokens: int, num_devices: int) -> _Act
     )
 
 
-def _compute_bytes(config: TrainConfig) -> int:
+def _compute_dtype_bytes(config: TrainConfig) -> int:
     return 4 if config.compute_dtype == "float32" else 2
 
 
-def _on_gpu(config: TrainConfig) -> bool:
+def _is_gpu_described(config: TrainConfig) -> bool:
     return bool(config.machine.device_figures().device_bytes)
 
 
-def _buffers(config: TrainConfig) -> int:
+def _row_buffers_per_exchange(config: TrainConfig) -> int:
     """Return how many row buffers an exchange of a layer needs on a device: with a capacity factor,
     each chunk of a dedup exchange has its own.
     """
@@ -173,7 +177,7 @@ def residual_elements(
     return elements, model.num_moe_layers * made
 
 
-def in_use_elements(
+def gradient_elements_in_use(
     model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1
 ) -> tuple[int, int]:
     """Return (elements in use at once by a layer's gradients, further elements in use if the layer
@@ -203,7 +207,7 @@ def in_use_elements(
     return max(num_tokens * each, again + rows * (inner + sent)), max(num_tokens * each, again)
 
 
-def machine(config: TrainConfig) -> Machine:
+def described_machine(config: TrainConfig) -> Machine:
     """Return the machine that the configuration describes; undescribed memory sizes are those free
     on this machine.
     """
@@ -246,7 +250,7 @@ def machine(config: TrainConfig) -> Machine:
     )
 
 
-def _placement(config: TrainConfig, experts: Tier, optimizer: Tier) -> StatePlacement:
+def _state_placement(config: TrainConfig, experts: Tier, optimizer: Tier) -> StatePlacement:
     tiers = config.tiers
     return StatePlacement(
         experts=experts,
@@ -274,17 +278,20 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
     config.checked_mesh_shape(max(1, mesh.data) * mesh.expert_inter * inside, inside)
     model, tiers = trained_model(config), config.tiers
     assert tiers.experts != "auto" and tiers.optimizer != "auto"
-    return plan_training(model, _placement(config, tiers.experts, tiers.optimizer), machine(config))
+    return plan_training(
+        model, _state_placement(config, tiers.experts, tiers.optimizer), described_machine(config)
+    )
 
 
-def packing_shortfall(config: TrainConfig, on: Machine) -> MemoryShortfall:
-    """Return the bytes that a run with this expert packing lacks, with experts on the device and in
-    host memory; 0 where it fits.
+def packing_shortfall(config: TrainConfig, machine: Machine) -> MemoryShortfall:
+    """Return the bytes that a run with this expert packing lacks on `machine`: with experts on the
+    device, and with experts in host memory; 0 if it fits.
     """
     model = trained_model(config)
-    host = dataclasses.replace(_placement(config, "host", "host"), gradients="host")
+    host = dataclasses.replace(_state_placement(config, "host", "host"), gradients="host")
     plans = [
-        plan_training(model, place, on) for place in (_placement(config, "device", "device"), host)
+        plan_training(model, place, machine)
+        for place in (_state_placement(config, "device", "device"), host)
     ]
     return MemoryShortfall(*(sum(plan.lacking_bytes.values()) for plan in plans))
 
@@ -299,7 +306,7 @@ def packing_summary(config: TrainConfig) -> str:
     line = f"packing: {first * alone} experts a device, mesh {packed_shape(full, first)}"
     if config.comm.packing != "auto":
         return f"{line} (comm.packing = {first})"
-    on, fits = machine(config), 1
+    on, fits = described_machine(config), 1
     while (
         fits < largest_packing(full)
         and not packing_shortfall(config.with_packing(2 * fits), on).lacking_bytes
@@ -318,7 +325,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     model = trained_model(config)
     pairs = candidate_tiers(tiers.experts, tiers.optimizer)
     place = first_fitting_plan(
-        model, machine(config), [_placement(config, *pair) for pair in pairs]
+        model, described_machine(config), [_state_placement(config, *pair) for pair in pairs]
     ).placement
     return dataclasses.replace(config, tiers=tiers.with_tiers(place.experts, place.optimizer))
 
@@ -333,16 +340,18 @@ def tier_counts(stats: ExpertStats) -> dict[str, float]:
 
     `hit_rate` is present only if experts were looked up in host memory.
     """
-    stores = stats.stores
+    stores = stats.store_stats
     hits, misses = (
         sum(getattr(store.cache, name) for store in stores) for name in ("hits", "misses")
     )
-    counts = _sums(stats) | {name: getattr(stats, name) for name in ("waited_s", *SHARES)}
+    counts = _summable_counts(stats) | {
+        name: getattr(stats, name) for name in ("waited_s", *SHARES)
+    }
     return counts | ({"hit_rate": hits / (hits + misses)} if hits + misses else {})
 
 
-def _sums(stats: ExpertStats) -> dict[str, float]:
-    stores = stats.stores
+def _summable_counts(stats: ExpertStats) -> dict[str, float]:
+    stores = stats.store_stats
     return {
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
         "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
@@ -358,7 +367,7 @@ def tier_totals(stats: ExpertStats) -> dict[str, float]:
 
     `waited_s` and the shares are maxima over processes, except `chosen_share`, which is the mean.
     """
-    sums = _sums(stats)
+    sums = _summable_counts(stats)
     others = ("waited_s", *SHARES)
     own = np.array([*sums.values(), *(getattr(stats, name) for name in others)])
     # as bytes: JAX would round float64 to 32 bits
@@ -391,10 +400,10 @@ def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog
         line += f" ({predicted_s:.3g} s with the measured share of chosen experts)"
     log.write_event("tiers", len(steps), **predicted, measured_step_s=measured_s, **totals)
     line += f", measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited"
-    return f"{line}\n{experts_line(totals)}"
+    return f"{line}\n{tier_totals_text(totals)}"
 
 
-def experts_line(totals: dict[str, float]) -> str:
+def tier_totals_text(totals: dict[str, float]) -> str:
     """Return the counters of `tier_totals` as lines of text."""
     return (
         f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read,"

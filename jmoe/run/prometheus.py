@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from jmoe.cluster.clocks import disk_time
+from jmoe.cluster.clocks import probe_disk_time
 from jmoe.cluster.overview import read_overview
 from jmoe.cluster.restarts import read_progress
 from jmoe.config import TrainConfig
@@ -89,34 +89,36 @@ class RunMetrics:
         self._metrics: dict[str, _Metric] = {}
         self._labels = {"run": run}
         self._lock = threading.Lock()  # all values of a step appear at once
-        self._define("gauge", "num_steps", "Steps that the run is to have.", config.num_steps)
-        self._define("gauge", "steps", "Steps that are done.", 0)
-        self._define(
+        self._define_metric(
+            "gauge", "num_steps", "Steps that the run is to have.", config.num_steps
+        )
+        self._define_metric("gauge", "steps", "Steps that are done.", 0)
+        self._define_metric(
             "counter",
             "tokens",
             "Tokens of all steps that are done, those before a resume included.",
             0,
         )
         for _, name, text in STEP_GAUGES:
-            self._define("gauge", name, text)
-        self._define(
+            self._define_metric("gauge", name, text)
+        self._define_metric(
             "gauge", "last_step_timestamp_seconds", "When the last step was done, Unix time."
         )
-        self._define(
+        self._define_metric(
             "gauge", "held_out_loss", "Loss on the held-out data when it was last evaluated."
         )
-        self._define(
+        self._define_metric(
             "gauge", "save_seconds", "Time for which the last save kept the steps waiting."
         )
-        self._define("gauge", "restarts", "Restarts of the run so far.")
+        self._define_metric("gauge", "restarts", "Restarts of the run so far.")
         if not config.tiers.all_on_device:
-            self._define(
+            self._define_metric(
                 "gauge",
                 "tier_hit_rate",
                 "Of the experts looked up in host memory, those that were there.",
             )
             for _, name, text in TIER_COUNTERS:
-                self._define("counter", name, text)
+                self._define_metric("counter", name, text)
 
     def __enter__(self) -> Self:
         name, host, port = "metrics.port", self._config.metrics.host, self._config.metrics.port
@@ -149,12 +151,12 @@ class RunMetrics:
         """Return the port that the server listens on."""
         return int(self._server.server_port)
 
-    def resume(self, steps: int) -> None:
+    def note_resume(self, steps: int) -> None:
         """Set the number of steps done before this process began, and read the number of restarts
         from the output folder.
         """
         restarts = read_overview(self._output_dir).restarts
-        self._set(steps=steps, tokens=self._tokens_until(steps), restarts=restarts)
+        self._set_values(steps=steps, tokens=self._tokens_until(steps), restarts=restarts)
 
     def note_step(self, step: int, record: Mapping[str, Json]) -> None:
         """Record a finished step. record: the step's record as in metrics.jsonl."""
@@ -165,7 +167,7 @@ class RunMetrics:
             known |= {name: tiers[key] for key, name, _ in TIER_COUNTERS}
             known |= {"tier_hit_rate": tiers["hit_rate"]} if "hit_rate" in tiers else {}
         done = step + 1
-        self._set(
+        self._set_values(
             **known,
             steps=done,
             tokens=self._tokens_until(done),
@@ -174,11 +176,11 @@ class RunMetrics:
 
     def note_save(self, seconds: float) -> None:
         """Record for how many seconds the last save blocked training."""
-        self._set(save_seconds=seconds)
+        self._set_values(save_seconds=seconds)
 
     def note_evaluation(self, loss: float) -> None:
         """Record the loss on held-out data."""
-        self._set(held_out_loss=loss)
+        self._set_values(held_out_loss=loss)
 
     def collect(self) -> list[Metric]:
         """Return all known metrics as metric families. prometheus-client calls this at each
@@ -193,7 +195,7 @@ class RunMetrics:
         with self._lock:
             metrics = {name: replace(metric) for name, metric in self._metrics.items()}
         families: list[Metric] = []
-        for name, metric in (metrics | self._checkpoint()).items():
+        for name, metric in (metrics | self._checkpoint_metrics()).items():
             if metric.value is not None:
                 made = family[metric.kind](
                     f"jmoe_train_{name}", metric.text, labels=list(self._labels)
@@ -202,14 +204,14 @@ class RunMetrics:
                 families.append(made)
         return families
 
-    def _checkpoint(self) -> dict[str, _Metric]:
+    def _checkpoint_metrics(self) -> dict[str, _Metric]:
         step = read_progress(self._output_dir).checkpoint
         folder = self._output_dir / "checkpoints" / str(step)
         try:
             saved_time = folder.stat().st_mtime
         except OSError:  # there is none, or it was just deleted
             return {}
-        now = disk_time(folder.parent) or time.time()
+        now = probe_disk_time(folder.parent) or time.time()
         return {
             "checkpoint_step": _Metric("gauge", "Steps in the newest complete checkpoint.", step),
             "checkpoint_timestamp_seconds": _Metric(
@@ -218,10 +220,10 @@ class RunMetrics:
             "checkpoint_age_seconds": _Metric("gauge", "Its age.", max(0.0, now - saved_time)),
         }
 
-    def _define(self, kind: str, name: str, text: str, value: float | None = None) -> None:
+    def _define_metric(self, kind: str, name: str, text: str, value: float | None = None) -> None:
         self._metrics[name] = _Metric(kind, text, value)
 
-    def _set(self, **values: float) -> None:
+    def _set_values(self, **values: float) -> None:
         with self._lock:
             for name, value in values.items():
                 self._metrics[name].value = float(value)

@@ -27,7 +27,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jmoe.data.shards import write_atomic
-from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded, read_run
+from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded_expert, read_run
 from jmoe.types import JsonObject
 
 # per curve; a longer curve is drawn as the range of values of groups of steps
@@ -66,7 +66,7 @@ class _Curves:
 def _load_run(path: Path) -> _Curves:
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
-    def convert(record: JsonObject) -> tuple[list[float], np.ndarray]:
+    def curve_values(record: JsonObject) -> tuple[list[float], np.ndarray]:
         values = [
             float("nan") if record.get(name) is None else float(record[name]) for name in names
         ]
@@ -75,7 +75,7 @@ def _load_run(path: Path) -> _Curves:
         load_LE = np.asarray(record.get("expert_load") or [], np.float32)
         return values, load_LE * load_LE.shape[-1]
 
-    steps, events = read_run(path, convert)
+    steps, events = read_run(path, curve_values)
     loss, tokens_per_s, dropped_fraction = (
         np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
     )
@@ -119,7 +119,7 @@ def write_report(output_dir: Path) -> Path:
         color=_INK,
         parse_math=False,
     )
-    figure.text(0.012, 0.925, _headline(run), fontsize=10.5, color=_GREY)
+    figure.text(0.012, 0.925, _headline_text(run), fontsize=10.5, color=_GREY)
     axes = figure.subplots(2, 2)
     panels = (
         (axes[0, 0], "Loss", "nats per token", _draw_loss),
@@ -128,7 +128,7 @@ def write_report(output_dir: Path) -> Path:
         (axes[1, 1], "Dropped tokens", "% of assignments", _draw_dropped),
     )
     for ax, title, unit, draw in panels:
-        _style(ax, title, unit, run)
+        _style_axes(ax, title, unit, run)
         draw(ax, run)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
@@ -136,14 +136,14 @@ def write_report(output_dir: Path) -> Path:
     return output_dir / REPORT_FILE
 
 
-def _priced(loss: float, bits_per_byte: float) -> str:
+def _loss_text(loss: float, bits_per_byte: float) -> str:
     """Return a loss as text: nats per token, and bits per byte if finite."""
     return f"{loss:.3f}" + (
         f" ({bits_per_byte:.3f} bits per byte)" if math.isfinite(bits_per_byte) else ""
     )
 
 
-def _headline(run: _Curves) -> str:
+def _headline_text(run: _Curves) -> str:
     """Return a line of text with the run's main results."""
     if not run.step.size:
         return "no step yet"
@@ -156,9 +156,9 @@ def _headline(run: _Curves) -> str:
         )
     if run.evaluations:
         last = run.evaluations[-1]
-        parts.append(f"held-out loss {_priced(last['loss'], last['bits_per_byte'])}")
+        parts.append(f"held-out loss {_loss_text(last['loss'], last['bits_per_byte'])}")
     if run.loads:
-        share, _, _ = least_loaded(
+        share, _, _ = least_loaded_expert(
             np.mean([load_LE for _, load_LE in run.loads[-LAST_RECORDS:]], axis=0)
         )
         parts.append(f"least loaded expert at the end {share:.2f} of fair share")
@@ -167,7 +167,7 @@ def _headline(run: _Curves) -> str:
     return "   ·   ".join(parts)
 
 
-def _style(ax: Axes, title: str, unit: str, run: _Curves) -> None:
+def _style_axes(ax: Axes, title: str, unit: str, run: _Curves) -> None:
     """Draw title, unit and a thin grid, and a dotted line at each step where the run was
     resumed.
     """
@@ -215,17 +215,20 @@ def _running_median(values: np.ndarray) -> np.ndarray:
     return np.ma.median(windows, axis=1).filled(np.nan)
 
 
-def _grouped(
-    x: np.ndarray, y: np.ndarray, how: Callable[..., np.ndarray]
+def _reduce_groups(
+    x: np.ndarray, y: np.ndarray, reduce: Callable[..., np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (first x, how(y)) of groups of neighbouring points, at most `MAX_POINTS` groups."""
+    """Return (first x, reduced y) of groups of neighbouring points, at most `MAX_POINTS` groups.
+
+    reduce: returns one value for each group, from y and the groups' first indices.
+    """
     if x.size <= MAX_POINTS:
         return x, y
     starts = np.linspace(0, x.size, MAX_POINTS, endpoint=False).astype(np.int64)
-    return x[starts], how(y, starts)
+    return x[starts], reduce(y, starts)
 
 
-def _mean_at(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
+def _group_means(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
     known = np.isfinite(y)
     total = np.add.reduceat(np.where(known, y, 0.0), starts)
     count = np.add.reduceat(known.astype(np.int64), starts)
@@ -263,10 +266,10 @@ def _draw_curve(
     if y.size <= MAX_POINTS:
         ax.plot(run.step, y, color=color, alpha=0.28, linewidth=0.9, zorder=2)
     else:
-        x, low = _grouped(run.step, y, np.fmin.reduceat)
-        high = _grouped(run.step, y, np.fmax.reduceat)[1]
+        x, low = _reduce_groups(run.step, y, np.fmin.reduceat)
+        high = _reduce_groups(run.step, y, np.fmax.reduceat)[1]
         ax.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0, zorder=2)
-    x, mean = _grouped(run.step, y, _mean_at)
+    x, mean = _reduce_groups(run.step, y, _group_means)
     ax.plot(
         x, smooth(mean), color=color, linewidth=2.0, label=label, zorder=3, solid_capstyle="round"
     )
@@ -291,7 +294,7 @@ def _draw_loss(ax: Axes, run: _Curves) -> None:
             markersize=6.5,
             markeredgecolor="white",
             markeredgewidth=1.2,
-            label=f"held-out, at the end {_priced(losses[-1], bits[-1])}",
+            label=f"held-out, at the end {_loss_text(losses[-1], bits[-1])}",
             zorder=4,
             clip_on=False,
         )
@@ -332,7 +335,7 @@ def _draw_dropped(ax: Axes, run: _Curves) -> None:
         )
 
 
-def _load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _expert_load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map
     of expert load.
 
@@ -376,7 +379,7 @@ def _draw_load(ax: Axes, run: _Curves) -> None:
         )
         return
     layers, experts = run.loads[0][1].shape
-    values, x_edges, y_edges = _load_map(run)
+    values, x_edges, y_edges = _expert_load_map(run)
     mesh = ax.pcolormesh(
         x_edges,
         y_edges,

@@ -56,10 +56,10 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         self._owner = json.loads(
-            distributed.from_rank_0("output folder", self._take, 2 * self._wait_s + 60)
+            distributed.from_rank_0("output folder", self._lock_for_run, 2 * self._wait_s + 60)
         )
         if self._file is None:
-            self._join()
+            self._lock_shared()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,12 +76,12 @@ class RunFolder:
                 self.path.rmdir()
 
     @property
-    def run(self) -> str:
+    def run_name(self) -> str:
         """Return the run's name, which is unique."""
         return str(self._owner["run"])
 
     @property
-    def starts(self) -> list[str]:
+    def start_tokens(self) -> list[str]:
         """Return the tokens that identify the starts of this run, oldest first; the last is the
         current start.
         """
@@ -89,21 +89,21 @@ class RunFolder:
 
     def note_start(self) -> None:
         """Add the current start to `run.json`. Process 0 calls this once the run has its state."""
-        _write_identity(self.path, self.run, self.starts)
+        _write_identity(self.path, self.run_name, self.start_tokens)
 
-    def check(self) -> None:
+    def check_still_owned(self) -> None:
         """Raise `OSError` if another run has taken over the folder, which is possible on a file
         system without locks.
 
         A lock file that was removed or emptied is written and locked again.
         """
         deadline_s = time.monotonic() + 5.0
-        while not (other := self._read()) and time.monotonic() < deadline_s:
+        while not (other := self._read_owner()) and time.monotonic() < deadline_s:
             self._lock_again()
             time.sleep(0.01)
         if other.get("token") != self._owner["token"]:
             raise OSError(
-                f"output_dir = {str(self.path)!r}: was taken over by {_named(other)}; this run"
+                f"output_dir = {str(self.path)!r}: was taken over by {_owner_text(other)}; this run"
                 " saves no more"
             )
         assert self._file is not None
@@ -122,22 +122,22 @@ class RunFolder:
                 f"output_dir = {str(self.path)!r}: was removed; this run saves no more"
             ) from error
         self._file = os.fdopen(fd, "r+b", buffering=0)
-        if not self._flock(fcntl.LOCK_SH):  # another run is starting
+        if not self._try_flock(fcntl.LOCK_SH):  # another run is starting
             self._file.close()
             self._file = held
             return
-        if not self._read():
+        if not self._read_owner():
             # every process of the run writes the same bytes at the same place
-            os.pwrite(fd, json.dumps(self._on_disk()).encode(), 0)
+            os.pwrite(fd, json.dumps(self._owner_on_disk()).encode(), 0)
             os.fsync(fd)
         if held is not None:
             held.close()
 
-    def _on_disk(self) -> JsonObject:
+    def _owner_on_disk(self) -> JsonObject:
         """Return the owner as it is written to `run.lock`."""
         return {name: value for name, value in self._owner.items() if name not in ("run", "starts")}
 
-    def _take(self) -> str:
+    def _lock_for_run(self) -> str:
         """Lock the folder for this run, on process 0; return the owner, the run's name and its
         starts as JSON.
         """
@@ -158,8 +158,8 @@ class RunFolder:
         }
         deadline_s = time.monotonic() + self._wait_s
         said = False
-        while not self._locked_by(owner):
-            holder = _named(self._read())
+        while not self._try_lock(owner):
+            holder = _owner_text(self._read_owner())
             if time.monotonic() > deadline_s:
                 raise OSError(
                     f"output_dir = {str(self.path)!r}: is in use by {holder}: "
@@ -173,10 +173,10 @@ class RunFolder:
                 )
                 said = True
             time.sleep(0.1)
-        run, starts = self._identify()
+        run, starts = self._name_and_starts()
         return json.dumps(owner | {"run": run, "starts": starts})
 
-    def _identify(self) -> tuple[str, list[str]]:
+    def _name_and_starts(self) -> tuple[str, list[str]]:
         """Return (name, earlier starts) of the run; a new name and no starts if `run.json` is
         missing or the folder is a copy.
 
@@ -184,10 +184,10 @@ class RunFolder:
         file, and was copied otherwise.
         """
         folder = self.path.resolve()
-        noted = _identity(folder)
+        noted = _read_identity(folder)
         is_moved = noted.home != str(folder)
         is_copy = is_moved and (
-            not noted.is_own_file or _identity(Path(noted.home)).run == noted.run
+            not noted.is_own_file or _read_identity(Path(noted.home)).run == noted.run
         )
         run, starts = noted.run, noted.starts
         if not run or is_copy:
@@ -196,7 +196,7 @@ class RunFolder:
             _write_identity(self.path, run, starts)
         return run, starts
 
-    def _locked_by(self, owner: JsonObject) -> bool:
+    def _try_lock(self, owner: JsonObject) -> bool:
         """Return True if this run now has the folder; the lock is then shared, for the run's other
         processes.
 
@@ -205,22 +205,22 @@ class RunFolder:
         """
         with contextlib.ExitStack() as stack:
             file = self._file = stack.enter_context((self.path / LOCK).open("a+b", buffering=0))
-            if self._flock(fcntl.LOCK_EX):
+            if self._try_flock(fcntl.LOCK_EX):
                 file.truncate(0)
                 file.write(json.dumps(owner).encode())
                 os.fsync(file.fileno())
-                if self._flock(fcntl.LOCK_SH) and self._read() == owner:
+                if self._try_flock(fcntl.LOCK_SH) and self._read_owner() == owner:
                     stack.pop_all()
                     return True
         self._file = None
         return False
 
-    def _join(self) -> None:
+    def _lock_shared(self) -> None:
         """Take the shared lock in another process than 0, after checking that this process sees
         process 0's file.
         """
         deadline_s = time.monotonic() + 5.0  # a network file system may lag
-        while self._read().get("token") != self._owner["token"]:
+        while self._read_owner().get("token") != self._owner["token"]:
             if time.monotonic() > deadline_s:
                 raise OSError(
                     f"output_dir = {str(self.path)!r}: process {jax.process_index()} does not see"
@@ -229,10 +229,10 @@ class RunFolder:
                 )
             time.sleep(0.1)
         self._file = (self.path / LOCK).open("r+b", buffering=0)
-        if not self._flock(fcntl.LOCK_SH):
-            self.check()
+        if not self._try_flock(fcntl.LOCK_SH):
+            self.check_still_owned()
 
-    def _flock(self, kind: int) -> bool:
+    def _try_flock(self, kind: int) -> bool:
         """Return True if the lock was taken, or if the file system has no locks (with a
         warning).
         """
@@ -253,7 +253,7 @@ class RunFolder:
                 )
         return True
 
-    def _read(self) -> JsonObject:
+    def _read_owner(self) -> JsonObject:
         try:
             owner = json.loads((self.path / LOCK).read_bytes())
         except (ValueError, FileNotFoundError):
@@ -273,7 +273,7 @@ class _Identity:
     starts: list[str] = field(default_factory=list)
 
 
-def _identity(folder: Path) -> _Identity:
+def _read_identity(folder: Path) -> _Identity:
     """Return the content of `run.json` in `folder`; an empty `_Identity` if it is missing or
     damaged.
     """
@@ -300,7 +300,7 @@ def _write_identity(folder: Path, run: str, starts: list[str]) -> None:
         file.write(json.dumps(noted | {"starts": starts[-KEPT_STARTS:]}).encode())
 
 
-def _named(owner: JsonObject) -> str:
+def _owner_text(owner: JsonObject) -> str:
     if not {"host", "pid", "since"} <= owner.keys():
         return "another run"
     return f"process {owner['pid']} on {owner['host']} since {owner['since']}"

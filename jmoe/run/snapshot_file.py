@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.run.checkpoint_contents import CRC_BLOCK_BYTES, named_leaves, placed
+from jmoe.run.checkpoint_contents import CRC_BLOCK_BYTES, named_leaves, shape_with_sharding
 from jmoe.types import Json, JsonObject, PyTree
 
 MAGIC, VERSION = b"jmoesnap", 1
@@ -37,7 +37,12 @@ def layout_of_shards(state: PyTree) -> ShardLayout:
     """
     names, leaves, _ = named_leaves(state)
     return [
-        [name, str(leaf.dtype), list(leaf.shape), [_as_bounds(index) for index in _indices(leaf)]]
+        [
+            name,
+            str(leaf.dtype),
+            list(leaf.shape),
+            [_slices_to_bounds(index) for index in _own_shard_indices(leaf)],
+        ]
         for name, leaf in zip(names, leaves, strict=True)
     ]
 
@@ -45,7 +50,7 @@ def layout_of_shards(state: PyTree) -> ShardLayout:
 def shards_bytes(layout: ShardLayout) -> int:
     """Return the total size in bytes of the shards in a layout."""
     return sum(
-        np.dtype(dtype).itemsize * sum(_size(bounds) for bounds in shards)
+        np.dtype(dtype).itemsize * sum(_num_elements(bounds) for bounds in shards)
         for _, dtype, _, shards in layout
     )
 
@@ -54,7 +59,7 @@ def file_bytes(layout: ShardLayout, about: JsonObject) -> int:
     """Return the size in bytes of the file that `write_snapshot` makes for this layout and
     description.
     """
-    return _HEADER.size + len(_as_text(layout, about)) + shards_bytes(layout)
+    return _HEADER.size + len(_description_bytes(layout, about)) + shards_bytes(layout)
 
 
 def allocate_file(path: Path, size_bytes: int) -> NDArray[np.uint8]:
@@ -78,15 +83,19 @@ def write_snapshot(
 
     file: bytes of the size that `file_bytes` returns. layout: `layout_of_shards(state)`.
     """
-    text = _as_text(layout, about)
+    text = _description_bytes(layout, about)
     begin = position = _HEADER.size + len(text)
     for leaf in named_leaves(state)[1]:
         shards = {
-            str(_as_bounds(_full(shard.index, leaf.shape))): shard.data
+            str(_slices_to_bounds(_explicit_slices(shard.index, leaf.shape))): shard.data
             for shard in leaf.addressable_shards
         }
-        for index in _indices(leaf):
-            piece = np.ascontiguousarray(shards[str(_as_bounds(index))]).reshape(-1).view(np.uint8)
+        for index in _own_shard_indices(leaf):
+            piece = (
+                np.ascontiguousarray(shards[str(_slices_to_bounds(index))])
+                .reshape(-1)
+                .view(np.uint8)
+            )
             file[position : position + piece.size] = piece
             position += piece.size
     header = (
@@ -123,7 +132,7 @@ def read_description(path: Path) -> JsonObject:
     return about
 
 
-def read_whole(path: Path) -> NDArray[np.uint8]:
+def map_verified_snapshot(path: Path) -> NDArray[np.uint8]:
     """Return a snapshot's bytes, memory-mapped, after verifying all of them.
 
     Raises `ValueError` with a clause if the content is damaged.
@@ -158,51 +167,55 @@ def read_state(file: NDArray[np.uint8], abstract_state: PyTree) -> PyTree:
     arrays = []
     for leaf in leaves:
         pieces = dict[str, np.ndarray]()
-        for index in _indices(leaf):
-            shape = [stop - start for start, stop in _as_bounds(index)]
-            end = position + leaf.dtype.itemsize * _size(_as_bounds(index))
+        for index in _own_shard_indices(leaf):
+            shape = [stop - start for start, stop in _slices_to_bounds(index)]
+            end = position + leaf.dtype.itemsize * _num_elements(_slices_to_bounds(index))
             # copy: the CPU backend may keep using the array's memory
-            pieces[str(_as_bounds(index))] = (
+            pieces[str(_slices_to_bounds(index))] = (
                 np.array(file[position:end]).view(leaf.dtype).reshape(shape)
             )
             position = end
         arrays.append(
             jax.make_array_from_callback(
-                leaf.shape, placed(leaf).sharding, partial(_piece, pieces, leaf)
+                leaf.shape, shape_with_sharding(leaf).sharding, partial(_piece_at, pieces, leaf)
             )
         )
     return jax.tree.unflatten(tree, arrays)
 
 
-def _piece(
+def _piece_at(
     pieces: dict[str, np.ndarray], leaf: jax.Array | jax.ShapeDtypeStruct, index: tuple[slice, ...]
 ) -> np.ndarray:
-    return pieces[str(_as_bounds(_full(index, leaf.shape)))]
+    return pieces[str(_slices_to_bounds(_explicit_slices(index, leaf.shape)))]
 
 
-def _indices(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
+def _own_shard_indices(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
     """Return the slices of this process's distinct shards of an array, in the order of its
     devices.
     """
-    indices = placed(leaf).sharding.addressable_devices_indices_map(leaf.shape).values()
+    indices = (
+        shape_with_sharding(leaf).sharding.addressable_devices_indices_map(leaf.shape).values()
+    )
     return list(
-        {str(full): full for full in (_full(index, leaf.shape) for index in indices)}.values()
+        {
+            str(full): full for full in (_explicit_slices(index, leaf.shape) for index in indices)
+        }.values()
     )
 
 
-def _full(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def _explicit_slices(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
 
 
-def _as_bounds(index: tuple[slice, ...]) -> list[list[int]]:
+def _slices_to_bounds(index: tuple[slice, ...]) -> list[list[int]]:
     return [[part.start, part.stop] for part in index]
 
 
-def _size(bounds: list[list[int]]) -> int:
+def _num_elements(bounds: list[list[int]]) -> int:
     return int(np.prod([stop - start for start, stop in bounds], dtype=np.int64))
 
 
-def _as_text(layout: ShardLayout, about: JsonObject) -> bytes:
+def _description_bytes(layout: ShardLayout, about: JsonObject) -> bytes:
     return json.dumps(about | {"layout": layout}).encode()
 
 

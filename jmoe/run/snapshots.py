@@ -20,16 +20,16 @@ from types import TracebackType
 import jax
 import numpy as np
 
-from jmoe.cluster.processes import Pairs, exchange_bytes, gather_json, rounds_of
+from jmoe.cluster.processes import Pairs, exchange_bytes, gather_json, split_into_rounds
 from jmoe.config import CheckpointConfig
 from jmoe.run.snapshot_file import (
     ShardLayout,
     allocate_file,
     file_bytes,
     layout_of_shards,
+    map_verified_snapshot,
     read_description,
     read_state,
-    read_whole,
     shards_bytes,
     verify_snapshot,
     write_snapshot,
@@ -56,7 +56,7 @@ class StateSnapshot:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SnapshotEntry:
     """Facts about a snapshot file, known without reading its shards. checkpoint: newest checkpoint
     on disk when it was made.
     """
@@ -65,7 +65,7 @@ class Entry:
     checkpoint: int
 
 
-def partners_of(machines: Sequence[str]) -> list[int]:
+def choose_partners(machines: Sequence[str]) -> list[int]:
     """Return, for each process, the process that keeps a copy of its shards. Each process is a
     partner exactly once.
 
@@ -98,13 +98,13 @@ class Snapshots:
         self._rank, self._processes = jax.process_index(), jax.process_count()
         place, problem = "", ""
         try:
-            place = _made(self.folder)
+            place = _make_private_folder(self.folder)
         except OSError as error:
             problem = f"must be a folder that can be written: {error.strerror}"
-        self._raise_any(OSError, problem)
+        self._raise_on_all(OSError, problem)
         views = gather_json([socket.gethostname(), place])
         self._places = [place for _, place in views]
-        partners = enumerate(partners_of([machine for machine, _ in views]))
+        partners = enumerate(choose_partners([machine for machine, _ in views]))
         self._pairs: Pairs = tuple(
             (a, b) for a, b in partners if self._places[a] != self._places[b]
         )
@@ -120,7 +120,7 @@ class Snapshots:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
-    def note(self) -> str:
+    def location_note(self) -> str:
         """Return a line to print about where snapshots are stored."""
         copies = (
             f"and {len(self._pairs)} copies on other hosts"
@@ -129,7 +129,7 @@ class Snapshots:
         )
         return f"snapshots in memory: {self.folder}, one a process ({self._processes}), {copies}"
 
-    def check_room(self, abstract_state: PyTree) -> None:
+    def check_free_memory(self, abstract_state: PyTree) -> None:
         """Raise `ValueError` on every process if a host has too little free memory for `KEPT`
         snapshots of its processes and their copies.
         """
@@ -146,7 +146,7 @@ class Snapshots:
             f"must have {needed_bytes:,} bytes free on {socket.gethostname()}, for {KEPT} snapshots"
             f" of {len(written)} processes; it has {free_bytes:,}"
         )
-        self._raise_any(ValueError, short if free_bytes < needed_bytes else "")
+        self._raise_on_all(ValueError, short if free_bytes < needed_bytes else "")
 
     # Writing
 
@@ -173,14 +173,14 @@ class Snapshots:
         files, problem = {}, ""
         try:
             for rank in [self._rank] if source is None else [self._rank, source]:
-                self._remove_but_newest(rank)
-                files[rank] = allocate_file(self._path(step, rank, NEW), sizes[rank])
+                self._remove_old_snapshots(rank)
+                files[rank] = allocate_file(self._snapshot_path(step, rank, NEW), sizes[rank])
         except OSError as error:
             problem = f"process {self._rank} on {socket.gethostname()}: {error.strerror}"
         problems = [problem for problem in gather_json(problem) if problem]
         if problems:
             for rank in files:
-                self._path(step, rank, NEW).unlink()
+                self._snapshot_path(step, rank, NEW).unlink()
             return problems[0]
         write_snapshot(files[self._rank], state, layout, about)
         if self._pairs:
@@ -190,10 +190,10 @@ class Snapshots:
                 outgoing, incoming, self._pairs, max(sizes[rank] for rank in dict(self._pairs))
             )
         for rank in files:
-            self._path(step, rank, NEW).rename(self._path(step, rank))
+            self._snapshot_path(step, rank, NEW).rename(self._snapshot_path(step, rank))
         return ""
 
-    def remove_but(self, step: int | None) -> None:
+    def remove_other_steps(self, step: int | None) -> None:
         """Delete the snapshots of all steps except `step`, from which training continues; None
         deletes all.
         """
@@ -203,7 +203,7 @@ class Snapshots:
                     path.unlink()
         gather_json(None)  # barrier: no process writes before all have deleted
 
-    def _remove_but_newest(self, rank: int) -> None:
+    def _remove_old_snapshots(self, rank: int) -> None:
         """Delete old snapshots of a process's shards, so that one more may be written."""
         paths = sorted(
             self.folder.glob(f"*-of-{rank}"), key=lambda path: int(path.name.partition("-")[0])
@@ -211,12 +211,12 @@ class Snapshots:
         for path in [*paths[: 1 - KEPT], *self.folder.glob(f"*-of-{rank}{NEW}")]:
             path.unlink()
 
-    def _path(self, step: int, rank: int, end: str = "") -> Path:
+    def _snapshot_path(self, step: int, rank: int, end: str = "") -> Path:
         return self.folder / f"{step}-of-{rank}{end}"
 
     # Reading
 
-    def newest(
+    def read_newest(
         self, abstract_state: PyTree, checkpoint: int | None, newest_folder: int
     ) -> tuple[StateSnapshot | None, str]:
         """Return (newest complete snapshot, which has the same step on every process; reasons why
@@ -227,13 +227,13 @@ class Snapshots:
         one existed belongs to a deleted history and is not used.
         """
         layout, lines = layout_of_shards(abstract_state), list[str]()
-        held, problems = self._held(layout)
+        held, problems = self._usable_files(layout)
         while True:
             own = [[*key, entry.num_bytes, entry.checkpoint] for key, entry in held.items()]
             views = gather_json([own, problems, newest_folder])
             lines += [line for _, others, _ in views for line in others]
             everyone = [
-                {(step, rank): Entry(*rest) for step, rank, *rest in entries}
+                {(step, rank): SnapshotEntry(*rest) for step, rank, *rest in entries}
                 for entries, _, _ in views
             ]
             step, why = _newest_step(everyone, self._processes)
@@ -251,22 +251,22 @@ class Snapshots:
             if checkpoint is not None and step < checkpoint:
                 lines.append(f"step {step} is older than the checkpoint")
                 return None, "; ".join(dict.fromkeys(lines))
-            snapshot, unusable, problems = self._read(step, everyone, abstract_state, layout)
+            snapshot, unusable, problems = self._read_step(step, everyone, abstract_state, layout)
             if snapshot is not None:
                 return snapshot, "; ".join(dict.fromkeys(lines))
             held = {key: entry for key, entry in held.items() if key not in unusable}
 
-    def _held(self, layout: ShardLayout) -> tuple[dict[Key, Entry], list[str]]:
+    def _usable_files(self, layout: ShardLayout) -> tuple[dict[Key, SnapshotEntry], list[str]]:
         """Return this host's snapshot files that look complete, and a clause about each file that
         does not.
         """
-        held, problems = dict[Key, Entry](), list[str]()
+        held, problems = dict[Key, SnapshotEntry](), list[str]()
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith(NEW):
                 continue  # a process was killed during the write
             try:
                 about = read_description(path)
-                if path != self._path(about["step"], about["rank"]):
+                if path != self._snapshot_path(about["step"], about["rank"]):
                     raise ValueError(
                         f"is step {about['step']} of process {about['rank']}, under another name"
                     )
@@ -278,15 +278,17 @@ class Snapshots:
                 if about["rank"] == self._rank:
                     _check_layout(about, layout)
             except (OSError, ValueError) as error:
-                problems.append(f"{self._named(path)} {error}")
+                problems.append(f"{self._path_on_host(path)} {error}")
             else:
-                held[about["step"], about["rank"]] = Entry(path.stat().st_size, about["checkpoint"])
+                held[about["step"], about["rank"]] = SnapshotEntry(
+                    path.stat().st_size, about["checkpoint"]
+                )
         return held, problems
 
-    def _read(
+    def _read_step(
         self,
         step: int,
-        everyone: list[dict[Key, Entry]],
+        everyone: list[dict[Key, SnapshotEntry]],
         abstract_state: PyTree,
         layout: ShardLayout,
     ) -> tuple[StateSnapshot | None, set[Key], list[str]]:
@@ -295,19 +297,23 @@ class Snapshots:
         """
         holders = [
             [rank for rank, entries in enumerate(everyone) if (step, whose) in entries]
-            for whose in self._ranks
+            for whose in self._all_ranks
         ]
-        sources = [whose if whose in holders[whose] else holders[whose][0] for whose in self._ranks]
+        sources = [
+            whose if whose in holders[whose] else holders[whose][0] for whose in self._all_ranks
+        ]
         files, bad = {}, dict[int, str]()
-        for whose in (whose for whose in self._ranks if sources[whose] == self._rank):
-            path = self._path(step, whose)
+        for whose in (whose for whose in self._all_ranks if sources[whose] == self._rank):
+            path = self._snapshot_path(step, whose)
             try:
-                files[whose] = read_whole(path)
+                files[whose] = map_verified_snapshot(path)
             except (OSError, ValueError) as error:
-                bad[whose] = f"{self._named(path)} {error}"
+                bad[whose] = f"{self._path_on_host(path)} {error}"
         bad_ones = gather_json([[whose, line] for whose, line in bad.items()])
         if any(bad_ones):
-            here = [rank for rank in self._ranks if self._places[rank] == self._places[self._rank]]
+            here = [
+                rank for rank in self._all_ranks if self._places[rank] == self._places[self._rank]
+            ]
             return (
                 None,
                 {(step, whose) for rank in here for whose, _ in bad_ones[rank]},
@@ -315,7 +321,7 @@ class Snapshots:
             )
         moves = [(source, whose) for whose, source in enumerate(sources) if source != whose]
         sizes = [everyone[source][step, whose].num_bytes for whose, source in enumerate(sources)]
-        for pairs in rounds_of(moves):
+        for pairs in split_into_rounds(moves):
             target, arrives = dict(pairs).get(self._rank), self._rank in dict(pairs).values()
             if arrives:
                 files[self._rank] = np.empty(sizes[self._rank], np.uint8)
@@ -333,7 +339,7 @@ class Snapshots:
         except ValueError as error:
             problem = f"step {step} of process {self._rank} {error}"
         if any(gather_json(problem)):
-            return None, {(step, whose) for whose in self._ranks}, [problem] if problem else []
+            return None, {(step, whose) for whose in self._all_ranks}, [problem] if problem else []
         return snapshot, set(), []
 
     def _check_start(self, about: Mapping[str, Json]) -> None:
@@ -346,13 +352,13 @@ class Snapshots:
             )
 
     @property
-    def _ranks(self) -> range:
+    def _all_ranks(self) -> range:
         return range(self._processes)
 
-    def _named(self, path: Path) -> str:
+    def _path_on_host(self, path: Path) -> str:
         return f"{path.name} on {socket.gethostname()}"
 
-    def _raise_any(self, kind: type[Exception], problem: str) -> None:
+    def _raise_on_all(self, kind: type[Exception], problem: str) -> None:
         """Raise an error of type `kind` on every process if any process passes a problem.
         Collective.
         """
@@ -364,7 +370,9 @@ class Snapshots:
             )
 
 
-def _newest_step(everyone: list[dict[Key, Entry]], processes: int) -> tuple[int | None, str]:
+def _newest_step(
+    everyone: list[dict[Key, SnapshotEntry]], processes: int
+) -> tuple[int | None, str]:
     """Return (newest step with the shards of all processes, why newer steps are incomplete); the
     step is None if there is none.
     """
@@ -389,7 +397,7 @@ def _check_layout(about: Mapping[str, Json], layout: ShardLayout) -> None:
         )
 
 
-def _made(folder: Path) -> str:
+def _make_private_folder(folder: Path) -> str:
     """Make the folder, private to this user; return a text that identifies it across hosts (host,
     boot, device, inode).
     """

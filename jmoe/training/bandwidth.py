@@ -31,7 +31,7 @@ REPEATS = 4
 NUMBERS = 7  # (bytes/s, latency) of three links, and the seconds per message
 
 
-def gathered_bytes_per_s(mesh: Mesh) -> float:
+def measure_all_gather_bytes_per_s(mesh: Mesh) -> float:
     """Return the bytes per second that each device receives in an all-gather over the whole mesh,
     on the slowest process.
 
@@ -48,10 +48,10 @@ def gathered_bytes_per_s(mesh: Mesh) -> float:
     )
     size = -(-PAYLOAD_BYTES // 4 // mesh.size) * mesh.size
     x = jax.jit(lambda: jnp.zeros(size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH))()
-    return 4 * size / _slowest_s(gather, x)
+    return 4 * size / _slowest_process_s(gather, x)
 
 
-def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
+def measure_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
     """Return the bytes of one chunk of a chunked collective on this network, measured with an
     all-gather.
 
@@ -61,10 +61,10 @@ def measured_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
     chunked = SCHEDULES[config.schedule].chunked and mesh.size > 1
     if not chunked or config.chunk_bytes or jax.process_count() == 1:
         return None
-    return chunk_bytes(gathered_bytes_per_s(mesh))
+    return chunk_bytes(measure_all_gather_bytes_per_s(mesh))
 
 
-def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
+def read_or_measure_links(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
     """Return the bandwidth and latency of the mesh's links, for choosing the expert exchange.
 
     Reads the file `comm.links` if that is set; otherwise measures once and stores the result in
@@ -80,17 +80,17 @@ def links_of(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:
     path = (
         Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
     )
-    stored = _stored_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
+    stored = _read_stored_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
     numbers = multihost_utils.broadcast_one_to_all(stored)
     if numbers[0] > 0:
-        return _links(numbers)
-    links = measured_links(mesh)
+        return _links_from_numbers(numbers)
+    links = measure_links(mesh)
     if jax.process_index() == 0 and path.parent.is_dir():
         write_atomic(path, links_to_toml(links).encode())
     return links
 
 
-def _stored_links(path: Path) -> NDArray[np.float32]:
+def _read_stored_links(path: Path) -> NDArray[np.float32]:
     """Return the link numbers [NUMBERS] stored in `path` by an earlier start; zeros if the file is
     missing or invalid.
     """
@@ -105,7 +105,7 @@ def _stored_links(path: Path) -> NDArray[np.float32]:
     )
 
 
-def _links(numbers: NDArray[np.float32]) -> LinksConfig:
+def _links_from_numbers(numbers: NDArray[np.float32]) -> LinksConfig:
     """Return a `LinksConfig` from (bytes/s, latency) of inside, rail and leaf, and the seconds per
     message.
 
@@ -116,7 +116,7 @@ def _links(numbers: NDArray[np.float32]) -> LinksConfig:
     return LinksConfig(inside, rail, leaf, leaf, message_s)
 
 
-def measured_links(mesh: Mesh) -> LinksConfig:
+def measure_links(mesh: Mesh) -> LinksConfig:
     """Return the measured links between the devices that share the experts, by the slowest
     process's times.
 
@@ -128,48 +128,51 @@ def measured_links(mesh: Mesh) -> LinksConfig:
     num_nodes, per_node = (mesh.shape[axis] for axis in EXPERT)
     small = LATENCY_BYTES // 4
 
-    def link(nodes: int, places: int) -> tuple[float, float]:
+    def measure_link(node_offset: int, place_offset: int) -> tuple[float, float]:
         to = [
             (
                 node * per_node + place,
-                (node + nodes) % num_nodes * per_node + (place + places) % per_node,
+                (node + node_offset) % num_nodes * per_node + (place + place_offset) % per_node,
             )
             for node in range(num_nodes)
             for place in range(per_node)
         ]
         send = lambda x: lax.ppermute(x, EXPERT, to)  # noqa: E731
-        latency_s, size = _seconds(mesh, send, small), small
+        latency_s, size = _time_collective_s(mesh, send, small), small
         seconds = latency_s
         while seconds < max(LONG_S, 2 * latency_s) and 4 * size < MOST_BYTES:
-            seconds = _seconds(mesh, send, size := 8 * size)
+            seconds = _time_collective_s(mesh, send, size := 8 * size)
         return 4 * size / max(seconds - latency_s, 0.1 * seconds), latency_s
 
-    inside, rail, leaf = link(0, 1), link(1, 0), link(1, 1)
+    inside, rail, leaf = measure_link(0, 1), measure_link(1, 0), measure_link(1, 1)
     peers = num_nodes * per_node - 1
 
-    def all_to_all(x: jax.Array) -> jax.Array:
+    def run_all_to_all(x: jax.Array) -> jax.Array:
         return lax.all_to_all(x.reshape(peers + 1, -1), EXPERT, 0, 0, tiled=True).reshape(-1)
 
-    together_s = _seconds(mesh, all_to_all, small * (peers + 1))
+    together_s = _time_collective_s(mesh, run_all_to_all, small * (peers + 1))
     message_s = max(0.0, together_s - max(rail[1], leaf[1])) / peers
-    return _links(np.array([*inside, *rail, *leaf, message_s], np.float32))
+    return _links_from_numbers(np.array([*inside, *rail, *leaf, message_s], np.float32))
 
 
-def _seconds(mesh: Mesh, move: Callable[[jax.Array], jax.Array], size: int) -> float:
-    """Return the seconds of one call of `move` on `size` float32 values per device, averaged over
-    `REPEATS` dependent calls in one program.
+def _time_collective_s(
+    mesh: Mesh, collective: Callable[[jax.Array], jax.Array], num_floats: int
+) -> float:
+    """Return the seconds of one call of `collective` on `num_floats` float32 values per device,
+    averaged over `REPEATS` dependent calls in one program.
     """
-    body = lambda x: lax.fori_loop(0, REPEATS, lambda _, x: move(x), x)  # noqa: E731
+    body = lambda x: lax.fori_loop(0, REPEATS, lambda _, x: collective(x), x)  # noqa: E731
     program = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
     )
     zeros = jax.jit(
-        lambda: jnp.zeros(mesh.size * size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH)
+        lambda: jnp.zeros(mesh.size * num_floats, jnp.float32),
+        out_shardings=NamedSharding(mesh, BATCH),
     )()
-    return _slowest_s(program, zeros) / REPEATS
+    return _slowest_process_s(program, zeros) / REPEATS
 
 
-def _slowest_s(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+def _slowest_process_s(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
     """Return the seconds of `program`: the minimum over `ROUNDS` calls on each process, then the
     maximum over processes.
     """

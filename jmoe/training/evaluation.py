@@ -20,7 +20,7 @@ from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer
 
 
-def _put(array: np.ndarray, mesh: Mesh) -> jax.Array:
+def _split_over_devices(array: np.ndarray, mesh: Mesh) -> jax.Array:
     """Return a global array split over all devices in its first dimension; every process holds the
     whole `array`.
     """
@@ -37,8 +37,11 @@ def held_out_loss(
     windows = held_out_windows(corpus, config.sequence_length, batch)
     total = 0.0
     while some := list(islice(windows, trainer.evaluation_batches)):
-        batches = [(_put(tokens, mesh), _put(weights, mesh)) for tokens, weights in some]
-        total += sum(map(float, trainer.evaluate(state, batches)))
+        batches = [
+            (_split_over_devices(tokens, mesh), _split_over_devices(weights, mesh))
+            for tokens, weights in some
+        ]
+        total += sum(map(float, trainer.evaluate_batches(state, batches)))
     return total / (len(corpus.held_out_tokens) - 1)
 
 
@@ -61,7 +64,8 @@ def sample_text(
     tokens = np.full((mesh.size, config.sequence_length), eot, np.int32)
     for position in range(length - 1):
         logits_V = np.asarray(
-            trainer.next_logits(state, _put(tokens, mesh), jnp.int32(position)), np.float64
+            trainer.next_logits(state, _split_over_devices(tokens, mesh), jnp.int32(position)),
+            np.float64,
         )
         logits_V = logits_V[: tokenizer.get_vocab_size()]
         if config.evaluation.sample_temperature == 0:

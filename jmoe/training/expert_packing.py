@@ -35,7 +35,7 @@ from jmoe.planning.expert_packing import (
     next_packing,
 )
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.planner import machine, packing_shortfall
+from jmoe.run.planner import described_machine, packing_shortfall
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of
@@ -54,12 +54,12 @@ def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int
     if config.comm.packing != "auto":
         return config.comm.packing
 
-    def look() -> str:
+    def read_newest_packing() -> str:
         return str(
             Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_packing()
         )
 
-    saved = int(from_rank_0("packing", look, config.distributed.start_timeout_s))
+    saved = int(from_rank_0("packing", read_newest_packing, config.distributed.start_timeout_s))
     return min(saved, largest_packing(config.mesh.shape(num_devices, devices_per_host)))
 
 
@@ -80,7 +80,7 @@ class PackingController:
         data, inter, intra = shape
         self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
         # read now, while the devices' memory is still empty
-        self._machine = None if self.done else machine(_with_device_bytes(config))
+        self._machine = None if self.done else described_machine(_with_device_bytes(config))
         # both since the last decision; _seconds leaves out steps that compiled
         self._steps, self._seconds = 0, list[float]()
         self._step_s: dict[int, float] = {}  # seconds of a step, by experts per device
@@ -88,20 +88,24 @@ class PackingController:
     @property
     def experts_per_device(self) -> int:
         """Number of experts of one layer on each device; 0 for a model without experts."""
-        return self.packing * self._experts_unpacked
+        return self.packing * self._unpacked_experts_per_device
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
+    def _unpacked_mesh_shape(self) -> tuple[int, int, int]:
         mesh = self._config.mesh
         return mesh.data, mesh.expert_inter, mesh.expert_intra
 
     @property
-    def _experts_unpacked(self) -> int:
-        return self._config.model.num_experts // (self._shape[1] * self._shape[2])
+    def _unpacked_experts_per_device(self) -> int:
+        return self._config.model.num_experts // (
+            self._unpacked_mesh_shape[1] * self._unpacked_mesh_shape[2]
+        )
 
     def current_config_and_shape(self) -> tuple[TrainConfig, tuple[int, int, int]]:
         """Return the configuration and the mesh shape for the current packing."""
-        return self._config.with_packing(self.packing), packed_shape(self._shape, self.packing)
+        return self._config.with_packing(self.packing), packed_shape(
+            self._unpacked_mesh_shape, self.packing
+        )
 
     def note_step(self, seconds: float, *, compiled: bool) -> None:
         """Record the seconds of a step, unless packing is settled. A step that compiled is counted
@@ -114,12 +118,12 @@ class PackingController:
             self._seconds.append(seconds)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to call `decide` before `step`; False until `EVERY_STEPS` steps have been
-        noted since the start or the last decision.
+        """Return whether to call `choose_packing` before `step`; False until `EVERY_STEPS` steps
+        have been noted since the start or the last decision.
         """
         return not self.done and is_decided_at(step) and self._steps >= EVERY_STEPS
 
-    def decide(
+    def choose_packing(
         self, step: int, trainer: FusedTrainer, state: TrainState
     ) -> tuple[PackingDecision, dict[str, float]]:
         """Measure, choose the packing for the steps from `step` on, and return (decision, measured
@@ -128,7 +132,7 @@ class PackingController:
         Every process must call this: measurements are collectives, and each number is the maximum
         over processes.
         """
-        shortfall = self._shortfall()
+        shortfall = self._next_packing_shortfall()
         own = [
             *time_exchange_and_experts(trainer, state),
             median(self._seconds[1 - EVERY_STEPS :] or [0.0]),
@@ -144,17 +148,18 @@ class PackingController:
             ffn_s,
             self.experts_per_device,
             step=step,
-            most_experts=largest_packing(self._shape) * self._experts_unpacked,
+            most_experts=largest_packing(self._unpacked_mesh_shape)
+            * self._unpacked_experts_per_device,
             shortfall=MemoryShortfall(int(lacking_bytes), int(offloaded_bytes)),
             step_s=self._step_s,
         )
-        self.packing = decision.experts_per_device // self._experts_unpacked
+        self.packing = decision.experts_per_device // self._unpacked_experts_per_device
         self.done, self._steps, self._seconds = decision.done, 0, []
         return decision, {"all_to_all_s": all_to_all_s, "ffn_s": ffn_s, "step_s": step_s}
 
-    def _shortfall(self) -> MemoryShortfall:
+    def _next_packing_shortfall(self) -> MemoryShortfall:
         assert self._machine is not None
-        if self.packing == largest_packing(self._shape):
+        if self.packing == largest_packing(self._unpacked_mesh_shape):
             return MemoryShortfall()
         return packing_shortfall(self._config.with_packing(2 * self.packing), self._machine)
 
@@ -171,10 +176,10 @@ def _with_device_bytes(config: TrainConfig) -> TrainConfig:
     )
 
 
-def max_over_processes(own: list[float]) -> list[float]:
-    """Return the elementwise maximum of `own` over all processes. Every process must call this."""
-    every = multihost_utils.process_allgather(np.array(own, np.float32))
-    return [float(value) for value in np.max(np.reshape(every, (-1, len(own))), axis=0)]
+def max_over_processes(values: list[float]) -> list[float]:
+    """Return the elementwise maximum of `values` over all processes, which must all call this."""
+    every = multihost_utils.process_allgather(np.array(values, np.float32))
+    return [float(value) for value in np.max(np.reshape(every, (-1, len(values))), axis=0)]
 
 
 # Moving
@@ -186,21 +191,23 @@ class MeshTrainer(Trainer, Protocol):
     model: Any  # a `ShardedModel`
 
 
-def move_state(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> TrainState:
-    """Return `before`'s state on the mesh of `after`, and free the old arrays.
+def move_state(
+    state: TrainState, trainer_before: MeshTrainer, trainer_after: MeshTrainer
+) -> TrainState:
+    """Return `trainer_before`'s state on the mesh of `trainer_after`, and free the old arrays.
 
     Arrays move one after another, so that only one exists twice at any time. Every process must
     call this and must have devices in both meshes.
     """
-    saved = before.save_state(state)
+    saved = trainer_before.save_state(state)
 
-    def move(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def move_array(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if x.sharding.device_set == shape.sharding.device_set:
             there = jax.jit(lambda x: x, out_shardings=shape.sharding)(x)
         # Through host memory: JAX cannot move arrays of several processes between meshes of
         # different devices.
         else:
-            everywhere = NamedSharding(before.model.mesh, REPLICATED)
+            everywhere = NamedSharding(trainer_before.model.mesh, REPLICATED)
             whole = np.asarray(
                 jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
             )
@@ -212,7 +219,7 @@ def move_state(state: TrainState, before: MeshTrainer, after: MeshTrainer) -> Tr
         x.delete()
         return there
 
-    return after.load_state(jax.tree.map(move, saved, after.saved_shape))
+    return trainer_after.load_state(jax.tree.map(move_array, saved, trainer_after.saved_shape))
 
 
 # Measuring
@@ -234,7 +241,7 @@ def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple
         // config.gradient_accumulation_steps
         // model.mesh.size
     )
-    shapes = _Shapes(
+    shapes = _MeasuredSizes(
         tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype
     )
     sent_s = _all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
@@ -242,7 +249,7 @@ def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shapes:
+class _MeasuredSizes:
     """The sizes that a measurement needs: tokens per device, experts per token, hidden size, and
     dtype.
     """
@@ -253,7 +260,7 @@ class _Shapes:
     dtype: DTypeLike
 
 
-def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
+def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes) -> float:
     mesh, split, choices = model.mesh, split_over(ALL), (sizes.tokens, sizes.top_k)
     shape: PyTree = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
@@ -262,27 +269,31 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _Shapes) -> float:
         layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks
     )
 
-    def body(trees: PyTree) -> PyTree:
+    def dispatch_local(trees: PyTree) -> PyTree:
         return [all_to_all(tree) for (all_to_all, _), tree in zip(sent, trees, strict=True)]
 
-    def draw() -> PyTree:
+    def make_zeros() -> PyTree:
         return jax.tree.map(
             lambda a: jnp.zeros((mesh.size * a.shape[0], *a.shape[1:]), a.dtype),
             [t for _, t in sent],
         )
 
     program = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)
+        jax.shard_map(
+            dispatch_local, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False
+        )
     )
-    return _median_s(program, jax.jit(draw, out_shardings=NamedSharding(mesh, split))())
+    return _median_s(program, jax.jit(make_zeros, out_shardings=NamedSharding(mesh, split))())
 
 
-def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainState) -> float:
+def _experts_s(
+    model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes, state: TrainState
+) -> float:
     rows, mesh, split = sizes.tokens * sizes.top_k, model.mesh, split_over(ALL)
     graph, structure = nnx.split(layer.experts)
     local = model.config.model.num_experts // layer.exchange_plan.num_devices
 
-    def body(experts: PyTree, x_MD: jax.Array) -> jax.Array:
+    def run_experts_local(experts: PyTree, x_MD: jax.Array) -> jax.Array:
         first = [w[0] for w in jax.tree.leaves(experts)]  # of the first layer
         apply = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(structure), first))
         even = jnp.arange(local, dtype=jnp.int32) < rows % local
@@ -290,15 +301,19 @@ def _experts_s(model: ShardedDecoder, layer: Any, sizes: _Shapes, state: TrainSt
         out_MD: jax.Array = apply(x_MD, group_sizes_L, rows)
         return out_MD
 
-    def draw() -> jax.Array:
+    def make_ones() -> jax.Array:
         return jnp.ones((mesh.size * rows, sizes.hidden), sizes.dtype)
 
     specs = (split_over(EXPERT, 1), split)
     program = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+        jax.shard_map(
+            run_experts_local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
+        )
     )
     return _median_s(
-        program, experts_of(state.params), jax.jit(draw, out_shardings=NamedSharding(mesh, split))()
+        program,
+        experts_of(state.params),
+        jax.jit(make_ones, out_shardings=NamedSharding(mesh, split))(),
     )
 
 

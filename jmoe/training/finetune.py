@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.cluster.processes import check_alike
+from jmoe.cluster.processes import check_same_identity
 from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.config_fields import ignored_training_fields
 from jmoe.models.huggingface import family_of, model_config
@@ -38,7 +38,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     """
     if not config.init_from or isinstance(config, VisionTrainConfig):
         return config
-    folder = initial_folder(config.init_from)
+    folder = pretrained_folder(config.init_from)
     model, own = model_config(read_config(folder)), config.model
     router_names = {
         name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")
@@ -57,14 +57,14 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def initial_folder(init_from: str) -> Path:
+def pretrained_folder(init_from: str) -> Path:
     """Return the Hugging Face folder that `init_from` names.
 
     For the output folder of a run, that is its newest merged step; raises ValueError if no step is
     merged.
     """
     folder = Path(init_from).expanduser()
-    if not is_run(folder):
+    if not is_run_folder(folder):
         return folder
     merged = sorted((folder / MERGED).glob("step-*"), key=lambda step: int(step.name.split("-")[1]))
     if not merged:
@@ -75,7 +75,7 @@ def initial_folder(init_from: str) -> Path:
     return merged[-1]
 
 
-def is_run(folder: Path) -> bool:
+def is_run_folder(folder: Path) -> bool:
     """Return whether `folder` is the output folder of a run."""
     return (folder / "checkpoints").is_dir()
 
@@ -87,7 +87,7 @@ def companion_files(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]
     `INITIAL_CONFIG`. tokenizer: the content of the run's tokenizer file, or None. Empty unless that
     equals the model's tokenizer, because the files refer to the model's token ids.
     """
-    folder = initial_folder(init_from)
+    folder = pretrained_folder(init_from)
     own = folder / TOKENIZER
     if tokenizer is None or not own.is_file() or own.read_bytes() != tokenizer:
         return {}
@@ -99,7 +99,7 @@ def ignored_training_options(init_from: str) -> list[str]:
     """Return one line for each training option in the checkpoint's `config.json` that transformers
     honors and jmoe does not.
     """
-    fields = read_config(folder := initial_folder(init_from))
+    fields = read_config(folder := pretrained_folder(init_from))
     changed = ignored_training_fields(fields, family_of(fields))
     return [
         f"{folder / 'config.json'}: {name} = {value!r}: trains without it"
@@ -107,21 +107,21 @@ def ignored_training_options(init_from: str) -> list[str]:
     ]
 
 
-def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
+def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     """Return the state of step 0 with the float32 parameters of `init_from`, each read directly
     onto its devices.
 
     Streamed experts are read onto their tiers one layer at a time and are never all in device
     memory. Every process must call this.
     """
-    folder, shape = initial_folder(config.init_from), trainer.full_shape
+    folder, shape = pretrained_folder(config.init_from), trainer.full_shape
     places = flat(shape.params) | flat(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
     stored = read_headers(folder)
     wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
-    check_alike(f"content of {folder}", lambda: weights_identity(stored))
+    check_same_identity(f"content of {folder}", lambda: weights_identity(stored))
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
         loader = Loader(stored, reader)
@@ -131,7 +131,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
             if p not in streamed
         }
 
-        def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+        def read_expert_weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
             return {
                 p.path[-1]: np.stack(
                     [_read_expert(loader, p, layer, expert) for expert in experts.tolist()]
@@ -141,7 +141,7 @@ def pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 
         state = _state_at_step_0(trainer, arrays, has_experts=not streamed)
         if streamed:
-            return trainer.load_state(state, weights, lambda *_: {})
+            return trainer.load_state(state, read_expert_weights, lambda *_: {})
         return trainer.load_state(state)
 
 
@@ -152,7 +152,7 @@ def _state_at_step_0(
     zero moments. has_experts: whether the state contains the experts.
     """
 
-    def owned(tree: PyTree) -> PyTree:
+    def take_copies(tree: PyTree) -> PyTree:
         """Return a copy in JAX's own memory: a training step donates its state, and the loaded
         arrays alias NumPy memory.
         """
@@ -160,7 +160,7 @@ def _state_at_step_0(
             jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]
         )
 
-    def zeros(tree: PyTree) -> PyTree:
+    def make_zeros(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), tree)
 
     shape = trainer.full_shape
@@ -173,7 +173,14 @@ def _state_at_step_0(
         initial_loss_scale(trainer.config),
         shape.loss_scale,
     )
-    return TrainState(owned(params), zeros(m), zeros(v), owned(shape.router_bias), step, scaling)
+    return TrainState(
+        take_copies(params),
+        make_zeros(m),
+        make_zeros(v),
+        take_copies(shape.router_bias),
+        step,
+        scaling,
+    )
 
 
 def _read_expert(

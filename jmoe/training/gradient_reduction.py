@@ -31,7 +31,7 @@ from jmoe.training.sharded_model import ShardedModel
 from jmoe.types import PyTree
 
 
-def _names_in_layer(path: KeyPath) -> tuple[str, ...]:
+def _names_without_stack(path: KeyPath) -> tuple[str, ...]:
     """Return the names along a parameter's path, without the name of its stack of layers."""
     return tuple(name for name in path_names(path) if name not in STACKS.values())
 
@@ -53,7 +53,7 @@ def reduce_gradients_local(
             sums[i] = g
         elif is_expert(path):
             sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
-        elif model.is_sharded(_names_in_layer(path)) or mesh.size == 1:
+        elif model.is_sharded(_names_without_stack(path)) or mesh.size == 1:
             sums[i] = g
         else:
             everywhere[i] = g
@@ -77,7 +77,7 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
         )
         if is_expert(path):
             square = square / model.mesh.shape[DATA]
-        elif not model.is_sharded(_names_in_layer(path)):
+        elif not model.is_sharded(_names_without_stack(path)):
             square = square / model.mesh.size
         sums[name] = sums[name] + square if name in sums else square
     return sums
@@ -94,14 +94,14 @@ class StreamedGradients(NamedTuple):
     rows_G: dict[LayerKind, list[jax.Array]]  # flat buffers, one per layer, summed already
 
 
-def streamed_on_shards_local(
+def reduce_streamed_gradients_local(
     model: ShardedDecoder, params: PyTree, grads: StreamedGradients
 ) -> PyTree:
     """Return the gradients as a tree like `params`, summed over all devices, each on the shard that
     this device holds.
     """
     outside = {name: tree for name, tree in params.items() if name not in STACKS.values()}
-    layout, split = model.layout(outside), model.embedding.split_dims
+    layout, split = model.buffer_layout(outside), model.embedding.split_dims
     fused, unbuffered = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
     stays_split = jax.tree_util.tree_map_with_path(
         lambda path, _: path_names(path)[0] in split, outside
@@ -124,7 +124,7 @@ def streamed_on_shards_local(
     )
     for kind, rows_G in grads.rows_G.items():
         name = STACKS[kind]
-        layout = model.layout(params[name], stacked=True)
+        layout = model.buffer_layout(params[name], stacked=True)
         fused = (
             jax.vmap(partial(unflatten_gradients, entries=layout.entries))(jnp.stack(rows_G))
             if rows_G

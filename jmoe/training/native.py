@@ -52,12 +52,14 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
     return why is None
 
 
-def with_native(wanted: bool, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Return `function`, traced with native operations if `wanted`."""
+def with_native(is_native: bool, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Return `function`, traced with native operations if `is_native`."""
 
     @functools.wraps(function)
-    def traced(*args: PyTree, **options: PyTree) -> PyTree:
-        with native.allow_native_training(wanted, background=wanted and jax.process_count() > 1):
+    def traced_natively(*args: PyTree, **options: PyTree) -> PyTree:
+        with native.allow_native_training(
+            is_native, background=is_native and jax.process_count() > 1
+        ):
             return function(*args, **options)
 
-    return traced
+    return traced_natively

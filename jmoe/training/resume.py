@@ -10,7 +10,7 @@ import jax
 
 from jmoe.config import EXPERT_STACKS, ModelConfig
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.saved_experts import SavedExperts, names_of_experts
+from jmoe.offload.saved_experts import SavedExperts, expert_array_names
 from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.state import TrainState, experts_of, without_experts
@@ -22,7 +22,7 @@ from jmoe.types import PyTree
 LINKED = {"weights", "moments"}
 
 
-def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedExperts | None:
+def open_saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedExperts | None:
     """Return the experts stored in the checkpoint folder of one step; None for a model without
     experts.
 
@@ -35,26 +35,32 @@ def saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedEx
     return SavedExperts(folder, of_expert, ExpertIndex.from_model(model), model.expert_layers)
 
 
-def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[TrainState, PyTree]:
+def restore_checkpoint(
+    trainer: Trainer, checkpoints: Checkpoints, step: int
+) -> tuple[TrainState, PyTree]:
     """Return (training state, data iterator state) of checkpoint `step`.
 
     If the run keeps its experts as records that are compatible with the checkpoint's, the
     checkpoint's record versions become the current ones and no expert is read.
     """
     shape = trainer.saved_shape
-    saved = saved_experts(trainer.config.model, trainer.full_shape, checkpoints.folder_of(step))
+    saved = open_saved_experts(
+        trainer.config.model, trainer.full_shape, checkpoints.step_folder(step)
+    )
     if saved is None:
-        saved_state, data = _restored(trainer, checkpoints, step, shape)
+        saved_state, data = _restore_state_and_data(trainer, checkpoints, step, shape)
         return trainer.load_state(saved_state), data
     # the run streams its experts, which are not part of the state
     if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):
-        linked = saved.kinds == LINKED and _keeps_records(trainer, saved)
-        experts = names_of_experts(checkpoints.arrays(step))
+        linked = saved.kinds == LINKED and _can_reuse_records(trainer, saved)
+        experts = expert_array_names(checkpoints.array_names(step))
         if isinstance(trainer, StreamedExperts):
-            trainer.end_experts()
-        rest, data = _restored(trainer, checkpoints, step, shape, but=experts, records=linked)
+            trainer.stop_experts()
+        rest, data = _restore_state_and_data(
+            trainer, checkpoints, step, shape, skipped_arrays=experts, records=linked
+        )
         return trainer.load_state(
-            rest, *((None, None) if linked else (saved.weights, saved.moments))
+            rest, *((None, None) if linked else (saved.read_weights, saved.read_moments))
         ), data
     weights, moments = "weights" in saved.kinds, "moments" in saved.kinds
     wanted = replace(
@@ -63,18 +69,18 @@ def restored(trainer: Trainer, checkpoints: Checkpoints, step: int) -> tuple[Tra
         m=without_experts(shape.m) if moments else shape.m,
         v=without_experts(shape.v) if moments else shape.v,
     )
-    rest, data = _restored(trainer, checkpoints, step, wanted)
+    rest, data = _restore_state_and_data(trainer, checkpoints, step, wanted)
     return trainer.load_state(
-        rest, saved.weights if weights else None, saved.moments if moments else None
+        rest, saved.read_weights if weights else None, saved.read_moments if moments else None
     ), data
 
 
-def _restored(
+def _restore_state_and_data(
     trainer: Trainer,
     checkpoints: Checkpoints,
     step: int,
     shape: TrainState,
-    but: Collection[str] = (),
+    skipped_arrays: Collection[str] = (),
     **options: PyTree,
 ) -> tuple[TrainState, PyTree]:
     """Return (saved state, data iterator state).
@@ -82,11 +88,11 @@ def _restored(
     The loss scale is ignored if the run no longer computes in float16, and starts anew if the
     checkpoint has none.
     """
-    scaling = [name for name in checkpoints.arrays(step) if name.startswith("loss_scale.")]
+    scaling = [name for name in checkpoints.array_names(step) if name.startswith("loss_scale.")]
     if scaling and shape.loss_scale is None:
-        but = [*but, *scaling]
+        skipped_arrays = [*skipped_arrays, *scaling]
     wanted = shape if scaling else replace(shape, loss_scale=None)
-    state, data, _ = checkpoints.restore(step, wanted, but=but, **options)
+    state, data, _ = checkpoints.restore(step, wanted, skipped_arrays=skipped_arrays, **options)
     if shape.loss_scale is not None and not scaling:
         first = initial_loss_scale(trainer.config)
         first = jax.tree.map(
@@ -96,7 +102,7 @@ def _restored(
     return state, data
 
 
-def _keeps_records(trainer: Trainer, saved: SavedExperts) -> bool:
+def _can_reuse_records(trainer: Trainer, saved: SavedExperts) -> bool:
     """Return whether the run can take over the checkpoint's records unread, with the gradients and
     optimizer steps that its experts still lack.
     """

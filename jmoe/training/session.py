@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jmoe.cluster.distributed import Watchdog
-from jmoe.cluster.processes import check_alike
+from jmoe.cluster.processes import check_same_identity
 from jmoe.config import TrainConfig
 from jmoe.data.loader import COMPARABLE_BYTES, baseline_bits_per_byte
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
@@ -26,19 +26,19 @@ from jmoe.run.planner import tier_totals, tiers_summary
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import RunFolder
 from jmoe.run.snapshots import Snapshots
-from jmoe.run.summary import HeldOut, Summary, print_final_summary
+from jmoe.run.summary import HeldOutLoss, Summary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.expert_packing import PackingController, move_state
-from jmoe.training.finetune import ignored_training_options, pretrained_state
+from jmoe.training.finetune import ignored_training_options, load_pretrained_state
 from jmoe.training.fused.step import FusedTrainer
-from jmoe.training.resume import restored
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
 from jmoe.types import JsonObject, PyTree
 
 
-def say(text: str) -> None:
+def print_on_rank_0(text: str) -> None:
     """Print a line on process 0; do nothing on other processes."""
     if jax.process_index() == 0:
         print(text, flush=True)
@@ -93,7 +93,7 @@ class Session:
             return state
         begun, before = time.perf_counter(), self.expert_packing.packing
         with self.watchdog.waiting_for("expert packing before step", step):
-            decision, measured = self.expert_packing.decide(step, self.trainer, state)
+            decision, measured = self.expert_packing.choose_packing(step, self.trainer, state)
             if self.expert_packing.packing != before:
                 config, shape = self.expert_packing.current_config_and_shape()
                 self.mesh = make_mesh(shape)
@@ -101,7 +101,9 @@ class Session:
                 assert isinstance(trainer, FusedTrainer)
                 state = move_state(state, self.trainer, trainer)
                 self.trainer = trainer
-        say(f"packing before step {step}: {decision.reason} ({time.perf_counter() - begun:.1f} s)")
+        print_on_rank_0(
+            f"packing before step {step}: {decision.reason} ({time.perf_counter() - begun:.1f} s)"
+        )
         if self.log is not None:
             values = {
                 "experts_per_device": decision.experts_per_device,
@@ -122,55 +124,57 @@ class Session:
         if not self.config.init_from:
             return self.trainer.init()
         for line in ignored_training_options(self.config.init_from):
-            say(f"warning: {line}")
-        return pretrained_state(self.trainer, self.config)
+            print_on_rank_0(f"warning: {line}")
+        return load_pretrained_state(self.trainer, self.config)
 
     def start_or_resume(self) -> TrainState:
         """Return the state of the newest snapshot or checkpoint, or of step 0 if there is neither.
 
         The data iterator is set to the same step. Every process must call this.
         """
-        doing = status("restoring or initialising the state", say)
+        doing = status("restoring or initialising the state", print_on_rank_0)
         with (
-            self.watchdog.waiting_for("restore or initialisation", progress=self.trainer.progress),
+            self.watchdog.waiting_for(
+                "restore or initialisation", progress=self.trainer.progress_counters
+            ),
             doing,
         ):
-            check_alike(FINGERPRINT, lambda: str(self.resolved[FINGERPRINT]))
+            check_same_identity(FINGERPRINT, lambda: str(self.resolved[FINGERPRINT]))
             step = self.checkpoints.latest_step()
             if self.snapshots is None:
-                return self._from_disk(step)
-            state = self._from_memory(self.snapshots, step)
+                return self._restore_or_start(step)
+            state = self._restore_snapshot(self.snapshots, step)
             if state is not None:
-                self.snapshots.remove_but(int(state.step))
+                self.snapshots.remove_other_steps(int(state.step))
                 return state
-            state = self._from_disk(step)
-            self.snapshots.remove_but(None)
+            state = self._restore_or_start(step)
+            self.snapshots.remove_other_steps(None)
             return state
 
-    def _from_disk(self, step: int | None) -> TrainState:
+    def _restore_or_start(self, step: int | None) -> TrainState:
         """Return the state of checkpoint `step`; the state of step 0 if `step` is None."""
         checkpoints = self.checkpoints
         if step is None:
-            say(
+            print_on_rank_0(
                 f"starting from {self.config.init_from or 'step 0'}: no checkpoint in"
                 f" {checkpoints.directory}"
             )
             return self.first_state()
-        self._compare(checkpoints.saved_config(step))
-        state, data_state = restored(self.trainer, checkpoints, step)
+        self._check_saved_config(checkpoints.saved_config(step))
+        state, data_state = restore_checkpoint(self.trainer, checkpoints, step)
         self.batches.set_state(data_state)
-        say(f"resuming from step {step} of {checkpoints.directory}")
+        print_on_rank_0(f"resuming from step {step} of {checkpoints.directory}")
         return state
 
-    def _compare(self, saved: JsonObject) -> None:
+    def _check_saved_config(self, saved: JsonObject) -> None:
         """Print the settings that differ from a saved state's. Raises ValueError if one differs
         that must not change.
         """
         self.changes = check_compatible(saved, self.resolved)
         for change in self.changes:
-            say(f"changed: {change}")
+            print_on_rank_0(f"changed: {change}")
 
-    def begin_log(self, step: int) -> MetricsLog:
+    def open_log(self, step: int) -> MetricsLog:
         """Open and return the metrics log for the steps from `step` on, and log the changed
         settings.
         """
@@ -179,39 +183,43 @@ class Session:
             self.log.write_event("changed", step, setting=change)
         return self.log
 
-    def _from_memory(self, snapshots: Snapshots, checkpoint: int | None) -> TrainState | None:
+    def _restore_snapshot(self, snapshots: Snapshots, checkpoint: int | None) -> TrainState | None:
         """Return the state of the newest snapshot; None if there is no usable one, or `checkpoint`
         is newer.
         """
-        say(snapshots.note)
+        print_on_rank_0(snapshots.location_note)
         shape = self.trainer.saved_shape
-        snapshots.check_room(shape)
-        snapshot, why = snapshots.newest(shape, checkpoint, self.checkpoints.newest_folder())
+        snapshots.check_free_memory(shape)
+        snapshot, why = snapshots.read_newest(
+            shape, checkpoint, self.checkpoints.newest_step_on_disk()
+        )
         if why:
             used = "none is" if snapshot is None else f"step {snapshot.step} is"
-            say(f"warning: of the snapshots in memory {used} used: {why}")
+            print_on_rank_0(f"warning: of the snapshots in memory {used} used: {why}")
         if snapshot is None:
             return None
-        self._compare(snapshot.config)
+        self._check_saved_config(snapshot.config)
         self.batches.set_state(snapshot.data)
         state = self.trainer.load_state(snapshot.state)
-        say(f"resuming from step {snapshot.step} of {snapshots.folder}")
+        print_on_rank_0(f"resuming from step {snapshot.step} of {snapshots.folder}")
         if snapshot.step >= self.config.num_steps and snapshot.step != checkpoint:
             self.save(snapshot.step, state)  # no training step is left that would save it
         return state
 
     def evaluate(self, state: TrainState) -> PyTree:
-        """Compute, print and log the held-out loss; return it as a `HeldOut` (nats per token, bits
-        per byte).
+        """Compute, print and log the held-out loss; return it as a `HeldOutLoss` (nats per token,
+        bits per byte).
         """
         step, begun = int(state.step), time.perf_counter()
-        doing = status(f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", say)
+        doing = status(
+            f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", print_on_rank_0
+        )
         with self.watchdog.waiting_for("evaluation after step", step), doing:
             loss = held_out_loss(self.trainer, state, self.corpus, self.config, self.mesh)
         known = bool(self.corpus.held_out_bytes)
         bits = self.corpus.bits_per_byte(loss) if known else float("nan")
         per_byte = f", {bits:.4f} bits per byte" if known else ""
-        say(
+        print_on_rank_0(
             f"held-out loss after {step} steps: {loss:.4f}{per_byte}"
             f" ({time.perf_counter() - begun:.1f} s)"
         )
@@ -219,9 +227,9 @@ class Session:
             self.log.write_evaluation(step, loss=loss, bits_per_byte=bits)
         if self.exporter is not None:
             self.exporter.note_evaluation(loss)
-        return HeldOut(loss, bits)
+        return HeldOutLoss(loss, bits)
 
-    def evaluate_first(self, state: TrainState) -> PyTree:
+    def evaluate_step_0(self, state: TrainState) -> PyTree:
         """Return the held-out loss of step 0, computed now or read from the log of the run that
         began there; None if it was not computed.
         """
@@ -229,23 +237,26 @@ class Session:
             return self.evaluate(state) if self.config.evaluation.at_start else None
         events = read_events(self.log.path) if self.log is not None else []
         first = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
-        return HeldOut(first[0]["loss"], first[0]["bits_per_byte"]) if first else None
+        return HeldOutLoss(first[0]["loss"], first[0]["bits_per_byte"]) if first else None
 
     def save(self, step: int, state: TrainState) -> None:
         """Start writing the checkpoint of `step`, after the previous one is complete."""
         begun = time.perf_counter()
         with self.watchdog.waiting_for(
-            "the checkpoint before step", step, timeout_s=self.checkpoints.limit_s
+            "the checkpoint before step", step, timeout_s=self.checkpoints.save_limit_s
         ):
-            self.checkpoints.wait()
-        limit_s, progress = 1.25 * self.config.checkpoint.drain_timeout_s, self.trainer.progress
+            self.checkpoints.wait_for_save()
+        limit_s, progress = (
+            1.25 * self.config.checkpoint.drain_timeout_s,
+            self.trainer.progress_counters,
+        )
         what, option = "the drain of records before step", "checkpoint.drain_timeout_s"
         with self.watchdog.waiting_for(
             what, step, timeout_s=limit_s, progress=progress, option=option
         ):
             self.checkpoints.wait_for_records()
         with self.watchdog.waiting_for("checkpoint of step", step, progress=progress):
-            self.folder.check()
+            self.folder.check_still_owned()
             if self.log is not None:
                 self.log.sync()
             saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
@@ -254,7 +265,7 @@ class Session:
         if self.exporter is not None:
             self.exporter.note_save(time.perf_counter() - begun)
 
-    def snapshot(self, step: int, state: TrainState) -> None:
+    def save_snapshot(self, step: int, state: TrainState) -> None:
         """Write a snapshot of `step` into host memory if one is due. If memory is too small, print
         a warning and go on.
         """
@@ -268,10 +279,10 @@ class Session:
             begun = time.perf_counter()
             saved, data = self.trainer.save_state(state), self.batches.get_state()
             problem = self.snapshots.save(
-                step, saved, data, self.resolved, self.checkpoints.newest_folder()
+                step, saved, data, self.resolved, self.checkpoints.newest_step_on_disk()
             )
         if problem:
-            say(f"warning: no snapshot of step {step} in memory: {problem}")
+            print_on_rank_0(f"warning: no snapshot of step {step} in memory: {problem}")
         elif self.log is not None:
             self.log.write_event("snapshot", step, seconds=round(time.perf_counter() - begun, 4))
 
@@ -287,7 +298,7 @@ class Session:
             if layers:
                 bad.append(f"{name} {', '.join(map(str, layers))}" if np.ndim(norm) else name)
         where = f"not finite in {'; '.join(bad)}" if bad else "finite"
-        self.checkpoints.wait()
+        self.checkpoints.wait_for_save()
         # A checkpoint of this step or later holds the parameters that have just failed.
         folders = {
             saved: self.checkpoints.directory / str(saved) for saved in self.checkpoints.steps()
@@ -301,23 +312,23 @@ class Session:
             f"step {step}: loss = {values['loss']}, gradient norm {where}{scale}; {last}"
         )
 
-    def report(self) -> Path:
+    def draw_report(self) -> Path:
         """Draw the run's plots so far and return the path of the picture."""
         # Imported here because it loads matplotlib, which only process 0 needs.
         from jmoe.run.report import write_report
 
         return write_report(self.output_dir)
 
-    def finish(self, state: TrainState, before: Any) -> None:
+    def evaluate_and_summarize(self, state: TrainState, first_loss: Any) -> None:
         """Evaluate, then print the summary of the run: losses, baselines, a text sample and
         the output files.
 
-        before: the result of `evaluate_first`.
+        first_loss: the result of `evaluate_step_0`.
         """
         corpus, after = self.corpus, self.evaluate(state)
         sample = ""
         if corpus.tokenizer is not None and self.config.evaluation.sample_tokens:
-            with self.watchdog.waiting_for("sample"), status("sampling a text", say):
+            with self.watchdog.waiting_for("sample"), status("sampling a text", print_on_rank_0):
                 sample = sample_text(
                     cast(LanguageTrainer, self.trainer),
                     state,
@@ -329,16 +340,16 @@ class Session:
         totals = {} if self.config.tiers.all_on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return
-        with status("drawing the report", say):
-            self.report()
+        with status("drawing the report", print_on_rank_0):
+            self.draw_report()
         unigram, xz = baseline_bits_per_byte(corpus)
         if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
-            say(
+            print_on_rank_0(
                 f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz"
                 f" and a unigram model\n({COMPARABLE_BYTES:,}; see data.held_out_bytes and"
                 " data.held_out_fraction)"
             )
-        summary = Summary(before, after, unigram, xz, recent_expert_load(self.log.path), sample)
+        summary = Summary(first_loss, after, unigram, xz, recent_expert_load(self.log.path), sample)
         print_final_summary(summary, self.output_dir)
         if totals:
-            say(tiers_summary(self.config, totals, self.log))
+            print_on_rank_0(tiers_summary(self.config, totals, self.log))

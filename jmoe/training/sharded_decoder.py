@@ -40,7 +40,7 @@ from jmoe.training.state import TrainState
 from jmoe.types import JsonObject, PyTree
 
 
-def _local_tokens(config: TrainConfig, mesh: Mesh) -> int:
+def _tokens_per_device(config: TrainConfig, mesh: Mesh) -> int:
     """Return the number of tokens per device in one accumulation step."""
     return (
         config.batch_size
@@ -52,7 +52,7 @@ def _local_tokens(config: TrainConfig, mesh: Mesh) -> int:
 
 def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     model, inside = config.model, mesh.shape[ALL[-1]]
-    tokens = _local_tokens(config, mesh)
+    tokens = _tokens_per_device(config, mesh)
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     tied, sharded = model.tie_word_embeddings, config.comm.shard_dense
     vocabulary = EmbeddingSizes(
@@ -77,13 +77,13 @@ class ShardedDecoder(ShardedModel):
         super().__init__(config, mesh, self.embedding.split_dims)
         self.native = steps_are_native(config, mesh)  # read by trainers when they compile
 
-    def build(self) -> Decoder:
+    def build_model(self) -> Decoder:
         """Return a `Decoder` with random parameters, seeded by `config.seed`."""
         config = self.config
         load = None
         if self._links is not None:
             row_bytes = self.dtype.itemsize * config.model.hidden_size
-            tokens = _local_tokens(config, self.mesh)
+            tokens = _tokens_per_device(config, self.mesh)
             load = ExchangeLoad(self._links, tokens, row_bytes, config.model.capacity_factor)
         options: JsonObject = {"num_chunks": self.comm_schedule.num_chunks, "load": load}
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, **options)
@@ -96,7 +96,7 @@ class ShardedDecoder(ShardedModel):
         return replace(schedule, num_chunks=chunks) if chunks else schedule
 
     @property
-    def sums_in_layers(self) -> bool:
+    def needs_layer_all_reduce(self) -> bool:
         """True if some layer's gradient needs an all-reduce instead of a reduce-scatter."""
         leaves = jax.tree_util.tree_leaves_with_path(
             {name: self.shapes.get(name) for name in STACKS.values()}
@@ -108,7 +108,7 @@ class ShardedDecoder(ShardedModel):
         return any(whole) or (replicas and any(is_expert(path) for path, _ in leaves))
 
     @property
-    def casts_once(self) -> bool:
+    def casts_once_per_step(self) -> bool:
         """Whether stacked weights are cast to the compute dtype once per step, instead of once per
         layer use.
 
@@ -119,11 +119,12 @@ class ShardedDecoder(ShardedModel):
         """
         return self.mesh.devices.flat[0].platform != "cpu"
 
-    def _is_copied(self, path: KeyPath, w: jax.Array) -> bool:
+    def _has_cast_copy(self, path: KeyPath, w: jax.Array) -> bool:
         narrows = (
-            path_names(path)[0] in STACKS.values() and self.used_dtype(path, w.ndim) != w.dtype
+            path_names(path)[0] in STACKS.values()
+            and self.compute_dtype_at(path, w.ndim) != w.dtype
         )
-        return self.casts_once and self.mesh.size == 1 and narrows
+        return self.casts_once_per_step and self.mesh.size == 1 and narrows
 
     def cast_copies(self, params: PyTree) -> tuple[jax.Array, ...]:
         """Return copies of the stacked weights in their compute dtype, in tree order; empty if a
@@ -132,15 +133,15 @@ class ShardedDecoder(ShardedModel):
         AdamW writes these copies in the pass that updates the weights.
         """
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        return tuple(self.cast_leaf(path, w) for path, w in leaves if self._is_copied(path, w))
+        return tuple(self.cast_param(path, w) for path, w in leaves if self._has_cast_copy(path, w))
 
-    def with_copies(self, params: PyTree, copies: tuple[jax.Array, ...]) -> PyTree:
+    def use_cast_copies(self, params: PyTree, copies: tuple[jax.Array, ...]) -> PyTree:
         """Return `params` with each weight that `cast_copies` copied replaced by its copy; `params`
         itself if `copies` is empty.
         """
         left = iter(copies)
         return jax.tree_util.tree_map_with_path(
-            lambda path, w: next(left) if copies and self._is_copied(path, w) else w, params
+            lambda path, w: next(left) if copies and self._has_cast_copy(path, w) else w, params
         )
 
     def _cast_stacks(self, stacks: PyTree, layer_runner: ReverseScan | None) -> PyTree:
@@ -153,12 +154,12 @@ class ShardedDecoder(ShardedModel):
             self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1
         )
 
-        def used(path: KeyPath, w: jax.Array) -> jax.Array:
+        def cast_weight(path: KeyPath, w: jax.Array) -> jax.Array:
             is_cast = self.mesh.size == 1 or (is_expert(path) and alone)
-            return self.cast_leaf(path, w) if is_cast else w
+            return self.cast_param(path, w) if is_cast else w
 
         with jax.named_scope("cast"):
-            return jax.tree_util.tree_map_with_path(used, stacks)
+            return jax.tree_util.tree_map_with_path(cast_weight, stacks)
 
     @property
     def notes(self) -> list[str]:
@@ -181,7 +182,7 @@ class ShardedDecoder(ShardedModel):
         without `comm.fuse_dense`). chunk_bytes: the bytes of one chunk of a chunked collective;
         None takes `comm.chunk_bytes`, or `MAX_CHUNK_BYTES` if that is 0.
         """
-        comm, layout = self.config.comm, lambda stack: self.layout(stack, stacked=True)
+        comm, layout = self.config.comm, lambda stack: self.buffer_layout(stack, stacked=True)
         if self.mesh.size == 1 or (comm.shard_dense and not comm.fuse_dense):
             return None
         limit_bytes = chunk_bytes or comm.chunk_bytes or MAX_CHUNK_BYTES
@@ -207,15 +208,17 @@ class ShardedDecoder(ShardedModel):
         model without experts.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
-        if self.casts_once:
+        if self.casts_once_per_step:
             stacks = self._cast_stacks(stacks, layer_runner)
         with jax.named_scope("gather"):
-            outside = self.gather(
+            outside = self.gather_params(
                 {name: tree for name, tree in params.items() if name not in stacks}
             )
-        model = self.merge(outside | stacks, router_bias)
+        model = self.merge_params(outside | stacks, router_bias)
         if layer_runner is None:
-            execution = Execution(scan_layers, self.embedding.lookup, self.gather, remat=remat)
+            execution = Execution(
+                scan_layers, self.embedding.lookup, self.gather_params, remat=remat
+            )
         else:
             execution = Execution(layer_runner, self.embedding.lookup, remat=remat)
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
@@ -226,10 +229,10 @@ class ShardedDecoder(ShardedModel):
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training."""
-        return self.fresh_state().map_table(self.embedding.to_parameter_shape)
+        return self.initial_saved_state().map_embedding_table(self.embedding.to_parameter_shape)
 
     @cached_property
-    def _saved_form(
+    def _saved_table_conversion(
         self,
     ) -> (
         tuple[
@@ -260,13 +263,21 @@ class ShardedDecoder(ShardedModel):
         """Shapes, dtypes and shardings of a checkpoint's state; the shapes are the same for every
         mesh.
         """
-        shape, form = self.state_shape, self._saved_form
-        return shape if form is None else shape.map_table(lambda _: form[2])
+        shape, form = self.state_shape, self._saved_table_conversion
+        return shape if form is None else shape.map_embedding_table(lambda _: form[2])
 
     def to_saved(self, state: TrainState) -> TrainState:
         """Return `state` in the layout of a checkpoint."""
-        return state if self._saved_form is None else state.map_table(self._saved_form[0])
+        return (
+            state
+            if self._saved_table_conversion is None
+            else state.map_embedding_table(self._saved_table_conversion[0])
+        )
 
     def from_saved(self, state: TrainState) -> TrainState:
         """Return a checkpoint's state in the layout used by training."""
-        return state if self._saved_form is None else state.map_table(self._saved_form[1])
+        return (
+            state
+            if self._saved_table_conversion is None
+            else state.map_embedding_table(self._saved_table_conversion[1])
+        )

@@ -53,20 +53,20 @@ class ShardedModel(ABC):
         packed = config.mesh.expert_inter > 1 and config.comm.initial_packing > 1
         self.hierarchy = hierarchy(mesh, config.comm.hierarchical, packed=packed)
         self.fused = config.comm.shard_dense and config.comm.fuse_dense and mesh.size > 1
-        self.abstract: PyTree = nnx.eval_shape(self.build)
+        self.abstract: PyTree = nnx.eval_shape(self.build_model)
         self._graph, params, bias = split_parameters(self.abstract)
         self._structures = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self._bias_shapes = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
         self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
         self.specs |= {name: split_over(ALL, dim) for name, dim in split.items()}
         # path inside a layer -> dimension split over all devices
-        self._shard_dims = dict(self._sharded_over_all())
+        self._shard_dims = dict(self._fully_sharded_params())
 
     @abstractmethod
-    def build(self) -> nnx.Module:
+    def build_model(self) -> nnx.Module:
         """Return the model with random parameters."""
 
-    def merge(self, params: PyTree, router_bias: PyTree) -> PyTree:
+    def merge_params(self, params: PyTree, router_bias: PyTree) -> PyTree:
         """Return the `nnx` model with these parameters, given as nested dicts."""
         trees = zip(self._structures, (params, router_bias), strict=True)
         return nnx.merge(
@@ -75,7 +75,7 @@ class ShardedModel(ABC):
 
     # Where parameters lie
 
-    def _sharded_over_all(self) -> Iterator[tuple[tuple[str, ...], int]]:
+    def _fully_sharded_params(self) -> Iterator[tuple[tuple[str, ...], int]]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
             dim = shard_dim(
                 path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused
@@ -93,15 +93,15 @@ class ShardedModel(ABC):
         matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
         return self.dtype if matrix else jnp.float32
 
-    def layout(self, tree: PyTree, *, stacked: bool = False) -> BufferLayout:
+    def buffer_layout(self, tree: PyTree, *, stacked: bool = False) -> BufferLayout:
         """Return which parameters of `tree` travel in a flat buffer, and their places in that
         buffer.
 
         tree: parameters of one layer, of a stack of layers (`stacked`), or outside the layers.
         """
 
-        def place(path: KeyPath, w: jax.Array) -> ShardInBuffer | None:
-            names, shape = _names(path), w.shape[stacked:]
+        def place_in_buffer(path: KeyPath, w: jax.Array) -> ShardInBuffer | None:
+            names, shape = _path_names(path), w.shape[stacked:]
             dim = -1 if names[0] in self._split else self._shard_dims.get(names, -1)
             return (
                 None
@@ -110,40 +110,44 @@ class ShardedModel(ABC):
             )
 
         return BufferLayout(
-            tree, [place(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
+            tree, [place_in_buffer(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
         )
 
     # Parameters in use
 
-    def cast(self, tree: PyTree) -> PyTree:
+    def cast_params(self, tree: PyTree) -> PyTree:
         """Return unsharded parameters in their compute dtype; parameters that stay sharded in use
         are not cast.
         """
-        return jax.tree_util.tree_map_with_path(self.cast_leaf, tree)
+        return jax.tree_util.tree_map_with_path(self.cast_param, tree)
 
-    def cast_leaf(self, path: KeyPath, w: jax.Array) -> jax.Array:
+    def cast_param(self, path: KeyPath, w: jax.Array) -> jax.Array:
         """Return one parameter in its compute dtype. path: its path in the tree, with or without a
         stack of layers.
         """
-        return w if _names(path)[0] in self._split else w.astype(self.used_dtype(path, w.ndim))
+        return (
+            w
+            if _path_names(path)[0] in self._split
+            else w.astype(self.compute_dtype_at(path, w.ndim))
+        )
 
-    def used_dtype(self, path: KeyPath, ndim: int) -> PyTree:
+    def compute_dtype_at(self, path: KeyPath, ndim: int) -> PyTree:
         """Return the compute dtype of the parameter at `path` with `ndim` dimensions, stacked or
         not.
 
         The model's compute dtype for matrices; float32 for vectors, routers and tables read by row.
         """
-        return self._compute_dtype(_names(path), ndim - is_expert(path) - num_stack_dims(path))
+        return self._compute_dtype(_path_names(path), ndim - is_expert(path) - num_stack_dims(path))
 
-    def gather(self, tree: PyTree) -> PyTree:
+    def gather_params(self, tree: PyTree) -> PyTree:
         """Return the unsharded parameters, in their compute dtype, gathered from all devices'
         shards.
 
         Call this inside `shard_map`. tree: this device's shards of one layer, or of the parameters
         outside the layers.
         """
-        layout = self.layout(tree)
-        shards, unbuffered = layout.split(tree)[0], layout.split(self.cast(tree))[1]
+        layout = self.buffer_layout(tree)
+        shards, unbuffered = layout.split(tree)[0], layout.split(self.cast_params(tree))[1]
         if shards and self.fused:
             unsharded = gather_parameters_fused_local(shards, tuple(layout.entries), self.hierarchy)
         else:
@@ -163,16 +167,18 @@ class ShardedModel(ABC):
         scaling = None if self.config.compute_dtype != "float16" else LossScale(step, step)
         return TrainState(self.specs, self.specs, self.specs, bias, step, scaling)
 
-    def fresh_state(self) -> TrainState:
+    def initial_saved_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
-        _, params, bias = split_parameters(self.build())
+        _, params, bias = split_parameters(self.build_model())
         return TrainState.at_step_0(
             nnx.to_pure_dict(params), nnx.to_pure_dict(bias), initial_loss_scale(self.config)
         )
 
     def initial_state(self) -> TrainState:
-        """Return the state of step 0 in the layout used by training; by default `fresh_state`."""
-        return self.fresh_state()
+        """Return the state of step 0 in the layout used by training; by default the layout of a
+        checkpoint.
+        """
+        return self.initial_saved_state()
 
     @cached_property
     def state_shape(self) -> TrainState:
@@ -198,5 +204,5 @@ class ShardedModel(ABC):
         return state
 
 
-def _names(path: KeyPath) -> tuple[str, ...]:
+def _path_names(path: KeyPath) -> tuple[str, ...]:
     return tuple(name for name in path_names(path) if name != "value")

@@ -55,13 +55,15 @@ class TrainState:
             params, zeros, jax.tree.map(jnp.copy, zeros), router_bias, jnp.int32(0), loss_scale
         )
 
-    def map(self, change: Callable[[PyTree], PyTree]) -> Self:
+    def map_params_and_moments(self, change: Callable[[PyTree], PyTree]) -> Self:
         """Return the state with `change` applied to the parameters and to both moments."""
         return replace(self, params=change(self.params), m=change(self.m), v=change(self.v))
 
-    def map_table(self, change: Callable[[PyTree], PyTree]) -> Self:
+    def map_embedding_table(self, change: Callable[[PyTree], PyTree]) -> Self:
         """Return the state with `change` applied to the embedding table and both of its moments."""
-        return self.map(lambda tree: tree | {"embedding": change(tree["embedding"])})
+        return self.map_params_and_moments(
+            lambda tree: tree | {"embedding": change(tree["embedding"])}
+        )
 
 
 def experts_of(tree: PyTree, stack: str = "moe_layers") -> PyTree:
@@ -109,13 +111,13 @@ def read_experts(
         for name, array in host.items():
             array[layer] = arrays[f"{prefix}{name}"]
 
-    def shard(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
+    def read_shard(name: str, index: tuple[slice, ...]) -> NDArray[np.float32]:
         return host[name][:, np.searchsorted(own, np.arange(num_experts)[index[1]])][
             :, :, *index[2:]
         ]
 
     return {
-        name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(shard, name))
+        name: jax.make_array_from_callback(leaf.shape, leaf.sharding, partial(read_shard, name))
         for name, leaf in shapes.items()
     }
 
@@ -138,7 +140,7 @@ def read_missing_experts(
         if not shapes:
             continue
 
-        def read(
+        def read_stack(
             source: ReadExperts,
             prefix: str = "",
             shapes: PyTree = shapes,
@@ -149,9 +151,9 @@ def read_missing_experts(
             )
 
         if weights is not None:
-            saved = replace(saved, params=with_experts(saved.params, read(weights), stack))
+            saved = replace(saved, params=with_experts(saved.params, read_stack(weights), stack))
         if moments is not None:
-            m, v = (read(moments, prefix) for prefix in ("m.", "v."))
+            m, v = (read_stack(moments, prefix) for prefix in ("m.", "v."))
             saved = replace(
                 saved, m=with_experts(saved.m, m, stack), v=with_experts(saved.v, v, stack)
             )

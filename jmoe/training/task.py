@@ -66,10 +66,10 @@ class TrainingData:
 class Task(Protocol):
     """A run's objective: provides the data, the trainer, and the session around its steps."""
 
-    def plan(self) -> tuple[str, bool]:
+    def plan_report(self) -> tuple[str, bool]:
         """Return (text for `--plan`, whether the run fits in memory)."""
 
-    def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
+    def prepare_on_mesh(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
         """Plan the work on `mesh` and install signal handlers; called before the run waits for
         anything.
 
@@ -94,15 +94,15 @@ class Task(Protocol):
 
 
 def open_session(
-    kind: type[S],
+    session_class: type[S],
     setup: Setup,
     data: TrainingData,
     trainer: Trainer,
     checkpoints: Checkpoints,
     snapshots: Snapshots | None,
 ) -> S:
-    """Return a session of class `kind` made from the parts of a run."""
-    return kind(
+    """Return a session of class `session_class` made from the parts of a run."""
+    return session_class(
         config=setup.config,
         resolved=setup.resolved | {FINGERPRINT: data.fingerprint},
         mesh=setup.mesh,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jmoe.config import TrainConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.training.bandwidth import links_of, measured_chunk_bytes
+from jmoe.training.bandwidth import measure_chunk_bytes, read_or_measure_links
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import Batch, TrainState
 from jmoe.training.streamed.step import StreamedTrainer
@@ -29,7 +29,7 @@ class Trainer(Protocol):
     # the same with all experts, also if they are streamed and no part of the state
     full_shape: TrainState
     records: RecordCheckpoints | None  # the experts' files in a checkpoint; None without tiers
-    evaluation_batches: int  # the most efficient number of batches per call of `evaluate`
+    evaluation_batches: int  # the most efficient number of batches per call of `evaluate_batches`
 
     @property
     def config(self) -> TrainConfig:
@@ -40,7 +40,7 @@ class Trainer(Protocol):
         """Sentences that describe the plan and its reasons, to print at the start."""
 
     @property
-    def progress(self) -> Callable[[], object] | None:
+    def progress_counters(self) -> Callable[[], object] | None:
         """A function whose result changes while records are moving between tiers, so that a
         watchdog can tell slow from stuck. None if nothing moves.
         """
@@ -60,7 +60,7 @@ class Trainer(Protocol):
         step; at the smallest loss scale the step fails instead.
         """
 
-    def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+    def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch, scalars in nats."""
 
     def save_state(self, state: TrainState) -> TrainState:
@@ -107,8 +107,8 @@ def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageT
     Compiles no step yet, but may measure the network, so every process must call this. run: the
     folder name of the experts' records below `tiers.path`.
     """
-    chunk_bytes = measured_chunk_bytes(config.comm, mesh)
-    links = links_of(config, mesh)
+    chunk_bytes = measure_chunk_bytes(config.comm, mesh)
+    links = read_or_measure_links(config, mesh)
     if config.tiers.all_on_device:
         return FusedTrainer(config, mesh, chunk_bytes, links)
     return StreamedTrainer(config, mesh, chunk_bytes, run, links)

@@ -19,8 +19,8 @@ from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
-from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate_schedule
-from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscaled
+from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay, learning_rate_schedule
+from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscale
 from jmoe.training.state import TrainState
 from jmoe.types import PyTree
 
@@ -101,7 +101,7 @@ def run_without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
     return jax.block_until_ready(result)
 
 
-def overflowed(model: ModelConfig, dropped: jax.Array | np.ndarray | None) -> ArrayLike:
+def has_overflowed(model: ModelConfig, dropped: jax.Array | np.ndarray | None) -> ArrayLike:
     """Return whether a buffer of a dropless step overflowed; the caller then runs the step again
     with full capacity (`train.train_step`).
 
@@ -139,10 +139,10 @@ def finish_step(
         scale = loss_scale.scale
         squares = {name: square / scale / scale for name, square in squares.items()}
     norm = jnp.sqrt(sum(jnp.sum(square) for square in squares.values()))
-    overflow = jnp.asarray(overflowed(config.model, metrics.get("dropped")))
+    overflow = jnp.asarray(has_overflowed(config.model, metrics.get("dropped")))
     ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
     limit = config.optimizer.clip_norm
-    clip = unscaled(
+    clip = unscale(
         jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0),
         loss_scale,
     )
@@ -154,7 +154,7 @@ def finish_step(
         old = zip(
             leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
         )
-        step = partial(advance, config=config.optimizer, now=now)
+        step = partial(adamw_update, config=config.optimizer, now=now)
         new = [step(w, m, v, g, decay=has_weight_decay(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
     speed = config.model.router.bias_update_speed

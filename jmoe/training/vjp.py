@@ -16,34 +16,34 @@ from jmoe.types import PyTree
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Known:
+class _KnownPlaceholder:
     """Placeholder for a residual that the caller holds already: entry `index` of `known`."""
 
     index: int
 
 
-def without(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
+def replace_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     """Return `residuals` with a placeholder for each array that is an element of `known` (compared
     by identity).
     """
 
-    def strip(leaf: PyTree) -> PyTree:
-        return next((_Known(i) for i, k in enumerate(known) if k is leaf), leaf)
+    def replace_leaf(leaf: PyTree) -> PyTree:
+        return next((_KnownPlaceholder(i) for i, k in enumerate(known) if k is leaf), leaf)
 
-    return jax.tree.map(strip, residuals)
+    return jax.tree.map(replace_leaf, residuals)
 
 
-def with_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
+def restore_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     """Return `residuals` with each placeholder replaced by its element of `known`; the inverse of
-    `without`.
+    `replace_known`.
     """
-    is_known = lambda leaf: isinstance(leaf, _Known)  # noqa: E731
+    is_known = lambda leaf: isinstance(leaf, _KnownPlaceholder)  # noqa: E731
     return jax.tree.map(
         lambda leaf: known[leaf.index] if is_known(leaf) else leaf, residuals, is_leaf=is_known
     )
 
 
-def _floating(tree: PyTree) -> list[jax.Array]:
+def _float_leaves(tree: PyTree) -> list[jax.Array]:
     """Return the floating-point leaves, the only ones with cotangents."""
     return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
@@ -62,15 +62,15 @@ def vjp_with_residuals(
     """
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
-    def apply(*values: PyTree) -> tuple[list[jax.Array], PyTree]:
+    def apply_to_wanted(*values: PyTree) -> tuple[list[jax.Array], PyTree]:
         whole = list(args)
         for place, arg in zip(wanted, values, strict=True):
             whole[place] = arg
         result = jax.checkpoint(function, policy=policy, prevent_cse=False)(*whole)
-        return _floating(result), result
+        return _float_leaves(result), result
 
-    _, pull, result = jax.vjp(apply, *(args[i] for i in wanted), has_aux=True)
-    return result, jax.tree.map(lambda leaf: leaf[None], without(pull, jax.tree.leaves(args)))
+    _, pull, result = jax.vjp(apply_to_wanted, *(args[i] for i in wanted), has_aux=True)
+    return result, jax.tree.map(lambda leaf: leaf[None], replace_known(pull, jax.tree.leaves(args)))
 
 
 def apply_vjp(residuals: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> PyTree:
@@ -79,5 +79,5 @@ def apply_vjp(residuals: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> 
     args: the same arguments as there. cotangents: a tree like the function's result; leaves that
     are not floating-point are ignored.
     """
-    pull = with_known(jax.tree.map(lambda leaf: leaf[0], residuals), jax.tree.leaves(args))
-    return pull(_floating(cotangents))
+    pull = restore_known(jax.tree.map(lambda leaf: leaf[0], residuals), jax.tree.leaves(args))
+    return pull(_float_leaves(cotangents))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.cluster.clocks import HostClocks, RunningClock, disk_time
+from jmoe.cluster.clocks import HostClocks, RunningClock, probe_disk_time
 
 
 class Rank0:
@@ -24,7 +24,7 @@ class Rank0:
         read: dict[int, dict[str, Any]] = {
             r: {"beat": b, "time": t, "host": f"h{r}"} for r, b, t in reports
         }
-        return list(self._clocks.look(read, now))
+        return list(self._clocks.skew_warnings(read, now))
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_delays_are_no_differences(rank_0: Rank0) -> None:
 def test_the_time_of_the_disk(tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.touch()
-    now = disk_time(tmp_path)
+    now = probe_disk_time(tmp_path)
     (after := tmp_path / "after").touch()
     assert now is not None and before.stat().st_mtime <= now <= after.stat().st_mtime
     assert set(os.listdir(tmp_path)) == {"before", "after"}
-    assert disk_time(tmp_path / "absent") is None
+    assert probe_disk_time(tmp_path / "absent") is None
 
 
 def test_a_clock_stands_still_while_the_process_is_suspended(
@@ -77,9 +77,9 @@ def test_a_clock_stands_still_while_the_process_is_suspended(
     begun_s = clock.now()
     for _ in range(10):
         now_s += 1.0  # later than it wanted, on a busy machine
-        clock.look()
+        clock.skip_suspension()
     assert clock.now() - begun_s == 10.0
     now_s += 3600.0
-    assert clock.look() - begun_s == clock.now() - begun_s == 11.5
+    assert clock.skip_suspension() - begun_s == clock.now() - begun_s == 11.5
     now_s += 0.5
-    assert clock.look() - begun_s == 12.0
+    assert clock.skip_suspension() - begun_s == 12.0

@@ -29,7 +29,7 @@ import os, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import PreemptionSignal, Watchdog, start
+from jmoe.cluster.distributed import PreemptionSignal, Watchdog, join_processes
 
 rank, processes, port = map(int, sys.argv[1:4])
 option = dict(word.split("=") for word in sys.argv[4:])
@@ -38,7 +38,7 @@ time.time = lambda: clock() + ahead_s.get(rank, 0)
 print("imported", flush=True)
 while not os.path.exists(option.get("go", "/")):
     time.sleep(0.01)
-start(DistributedConfig(
+join_processes(DistributedConfig(
     coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
     start_timeout_s=int(option.get("start_s", 240)), heartbeat_timeout_s=int(option.get("heartbeat_s", 60)),
     step_timeout_s=240))
@@ -63,7 +63,7 @@ with Watchdog(step_limit_s, float(option.get("heartbeat_s", 60))) as watchdog, P
             if len(pending) > 1:  # one step in flight
                 assert float(pending.pop(0)) == processes * (step - 1)
         print("step", step, flush=True)
-        if preemption.requested(step):
+        if preemption.must_stop_after(step):
             print("stop", step, flush=True)
             time.sleep(float(option.get("save_s", 0)))  # the save
             print("saved", flush=True)
@@ -76,10 +76,10 @@ print("end", flush=True)
 ANSWERING = """
 import errno, json, sys
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import from_rank_0, start
+from jmoe.cluster.distributed import from_rank_0, join_processes
 
 rank, processes, port = map(int, sys.argv[1:4])
-start(DistributedConfig(
+join_processes(DistributedConfig(
     coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
     start_timeout_s=240, heartbeat_timeout_s=60, step_timeout_s=240))
 
@@ -313,13 +313,13 @@ def test_one_process_stops_at_once() -> None:
     before = {number: signal.getsignal(number) for number in PreemptionSignal.SIGNALS}
     for number in PreemptionSignal.SIGNALS:
         with PreemptionSignal() as preemption:
-            assert not preemption.requested(1)
+            assert not preemption.must_stop_after(1)
         assert {number: signal.getsignal(number) for number in before} == before
         with PreemptionSignal() as preemption:
             signal.raise_signal(number)
             if number is not signal.SIGINT:  # a second Ctrl-C ends the process
                 signal.raise_signal(number)
-            assert preemption.requested(2)
+            assert preemption.must_stop_after(2)
         after = [signal.getsignal(number) for number in PreemptionSignal.SIGNALS]
         assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
         for other, handler in before.items():
@@ -332,9 +332,9 @@ def test_what_the_shell_lets_a_process_ignore_stays_ignored(number: signal.Signa
     before = signal.signal(number, signal.SIG_IGN)
     with PreemptionSignal() as preemption:
         signal.raise_signal(number)
-        assert not preemption.requested(1)
+        assert not preemption.must_stop_after(1)
         signal.raise_signal(signal.SIGTERM)
-        assert preemption.requested(2)
+        assert preemption.must_stop_after(2)
     signal.signal(number, before)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -342,11 +342,11 @@ def test_what_the_shell_lets_a_process_ignore_stays_ignored(number: signal.Signa
 def test_one_process_is_asked_again_and_again() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with RequestSignal() as asked:
-        assert not asked.requested(1)
+        assert not asked.is_due(1)
         for times in (1, 2):
             signal.raise_signal(signal.SIGUSR2)
             signal.raise_signal(signal.SIGUSR2)
-            assert [asked.requested(step) for step in (2, 3)] == [True, False]
+            assert [asked.is_due(step) for step in (2, 3)] == [True, False]
             assert (asked.name, asked.times) == ("SIGUSR2", times)
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
     signal.signal(signal.SIGUSR2, before)
@@ -461,14 +461,14 @@ def test_waits_in_time_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_launcher_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    distributed.start(DistributedConfig())
+    distributed.join_processes(DistributedConfig())
     alone = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
-    assert distributed._detect(1, alone) is None
+    assert distributed._detect_job(1, alone) is None
     # not a pod of an indexed job
-    assert distributed._detect(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
+    assert distributed._detect_job(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
     for name, value in {"NTASKS": "4", "PROCID": "0", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)  # inside sbatch, but not started by srun
-    assert distributed._detect(1) is None
+    assert distributed._detect_job(1) is None
 
 
 def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,13 +482,13 @@ def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert distributed._detect(1) == (f"node007:{61440 + 42}", 6, 5)
+    assert distributed._detect_job(1) == (f"node007:{61440 + 42}", 6, 5)
     for name in slurm:
         monkeypatch.delenv(f"SLURM_{name}")
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://10.96.0.1,10.148.0.1:34911")
     for name, value in {"SIZE": "8", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    address, processes, rank = distributed._detect(1) or ("", 0, 0)
+    address, processes, rank = distributed._detect_job(1) or ("", 0, 0)
     assert (address.partition(":")[0], processes, rank) == ("10.96.0.1", 8, 3)
 
 
@@ -499,12 +499,12 @@ def test_a_job_that_jax_cannot_read_is_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         ValueError, match=r"cannot find the other processes .*--distributed.process-id I"
     ):
-        distributed.start(DistributedConfig())
+        distributed.join_processes(DistributedConfig())
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(ValueError, match="JAX needs the package `kubernetes`"):
-        distributed.start(DistributedConfig())
+        distributed.join_processes(DistributedConfig())
 
 
 def test_a_bad_address_is_an_error() -> None:
@@ -512,12 +512,12 @@ def test_a_bad_address_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"distributed.coordinator_address = 'somewhere': must read HOST:PORT"
     ):
-        distributed.start(config)
+        distributed.join_processes(config)
     with socket.create_server(("", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         config = DistributedConfig(coordinator_address=address, num_processes=2, process_id=0)
         with pytest.raises(OSError, match="process 0 cannot listen there"):
-            distributed.start(config)
+            distributed.join_processes(config)
 
 
 # Preparing data: RANK PROCESSES PORT TEXT CACHE SLOW; process 0 takes SLOW seconds over every piece
@@ -527,12 +527,12 @@ import sys, time
 from pathlib import Path
 from jmoe.config import DataConfig, DistributedConfig
 from jmoe.data import corpus
-from jmoe.cluster.distributed import Watchdog, start
+from jmoe.cluster.distributed import Watchdog, join_processes
 from jmoe.data.progress import PreparationProgress
 
 rank, processes, port = map(int, sys.argv[1:4])
 text, cache, slow_s = sys.argv[4], Path(sys.argv[5]), float(sys.argv[6])
-start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
                         heartbeat_timeout_s=240))
 encode = corpus.encode_pieces
 

@@ -82,9 +82,9 @@ def jax_is_given(
     """
     told: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: told.update(arguments))
-    monkeypatch.setattr(distributed, "rendezvous", lambda *_: {})
+    monkeypatch.setattr(distributed, "connect_all_ranks", lambda *_: {})
     monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(job, "visible_gpus", lambda: visible)
+    monkeypatch.setattr(job, "count_visible_gpus", lambda: visible)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     options = (
@@ -94,7 +94,7 @@ def jax_is_given(
     )
     before = {name: getattr(jax.config, name) for name in options}
     try:
-        distributed.connect(DistributedConfig())
+        distributed.join_with_connections(DistributedConfig())
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
@@ -124,16 +124,18 @@ SILENT = {"SLURM_NTASKS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"}
 def test_half_of_a_launchers_variables_is_a_mistake(kind: str) -> None:
     """Never a process that trains by itself: each subset of the variables of rank 1 of several."""
     told = LAUNCHED[kind]
-    assert job.launcher(told) == kind
-    assert job.launcher(told | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == kind, "SLURM in pods"
+    assert job.find_launcher(told) == kind
+    assert job.find_launcher(told | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == kind, (
+        "SLURM in pods"
+    )
     for count in range(len(told)):
         for names in itertools.combinations(told, count):
             part = {name: told[name] for name in names}
             if part.keys() <= SILENT:
-                assert job.launcher(part) is None
+                assert job.find_launcher(part) is None
             else:
                 with pytest.raises(ValueError, match=r"^[A-Z_]+ is not set, but [A-Z_]+ = .*pass"):
-                    job.launcher(part)
+                    job.find_launcher(part)
 
 
 @pytest.mark.parametrize(
@@ -146,21 +148,23 @@ def test_half_of_a_launchers_variables_is_a_mistake(kind: str) -> None:
 )
 def test_ranks_that_cannot_be(changes: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        job.launcher(slurm(2, 1) | changes)
+        job.find_launcher(slurm(2, 1) | changes)
 
 
 @pytest.mark.parametrize("program", ["mpiexec", "torchrun"])
 def test_launchers_that_are_not_read_are_named(program: str) -> None:
     (count, rank) = next((count, rank) for count, rank, name in job.UNSUPPORTED if name == program)
     with pytest.raises(ValueError, match=rf"^{count} = 4: {program} started .*--distributed.coord"):
-        job.launcher({count: "4", rank: "0"})
-    assert job.launcher({count: "1", rank: "0"}) is job.launcher({count: "4"}) is None
-    assert job.launcher(slurm(2, 1) | {count: "16", rank: "1"}) == "slurm", "srun sets some too"
+        job.find_launcher({count: "4", rank: "0"})
+    assert job.find_launcher({count: "1", rank: "0"}) is job.find_launcher({count: "4"}) is None
+    assert job.find_launcher(slurm(2, 1) | {count: "16", rank: "1"}) == "slurm", (
+        "srun sets some too"
+    )
 
 
 def test_alone_in_a_step_is_alone() -> None:
-    assert job.launcher(slurm(1, 0, nodes=1)) is None
-    assert job.launcher({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
+    assert job.find_launcher(slurm(1, 0, nodes=1)) is None
+    assert job.find_launcher({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def test_pods_take_all_that_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifests' own options; JAX's detection of an indexed job has no number on the node
     either.
     """
-    monkeypatch.setattr(distributed, "_detect", lambda _: ("job-0.pods:55527", 8, 3))
+    monkeypatch.setattr(distributed, "_detect_job", lambda _: ("job-0.pods:55527", 8, 3))
     told = jax_is_given(
         monkeypatch, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, 8
     )
@@ -279,8 +283,8 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "NVIDIA_VISIBLE_DEVICES": "GPU-1,G
 )
 def test_gpus_left_over_are_refused(environment: dict[str, str], used: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        job.check_all_used(used, environment)
-    job.check_all_used(used, environment | {"JAX_PLATFORMS": "cpu"})
+        job.check_all_gpus_used(used, environment)
+    job.check_all_gpus_used(used, environment | {"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.parametrize(
@@ -295,14 +299,14 @@ def test_gpus_left_over_are_refused(environment: dict[str, str], used: int, word
     ],
 )
 def test_all_used_is_right(environment: dict[str, str], used: int) -> None:
-    job.check_all_used(used, environment)
+    job.check_all_gpus_used(used, environment)
 
 
 def test_a_server_on_one_of_a_jobs_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in slurm(1, 0, nodes=1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(distributed, "_local_gpus", lambda: 8)
+    monkeypatch.setattr(distributed, "_num_local_gpus", lambda: 8)
     with pytest.raises(
         ValueError,
         match=r"would use 1 of the job's GPUs on this node: give --devices 8; or ask",
@@ -319,21 +323,21 @@ def test_a_process_alone_in_a_job_of_several_nodes_is_refused(
     """
     batch = {name: value for name, value in slurm(1, 0).items() if "STEP" not in name}
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(distributed, "_local_gpus", lambda: 8)
+    monkeypatch.setattr(distributed, "_num_local_gpus", lambda: 8)
     for name, value in batch.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
         ValueError, match="SLURM_JOB_NUM_NODES = 8: this process was not started by srun"
     ):
-        distributed.start(DistributedConfig())
+        distributed.join_processes(DistributedConfig())
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    distributed.start(DistributedConfig())
+    distributed.join_processes(DistributedConfig())
 
 
 def test_hosts_are_said() -> None:
-    assert job.hosts_line([8] * 8) == "64 devices on 8 hosts"
-    assert job.hosts_line([4, 2]) == "6 devices on 2 hosts: 4, 2"
+    assert job.describe_hosts([8] * 8) == "64 devices on 8 hosts"
+    assert job.describe_hosts([4, 2]) == "6 devices on 2 hosts: 4, 2"
 
 
 FAKE_DRIVER = """
@@ -351,5 +355,5 @@ def test_cuda_is_asked_what_a_process_sees(tmp_path: Path, run_python: Any) -> N
         ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"],
         check=True,
     )
-    show = ["-c", "from jmoe.cluster.job import visible_gpus; print(visible_gpus())"]
+    show = ["-c", "from jmoe.cluster.job import count_visible_gpus; print(count_visible_gpus())"]
     assert run_python(show, {"LD_LIBRARY_PATH": str(tmp_path)}, timeout=60).stdout == "5\n"

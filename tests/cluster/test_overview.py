@@ -17,7 +17,7 @@ import pytest
 
 from jmoe.cluster import show_status
 from jmoe.cluster.heartbeat import CLOSED, Heartbeat, heartbeat_file
-from jmoe.cluster.overview import RankSign, lines, read_overview, slowest
+from jmoe.cluster.overview import RankSign, find_slowest_rank, overview_lines, read_overview
 from tests.train_runs import Run, TrainRuns
 
 Hold = Callable[[str], None]
@@ -82,7 +82,7 @@ def hold(folder: Path) -> Iterator[Hold]:
 
 def test_more_steps_than_the_last_command_asked_for(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"num_steps": 4}))
-    (said,) = [line for line in lines(read_overview(folder)) if line.startswith("steps")]
+    (said,) = [line for line in overview_lines(read_overview(folder)) if line.startswith("steps")]
     assert (
         said.startswith("steps         7, more than the 4 that it was last told")
         and "%" not in said
@@ -147,7 +147,7 @@ def test_half_of_every_file(folder: Path) -> None:
         for size in (0, len(text) // 2):
             (folder / name).write_bytes(text[:size])
             run = read_overview(folder)
-            assert run.state == "dead" and list(lines(run))
+            assert run.state == "dead" and list(overview_lines(run))
     assert (run.num_steps, run.run, run.steps, run.attempt) == (None, "mine", 2, 1)
 
 
@@ -155,7 +155,7 @@ def test_a_loss_that_is_not_finite_is_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_steps(folder, 7, loss=None, non_finite={"loss": "nan"})
-    assert "loss          nan" in list(lines(read_overview(folder)))
+    assert "loss          nan" in list(overview_lines(read_overview(folder)))
     monkeypatch.setattr(sys, "argv", ["jmoe-status", str(folder), "--json"])
     with pytest.raises(SystemExit) as ended:
         show_status.main()
@@ -203,7 +203,7 @@ def test_a_supervised_run(folder: Path, hold: Hold) -> None:
     assert (run.state, run.attempt, run.restarts, run.last_end) == ("running", 10, 1, why)
     assert [(sign.rank, sign.at) for sign in run.ranks] == [(0, "step 10"), (1, "step 10")]
     assert run.slowest_rank == 1
-    said = "\n".join(lines(run))
+    said = "\n".join(overview_lines(run))
     assert f"restarts      1; the last attempt that ended: {why}\n" in said
     assert "slowest rank  1, at step 10; heard " in said
 
@@ -225,12 +225,16 @@ def test_a_supervised_run(folder: Path, hold: Hold) -> None:
 def test_the_slowest_rank(
     signs: list[tuple[int, int, float, float, float]], rank: int | None
 ) -> None:
-    assert slowest(tuple(RankSign(number, "step", *rest) for number, *rest in signs)) == rank  # type: ignore[arg-type]
+    assert (
+        find_slowest_rank(tuple(RankSign(number, "step", *rest) for number, *rest in signs)) == rank
+    )  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_done_is_not_slow() -> None:
     assert (
-        slowest((RankSign(0, CLOSED, 0, 1.0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 1.0, 0.1)))
+        find_slowest_rank(
+            (RankSign(0, CLOSED, 0, 1.0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 1.0, 0.1))
+        )
         is None
     )
 
@@ -255,12 +259,12 @@ def test_a_clock_that_differs_from_that_of_the_disk(
         and run.clock_ahead_s == pytest.approx(ahead_s, 0.5)
     )
     how = "ahead of" if ahead_s > 0 else "behind"
-    (line,) = [line for line in lines(run) if line.startswith("clock")]
+    (line,) = [line for line in overview_lines(run) if line.startswith("clock")]
     assert re.fullmatch(
         rf"clock {{9}}this machine's is [\d,]+ s {how} the disk's, which ages are by", line
     )
     # it may not write there
-    monkeypatch.setattr("jmoe.cluster.overview.disk_time", lambda folder: None)
+    monkeypatch.setattr("jmoe.cluster.overview.probe_disk_time", lambda folder: None)
     run = read_overview(folder)
     assert (
         (run.clock_ahead_s < -1800) == (ahead_s < 0)
@@ -289,7 +293,7 @@ def test_what_is_no_run_is_refused(
 
 def test_tiers_are_shown(folder: Path) -> None:
     write_steps(folder, 7, tiers=TIERS)
-    (line,) = [line for line in lines(read_overview(folder)) if line.startswith("tiers")]
+    (line,) = [line for line in overview_lines(read_overview(folder)) if line.startswith("tiers")]
     assert (
         "hit rate 75.0 %, NVMe 3.00 GB read, 2.00 GB written, host memory 5.00 GB, 1.5 s waited"
         in line
@@ -312,7 +316,7 @@ def test_snapshots_in_this_hosts_memory_are_shown(folder: Path, tmp_path: Path) 
     overview = read_overview(folder)
     assert overview.snapshot is not None
     assert (overview.snapshot.step, overview.snapshot.ranks) == (6, (0, 2))
-    said = "\n".join(lines(overview))
+    said = "\n".join(overview_lines(overview))
     assert re.search(
         r"^in memory     step 6, \d+ s ago; on this host the shards of process 0, 2$",
         said,

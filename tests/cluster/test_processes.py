@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jmoe.cluster import processes
-from jmoe.cluster.processes import exchange_bytes, gather_json, rounds_of
+from jmoe.cluster.processes import exchange_bytes, gather_json, split_into_rounds
 
 
 def test_values_come_back_as_json_has_them() -> None:
@@ -12,9 +12,12 @@ def test_values_come_back_as_json_has_them() -> None:
 
 
 def test_nobody_sends_or_receives_twice_in_a_round() -> None:
-    assert rounds_of([(0, 1), (1, 0), (2, 3)]) == [((0, 1), (1, 0), (2, 3))]
-    assert rounds_of([(0, 1), (0, 2), (1, 3), (3, 2)]) == [((0, 1), (1, 3), (3, 2)), ((0, 2),)]
-    assert rounds_of([]) == []
+    assert split_into_rounds([(0, 1), (1, 0), (2, 3)]) == [((0, 1), (1, 0), (2, 3))]
+    assert split_into_rounds([(0, 1), (0, 2), (1, 3), (3, 2)]) == [
+        ((0, 1), (1, 3), (3, 2)),
+        ((0, 2),),
+    ]
+    assert split_into_rounds([]) == []
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 99, 100, 250])

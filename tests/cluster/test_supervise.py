@@ -21,19 +21,19 @@ from jmoe.cluster.overview import read_overview
 from jmoe.cluster.remote_process import (
     LaunchOrder,
     RemoteProcess,
-    answered,
     reserve_port,
+    wait_for_launchers,
     why_killed,
 )
 from jmoe.cluster.restarts import (
     Ending,
     Restarts,
     RunProgress,
+    exit_code_text,
     failure_kind,
-    named_code,
     read_progress,
 )
-from jmoe.cluster.supervise import Supervisor, program_and_arguments
+from jmoe.cluster.supervise import Supervisor, split_command
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from tests.fakes import wait_for, wait_for_text
@@ -255,7 +255,7 @@ def test_a_signal_while_the_processes_are_started_stops_the_run(
     supervised_run: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = supervised_run.make({"1 0": "wait 75", "1 1": "wait 0"})
-    start = supervisor._start
+    start = supervisor._start_attempt
 
     def signalled(ranks: Any) -> Any:
         listener = start(ranks)
@@ -264,7 +264,7 @@ def test_a_signal_while_the_processes_are_started_stops_the_run(
         os.kill(os.getpid(), signal.SIGUSR1)
         return listener
 
-    monkeypatch.setattr(supervisor, "_start", signalled)
+    monkeypatch.setattr(supervisor, "_start_attempt", signalled)
     assert supervisor.run() == 0
     assert all(f"told {int(signal.SIGUSR1)}" in supervised_run.log(rank) for rank in range(2))
 
@@ -320,7 +320,7 @@ def test_one_supervisor_a_run_in_a_folder_that_can_be_written(
 ) -> None:
     first, second = supervised_run.make({}), supervised_run.make({})
     with contextlib.ExitStack() as stack:
-        first._open(stack)
+        first._lock_folder(stack)
         with pytest.raises(OSError, match="has a supervisor already"):
             second.run()
     assert second.run() == 0
@@ -354,7 +354,7 @@ def test_commands_of_every_form() -> None:
         "python -m jmoe.x": ["python", "-m", "jmoe.x"],
     }
     for words, program in forms.items():
-        assert program_and_arguments([*words.split(), "tiny", "--plan"]) == (
+        assert split_command([*words.split(), "tiny", "--plan"]) == (
             program,
             ["tiny", "--plan"],
         )
@@ -366,25 +366,29 @@ def test_restarts_and_their_waits() -> None:
     """
     config = SuperviseConfig(max_restarts=4, same_step_limit=3, backoff_s=5.0, max_backoff_s=15.0)
     lost, restarts = Ending("lost", 70), Restarts(config, RunProgress(9, 10))
-    assert [restarts.after(lost, RunProgress(step, 10)) for step in (11, 12, 12, 13)] == [
+    assert [
+        restarts.decide_next_attempt(lost, RunProgress(step, 10)) for step in (11, 12, 12, 13)
+    ] == [
         0.0,
         5.0,
         10.0,
         15.0,
     ]
     assert (
-        restarts.after(lost, RunProgress(14, 10))
+        restarts.decide_next_attempt(lost, RunProgress(14, 10))
         == "given up: 4 restarts in a row have made no checkpoint (max_restarts)"
     )
-    assert [restarts.after(lost, RunProgress(14, 15)) for _ in range(2)] == [0.0, 5.0]
+    assert [restarts.decide_next_attempt(lost, RunProgress(14, 15)) for _ in range(2)] == [0.0, 5.0]
     assert "3 attempts in a row have ended after step 14" in str(
-        restarts.after(lost, RunProgress(14, 15))
+        restarts.decide_next_attempt(lost, RunProgress(14, 15))
     )
     assert "before the first step" in str(
-        Restarts(SuperviseConfig(same_step_limit=1), RunProgress()).after(lost, RunProgress())
+        Restarts(SuperviseConfig(same_step_limit=1), RunProgress()).decide_next_attempt(
+            lost, RunProgress()
+        )
     )
     assert (
-        Restarts(config, RunProgress()).after(Ending("mistake", 1), RunProgress(5, 5))
+        Restarts(config, RunProgress()).decide_next_attempt(Ending("mistake", 1), RunProgress(5, 5))
         == "which a new start does not mend"
     )
 
@@ -397,7 +401,7 @@ def test_exit_codes() -> None:
         "lost",
         "lost",
     ]
-    assert [named_code(code) for code in (1, 137, 255)] == [
+    assert [exit_code_text(code) for code in (1, 137, 255)] == [
         "exit code 1",
         "killed by SIGKILL",
         "exit code 255",
@@ -418,18 +422,26 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
 def test_signs_of_life(tmp_path: Path) -> None:
     """A rank is silent only after its first sign, and says that it is at its end."""
     listener = Listener(tmp_path, 2)
-    listener.look()
-    assert not listener.has_begun(1) and listener.silence_s(1) == 0.0 and listener.at(1) == ""
+    listener.read_time_stamps()
+    assert (
+        not listener.has_begun(1)
+        and listener.silence_s(1) == 0.0
+        and listener.last_activity(1) == ""
+    )
     rank = Heartbeat(tmp_path, 1, 4)
     rank.beat("step 3")
-    listener.look()
-    assert listener.has_begun(1) and listener.at(1) == "step 3" and listener.local_devices() == 4
+    listener.read_time_stamps()
+    assert (
+        listener.has_begun(1)
+        and listener.last_activity(1) == "step 3"
+        and listener.devices_per_process() == 4
+    )
     before = listener.silence_s(1)
     assert listener.silence_s(1) > before
     with Watchdog(100.0, heartbeat=rank) as watchdog, watchdog.waiting_for("step", 4):
-        assert listener.at(1) != "step 3"
+        assert listener.last_activity(1) != "step 3"
         wait_for(lambda: read_heartbeat(heartbeat_file(tmp_path, 1)).get("waits") == 1)
-    assert listener.at(1) == "closed"
+    assert listener.last_activity(1) == "closed"
 
 
 def test_a_full_disk_is_no_silence(tmp_path: Path) -> None:
@@ -438,17 +450,17 @@ def test_a_full_disk_is_no_silence(tmp_path: Path) -> None:
         now = [100.0]
         listener, rank = Listener(tmp_path, 1, lambda: now[0]), Heartbeat(tmp_path, 0, 1)
         rank.beat("step 1")
-        listener.look()
+        listener.read_time_stamps()
         fill()
         for _ in range(3):
             now[0] += 50.0
             rank.beat("step 2")
-            listener.look()
+            listener.read_time_stamps()
             assert listener.silence_s(0) == 0.0
-        assert listener.at(0) == "step 1"
+        assert listener.last_activity(0) == "step 1"
         (tmp_path / "filler").unlink()
         rank.beat("step 3")
-        assert listener.at(0) == "step 3"
+        assert listener.last_activity(0) == "step 3"
 
 
 def test_events_that_cannot_be_written_end_nothing(supervised_run: Supervised) -> None:
@@ -468,10 +480,10 @@ def test_the_clocks_of_hosts_need_not_agree(tmp_path: Path) -> None:
         rank.beat("step 1")
         os.utime(heartbeat_file(tmp_path, 0), (dated, dated))
         now[0] += 50.0
-        listener.look()
+        listener.read_time_stamps()
         assert listener.has_begun(0) and listener.silence_s(0) == 0.0
     now[0] += 7.0
-    listener.look()
+    listener.read_time_stamps()
     assert listener.silence_s(0) == 7.0
 
 
@@ -486,7 +498,7 @@ def test_a_reserved_port_is_for_who_is_told_it() -> None:
 
 
 def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
-    (remote,) = answered([RemoteProcess("", 0, [])], 240)
+    (remote,) = wait_for_launchers([RemoteProcess("", 0, [])], 240)
     with contextlib.closing(remote):
         remote.start(
             LaunchOrder(
@@ -498,8 +510,8 @@ def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
         pid = int((tmp_path / "log").read_text().split()[-1])
         os.kill(pid, 0)
         remote.kill()
-        wait_for(lambda: remote.code() is not None)
-        assert remote.code() == 137
+        wait_for(lambda: remote.exit_code() is not None)
+        assert remote.exit_code() == 137
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -523,13 +535,13 @@ def test_a_process_that_its_cgroup_kills_is_named(tmp_path: Path) -> None:
     """The launcher, which shares the cgroup, lives on and says it."""
     with memory_cgroup(64 << 20) as folder:
         enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
-        (remote,) = answered([RemoteProcess("", 0, ["sh", "-c", enter, "sh"])], 240)
+        (remote,) = wait_for_launchers([RemoteProcess("", 0, ["sh", "-c", enter, "sh"])], 240)
         with contextlib.closing(remote):
             fill = [sys.executable, "-c", "x = bytearray(1 << 30)"]
             remote.start(LaunchOrder(fill, str(tmp_path), {}, str(tmp_path / "log"), "a title"))
-            wait_for(lambda: remote.code() is not None)
-            assert remote.code() == 137
-            words = remote.last_words()
+            wait_for(lambda: remote.exit_code() is not None)
+            assert remote.exit_code() == 137
+            words = remote.read_launch_error()
         assert f"its cgroup ran out (oom_kill of {folder}/" in words and "rose by 1" in words
 
 
@@ -548,15 +560,15 @@ def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
         os.rename("new", "child")
         time.sleep(1000)
     """
-    (remote,) = answered([RemoteProcess("", 0, [])], 240)
+    (remote,) = wait_for_launchers([RemoteProcess("", 0, [])], 240)
     with contextlib.closing(remote):
         remote.start(
             LaunchOrder(
                 [sys.executable, "-c", forks], str(tmp_path), {}, str(tmp_path / "log"), "a title"
             )
         )
-        wait_for(lambda: remote.code() is not None)
-        assert remote.code() == 3
+        wait_for(lambda: remote.exit_code() is not None)
+        assert remote.exit_code() == 3
     child = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     # nobody may have asked for its end
     wait_for(lambda: not child.exists() or " Z " in child.read_text())
@@ -567,11 +579,11 @@ def test_a_process_that_cannot_be_started_is_named(tmp_path: Path) -> None:
         ("log", "/no/such/program", 127, "No such file or directory: '/no/such/program'"),
         ("absent/log", sys.executable, 73, "it must be on a disk that all hosts share"),
     ):
-        (remote,) = answered([RemoteProcess("", 0, [])], 240)
+        (remote,) = wait_for_launchers([RemoteProcess("", 0, [])], 240)
         with contextlib.closing(remote):
             remote.start(LaunchOrder([program], str(tmp_path), {}, str(tmp_path / log), ""))
-            wait_for(lambda remote=remote: remote.code() is not None)
-            assert remote.code() == code and words in remote.last_words()
+            wait_for(lambda remote=remote: remote.exit_code() is not None)
+            assert remote.exit_code() == code and words in remote.read_launch_error()
 
 
 def test_the_supervisor_imports_no_jax(run_python: Run) -> None:

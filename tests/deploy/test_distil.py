@@ -23,7 +23,7 @@ from jmoe.deploy.distil import StudentOptions, make_student, spread_layers
 from jmoe.inference.teacher import Teacher
 from jmoe.layers.loss import cross_entropy, distillation_losses
 from jmoe.models.pretrained import load_pretrained
-from jmoe.training.finetune import pretrained_state, with_pretrained_model
+from jmoe.training.finetune import load_pretrained_state, with_pretrained_model
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step import FusedTrainer
 from tests.damage import flip
@@ -132,7 +132,7 @@ def test_a_step(teacher: Path, text: str, tmp_path: Path) -> None:
     tokens_ABS = jnp.asarray(TOKENS.reshape(2, 2, 17))
     with contextlib.closing(Teacher(config)) as asked:
         trainer = DistillingTrainer(config, mesh_of(1, 1, 1), asked, asked.head_DV)
-        state, divergences = pretrained_state(trainer, config), []
+        state, divergences = load_pretrained_state(trainer, config), []
         for step in range(5):
             state, metrics = trainer.step(state, tokens_ABS)
             divergences.append(float(metrics["divergence"]))
@@ -140,7 +140,7 @@ def test_a_step(teacher: Path, text: str, tmp_path: Path) -> None:
                 first = metrics
         itself = run_config(teacher, teacher)
         same = DistillingTrainer(itself, mesh_of(1, 1, 1), asked, asked.head_DV)
-        _, metrics = same.step(pretrained_state(same, itself), tokens_ABS)
+        _, metrics = same.step(load_pretrained_state(same, itself), tokens_ABS)
     assert float(metrics["divergence"]) == pytest.approx(0.0, abs=1e-4)
     assert divergences[-1] < 0.9 * divergences[0]
 
@@ -152,7 +152,7 @@ def test_a_step(teacher: Path, text: str, tmp_path: Path) -> None:
     assert divergences[0] == pytest.approx((p * np.log(p / q)).sum(axis=-1).mean(), rel=1e-3)
     plain = dataclasses.replace(config, distil=DistilConfig())
     without = FusedTrainer(plain, mesh_of(1, 1, 1))
-    _, metrics = without.step(pretrained_state(without, plain), tokens_ABS)
+    _, metrics = without.step(load_pretrained_state(without, plain), tokens_ABS)
     assert (
         float(first["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
         and "divergence" not in metrics
@@ -167,7 +167,7 @@ def test_several_devices_take_the_step_of_one(teacher: Path, text: str, tmp_path
     with contextlib.closing(Teacher(config)) as asked:
         for mesh in (mesh_of(1, 1, 1), mesh_of(1, 1, 2)):
             trainer = DistillingTrainer(config, mesh, asked, asked.head_DV)
-            state = pretrained_state(trainer, config)
+            state = load_pretrained_state(trainer, config)
             for _ in range(2):
                 state, metrics = trainer.step(state, tokens_ABS)
             divergences.append(float(metrics["divergence"]))

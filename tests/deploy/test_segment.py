@@ -13,7 +13,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.segment import segment
 from jmoe.inference.loading import LoadedModel
 from jmoe.offload.placed_experts import PlacedExperts
-from jmoe.offload.segments import as_segments
+from jmoe.offload.segments import placements_to_segments
 from jmoe.planning.segmentation import SegmentBy
 from tests.model_configs import CHECKPOINTS
 from tests.train_runs import Run
@@ -49,7 +49,10 @@ def test_an_engine_takes_them(tmp_path: Path, run_python: Run) -> None:
         FOLDER, EngineConfig(**options, mesh=EngineMesh(devices=2, segments=str(out)))
     ) as model:
         experts = model.runner.residency
-        assert isinstance(experts, PlacedExperts) and as_segments(experts.placements) == segments
+        assert (
+            isinstance(experts, PlacedExperts)
+            and placements_to_segments(experts.placements) == segments
+        )
     again = run_python(command)
     assert again.returncode == 1
     assert (

@@ -27,9 +27,9 @@ def lower_here(_: Any, function: Any, *operands: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_of_time, "check_cuda", lambda *_: None)
-    monkeypatch.setattr(ahead_of_time, "devices", lambda _: jax.devices()[:1])
-    monkeypatch.setattr(ahead_of_time, "lower_for", lower_here)
+    monkeypatch.setattr(ahead_of_time, "check_cuda_installed", lambda *_: None)
+    monkeypatch.setattr(ahead_of_time, "abstract_gpu_devices", lambda _: jax.devices()[:1])
+    monkeypatch.setattr(ahead_of_time, "lower_for_device", lower_here)
 
 
 def estimated(**options: Any) -> EngineEstimate:

@@ -259,7 +259,7 @@ def test_compressed_experts_in_slots(dtype: Any, kind: Format) -> None:
             h = drawn(rng, (tokens, sizes[0]), dtype)[0]
             weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
             got, want = (
-                slots.mlp(
+                slots.add_expert_outputs(
                     ExpertInputs(h, jnp.asarray(idx), weights, jnp.zeros((tokens, sizes[0]))),
                     table_E,
                     "swiglu",
@@ -290,7 +290,7 @@ def reference_of_rounded(
     for of_inputs in (rounded, lambda x: x):
         y = np.zeros(h.shape)
         for expert, slot in enumerate(table_E.tolist()):
-            stored = slots.stored(slot)
+            stored = slots.slot_views(slot)
             w_up, w_down = (
                 np.asarray(load_weight(stored, name, jnp.float32), np.float64)
                 for name in ("w_up", "w_down")
@@ -320,11 +320,11 @@ def test_activations_in_8_bits(dtype: Any, kind: Format) -> None:
             idx = np.stack([rng.permutation(4)[:2] for _ in range(tokens)]).astype(np.int32)
             h, h64 = drawn(rng, (tokens, sizes[0]), dtype)
             weights = rng.random((tokens, 2)).astype(np.float32)
-            assert fast.native is not None and fast.native.multiplies(tokens, sizes[0], dtype)
+            assert fast.native is not None and fast.native.should_multiply(tokens, sizes[0], dtype)
             routed = ExpertInputs(
                 h, jnp.asarray(idx), jnp.asarray(weights), jnp.zeros((tokens, sizes[0]))
             )
-            got = np.asarray(fast.mlp(routed, table_E, "swiglu"))
+            got = np.asarray(fast.add_expert_outputs(routed, table_E, "swiglu"))
             want, exact = reference_of_rounded(plain, table_E, (h64, idx, weights), dtype)
             # a sum that lies between two steps may be rounded either way before the second product
             assert_close(got, want, 3e-3 if dtype == jnp.float32 else 2e-2)
@@ -342,7 +342,7 @@ def test_inputs_that_are_no_numbers_stay_visible_in_8_bits(kind: Format) -> None
     h[0, 40], h[1, 3], h[2], h[3] = np.nan, np.inf, 0, 1e-38
     zeros = jnp.zeros((5, 64))
     routed = ExpertInputs(jnp.asarray(h), jnp.zeros((5, 1), jnp.int32), jnp.ones((5, 1)), zeros)
-    got = np.asarray(fast.mlp(routed, table_E, "swiglu"))
+    got = np.asarray(fast.add_expert_outputs(routed, table_E, "swiglu"))
     assert not np.isfinite(got[:2]).all(axis=1).any()
     assert not got[2].any() and np.abs(got[3]).max() < 1e-30
     assert np.isfinite(got[4]).all() and got[4].any()
@@ -375,7 +375,7 @@ def test_the_largest_numbers_of_both_sides(kind: Format) -> None:
     first_T1 = jnp.zeros((3, 1), jnp.int32)
     got, want = (
         np.asarray(
-            slots.mlp(
+            slots.add_expert_outputs(
                 ExpertInputs(jnp.asarray(h), first_T1, one_T1, jnp.zeros((3, d))), table_E, "gelu"
             )
         )
@@ -409,7 +409,7 @@ def test_all_values_of_8_bits() -> None:
     for slots in both:
         slots.write(0, record)
         tokens = ExpertInputs(h_TD, jnp.zeros((2, 1), jnp.int32), ones_TK, jnp.zeros((2, d)))
-        outputs.append(slots.mlp(tokens, np.zeros(1, np.int32), "swiglu"))
+        outputs.append(slots.add_expert_outputs(tokens, np.zeros(1, np.int32), "swiglu"))
     assert_close(*outputs, 3e-6)
 
 
@@ -434,7 +434,7 @@ def test_experts_in_slots(dtype: Any, activation: str, biases: Any) -> None:
             weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
             y = rng.normal(size=(tokens, d)).astype(np.float32)
             got, want = (
-                slots.mlp(
+                slots.add_expert_outputs(
                     ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation
                 )
                 for slots in (fast, plain)
@@ -456,7 +456,7 @@ def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: An
     for (d, f, experts), tokens in sizes:
         (fast, plain), table_E = slots_of(jnp.bfloat16, activation, biases, (d, f, experts), kind)
         assert fast.native is not None
-        assert fast.native.multiplies(tokens, d, jnp.bfloat16) == native.multiplies_many_rows()
+        assert fast.native.should_multiply(tokens, d, jnp.bfloat16) == native.multiplies_many_rows()
         rng = np.random.default_rng(tokens)
         idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
         # most tokens choose one expert, some none
@@ -466,7 +466,7 @@ def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: An
         weights = jnp.asarray(rng.random((tokens, 2)), jnp.float32)
         y = rng.normal(size=(tokens, d)).astype(np.float32)
         got, want = (
-            slots.mlp(
+            slots.add_expert_outputs(
                 ExpertInputs(h, jnp.asarray(idx), weights, jnp.asarray(y)), table_E, activation
             )
             for slots in (fast, plain)
@@ -494,7 +494,7 @@ def test_a_token_does_not_depend_on_the_others(kind: Format | None, int8_activat
     def run(some: slice) -> np.ndarray:
         y = jnp.zeros((h[some].shape[0], 256))
         return np.asarray(
-            slots.mlp(
+            slots.add_expert_outputs(
                 ExpertInputs(h[some], jnp.asarray(idx[some]), weights[some], y), table_E, "swiglu"
             )
         )

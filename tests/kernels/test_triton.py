@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
-from jmoe.run.ahead_of_time import lower_for
+from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
 from kernels_pallas.grouped_matmul import reference as gm_reference
@@ -258,7 +258,7 @@ def test_kernels_lower_to_triton_on_a_machine_without_a_gpu(capability: str) -> 
     operands = of(64, 256), of(4, 256, 128), index(4), index(128), index(64, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
-        _, lowered = lower_for(device, jax.jit(layer), *operands)
+        _, lowered = lower_for_device(device, jax.jit(layer), *operands)
     assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 7
 
 

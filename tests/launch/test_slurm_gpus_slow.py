@@ -41,7 +41,7 @@ def with_as_many_devices(**arguments):
     jax.config.update("jax_num_cpu_devices", len(ids))
     initialize(**arguments)
 jax.distributed.initialize = with_as_many_devices
-distributed._local_gpus = jax.local_device_count
+distributed._num_local_gpus = jax.local_device_count
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

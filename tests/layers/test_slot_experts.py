@@ -41,7 +41,7 @@ def test_device_slots_hold_what_is_written(num_tokens: int, num_experts: int) ->
     for slots in (HostSlots(e + 1, fields), DeviceSlots(e + 1, fields, jax.devices()[0])):
         for record, place in zip(records, places.tolist(), strict=True):
             slots.write(place, record)
-        got = slots.mlp(
+        got = slots.add_expert_outputs(
             ExpertInputs(*map(jnp.asarray, (x_TD, idx_TK, weights_TK, y_TD))), places, "swiglu"
         )
         np.testing.assert_allclose(got, expected, atol=1e-4)

@@ -4,7 +4,7 @@ Linux shows.
 
 from pathlib import Path
 
-from jmoe.memory.host_memory import available_bytes, oom_kills
+from jmoe.memory.host_memory import available_bytes, count_oom_kills
 
 GB = 2**30
 
@@ -66,14 +66,14 @@ def test_processes_killed_for_lack_of_memory(tmp_path: Path) -> None:
         machine(tmp_path, 8, "4:cpu,memory:/docker/abc\n0::/job/step\n") / "proc",
         (tmp_path / "cgroup"),
     )
-    assert oom_kills(proc, cgroups) == {}
+    assert count_oom_kills(proc, cgroups) == {}
     (proc / "vmstat").write_text("pgmajfault 7\noom_kill 9\n")
     group(cgroups / "job", {"memory.events": "oom 5\noom_kill 5\n"})
     group(cgroups / "job" / "step", {"memory.events": "low 0\noom 1\noom_kill 2\n"})
     group(cgroups / "memory", {"memory.oom_control": "oom_kill_disable 0\noom_kill 3\n"})
-    assert oom_kills(proc, cgroups) == {
+    assert count_oom_kills(proc, cgroups) == {
         cgroups / "memory" / "memory.oom_control": 3,
         cgroups / "job" / "step" / "memory.events": 2,
         proc / "vmstat": 9,
     }
-    assert next(reversed(oom_kills(proc, cgroups))) == proc / "vmstat"
+    assert next(reversed(count_oom_kills(proc, cgroups))) == proc / "vmstat"

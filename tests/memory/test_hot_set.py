@@ -13,14 +13,14 @@ from jmoe.memory.hot_set import HitCounts, HotSet
 
 def test_counts_decay() -> None:
     counts = HitCounts(4, beta=0.5, decay_every_steps=2)
-    counts.touch([0, 1, 1])
-    np.testing.assert_allclose(counts.decayed, [1, 1, 0, 0])
-    counts.touch([1])  # then a decay
-    np.testing.assert_allclose(counts.decayed, [0.5, 1, 0, 0])
-    counts.touch(np.array([[2, 1]]))
-    np.testing.assert_allclose(counts.decayed, [0.5, 2, 1, 0])
-    counts.touch([])  # then a decay
-    np.testing.assert_allclose(counts.decayed, [0.25, 1, 0.5, 0])
+    counts.count_step([0, 1, 1])
+    np.testing.assert_allclose(counts.decayed_counts, [1, 1, 0, 0])
+    counts.count_step([1])  # then a decay
+    np.testing.assert_allclose(counts.decayed_counts, [0.5, 1, 0, 0])
+    counts.count_step(np.array([[2, 1]]))
+    np.testing.assert_allclose(counts.decayed_counts, [0.5, 2, 1, 0])
+    counts.count_step([])  # then a decay
+    np.testing.assert_allclose(counts.decayed_counts, [0.25, 1, 0.5, 0])
 
 
 def test_counts_survive_any_number_of_decays() -> None:
@@ -31,8 +31,8 @@ def test_counts_survive_any_number_of_decays() -> None:
         touched = rng.choice(8, 3, replace=False)
         expected[touched] += 1
         expected *= 0.5
-        counts.touch(touched)
-        np.testing.assert_allclose(counts.decayed, expected, rtol=1e-12, atol=1e-300)
+        counts.count_step(touched)
+        np.testing.assert_allclose(counts.decayed_counts, expected, rtol=1e-12, atol=1e-300)
     assert counts.generation == 0  # traffic never changed
 
 
@@ -40,7 +40,7 @@ class CountsModel:
     """The rule of `HitCounts` in plain words: what predicts the uses best becomes the scores."""
 
     def __init__(self, num_records: int, beta: float) -> None:
-        self.scores, self.decayed, self.fresh = [[0.0] * num_records for _ in range(3)]
+        self.scores, self.decayed_counts, self.fresh = [[0.0] * num_records for _ in range(3)]
         self.beta, self.forgotten = beta, 0
         self.decayed_is_better = self.fresh_is_better = 0.0
 
@@ -50,11 +50,11 @@ class CountsModel:
 
         scores = log_likelihood(self.scores)
         self.decayed_is_better = max(
-            0, self.decayed_is_better + min(10, log_likelihood(self.decayed) - scores)
+            0, self.decayed_is_better + min(10, log_likelihood(self.decayed_counts) - scores)
         )
         self.fresh_is_better += min(10, log_likelihood(self.fresh) - scores)
         for i in records:
-            for counts in (self.scores, self.decayed, self.fresh):
+            for counts in (self.scores, self.decayed_counts, self.fresh):
                 counts[i] += 1
         better = None
         if self.fresh_is_better <= 0:
@@ -62,13 +62,13 @@ class CountsModel:
         elif self.fresh_is_better >= 20:
             better = self.fresh
         if better is None and self.decayed_is_better >= 20:
-            better = self.decayed
+            better = self.decayed_counts
         if better is not None:
             self.scores = [new + 1e-6 * old for new, old in zip(better, self.scores, strict=True)]
-            self.decayed = list(self.scores)
+            self.decayed_counts = list(self.scores)
             self.forgotten, self.decayed_is_better = self.forgotten + 1, 0.0
             self.start_anew()
-        self.decayed = [n * self.beta for n in self.decayed]
+        self.decayed_counts = [n * self.beta for n in self.decayed_counts]
 
     def start_anew(self) -> None:
         self.fresh, self.fresh_is_better = [0.0] * len(self.fresh), 0.0
@@ -86,10 +86,10 @@ def test_counts_against_a_model(beta: float, changed: int) -> None:
             places = np.argsort(-popularity)[:changed]
             popularity[places] = popularity[np.roll(places, changed // 2)]
         used = rng.choice(30, rng.integers(1, 12), p=popularity / popularity.sum())
-        counts.touch(used)
+        counts.count_step(used)
         model.touch(set(used.tolist()))
         np.testing.assert_allclose(counts.scores, model.scores, rtol=1e-9)
-        np.testing.assert_allclose(counts.decayed, model.decayed, rtol=1e-9)
+        np.testing.assert_allclose(counts.decayed_counts, model.decayed_counts, rtol=1e-9)
         assert counts.generation == model.forgotten
     assert model.forgotten > 3
 
@@ -110,15 +110,15 @@ def test_what_is_popular_is_learned_anew_after_a_change(changed: int, within_ste
     rng = np.random.default_rng(5)
     counts, popularity = HitCounts(128), rng.permutation(np.arange(1.0, 129) ** -1.1)
     for used in zipf_steps(rng, popularity, 400):
-        counts.touch(used)
+        counts.count_step(used)
     assert counts.generation == 0
     places = np.argsort(-popularity)[:changed]
     popularity[places] = popularity[np.roll(places, changed // 2)]
     for used in zipf_steps(rng, popularity, within_steps):
-        counts.touch(used)
+        counts.count_step(used)
     assert counts.generation > 0
     for used in zipf_steps(rng, popularity, 100):
-        counts.touch(used)
+        counts.count_step(used)
     best = np.argsort(-popularity)[:16]
     assert np.isin(np.argsort(-counts.scores)[:16], best).mean() > 0.75
 
@@ -128,15 +128,15 @@ def test_one_odd_step_makes_nothing_forgotten() -> None:
     counts, popularity = HitCounts(128), np.arange(1.0, 129) ** -1.1
     for _ in range(10):
         for used in zipf_steps(rng, popularity, 30):
-            counts.touch(used)
-        counts.touch(np.arange(64, 128))  # the least popular
+            counts.count_step(used)
+        counts.count_step(np.arange(64, 128))  # the least popular
     assert counts.generation == 0
 
 
 def test_balanced_traffic_makes_nothing_forgotten() -> None:
     counts = HitCounts(64, beta=0.5, decay_every_steps=1)
     for _ in range(1000):
-        counts.touch(np.arange(64))
+        counts.count_step(np.arange(64))
     assert counts.generation == 0
     assert (counts.scores == 1000).all()
 
@@ -158,8 +158,8 @@ def test_an_unknown_record_is_named() -> None:
     counts = HitCounts(4)
     for bad in (-1, 4):
         with pytest.raises(ValueError, match=rf"index = {bad}: must be in \[0, 4\)"):
-            counts.touch([0, bad])
-    assert not counts.decayed.any()
+            counts.count_step([0, bad])
+    assert not counts.decayed_counts.any()
     assert not counts.scores.any()
 
 
@@ -178,7 +178,7 @@ def test_hot_set_against_a_model(beta: float) -> None:
         if action == 0:
             # changes, so that counts are forgotten
             popular = (np.arange(10) + 10 * (step // 1500)) % 20
-            counts.touch(rng.choice(popular, rng.integers(4), replace=False))
+            counts.count_step(rng.choice(popular, rng.integers(4), replace=False))
         elif action == 1 and came:
             record = int(rng.choice(list(came)))
             hot.pin([hot.slot_of[record]])
@@ -194,7 +194,7 @@ def test_hot_set_against_a_model(beta: float) -> None:
             expected = (
                 min(unpinned, key=lambda r: (counts.scores[r], -came[r])) if unpinned else None
             )
-            slot = hot.victim()
+            slot = hot.next_victim()
             assert (None if slot is None else hot.record_in[slot]) == expected
             if not hot.num_free and slot is not None:
                 assert hot.evict(slot) == expected

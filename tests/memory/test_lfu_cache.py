@@ -60,7 +60,7 @@ class CacheModel:
             self.staged.remove(free[0])
         return bool(free)
 
-    def admit(self, index: int, scores: list[float], demanded: bool) -> bool:
+    def reserve_slot(self, index: int, scores: list[float], demanded: bool) -> bool:
         unpinned = [i for i in self.cached if not self.pins[i]]
         into_cache = len(self.cached) < self.num_slots
         if (
@@ -100,7 +100,7 @@ class CacheModel:
         if index in self.staged:
             self.want(index)
 
-    def next_write(self, changing: Collection[int]) -> int | None:
+    def begin_next_write(self, changing: Collection[int]) -> int | None:
         queue = self.wanted + [i for i in self.to_clean if i not in self.wanted]
         index = next((i for i in queue if i not in changing), None)
         if index is not None:
@@ -130,20 +130,26 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
         index = int(rng.choice(NUM_RECORDS, p=popularity / popularity.sum()))
         is_there = index in model.cached + model.staged
         if action == "touch":
-            counts.touch(rng.choice(NUM_RECORDS, 4, replace=False, p=popularity / popularity.sum()))
+            counts.count_step(
+                rng.choice(NUM_RECORDS, 4, replace=False, p=popularity / popularity.sum())
+            )
         elif (
             action == "get" and index not in changing and len(held) < num_slots + staging_slots - 2
         ):
             demanded = bool(rng.integers(2))
-            slot = cache.use(index) if is_there else cache.admit(index, demanded=demanded)
+            slot = (
+                cache.pin_record(index)
+                if is_there
+                else cache.reserve_slot(index, demanded=demanded)
+            )
             expected = (
                 model.use(index)
                 if is_there
-                else model.admit(index, counts.scores.tolist(), demanded)
+                else model.reserve_slot(index, counts.scores.tolist(), demanded)
             )
             assert (slot is not None) == expected
             if slot is not None and not is_there and rng.integers(10) == 0:  # its read fails
-                cache.drop(index)
+                cache.drop_failed_read(index)
                 model.fresh.remove(index)
                 model.pins[index] = 0
                 (model.cached if index in model.cached else model.staged).remove(index)
@@ -166,16 +172,19 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
             cache.unpin(slot)
             model.pins[record] -= 1
         elif action == "discard" and is_there and not model.pins[index]:
-            cache.discard(index)
+            cache.mark_unneeded(index)
             model.give_up(index)
         elif action == "write":
-            work, expected_write = cache.next_write(changing), model.next_write(changing)
+            work, expected_write = (
+                cache.begin_next_write(changing),
+                model.begin_next_write(changing),
+            )
             writes += work is not None
             assert (None if work is None else work[0]) == expected_write
             assert work is None or work[1] == cache.slot_of(work[0])
         elif action == "written" and model.writing:
             index, ok = int(rng.choice(sorted(model.writing))), bool(rng.integers(4))
-            cache.written(index, ok=ok)
+            cache.end_write(index, ok=ok)
             model.writing.remove(index)
             model.pins[index] -= 1
             if not ok:
@@ -202,12 +211,12 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
 
 
 def pass_through(cache: LFUCache, index: int) -> None:
-    slot = cache.use(index)
+    slot = cache.pin_record(index)
     if slot is None:
-        slot = cache.admit(index, demanded=True)
+        slot = cache.reserve_slot(index, demanded=True)
         assert slot is not None
         cache.unpin(slot)
-        slot = cache.use(index)
+        slot = cache.pin_record(index)
         assert slot is not None
     cache.unpin(slot)
 
@@ -215,15 +224,15 @@ def pass_through(cache: LFUCache, index: int) -> None:
 def test_a_prefetch_does_not_evict_what_was_prefetched_before_it() -> None:
     """However popular it is; a caller who waits may."""
     counts = HitCounts(NUM_RECORDS)
-    counts.touch([5])
-    counts.touch([5, 6])
+    counts.count_step([5])
+    counts.count_step([5, 6])
     cache = LFUCache(counts, num_slots=1, staging_slots=2)
     for index in (0, 5):
-        slot = cache.admit(index, demanded=False)
+        slot = cache.reserve_slot(index, demanded=False)
         assert slot is not None
         cache.unpin(slot)
     assert cache.slot_of(0) is not None and cache.stats().unused == cache.stats().evictions == 0
-    assert cache.admit(6, demanded=True) is not None
+    assert cache.reserve_slot(6, demanded=True) is not None
     assert cache.slot_of(0) is None and cache.stats().unused == cache.stats().evictions == 1
 
 
@@ -235,7 +244,7 @@ def test_balanced_traffic_keeps_what_is_there() -> None:
     for _ in range(50):
         for index in range(32):
             pass_through(cache, index)
-        cache.counts.touch(range(32))
+        cache.counts.count_step(range(32))
     stats = cache.stats()
     assert (stats.hits, stats.misses, stats.evictions) == (49 * 8, 50 * 32 - 49 * 8, 0)
     assert stats.hit_rate == 49 * 8 / (50 * 32)
@@ -252,13 +261,13 @@ def test_what_is_expected_keeps_its_place() -> None:
     cache = LFUCache(HitCounts(8), 2, 1)
     for index in (0, 1):
         pass_through(cache, index)
-    cache.counts.expect([0, 1])
+    cache.counts.rank_first([0, 1])
     for _ in range(3):
         for index in (2, 3):
             pass_through(cache, index)
-        cache.counts.touch([2, 3])
+        cache.counts.count_step([2, 3])
         assert {0, 1} == {index for index in range(8) if cache._hot.slot_of[index] >= 0}
-    cache.counts.expect([4])
+    cache.counts.rank_first([4])
     pass_through(cache, 4)
     pass_through(cache, 2)
     assert {2, 4} == {index for index in range(8) if cache._hot.slot_of[index] >= 0}

@@ -28,16 +28,16 @@ def test_link_counts() -> None:
         clock.now_s += 0.5
         return 1000
 
-    assert link.transfer(move) == 1000
+    assert link.run_transfer(move) == 1000
     clock.now_s += 10  # nothing under way
-    first = link.start()
+    first = link.start_transfer()
     clock.now_s += 1
-    second = link.start()
+    second = link.start_transfer()
     clock.now_s += 1
-    link.finish(first, 10)
+    link.finish_transfer(first, 10)
     assert link.stats().seconds == pytest.approx(2.5)  # the second is still under way
     clock.now_s += 1
-    link.finish(second, 20)
+    link.finish_transfer(second, 20)
     stats = link.stats()
     assert (stats.transfers, stats.num_bytes) == (3, 1030)
     assert stats.seconds == pytest.approx(3.5)
@@ -47,7 +47,7 @@ def test_link_counts() -> None:
         raise OSError("unplugged")
 
     with pytest.raises(OSError, match="unplugged"):
-        link.transfer(fail)
+        link.run_transfer(fail)
     assert (link.stats().transfers, link.stats().num_bytes) == (3, 1030)
 
 
@@ -71,7 +71,7 @@ def test_limit_is_kept() -> None:
             clock.now_s += copy_s
             return num_bytes
 
-        link.transfer(move)
+        link.run_transfer(move)
         took_s = clock.now_s - begin_s
         busy_s += took_s
         # the copy's own time counts
@@ -87,9 +87,9 @@ def test_limit_is_kept() -> None:
 def test_limit_is_shared_by_threads_and_made_up_for() -> None:
     clock = Clock()
     link = Link(1000.0, clock=clock, sleep=clock.sleep)
-    starts = [link.start() for _ in range(3)]
+    starts = [link.start_transfer() for _ in range(3)]
     for start_s in starts:
-        link.finish(start_s, 500)
+        link.finish_transfer(start_s, 500)
     assert clock.now_s == pytest.approx(100 + 1.5 - SLACK_S)
 
     def late(duration_s: float) -> None:
@@ -98,5 +98,5 @@ def test_limit_is_shared_by_threads_and_made_up_for() -> None:
     link = Link(1000.0, clock=clock, sleep=late)
     begin_s = clock.now_s
     for _ in range(100):
-        link.transfer(lambda: 10)
+        link.run_transfer(lambda: 10)
     assert clock.now_s - begin_s == pytest.approx(1.0, abs=2 * SLACK_S)  # not 1.1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jmoe.memory import pinned
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.pinned import PinnedSlots, host_memory
+from jmoe.memory.pinned import PinnedSlots, choose_host_memory
 from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
@@ -53,7 +53,7 @@ def check_sent(sent: dict[str, jax.Array], index: int, names: Any = ARRAYS) -> N
 
 
 def pinned_here(setting: Any = "on") -> Any:
-    return host_memory(setting, "pin_host_memory", [CPU]).allocate
+    return choose_host_memory(setting, "pin_host_memory", [CPU]).allocate
 
 
 def test_what_is_sent_is_a_copy() -> None:
@@ -72,10 +72,12 @@ def test_what_is_sent_is_a_copy() -> None:
 def test_records_in_pinned_memory(kind: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as opened:
         if kind == "host":
-            tiers = TieredStore(HostRecords.fill(LAYOUT, NUM_RECORDS, fill, allocate=pinned_here()))
+            tiers = TieredStore(
+                HostRecords.allocate_and_fill(LAYOUT, NUM_RECORDS, fill, allocate=pinned_here())
+            )
         else:
             store = opened.enter_context(
-                RecordStore.pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="a")
+                RecordStore.open_or_pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="a")
             )
             tiers = TieredStore(store, cache_bytes=4 * LAYOUT.record_bytes, allocate=pinned_here())
         opened.enter_context(tiers)
@@ -90,7 +92,7 @@ def test_records_in_pinned_memory(kind: str, tmp_path: Path) -> None:
 
 def test_records_that_change_in_pinned_memory(tmp_path: Path) -> None:
     with VersionStore.open(tmp_path, LAYOUT, NUM_RECORDS, fingerprint="a") as store:
-        store.fill(fill)
+        store.write_all_records(fill)
         with TieredStore(
             store, cache_bytes=3 * LAYOUT.record_bytes, allocate=pinned_here()
         ) as tiers:
@@ -105,7 +107,10 @@ def test_records_that_change_in_pinned_memory(tmp_path: Path) -> None:
 
 
 def test_ordinary_memory_is_sent_too() -> None:
-    with TieredStore(HostRecords.fill(LAYOUT, NUM_RECORDS, fill)) as tiers, tiers.get(2) as record:
+    with (
+        TieredStore(HostRecords.allocate_and_fill(LAYOUT, NUM_RECORDS, fill)) as tiers,
+        tiers.get(2) as record,
+    ):
         check_sent(record.on_device(["w", "s"], CPU), 2, ("w", "s"))
 
 
@@ -135,7 +140,7 @@ PINS = Accelerator(("device", "pinned_host"))
     ],
 )
 def test_which_memory_is_used(setting: Any, devices: Any, is_pinned: bool) -> None:
-    chosen = host_memory(setting, "pin", devices)
+    chosen = choose_host_memory(setting, "pin", devices)
     assert (chosen.allocate is not allocate_slots) == is_pinned
     assert chosen.note.startswith("records in pinned" if is_pinned else "records in ordinary")
 
@@ -146,7 +151,7 @@ def test_what_cannot_be_pinned_is_refused(devices: Any) -> None:
         ValueError,
         match=r"tiers\.pin_host_memory = 'on': must be auto or off unless a process has one",
     ):
-        host_memory("on", "tiers.pin_host_memory", devices)
+        choose_host_memory("on", "tiers.pin_host_memory", devices)
 
 
 @pytest.mark.parametrize("why", ["no memory", "no address"])

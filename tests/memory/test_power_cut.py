@@ -40,7 +40,7 @@ def exercise(cut: PowerCut) -> None:
                 store.sync()
                 least = dict.fromkeys(range(NUM_RECORDS), float(round_))
             if round_ in (4, 7):
-                store.pin(str(round_))
+                store.pin_versions(str(round_))
                 files = pinned(cut.root, str(round_))
                 pins = pins | {str(round_): float(round_)}
             cut.promise = (dict(least), dict(pins))
@@ -123,7 +123,9 @@ def test_a_pack_survives_a_power_cut_at_any_moment(tmp_path: Path) -> None:
 
     def pack(cut: PowerCut) -> None:
         for source in ("a", "b"):
-            RecordStore.pack(cut.root, LAYOUT, NUM_RECORDS, fill, fingerprint=source).close()
+            RecordStore.open_or_pack(
+                cut.root, LAYOUT, NUM_RECORDS, fill, fingerprint=source
+            ).close()
             cut.promise = source
 
     cut = recorded(tmp_path / "pack", pack)

@@ -21,7 +21,7 @@ from jmoe.memory.record_checkpoint import (
     RecordsSave,
 )
 from jmoe.memory.record_store import MANIFEST, RecordLayout
-from jmoe.memory.saved_records import read_lists
+from jmoe.memory.saved_records import read_record_lists
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, SEAL, VersionStore
 from tests.fakes import wait_for
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def is_durable(folder: Path) -> bool:
     """Whether every process has copied its records of this step."""
-    lists = read_lists(folder)
+    lists = read_record_lists(folder)
     return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
 
 
@@ -56,7 +56,7 @@ def open_stores(folder: Path, process: int = 0, num_processes: int = 1) -> dict[
     }
     for store in stores.values():
         if len(store._current) < len(store.owned):
-            store.fill(lambda index, views: None)
+            store.write_all_records(lambda index, views: None)
     return stores
 
 
@@ -76,7 +76,7 @@ def train(caches: dict[str, TieredStore], step: int) -> None:
                         1e-3
                     )
                 record.put()
-        cache.touch(range(NUM_RECORDS))
+        cache.count_step(range(NUM_RECORDS))
 
 
 def content(stores: dict[str, VersionStore]) -> dict[tuple[str, int], bytes]:
@@ -142,10 +142,10 @@ class TrainingRun:
 
     def resume(self) -> int:
         for step in sorted(self.manager.all_steps(), reverse=True):
-            if not self.records.verify(self.folder(step)).missing:
+            if not self.records.verify_records(self.folder(step)).missing:
                 args = ocp.args.Composite(dense=ocp.args.JsonRestore())
                 assert self.manager.restore(step, args=args).dense == {"step": step}
-                self.records.restore(self.folder(step))
+                self.records.restore_records(self.folder(step))
                 return step
         for store in self.stores.values():
             shutil.rmtree(store.path / PINS)  # nothing was committed: begin again
@@ -177,19 +177,19 @@ class TrainingRun:
 
     def commit(self) -> None:
         self.manager.wait_until_finished()
-        self.records.committed(self.folder(self.saved), list(self.manager.all_steps()))
+        self.records.drain_committed(self.folder(self.saved), list(self.manager.all_steps()))
 
     def save_durably(self) -> None:
         self.save()
         self.commit()
-        self.records.wait()
+        self.records.wait_until_drained()
 
     def go_back(self) -> None:
         """To the step just saved: what was trained since does not count."""
         for cache in self.caches.values():
             cache.close()
         self.manager.wait_until_finished()
-        self.records.restore(self.folder(self.saved))
+        self.records.restore_records(self.folder(self.saved))
         self.step = self.saved
         self.caches = open_caches(self.stores)
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
     run.save()
     run.train(3)  # goes on while the step is written
     run.commit()
-    run.records.wait()
+    run.records.wait_until_drained()
     assert is_durable(run.folder(4))
     assert copied(run.folder(4)) == 0  # one file system: links
     run.close()
@@ -292,28 +292,28 @@ def test_not_durable_yet(
         run.train(1)
         run.save_durably()
         gate = threading.Event()
-        real = record_checkpoint._copy
+        real = record_checkpoint._copy_record
 
         def held_up(*args: Any) -> None:
             assert gate.wait(240)
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(record_checkpoint, "_copy", held_up)
+        monkeypatch.setattr(record_checkpoint, "_copy_record", held_up)
         run.train(1)
         run.save()
         run.commit()
         assert not is_durable(run.folder(2))
         gate.set()
         with pytest.raises(OSError, match="No space left"):
-            run.records.wait()
+            run.records.wait_until_drained()
         if drains_again:
-            monkeypatch.setattr(record_checkpoint, "_copy", real)
+            monkeypatch.setattr(record_checkpoint, "_copy_record", real)
         run.close()
         again = TrainingRun(local, tmp_path / "checkpoints")
         assert again.step == 2
         assert content(again.stores) == expected(2)
         if drains_again:
-            again.records.wait()
+            again.records.wait_until_drained()
             assert is_durable(again.folder(2))
             again.close()
             return
@@ -324,12 +324,12 @@ def test_not_durable_yet(
         last = TrainingRun(local, tmp_path / "checkpoints")
         assert last.step == 1
         assert content(last.stores) == expected(1)
-        missing = last.records.verify(last.folder(2)).missing
+        missing = last.records.verify_records(last.folder(2)).missing
         assert missing
         with pytest.raises(
             FileNotFoundError, match=f"{len(missing)} records, the first .* neither on this machine"
         ):
-            last.records.restore(last.folder(2))
+            last.records.restore_records(last.folder(2))
         last.close()
 
 
@@ -338,7 +338,7 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         stores = open_stores(Path(made))
         records = RecordCheckpoints(stores, stall_limit_s=2)
-        gate, real, copied = threading.Event(), record_checkpoint._copy, 0
+        gate, real, copied = threading.Event(), record_checkpoint._copy_record, 0
 
         def hangs_at_the_tenth(*args: Any) -> None:
             nonlocal copied
@@ -347,16 +347,16 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert copied < 10 or gate.wait(240)
             real(*args)
 
-        monkeypatch.setattr(record_checkpoint, "_copy", hangs_at_the_tenth)
+        monkeypatch.setattr(record_checkpoint, "_copy_record", hangs_at_the_tenth)
         folder = tmp_path / "checkpoints" / "1" / ITEM
         folder.mkdir(parents=True)
-        records.write_list(folder, records.pin(1))
-        records.committed(folder, [1])
+        records.write_list(folder, records.pin_versions(1))
+        records.drain_committed(folder, [1])
         with pytest.raises(
             TimeoutError,
             match=rf"drain of records to {folder}: .* 9 of {2 * NUM_RECORDS} are there",
         ):
-            records.wait()
+            records.wait_until_drained()
         records.close()
         gate.set()
         wait_for(lambda: is_durable(folder))
@@ -373,9 +373,13 @@ def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
         path = next((store.path / PINS / "1").iterdir())
         with path.open("r+b") as file:
             file.write(b"rotten")
-        run.records.committed(run.folder(1), [1])
+        run.records.drain_committed(run.folder(1), [1])
         # it is never forgotten
-        for call in (run.records.wait, run.records.check, partial(run.records.pin, 2)):
+        for call in (
+            run.records.wait_until_drained,
+            run.records.raise_drain_error,
+            partial(run.records.pin_versions, 2),
+        ):
             with pytest.raises(OSError, match="damaged, its content is not what was written"):
                 call()
         assert not is_durable(run.folder(1))
@@ -390,7 +394,7 @@ def train_process(folder: Path, process: int, num_processes: int, first: int, la
     stores = open_stores(folder / "local", process, num_processes)
     records = RecordCheckpoints(stores, process=process, num_processes=num_processes)
     if first:
-        records.restore(checkpoints / str(first) / ITEM)
+        records.restore_records(checkpoints / str(first) / ITEM)
     caches = open_caches(stores)
     for step in range(first, last):
         train(caches, step)
@@ -398,8 +402,8 @@ def train_process(folder: Path, process: int, num_processes: int, first: int, la
         cache.flush()
     step_folder = checkpoints / str(last) / ITEM
     step_folder.mkdir(parents=True, exist_ok=True)
-    records.write_list(step_folder, records.pin(last))
-    records.committed(step_folder, [first, last])
+    records.write_list(step_folder, records.pin_versions(last))
+    records.drain_committed(step_folder, [first, last])
     records.close()
     found = {f"{name} {index}": array.hex() for (name, index), array in content(stores).items()}
     (folder / f"content-{last}-{process}").write_text(json.dumps(found))
@@ -452,7 +456,7 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
     everyone = []
     for process in range(2):
         store = open_stores(tmp_path / "local" / str(process))["moments"]
-        store.fill(lambda index, views: views["m"].fill(index + 1))
+        store.write_all_records(lambda index, views: views["m"].fill(index + 1))
         store.sync()
         records = RecordCheckpoints(
             {"moments": store},
@@ -463,26 +467,26 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
         )
         records.memory["memory"] = content_of.items
         records.save_only = dict.fromkeys(("moments", "memory"), range(process, NUM_RECORDS, 2))
-        pinned = records.pin(1)
-        records.write_memory(step, pinned)
+        pinned = records.pin_versions(1)
+        records.write_memory_records(step, pinned)
         records.write_list(step, pinned)
         everyone.append((store, records))
     for _, records in everyone:
-        records.committed(step, [1])
-        records.wait()
+        records.drain_committed(step, [1])
+        records.wait_until_drained()
     assert is_durable(step)
     for kind in ("moments", "memory"):
         assert sorted(int(path.name.split(".")[0]) for path in (step / kind).iterdir()) == list(
             range(NUM_RECORDS)
         )
     for store, records in everyone:
-        store.fill(lambda index, views: None)
-        records.restore(step)
+        store.write_all_records(lambda index, views: None)
+        records.restore_records(step)
         record_R = store.layout.zeros()
         for index in range(NUM_RECORDS):
             store.read_into(index, record_R)
             assert np.all(store.layout.views(record_R)["m"] == index + 1)
-        assert records.verify(step).files["memory"].keys() == content_of.keys()
+        assert records.verify_records(step).files["memory"].keys() == content_of.keys()
         records.close()
         store.close()
 
@@ -552,7 +556,7 @@ def test_records_of_processes_that_are_no_more_are_freed(
     def stores_of(process: int, num_processes: int) -> dict[str, VersionStore]:
         stores = open_stores(root, process, num_processes)
         for store in stores.values():
-            store.fill(
+            store.write_all_records(
                 lambda index, views: [
                     view.fill(index) for name, view in views.items() if name != SEAL
                 ]
@@ -563,10 +567,10 @@ def test_records_of_processes_that_are_no_more_are_freed(
         folder = tmp_path / "checkpoints" / str(step) / ITEM
         folder.mkdir(parents=True)
         for records in processes:
-            records.write_list(folder, records.pin(step))
+            records.write_list(folder, records.pin_versions(step))
         for records in processes:
-            records.committed(folder, kept)
-            records.wait()
+            records.drain_committed(folder, kept)
+            records.wait_until_drained()
         return folder
 
     two = [
@@ -599,7 +603,7 @@ def test_records_of_processes_that_are_no_more_are_freed(
         root / "process-8" / "moments", LAYOUTS["moments"], NUM_RECORDS, fingerprint="a"
     )
     one = RecordCheckpoints(stores_of(0, 1))
-    one.restore(first)
+    one.restore_records(first)
     assert content(dict(one.stores)) == before
     save(2, [one], [1, 2])
     assert (root / "process-1").is_dir()

@@ -62,7 +62,9 @@ def refuse(index: int, views: dict[str, NDArray[Any]]) -> None:
 def pack(
     folder: Path, fill: record_store.Fill = fill, fingerprint: str = "a", **options: Any
 ) -> RecordStore:
-    return RecordStore.pack(folder, LAYOUT, NUM_RECORDS, fill, fingerprint=fingerprint, **options)
+    return RecordStore.open_or_pack(
+        folder, LAYOUT, NUM_RECORDS, fill, fingerprint=fingerprint, **options
+    )
 
 
 def check_content(store: RecordStore, seed: int = 0) -> None:
@@ -463,7 +465,7 @@ def test_a_read_only_folder_can_be_opened(tmp_path: Path, monkeypatch: pytest.Mo
     def denied(*args: Any) -> None:
         raise PermissionError(errno.EACCES, "denied")
 
-    monkeypatch.setattr(record_store, "locked", denied)
+    monkeypatch.setattr(record_store, "folder_lock", denied)
     monkeypatch.setattr(Path, "mkdir", denied)
     with pack(tmp_path, refuse) as store:
         check_content(store)
@@ -502,7 +504,7 @@ def test_a_full_disk_is_seen_beforehand(tmp_path: Path) -> None:
     with pytest.raises(
         OSError, match=f"{num_records} records need {num_records * 16384} bytes, .* are free"
     ) as caught:
-        RecordStore.pack(tmp_path, LAYOUT, num_records, refuse, fingerprint="a")
+        RecordStore.open_or_pack(tmp_path, LAYOUT, num_records, refuse, fingerprint="a")
     assert caught.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == [record_store.LOCK]
 
@@ -610,7 +612,7 @@ def test_packers_of_different_sources_do_not_mix(tmp_path: Path) -> None:
 
 def test_a_lock_held_too_long_is_an_error(tmp_path: Path) -> None:
     with (
-        record_store.locked(tmp_path, 10),
+        record_store.folder_lock(tmp_path, 10),
         pytest.raises(
             TimeoutError, match=r"pack\.lock: another process has held it for more than 0\.1 s"
         ),

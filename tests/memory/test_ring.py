@@ -94,7 +94,7 @@ def test_nothing_moves_when_all_fit(num_slots: int) -> None:
     slots = Slots(num_slots)
     with Ring(range(6), num_slots, slots.load) as ring:
         slots.use_all(ring, 5 * list(range(6)))
-        ring.restart()
+        ring.begin_round()
         slots.use_all(ring, range(6))
         assert [layer for layer, _ in slots.loads] == list(range(6))
 
@@ -115,16 +115,16 @@ def test_restart_in_the_middle() -> None:
     with Ring(range(6), 3, slots.load) as ring:
         slots.use_all(ring, (0, 1))
         wait_for(lambda: len(slots.loads) == 5)  # 2, 3 and 4 are there
-        ring.restart()
+        ring.begin_round()
         # 0 and 1 take the places of 4 and 3; 2 is needed soonest and stays
         wait_for(lambda: len(slots.loads) == 7)
         assert [layer for layer, _ in slots.loads[5:]] == [0, 1]
-        ring.restart([2, 3, 0])
+        ring.begin_round([2, 3, 0])
         slots.use_all(ring, (2, 3, 0, 2))
         assert not slots.violations
         ring.acquire()
         with pytest.raises(RuntimeError, match="1 layers are acquired; release them first"):
-            ring.restart()
+            ring.begin_round()
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
@@ -133,7 +133,7 @@ def test_restart_while_a_load_is_under_way(num_slots: int) -> None:
     slots.gate.clear()
     with Ring(range(4), num_slots, slots.load) as ring:
         wait_for(lambda: ring._loading is not None)
-        ring.restart([3, 2])
+        ring.begin_round([3, 2])
         slots.gate.set()
         slots.use_all(ring, (3, 2, 3, 2, 3))
         assert slots.loads[0] == (0, 0)
@@ -170,7 +170,7 @@ def test_any_order_any_delay(seed: int) -> None:
                 slots.reading[slot] = any(slot == other for _, other in held[position + 1 :])
                 ring.release()
             order = rng.integers(num_layers, size=rng.integers(1, 12)).tolist()
-            ring.restart(order)
+            ring.begin_round(order)
         assert not slots.violations
         ring.close()
         stats = ring.stats()
@@ -194,7 +194,12 @@ def test_an_error_is_raised_at_acquire() -> None:
         while ring._released < ring._acquired:
             ring.release()
         slots.fail_layer = None
-        for call in (ring.restart, ring.reload, ring.wait, ring.acquire):  # it is never forgotten
+        for call in (
+            ring.begin_round,
+            ring.reload_slots,
+            ring.wait_for_loads,
+            ring.acquire,
+        ):  # it is never forgotten
             with pytest.raises(OSError, match="bad sector"):
                 call()
 
@@ -246,10 +251,10 @@ def test_wait_is_for_all_that_is_planned() -> None:
     slots.gate.clear()
     with Ring(range(5), 2, slots.load, wait_limit_s=0.2) as ring:
         with pytest.raises(TimeoutError, match=r"was not loaded within 0.2 s"):
-            ring.wait()
+            ring.wait_for_loads()
         ring._wait_limit_s = 240.0  # from here on it guards against what hangs
         slots.gate.set()
-        ring.wait()
+        ring.wait_for_loads()
         assert [layer for layer, _ in slots.loads] == [0, 1]
         assert ring._loading is None
 
@@ -258,10 +263,10 @@ def test_what_stays_is_loaded_again_when_told_to() -> None:
     slots = Slots(2)
     with Ring([0, 1, 2, 2, 1, 0], 2, slots.load) as ring:
         slots.use_all(ring, (0, 1, 2, 2, 1, 0))
-        assert sorted(layer for layer in ring.layers if layer is not None) == [0, 1]
+        assert sorted(layer for layer in ring.layer_by_slot if layer is not None) == [0, 1]
         slots.loads.clear()
         slots.gate.clear()
-        ring.reload()
+        ring.reload_slots()
         reader = threading.Thread(target=slots.use, args=(ring, 0))
         reader.start()
         reader.join(0.1)
@@ -274,7 +279,7 @@ def test_what_stays_is_loaded_again_when_told_to() -> None:
         assert slots.violations == []
         ring.acquire()
         with pytest.raises(RuntimeError, match="1 layers are acquired"):
-            ring.reload()
+            ring.reload_slots()
         ring.release()
 
 
@@ -283,8 +288,8 @@ def test_an_error_of_a_reload_stays() -> None:
     with Ring([0, 1], 2, slots.load) as ring:
         slots.use_all(ring, (0, 1))
         slots.fail_layer = 0
-        ring.reload()
-        for call in (ring.wait, ring.acquire, ring.restart):
+        ring.reload_slots()
+        for call in (ring.wait_for_loads, ring.acquire, ring.begin_round):
             with pytest.raises(OSError, match="bad sector"):
                 call()
 
@@ -295,8 +300,8 @@ def test_a_reload_that_is_given_up_leaves_the_layer_where_it_is() -> None:
         slots.use_all(ring, (0, 1))
         slots.loads.clear()
         slots.gate.clear()
-        ring.reload()
-        ring.restart()
+        ring.reload_slots()
+        ring.begin_round()
         slots.gate.set()
         slots.use_all(ring, (0, 1))
         assert [layer for layer, _ in slots.loads] in ([], [0])  # but for what had begun

@@ -26,10 +26,10 @@ def test_pool_against_a_model() -> None:
             refused += 1
             before = pool.slot_of.copy()
             with pytest.raises(ValueError, match="num_slots = 12: too few"):
-                pool.plan(needed)
+                pool.plan_loads(needed)
             np.testing.assert_array_equal(pool.slot_of, before)
         else:
-            slots, loads = pool.plan(needed)
+            slots, loads = pool.plan_loads(needed)
             assert [record for record, _ in loads] == sorted(distinct - inside.keys())
             gone = inside.keys() - set(pool.record_in.tolist())
             evicted += len(gone)
@@ -44,7 +44,7 @@ def test_pool_against_a_model() -> None:
             assert slots.tolist() == [inside[record] for record in needed.tolist()]
             assert sorted(set(inside.values())) == sorted(inside.values())
             assert {r: int(s) for r, s in enumerate(pool.slot_of) if s >= 0} == inside
-            pool.counts.touch(needed)
+            pool.counts.count_step(needed)
             if rng.integers(2):
                 pool.pin(pool.slots_of(sorted(distinct)))
                 for record in distinct:
@@ -66,28 +66,28 @@ def test_pool_keeps_a_hot_set_on_balanced_traffic() -> None:
     pool, hits = SlotPool(HitCounts(32), 16), 0
     for _ in range(20):
         for layer in range(4):
-            _, loads = pool.plan(np.arange(layer * 8, layer * 8 + 8))
+            _, loads = pool.plan_loads(np.arange(layer * 8, layer * 8 + 8))
             hits += 8 - len(loads)
-        pool.counts.touch(np.arange(32))
+        pool.counts.count_step(np.arange(32))
     assert hits == 19 * 8
     assert set(range(8)) <= set(pool.record_in.tolist())
 
 
 def test_pool_mistakes() -> None:
     pool = SlotPool(HitCounts(10), 4)
-    slots, loads = pool.plan([3, 5, 3])
+    slots, loads = pool.plan_loads([3, 5, 3])
     assert slots.tolist() == [loads[0][1], loads[1][1], loads[0][1]]
     with pytest.raises(ValueError, match="index = 10"):
-        pool.plan([10])
+        pool.plan_loads([10])
     with pytest.raises(ValueError, match="record = 7: has no slot"):
         pool.pin(pool.slots_of([7]))
     with pytest.raises(ValueError, match="must be different"):
         pool.pin(pool.slots_of([3, 3]))
     with pytest.raises(ValueError, match="too few for the 5 records"):
-        pool.plan(range(5))
+        pool.plan_loads(range(5))
     pool.pin(pool.slots_of([3]))
     with pytest.raises(ValueError, match=r"4 of them have to be loaded and 1 slots are pinned"):
-        pool.plan([0, 1, 2, 4])
-    pool.drop([5])
+        pool.plan_loads([0, 1, 2, 4])
+    pool.drop_records([5])
     assert set(pool.record_in.tolist()) == {3, -1}
-    assert not pool.plan([])[1]
+    assert not pool.plan_loads([])[1]

@@ -36,7 +36,7 @@ def check_record(record: Record, index: int) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[RecordStore]:
-    with RecordStore.pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="f") as store:
+    with RecordStore.open_or_pack(tmp_path, LAYOUT, NUM_RECORDS, fill, fingerprint="f") as store:
         yield store
 
 
@@ -59,7 +59,7 @@ def test_records_come_back_right(store: RecordStore, threads: int, slots: int) -
                 with tiers.get(index) as record:
                     check_record(record, index)
                 gets += 1
-            tiers.touch(wanted)
+            tiers.count_step(wanted)
         stats = tiers.stats()
         assert stats.cache.hits + stats.cache.misses == stats.host.transfers == gets
         assert stats.host.num_bytes == gets * RECORD_BYTES
@@ -71,13 +71,13 @@ def test_records_come_back_right(store: RecordStore, threads: int, slots: int) -
 
 
 def test_all_in_host_memory() -> None:
-    records = HostRecords.fill(LAYOUT, NUM_RECORDS, fill)
+    records = HostRecords.allocate_and_fill(LAYOUT, NUM_RECORDS, fill)
     with TieredStore(records) as tiers:
         assert tiers.num_records == NUM_RECORDS
         assert tiers.host_bytes == NUM_RECORDS * RECORD_BYTES
         tiers.prefetch(range(NUM_RECORDS))
-        tiers.discard([0])
-        tiers.touch([0])
+        tiers.cancel_prefetch([0])
+        tiers.count_step([0])
         for index in (5, 0, 5):
             with tiers.get(index) as record:
                 check_record(record, index)
@@ -105,7 +105,7 @@ def test_an_open_record_is_never_overwritten(store: RecordStore) -> None:
         held = [tiers.get(index) for index in (1, 2, 3)]
         for _ in range(2):
             for index in range(4, NUM_RECORDS):
-                tiers.touch([index])
+                tiers.count_step([index])
                 with tiers.get(index) as record:
                     check_record(record, index)
         for record, index in zip(held, (1, 2, 3)):
@@ -179,7 +179,7 @@ def test_discard(store: RecordStore, gate: Gate) -> None:
     with TieredStore(store, cache_bytes=8 * RECORD_BYTES, threads=1) as tiers:
         tiers.prefetch(range(8))
         wait_for(lambda: gate.begun == [0])
-        tiers.discard([0, 3, 4, 20])
+        tiers.cancel_prefetch([0, 3, 4, 20])
         gate.open.set()
         wait_for(lambda: tiers.stats().nvme.transfers == 6)
         assert gate.begun == [0, 1, 2, 5, 6, 7]
@@ -280,10 +280,10 @@ def test_settings_that_make_no_sense(
 
 def test_more_settings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="records in host memory need none"):
-        TieredStore(HostRecords.fill(LAYOUT, 1, fill), cache_bytes=1)
-    with TieredStore(HostRecords.fill(LAYOUT, 2, fill)) as tiers:
+        TieredStore(HostRecords.allocate_and_fill(LAYOUT, 1, fill), cache_bytes=1)
+    with TieredStore(HostRecords.allocate_and_fill(LAYOUT, 2, fill)) as tiers:
         for bad in (-1, 2):
-            for call in (tiers.get, tiers.prefetch, tiers.touch, tiers.discard):
+            for call in (tiers.get, tiers.prefetch, tiers.count_step, tiers.cancel_prefetch):
                 with pytest.raises(ValueError, match=f"index = {bad}"):
                     call(bad)
 
@@ -301,8 +301,8 @@ def test_many_threads_many_records(store: RecordStore, gate: Gate) -> None:
                 tiers.prefetch(rng.integers(NUM_RECORDS, size=2))
                 with tiers.get(index) as record:
                     check_record(record, index)
-                tiers.discard(rng.integers(NUM_RECORDS, size=1))
-                tiers.touch([index])
+                tiers.cancel_prefetch(rng.integers(NUM_RECORDS, size=1))
+                tiers.count_step([index])
 
         run_in_threads(work, 8)
         # what was read ahead may still be coming
@@ -346,7 +346,7 @@ def test_layers_from_disk_through_a_ring(store: RecordStore) -> None:
                     for place, target in enumerate(slots[slot]):
                         assert target[0, 0] == (layer * per_layer + place) * 10_000
                     ring.release()
-                tiers.touch(range(NUM_RECORDS))
+                tiers.count_step(range(NUM_RECORDS))
         loaded = ring.stats().loads
         stats = tiers.stats()
     assert loaded.num_bytes == stats.host.num_bytes == stats.host.transfers * RECORD_BYTES
@@ -363,8 +363,8 @@ def test_what_is_expected_is_kept_where_it_fits(store: RecordStore, expected: in
     with TieredStore(store, cache_bytes=6 * RECORD_BYTES, threads=1) as tiers:
         assert tiers._cache is not None and tiers._cache.num_slots == 4
         for _ in range(3):
-            tiers.touch(range(8, 12))
-        tiers.expect(range(expected))
+            tiers.count_step(range(8, 12))
+        tiers.keep_cached(range(expected))
         for _ in range(2):
             for index in (*range(expected), *range(8, 12)):
                 tiers.get(index).close()

@@ -37,7 +37,7 @@ def fill(index: int, views: dict[str, NDArray[Any]]) -> None:
 def store(tmp_path: Path) -> Iterator[VersionStore]:
     with VersionStore.open(tmp_path / "store", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
         assert store.layout.record_bytes == RECORD_BYTES
-        store.fill(fill)
+        store.write_all_records(fill)
         yield store
 
 
@@ -97,7 +97,7 @@ def test_what_is_put_comes_back(store: VersionStore, slots: int, every: int | No
                 else:
                     counts[index] += 1
                     assert add(tiers, index) == counts[index]
-            tiers.touch(ids)
+            tiers.count_step(ids)
         tiers.flush()
         stats = tiers.stats()
     written = store.stats()
@@ -113,7 +113,7 @@ def test_dirty_records_leave_the_cache_while_others_are_held(store: VersionStore
         for index in (0, 1, 2):
             add(tiers, index)
         for _ in range(5):
-            tiers.touch([3, 4])
+            tiers.count_step([3, 4])
         time.sleep(0.2)  # the threads that write are asleep by then
         # the second waits for the write of the first one's victim
         with tiers.get(3) as first, tiers.get(4) as second:
@@ -128,7 +128,7 @@ def test_files_that_are_memory_are_read_where_they_lie(
     """
     monkeypatch.setattr(version_store, "choose_io", lambda folder: "mapped")
     with VersionStore.open(tmp_path / "store", LAYOUT, NUM_RECORDS, fingerprint="a") as store:
-        store.fill(fill)
+        store.write_all_records(fill)
         with TieredStore(store, cache_bytes=6 * RECORD_BYTES, wait_limit_s=20) as tiers:
             tiers.prefetch(range(NUM_RECORDS))
             held = [tiers.get(index) for index in range(NUM_RECORDS)]
@@ -166,7 +166,7 @@ def test_files_that_are_memory_are_read_where_they_lie(
 
 
 def test_all_in_host_memory() -> None:
-    with TieredStore(HostRecords.fill(LAYOUT, NUM_RECORDS, fill)) as tiers:
+    with TieredStore(HostRecords.allocate_and_fill(LAYOUT, NUM_RECORDS, fill)) as tiers:
         assert [add(tiers, 3), add(tiers, 3), add(tiers, 4)] == [1, 2, 1]
         tiers.flush()
         check_record(tiers, 3, 2)
@@ -199,10 +199,10 @@ def test_flush_makes_it_durable(store: VersionStore, gate: Gate) -> None:
 def test_write_back_at_the_period(store: VersionStore, gate: Gate) -> None:
     with TieredStore(store, cache_bytes=12 * RECORD_BYTES, write_back_every_steps=2) as tiers:
         add(tiers, 1)
-        tiers.touch([1])
+        tiers.count_step([1])
         add(tiers, 2)
         assert not gate.begun
-        tiers.touch([2])
+        tiers.count_step([2])
         wait_for(lambda: sorted(gate.begun) == [1, 2])
         wait_for(lambda: tiers.stats().cache.written_back == 2)
 
@@ -217,7 +217,7 @@ def test_a_dirty_victim_makes_nobody_wait(store: VersionStore, gate: Gate) -> No
             add(tiers, index)
         gate.open.clear()
         for hot in (10, 11):
-            tiers.touch([hot])
+            tiers.count_step([hot])
             check_record(tiers, hot, 0)
         assert tiers.stats().cache.evictions == 2
         wait_for(lambda: len(gate.begun) == 1)
@@ -233,13 +233,13 @@ def test_a_record_being_written_is_not_changed(
     with TieredStore(store, cache_bytes=2 * RECORD_BYTES) as tiers:
         add(tiers, 1)
         gate.open.clear()
-        tiers.touch([2])
+        tiers.count_step([2])
         # takes the place of 1, which keeps its memory until it is written
         check_record(tiers, 2, 0)
         wait_for(lambda: gate.begun == [1])
         check_record(tiers, 1, 1)  # reading is allowed
-        waits, wait, waiting = tiers.stats().waits, tiers._wait, threading.Event()
-        monkeypatch.setattr(tiers, "_wait", lambda *words: (waiting.set(), wait(*words)))
+        waits, wait, waiting = tiers.stats().waits, tiers._wait_counted, threading.Event()
+        monkeypatch.setattr(tiers, "_wait_counted", lambda *words: (waiting.set(), wait(*words)))
         changer = threading.Thread(target=add, args=(tiers, 1))
         changer.start()
         assert waiting.wait(240) and changer.is_alive()
@@ -342,7 +342,9 @@ def test_the_first_of_several_errors_is_raised(store: VersionStore, gate: Gate) 
 
 def test_mistakes(store: VersionStore, tmp_path: Path) -> None:
     with (
-        RecordStore.pack(tmp_path / "pack", LAYOUT, NUM_RECORDS, fill, fingerprint="a") as pack,
+        RecordStore.open_or_pack(
+            tmp_path / "pack", LAYOUT, NUM_RECORDS, fill, fingerprint="a"
+        ) as pack,
         TieredStore(pack, cache_bytes=4 * RECORD_BYTES) as tiers,
     ):
         with pytest.raises(ValueError, match="writable = True: needs a VersionStore"):
@@ -370,7 +372,7 @@ def test_many_threads_change_records(store: VersionStore) -> None:
                 counts[index] += 1
                 assert add(tiers, index) == counts[index]
                 check_record(tiers, index, counts[index])
-                tiers.touch([index])
+                tiers.count_step([index])
 
         run_in_threads(work, 6)
         tiers.flush()

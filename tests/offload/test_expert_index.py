@@ -26,7 +26,7 @@ def test_a_process_has_records_of_its_own() -> None:
     assert ExpertIndex(3, 4, local).saved_records == [3, 7, 11]
     everyone = LocalExperts.from_mesh(mesh_of(1, 2, 2), 8)
     assert (everyone.experts.tolist(), everyone.per_device) == (list(range(8)), 2)
-    parts = everyone.split({"w": np.arange(8)})
+    parts = everyone.split_by_part({"w": np.arange(8)})
     assert [part["w"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -84,13 +84,16 @@ def test_experts_in_slots_lie_on_the_devices_that_need_them(
         assert local.per_device == 2 and local.all_devices == (
             (devices[2],) if process else tuple(devices[:2])
         )
-        assert [local.in_layer(layer).tolist() for layer in (0, 1)] == own
+        assert [local.local_experts_in_layer(layer).tolist() for layer in (0, 1)] == own
         index = ExpertIndex(2, 4, local)
         assert index.local_records == [*own[0], *(4 + expert for expert in own[1])]
         saved += index.saved_records
     assert sorted(saved) == list(range(8))
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     local = SlottedExperts.from_slot_table(mesh, slot_RNE, 2)
-    assert [local.places(1, expert) for expert in (0, 1)] == [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
-    rows = local.rows_by_device(0, {"w": np.array([[5], [6], [7]])})
+    assert [local.replica_rows(1, expert) for expert in (0, 1)] == [
+        [(0, 0), (1, 1)],
+        [(0, 1), (1, 0)],
+    ]
+    rows = local.expert_rows_by_device(0, {"w": np.array([[5], [6], [7]])})
     assert [row["w"].tolist() for row in rows] == [[[5], [6]], [[5], [7]]]

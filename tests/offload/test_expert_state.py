@@ -27,9 +27,10 @@ from jmoe.memory.record_handle import Record
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState
+from jmoe.offload.gradient_writer import GradientWriter
 from jmoe.offload.training_slots import TrainingSlots
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.resume import restored
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.programs import StepPrograms
 from jmoe.training.streamed.step import StreamedTrainer
@@ -119,14 +120,15 @@ class Training:
 
     def go_on_with(self, checkpoints: Checkpoints, step: int) -> Result:
         """See `go_on`."""
-        state, _ = restored(self.program, checkpoints, step)
+        state, _ = restore_checkpoint(self.program, checkpoints, step)
         for now in range(step, LAST):
             state, metrics = self.program.step(state, batch(self.config, now))
             self.losses[now] = float(metrics["loss"])
             held_out = [
-                float(nll) for nll in self.program.evaluate(state, held_out_batches(self.config))
+                float(nll)
+                for nll in self.program.evaluate_batches(state, held_out_batches(self.config))
             ]
-            checkpoints.check()
+            checkpoints.raise_save_error()
             if now + 1 == SAVED and step < SAVED:
                 checkpoints.save(SAVED, self.program.save_state(state), 0, "{}")
         checkpoints.close()
@@ -151,22 +153,22 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
 PLACES = [
     (TieredStore, "get"),
     (TieredStore, "prefetch"),
-    (TieredStore, "touch"),
+    (TieredStore, "count_step"),
     (TieredStore, "flush"),
     (Record, "put"),
     (VersionStore, "read_into"),
     (VersionStore, "write"),
     (VersionStore, "sync"),
-    (VersionStore, "pin"),
-    (TrainingSlots, "update"),
-    (ExpertState, "_write_gradients"),
+    (VersionStore, "pin_versions"),
+    (TrainingSlots, "catch_up_expert"),
+    (GradientWriter, "_write"),
     (jmoe.offload.training_slots, "put_record"),
     (StepPrograms, "route"),
     (StepPrograms, "moe_gradients"),
     (RecordCheckpoints, "write_list"),
     (RecordCheckpoints, "_drain"),
 ]
-OF_SAVES = ("pin", "write_list", "_drain", "flush")  # the experts are as they were
+OF_SAVES = ("pin_versions", "write_list", "_drain", "flush")  # the experts are as they were
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_no_update_is_applied_twice(training: Training, monkeypatch: pytest.Monk
     evaluation follows.
     """
     training.forget_what_was_saved()
-    get, commit, fault = TieredStore.get, ExpertState.commit, Fault(lambda: None, 1)
+    get, commit, fault = TieredStore.get, ExpertState.commit_step, Fault(lambda: None, 1)
 
     def get_weights(store: TieredStore, index: int, **options: Any) -> Record:
         experts = training.program.experts
@@ -228,7 +230,7 @@ def test_no_update_is_applied_twice(training: Training, monkeypatch: pytest.Monk
             time.sleep(0.001)
 
     monkeypatch.setattr(TieredStore, "get", get_weights)
-    monkeypatch.setattr(ExpertState, "commit", commit_and_wait)
+    monkeypatch.setattr(ExpertState, "commit_step", commit_and_wait)
     with pytest.raises(OSError, match=WORDS):
         training.go_on(FIRST)
     assert training.losses.items() <= training.expected[0].items()
@@ -244,12 +246,12 @@ def assert_same(ours: Result, expected: Result) -> None:
 def check_that_it_stays(training: Training) -> None:
     """There is no further step, evaluation or save."""
     experts = training.program.experts
-    if experts is None or experts.now == 0:
+    if experts is None or experts.steps_taken == 0:
         return
     program, state = training.program, training.program.saved_shape  # looked at by no call
     for call in (
         lambda: program.step(state, batch(training.config, LAST)),
-        lambda: program.evaluate(state, held_out_batches(training.config)),
+        lambda: program.evaluate_batches(state, held_out_batches(training.config)),
         lambda: program.save_state(state),
         lambda: full_state(program, state),
     ):
@@ -263,14 +265,14 @@ def test_the_cache_is_told_what_the_next_step_will_probably_use(
     """The experts that tokens of the step chose, of all its accumulation steps; nothing where it
     is not taken.
     """
-    told, expect = list[tuple[TieredStore, set[int]]](), TieredStore.expect
+    told, expect = list[tuple[TieredStore, set[int]]](), TieredStore.keep_cached
     chosen: list[set[int]] = [set(), set()]  # by the routers, in each accumulation step
 
     def noting(store: TieredStore, indices: Any) -> None:
         told.append((store, set(np.asarray(indices).tolist())))
         expect(store, indices)
 
-    monkeypatch.setattr(TieredStore, "expect", noting)
+    monkeypatch.setattr(TieredStore, "keep_cached", noting)
     tiers = TiersConfig("nvme", "nvme", "nvme", path=str(tmp_path), host_cache_bytes=120_000)
     config = dataclasses.replace(CONFIG, tiers=tiers, gradient_accumulation_steps=2)
     with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, 1))) as program:
@@ -288,7 +290,7 @@ def test_the_cache_is_told_what_the_next_step_will_probably_use(
         monkeypatch.setattr(program, "programs", changed)
         state = program.init()
         assert program.experts is not None
-        stores = program.experts.stores.all()
+        stores = program.experts.stores.present_stores()
         for step in range(2):
             told.clear()
             chosen[:] = set(), set()

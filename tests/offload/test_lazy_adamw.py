@@ -52,7 +52,7 @@ def run(
     history = History(0, lr_T, clips())
     starts = sorted({0, *gradients}) if lazy else range(T)
     for start, until in zip(starts, [*starts[1:], T], strict=True):
-        for window in history.windows(range(start, until), pending=start in gradients):
+        for window in history.missed_windows(range(start, until), pending=start in gradients):
             w, m, v = UPDATE(w, m, v, gradients.get(start, none), window)
     return jax.device_get((w, m, v))
 

@@ -15,7 +15,7 @@ from jmoe.mesh import expert_mesh
 from jmoe.offload import mesh_ring
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.mesh_ring import MeshRing
-from jmoe.offload.placed_experts import even_placement, local_experts_of
+from jmoe.offload.placed_experts import even_placement, local_expert_numbers
 from jmoe.offload.slot_arrays import DeviceSlotArrays, HostSlotArrays
 from jmoe.planning.placement import EMPTY
 
@@ -36,7 +36,7 @@ def test_every_layer_comes_to_its_devices(
     """Three rounds of three layers; five experts on four devices leave slots empty."""
     monkeypatch.setattr(mesh_ring, "HostSlotArrays", slots)
     mesh, layout = expert_mesh(4), RecordLayout.from_arrays(FIELDS)
-    store = TieredStore(HostRecords.fill(layout, INDEX.num_records, fill))
+    store = TieredStore(HostRecords.allocate_and_fill(layout, INDEX.num_records, fill))
     with store, contextlib.closing(MeshRing(mesh, INDEX, FIELDS, ring_slots, store)) as ring:
         assert ring.num_slots == 2 * ring_slots and ring.num_bytes == 2 * ring_slots * (
             2 * 6 * 4 + 3 * 2 * 2
@@ -45,7 +45,7 @@ def test_every_layer_comes_to_its_devices(
         assert sorted(where[where != EMPTY]) == list(range(5))
         for layer in [*range(3)] * 3:
             ring.acquire(layer)
-            weights = ring.weights(layer)
+            weights = ring.layer_weights(layer)
             for values, dtype in ((weights.w_up, jnp.float32), (weights.w_down, jnp.bfloat16)):
                 assert (
                     values.dtype == dtype
@@ -64,7 +64,7 @@ def test_every_layer_comes_to_its_devices(
 
 def test_a_process_has_the_experts_of_its_devices() -> None:
     """This one has all, each once."""
-    assert local_experts_of(even_placement(5, 4), expert_mesh(4)).tolist() == list(range(5))
+    assert local_expert_numbers(even_placement(5, 4), expert_mesh(4)).tolist() == list(range(5))
 
 
 @pytest.mark.parametrize("as_bits", [False, True])
@@ -77,9 +77,9 @@ def test_slots_keep_their_values_while_the_source_is_reused(as_bits: bool) -> No
     slots = DeviceSlotArrays(3, FIELDS, device, as_bits=as_bits)
     for slot in range(3):
         fill(slot + 1, views)
-        sent = slots.send(views)
+        sent = slots.copy_to_device(views)
         memory[:] = 0
-        slots.put(slot, sent)
+        slots.store_in_slot(slot, sent)
     bits = np.uint16 if as_bits else jnp.bfloat16
     assert slots.arrays["w_down"].dtype == bits
     for slot in range(3):

@@ -36,7 +36,7 @@ class Records:
 def check_weights(experts: PlacedExperts) -> None:
     """Each slot of a placement holds its expert's weights."""
     for layer, placement in enumerate(experts.placements):
-        weights, where = experts.weights(layer), placement.physical_to_logical.ravel()
+        weights, where = experts.layer_weights(layer), placement.physical_to_logical.ravel()
         numbers = INDEX.records(layer, where)
         for values, dtype in ((weights.w_up, jnp.float32), (weights.w_down, jnp.bfloat16)):
             assert values.dtype == dtype and len(values.addressable_shards) == 4
@@ -56,9 +56,9 @@ def test_only_what_is_new_is_copied() -> None:
     places[3] = [0, EMPTY, 2]
     missing = sorted(set(range(5)) - set(places.ravel().tolist()))
     places[0, : len(missing)] = missing
-    changed = experts.changes(1, placement_from_slots(places, np.ones(5)))
+    changed = experts.copies_for_placement(1, placement_from_slots(places, np.ones(5)))
     records.opened.clear()
-    experts.apply(1, changed)
+    experts.apply_copies(1, changed)
     assert sorted(records.opened) == sorted(5 + fill.expert for fill in changed.fills)
     assert (
         experts.copied_experts == len(changed.fills)
@@ -69,7 +69,7 @@ def test_only_what_is_new_is_copied() -> None:
     ]
     check_weights(experts)
     assert (1, 0) in experts.occupancy()
-    experts.apply(1, experts.changes(1, experts.placements[1]))
+    experts.apply_copies(1, experts.copies_for_placement(1, experts.placements[1]))
     assert experts.copied_experts == len(changed.fills)
     experts.recopy_one_expert()
     check_weights(experts)

@@ -27,12 +27,12 @@ def fill(index: int, views: dict[str, np.ndarray]) -> None:
 
 
 def store() -> TieredStore:
-    return TieredStore(HostRecords.fill(LAYOUT, LAYERS * E, fill))
+    return TieredStore(HostRecords.allocate_and_fill(LAYOUT, LAYERS * E, fill))
 
 
 def held(slots: HostSlots, slot: int) -> int:
     """The record whose bytes are in a slot."""
-    return int(slots.stored(slot)["w_up"][0, 0])
+    return int(slots.slot_views(slot)["w_up"][0, 0])
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_chosen_experts_are_in_their_slots(chosen: ChosenExperts, slots: HostSlo
             table_E = chosen.acquire(layer, experts)
             for expert in set(experts.ravel().tolist()) - {E}:
                 assert held(slots, table_E[expert]) == layer * E + expert
-            chosen.expect((layer + 1) % LAYERS, np.array([step, layer + 1]))
+            chosen.prefetch_guessed((layer + 1) % LAYERS, np.array([step, layer + 1]))
             chosen.release(layer)
     stats = chosen.stats()
     assert stats.layers == 6 * LAYERS
@@ -80,7 +80,7 @@ def test_hits_are_what_was_there_before_any_copy(chosen: ChosenExperts) -> None:
     ]:
         before = chosen.stats()
         chosen.begin_step(whole_layers=False)
-        chosen.expect(0, np.array(guess, np.int64))
+        chosen.prefetch_guessed(0, np.array(guess, np.int64))
         chosen.acquire(0, np.array(choice))
         chosen.release(0)
         now = chosen.stats()
@@ -99,8 +99,8 @@ def test_guesses_that_turn_out_wrong_are_not_listened_to(chosen: ChosenExperts) 
         for layer in range(2):  # so much else that nothing of layer 2 keeps its slot
             chosen.acquire(layer, np.arange(E))
             chosen.release(layer)
-        chosen.pool.drop([r for r in chosen.pool.record_in.tolist() if r >= 2 * E])
-        chosen.expect(2, np.array([guess]))
+        chosen.pool.drop_records([r for r in chosen.pool.record_in.tolist() if r >= 2 * E])
+        chosen.prefetch_guessed(2, np.array([guess]))
         chosen.acquire(2, np.array([choice]))
         chosen.release(2)
         return chosen.stats().guessed - before
@@ -138,7 +138,7 @@ def test_whole_layers(chosen: ChosenExperts, slots: HostSlots) -> None:
 
 def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
     """Once the choices are known, reads and copies that have not begun do not begin."""
-    with RecordStore.pack(tmp_path, LAYOUT, LAYERS * E, fill, fingerprint="a") as packed:
+    with RecordStore.open_or_pack(tmp_path, LAYOUT, LAYERS * E, fill, fingerprint="a") as packed:
         slow = {"nvme": LAYOUT.record_bytes / 0.2}  # 200 ms a record
         with TieredStore(
             packed, cache_bytes=8 * LAYOUT.record_bytes, bandwidth_limit_bytes_per_s=slow
@@ -146,7 +146,7 @@ def test_a_wrong_guess_is_neither_copied_nor_read(tmp_path: Path) -> None:
             slots = HostSlots(20, FIELDS)
             residency = ChosenExperts(slots, records, INDEX)
             residency.begin_step(whole_layers=False)
-            residency.expect(1, np.arange(1, E))
+            residency.prefetch_guessed(1, np.arange(1, E))
             table_E = residency.acquire(1, np.array([0]))
             assert held(slots, table_E[0]) == E
             residency.release(1)

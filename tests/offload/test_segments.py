@@ -13,7 +13,7 @@ import pytest
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.loading import LoadedModel, open_checkpoint
 from jmoe.offload.placed_experts import PlacedExperts, even_placement
-from jmoe.offload.segments import as_segments, read_segments
+from jmoe.offload.segments import placements_to_segments, read_segments
 from tests.model_configs import CHECKPOINTS
 
 # Of 2 devices, 2 layers and 3 experts; one of them has two places in a layer.
@@ -32,9 +32,9 @@ def test_placements_and_back(tmp_path: Path) -> None:
     assert second.physical_to_logical.tolist() == [[2, -1, -1], [1, 0, 2]]
     physical = second.replicas_taking(np.arange(256), np.full(256, 2))
     assert set(physical.tolist()) == {0, 5}  # both take tokens of expert 2
-    assert as_segments([first, second]) == SEGMENTS
+    assert placements_to_segments([first, second]) == SEGMENTS
     roomy = read_segments(mesh(tmp_path, SEGMENTS, slots_per_device=4), 2, 3)
-    assert [placement.slots_per_device for placement in roomy] == [4, 4] and as_segments(
+    assert [placement.slots_per_device for placement in roomy] == [4, 4] and placements_to_segments(
         roomy
     ) == SEGMENTS
     layers = read_segments(mesh(tmp_path, [[[0, 1, 2], []], [[], [1, 0, 2]]]), 2, 3)
@@ -42,7 +42,7 @@ def test_placements_and_back(tmp_path: Path) -> None:
         [[0, 1, 2], [-1] * 3],
         [[-1] * 3, [1, 0, 2]],
     ]
-    assert as_segments([even_placement(3, 2)]) == [[[0, 1]], [[2]]]
+    assert placements_to_segments([even_placement(3, 2)]) == [[[0, 1]], [[2]]]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_model_is_loaded_so(segments: Any, slots: int, tmp_path: Path) -> None
     with LoadedModel(folder, options) as model, open_checkpoint(folder, options) as checkpoint:
         experts = model.runner.residency
         assert isinstance(experts, PlacedExperts)
-        assert as_segments(experts.placements) == segments
+        assert placements_to_segments(experts.placements) == segments
         assert model.memory.expert_slots == experts.num_slots == slots
         held = [
             (layer, e)
@@ -120,7 +120,7 @@ def test_a_model_is_loaded_so(segments: Any, slots: int, tmp_path: Path) -> None
         ]
         assert sorted(place for place in experts.occupancy() if place is not None) == sorted(held)
         for layer, placement in enumerate(experts.placements):
-            w_up = np.asarray(experts.weights(layer).w_up)
+            w_up = np.asarray(experts.layer_weights(layer).w_up)
             for slot, expert in enumerate(placement.physical_to_logical.ravel().tolist()):
                 if expert >= 0:
                     np.testing.assert_array_equal(

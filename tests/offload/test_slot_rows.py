@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jmoe.offload.expert_index import LocalExperts
-from jmoe.offload.slot_rows import SlotRows, grown_rows
+from jmoe.offload.slot_rows import SlotRows, grown_num_rows
 
 P, M = 8, 2
 FIRST, SECOND, THIRD = jax.devices()[:3]
@@ -22,7 +22,7 @@ def experts(*numbers: int) -> np.ndarray:
 
 def rows_of(slot: SlotRows, numbers: np.ndarray) -> list[int]:
     """The row of each expert, which replicas have in the same place."""
-    places = [slot.places(0, number) for number in numbers.tolist()]
+    places = [slot.replica_rows(0, number) for number in numbers.tolist()]
     assert [[device for device, _ in place] for place in places] == [
         [0, 1] if n < 4 else [2] for n in numbers
     ]
@@ -32,39 +32,39 @@ def rows_of(slot: SlotRows, numbers: np.ndarray) -> list[int]:
 
 def test_experts_have_rows_of_their_own() -> None:
     slot = SlotRows(LOCAL, M)
-    assert slot.take(experts(1, 3, 6)) == []
+    assert slot.assign_rows(experts(1, 3, 6)) == []
     rows = rows_of(slot, experts(1, 3, 6))
     assert sorted(rows[:2]) == [0, 1] and rows[2] in (0, 1)
-    assert slot.take(experts(1, 3)) == [] and rows_of(slot, experts(1, 3, 6)) == rows
+    assert slot.assign_rows(experts(1, 3)) == [] and rows_of(slot, experts(1, 3, 6)) == rows
 
 
 def test_who_is_not_needed_makes_room() -> None:
     slot = SlotRows(LOCAL, M)
-    slot.take(experts(0, 1, 4))
+    slot.assign_rows(experts(0, 1, 4))
     kept = rows_of(slot, experts(1))
-    assert slot.take(experts(1, 2)) == [0]
+    assert slot.assign_rows(experts(1, 2)) == [0]
     assert rows_of(slot, experts(1)) == kept and sorted(rows_of(slot, experts(1, 2))) == [0, 1]
-    assert slot.take(experts(0, 3, 7)) == [1, 2]  # the third device has a row that is free
+    assert slot.assign_rows(experts(0, 3, 7)) == [1, 2]  # the third device has a row that is free
 
 
 def test_more_than_there_is_room_for_comes_in_waves() -> None:
     slot = SlotRows(LOCAL, M)
     chosen = experts(0, 1, 2, 4, 5, 6, 7)
-    waves = list(slot.waves(chosen))
+    waves = list(slot.groups_that_fit(chosen))
     assert [wave.tolist() for wave in waves] == [[0, 1, 4, 5], [2, 6, 7]]
     for wave in waves:
-        slot.take(wave)
-    assert list(slot.waves(experts())) == []
+        slot.assign_rows(wave)
+    assert list(slot.groups_that_fit(experts())) == []
     with pytest.raises(AssertionError, match="3 experts for 2 rows"):
-        slot.take(experts(0, 1, 2))
+        slot.assign_rows(experts(0, 1, 2))
 
 
 def test_what_programs_are_told() -> None:
     slot = SlotRows(LOCAL, M)
-    slot.take(experts(3))
-    slot.take(experts(1, 3, 6))
+    slot.assign_rows(experts(3))
+    slot.assign_rows(experts(1, 3, 6))
     chosen_P = np.isin(np.arange(P), (1, 3, 6))
-    one, other = slot.chosen(chosen_P, 3)
+    one, other = slot.chosen_rows(chosen_P, 3)
     assert one.ids_M.tolist() == [1, 3, 4] and one.rows_M.tolist() == [
         *rows_of(slot, experts(1, 3)),
         0,
@@ -79,9 +79,9 @@ def test_what_programs_are_told() -> None:
 
 def test_room_for_all() -> None:
     slot = SlotRows(LOCAL, None)
-    assert slot.take(np.arange(P)) == []
+    assert slot.assign_rows(np.arange(P)) == []
     assert rows_of(slot, np.arange(P)) == [0, 1, 2, 3] * 2
-    assert [wave.tolist() for wave in slot.waves(np.arange(P))] == [list(range(P))]
+    assert [wave.tolist() for wave in slot.groups_that_fit(np.arange(P))] == [list(range(P))]
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_room_for_all() -> None:
     [(2, 2, 32, 2), (2, 3, 32, 4), (5, 13, 32, 16), (1, 3, 4, 3), (1, 31, 33, 33), (1, 32, 33, 33)],
 )
 def test_room_grows_by_eighths(room: int, needed: int, per_device: int, expected: int) -> None:
-    assert grown_rows(room, needed, per_device) == expected
+    assert grown_num_rows(room, needed, per_device) == expected

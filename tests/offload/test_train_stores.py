@@ -22,7 +22,7 @@ from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.resume import restored
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.step import StreamedTrainer
 from tests.arrays import differing, full_state
@@ -75,7 +75,7 @@ class Opened(Closing):
 
     def restore(self, step: int) -> TrainState:
         with self.checkpoints() as checkpoints:
-            return restored(self.program, checkpoints, step)[0]
+            return restore_checkpoint(self.program, checkpoints, step)[0]
 
     def whole(self, state: TrainState) -> TrainState:
         return full_state(self.program, state)
@@ -134,7 +134,9 @@ def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_pat
         del run.losses[2:]
         state = run.steps(run.restore(SAVED + 2), STEPS)
         assert run.losses == undisturbed.losses[SAVED:]
-        held_out = [float(nll) for nll in run.program.evaluate(state, held_out_batches(CONFIG))]
+        held_out = [
+            float(nll) for nll in run.program.evaluate_batches(state, held_out_batches(CONFIG))
+        ]
         assert held_out == undisturbed.held_out
         assert differing(run.whole(state), undisturbed.state) == []
 
@@ -145,7 +147,7 @@ def test_what_the_last_step_left_under_way_is_not_restored_over(
     """The ring still brings experts up to date for a next step as a checkpoint of before becomes
     current.
     """
-    catch_up = ExpertState._catch_up
+    catch_up = ExpertState._apply_skipped_steps
 
     def slow(experts: ExpertState, *args: Any) -> int:
         if threading.current_thread().name == "ring":
@@ -155,7 +157,7 @@ def test_what_the_last_step_left_under_way_is_not_restored_over(
     with Opened(tmp_path, NVME) as run:
         state = run.steps(run.program.init(), SAVED)
         run.save(state)
-        monkeypatch.setattr(ExpertState, "_catch_up", slow)
+        monkeypatch.setattr(ExpertState, "_apply_skipped_steps", slow)
         run.steps(state, SAVED + 1)
         state = run.restore(SAVED)
         monkeypatch.undo()
@@ -177,8 +179,8 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
         versions = [run.listed(0)["versions"]]
         for step in (4, 8):
             state = run.steps(state, step)
-            experts = run.program._opened
-            experts._ring.wait()
+            experts = run.program._open_experts
+            experts._ring.wait_for_loads()
             updates = experts.stats().updates
             run.save(state)
             assert experts.stats().updates == updates  # nobody was brought up to date for it
@@ -203,17 +205,19 @@ def test_what_changed_is_written_back_every_few_steps(every: int, tmp_path: Path
     tiers = dataclasses.replace(NVME, host_cache_bytes=10_000_000, write_back_every_steps=every)
     with Opened(tmp_path, tiers) as run:
         state = run.steps(run.program.init(), 1)
-        experts = run.program._opened
+        experts = run.program._open_experts
 
         def written() -> list[int]:
-            return [store.stats().nvme_writes.num_bytes for store in experts.stores.all()]
+            return [
+                store.stats().nvme_writes.num_bytes for store in experts.stores.present_stores()
+            ]
 
         assert written() == [0, 0, 0]
         state = run.steps(state, 2)
         if every:
             wait_for(lambda: all(written()), "nothing was written after the second step")
         else:
-            experts._ring.wait()
+            experts._ring.wait_for_loads()
             assert written() == [0, 0, 0]
             run.save(state)
             assert all(written())
@@ -285,7 +289,7 @@ def test_a_checkpoint_of_before_has_nothing_behind(
     saved: Opened, undisturbed: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lists name weights and moments only, all of them up to date."""
-    pin = RecordCheckpoints.pin
+    pin = RecordCheckpoints.pin_versions
 
     def pin_as_before(records: RecordCheckpoints, step: int) -> dict[str, Any]:
         pinned = pin(records, step)
@@ -294,7 +298,7 @@ def test_a_checkpoint_of_before_has_nothing_behind(
 
     state = saved.steps(saved.restore(SAVED), SAVED + 1)
     expected = saved.whole(state)
-    monkeypatch.setattr(RecordCheckpoints, "pin", pin_as_before)
+    monkeypatch.setattr(RecordCheckpoints, "pin_versions", pin_as_before)
     saved.folder = saved.folder.with_name("before")
     saved.save(state)
     state = saved.restore(SAVED + 1)

@@ -34,22 +34,22 @@ def weights(slots: TrainingSlots, slot: int) -> list[list[float]]:
 
 def test_experts_are_placed_on_every_device_that_has_them() -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 2, None)
-    assert slots.num_bytes == 2 * 3 * 2 * 24 and slots.layers == []
-    slots.assign(1, 5, None)
-    assert slots.holds(1, 5) and not slots.holds(0, 5) and slots.layers == [(5, 1)]
+    assert slots.num_bytes == 2 * 3 * 2 * 24 and slots.layers_and_slots == []
+    slots.assign_layer(1, 5, None)
+    assert slots.holds(1, 5) and not slots.holds(0, 5) and slots.layers_and_slots == [(5, 1)]
     assert slots.take_rows(1, np.array([1, 2])).tolist() == [True, True]
     for expert, value in ((1, 7.0), (2, 8.0)):
         copies = 2 if expert == 1 else 1
-        assert slots.place(1, 5, expert, record(value)) == 24 * copies
+        assert slots.write_weights(1, 5, expert, record(value)) == 24 * copies
         slots.set_present(1, expert, True)
     assert weights(slots, 1) == [[0, 7], [0, 7], [8, 0]]
     assert slots.take_rows(1, np.arange(P)).tolist() == [True, False, False, True]
-    assert [w["w"][0, 0] for w in slots.each_weights(1, 5)] == [0, 7, 8, 0]
+    assert [w["w"][0, 0] for w in slots.iterate_weights(1, 5)] == [0, 7, 8, 0]
 
 
 def test_a_layers_weights_are_all_there_where_they_are_given() -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, None)
-    slots.assign(
+    slots.assign_layer(
         0, 2, {"w": np.arange(P, dtype=np.float32)[:, None, None] * np.ones((P, 3, 2), np.float32)}
     )
     assert weights(slots, 0) == [[0, 1], [0, 1], [2, 3]]
@@ -61,15 +61,15 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
 ) -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, 1)
     assert slots.take_rows(0, np.array([1])).tolist() == [True]
-    slots.place(0, 0, 1, record(7.0))
+    slots.write_weights(0, 0, 1, record(7.0))
     slots.set_present(0, 1, True)
     slots.grow_slots(1)
-    slots.fit(0)
+    slots.grow_if_asked(0)
     assert weights(slots, 0) == [[7], [7], [0]] and not caplog.records
     slots.grow_slots(2)
     assert "tokens chose 2 of a device's 2 experts; there is room for 2 from now on" in caplog.text
     assert weights(slots, 0) == [[7], [7], [0]]
-    slots.fit(0)
+    slots.grow_if_asked(0)
     assert weights(slots, 0) == [[0, 0], [0, 0], [0, 0]] and slots.take_rows(
         0, np.array([1])
     ).tolist() == [True]
@@ -78,11 +78,13 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
 def test_an_update_reaches_all_replicas() -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, None)
     config = OptimizerConfig(weight_decay=0.0, warmup_steps=0)
-    slots.place(0, 0, 1, record(1.0))
+    slots.write_weights(0, 0, 1, record(1.0))
     zeros = {"w": np.zeros(SHAPES["w"], np.float32)}
     gradient = {"w": np.ones(SHAPES["w"], np.float32)}
-    missed = History(0, [0.5], [1.0]).windows(range(1), pending=True)
-    w, m, v = slots.update(0, slots.places(0, 0, 1), (zeros, zeros), gradient, missed, config)
+    missed = History(0, [0.5], [1.0]).missed_windows(range(1), pending=True)
+    w, m, v = slots.catch_up_expert(
+        0, slots.replica_rows(0, 0, 1), (zeros, zeros), gradient, missed, config
+    )
     assert weights(slots, 0)[0] == weights(slots, 0)[1] == [0, np.asarray(w["w"])[0, 0]]
     assert (
         np.asarray(w["w"])[0, 0] == pytest.approx(0.5) and np.all(m["w"] > 0) and np.all(v["w"] > 0)

@@ -13,7 +13,7 @@ from flax import nnx
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import path_names
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import StepValues, advance, has_weight_decay, learning_rate_schedule
+from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay, learning_rate_schedule
 from tests.model_configs import MODEL
 
 
@@ -33,7 +33,7 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
     )
     w2, s2 = w, theirs.init(w)
     update = jax.jit(
-        lambda w, m, v, g, step, ok: advance(
+        lambda w, m, v, g, step, ok: adamw_update(
             w,
             m,
             v,
@@ -89,9 +89,9 @@ def test_a_gpu_goes_over_a_parameter_once() -> None:
     """The barrier that a CPU has between moments and weight splits a GPU's fusion in two."""
     arrays = [jnp.ones((4, 4))] * 4
     now = StepValues(jnp.float32(0.01), jnp.int32(0), jnp.float32(1.0), jnp.bool_(True))
-    step = jax.jit(lambda *a: advance(*a, config=OptimizerConfig(), decay=True, now=now)).trace(
-        *arrays
-    )
+    step = jax.jit(
+        lambda *a: adamw_update(*a, config=OptimizerConfig(), decay=True, now=now)
+    ).trace(*arrays)
     barriers = [
         step.lower(lowering_platforms=(p,)).as_text().count("optimization_barrier")
         for p in ("cpu", "cuda")

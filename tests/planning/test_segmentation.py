@@ -12,7 +12,7 @@ import pytest
 
 from jmoe.config.cluster import DevicesConfig, MachinesConfig, NetworkConfig
 from jmoe.config.engine import EngineMesh
-from jmoe.offload.segments import as_segments, read_segments
+from jmoe.offload.segments import placements_to_segments, read_segments
 from jmoe.planning.memory_plan import ModelBytes
 from jmoe.planning.placement import slot_rows_and_sizes
 from jmoe.planning.roofline import ExpertWeights
@@ -89,7 +89,7 @@ def test_layers_of_devices_are_a_file_with_shared_rows(tmp_path: Path) -> None:
         (tmp_path / "segments.json").write_text(json.dumps({"segments": planned.segments()}))
         mesh = EngineMesh(devices=4, segments=str(tmp_path / "segments.json"))
         placements = read_segments(mesh, 3, 5)
-        assert as_segments(placements) == planned.segments()
+        assert placements_to_segments(placements) == planned.segments()
         assert 100 * sum(slot_rows_and_sizes(placements)[1]) + 100 == planned.device_bytes
 
 

@@ -141,7 +141,7 @@ def test_the_state_may_be_donated_at_once(open_checkpoints: Open) -> None:
         for _ in range(3):
             state = update(state)
         jax.block_until_ready(state)
-    checkpoints.wait()
+    checkpoints.wait_for_save()
     for step, values in expected.items():
         assert_same(on_host(checkpoints.restore(step, abstract(state))[0]), values)
 
@@ -151,7 +151,7 @@ def test_restores_onto_another_mesh(open_checkpoints: Open, shape: tuple[int, ..
     checkpoints = open_checkpoints()
     state = make_state(2, make_mesh(8))
     checkpoints.save(5, state, None, "{}")
-    checkpoints.wait()
+    checkpoints.wait_for_save()
     target = abstract(make_state(0, make_mesh(*shape)))
     restored, data_state, _ = checkpoints.restore(5, target)
     assert data_state is None
@@ -165,7 +165,7 @@ def test_the_newest_are_kept(open_checkpoints: Open, tmp_path: Path) -> None:
         checkpoints.save(step, make_state(step), step, "{}")
     # again, as a run's last step may be: nothing happens
     checkpoints.save(110, make_state(110), 110, "{}")
-    checkpoints.wait()
+    checkpoints.wait_for_save()
     assert checkpoints.steps() == [30, 110]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["110", "30"]
     again = open_checkpoints(keep=2)
@@ -178,7 +178,7 @@ def test_the_newest_are_kept(open_checkpoints: Open, tmp_path: Path) -> None:
         again.save(105, state, 105, "{}")
     assert again.steps() == [30, 110]
     again.save(120, state, 120, "{}")
-    again.wait()
+    again.wait_for_save()
     assert again.steps() == [110, 120]
 
 
@@ -213,14 +213,14 @@ def test_an_incomplete_step_is_skipped_and_set_aside(
     assert f"{folder}/5 is incomplete: its {MANIFEST} cannot be read; skipped" in errors
     state, _, _ = two_steps.restore(2, abstract(make_state(0)))
     two_steps.save(3, state, 3, "{}")
-    two_steps.wait()
+    two_steps.wait_for_save()
     assert two_steps.steps() == [2, 3]
     names = {path.name for path in folder.iterdir()}
     assert names == {"2", "3", "incomplete-3-1", "incomplete-4-1", "incomplete-5-1"}
     (folder / "incomplete-notes").mkdir()
     for step in (10, 11, 12):  # what is older than every complete step goes
         two_steps.save(step, state, step, "{}")
-    two_steps.wait()
+    two_steps.wait_for_save()
     assert {path.name for path in folder.iterdir()} == {
         *map(str, two_steps.steps()),
         "incomplete-notes",
@@ -361,7 +361,7 @@ folder, limited = Path(sys.argv[1]), sys.argv[2] == "limited"
 checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
 small = {"w": jnp.arange(1000.0)}
 checkpoints.save(1, small, 1, "{}")
-checkpoints.wait()
+checkpoints.wait_for_save()
 before = sorted((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
 if limited:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, resource.RLIM_INFINITY))
@@ -473,7 +473,7 @@ make = jax.jit(lambda step: {f"w{i}": jnp.full((300_000,), step * 100 + i, jnp.i
 for step in range(begin + 1, 100_000):
     checkpoints.save(step, make(jnp.int32(step)), {"step": step}, "{}")
     print("saving", step, flush=True)
-    checkpoints.wait()
+    checkpoints.wait_for_save()
     print("saved", step, flush=True)
 """
 
@@ -507,11 +507,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, DistributedConfig
 from jmoe.run import checkpoint
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.cluster.distributed import Watchdog, start
+from jmoe.cluster.distributed import Watchdog, join_processes
 
 rank, processes, port, folder, mode = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 if processes > 1:
-    start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+    join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
                             start_timeout_s=240, heartbeat_timeout_s=240))
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 rows, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
@@ -540,7 +540,7 @@ with Watchdog(60) as watchdog:
         with watchdog.waiting_for("training step", step):
             state = train(state)
             jax.block_until_ready(state)
-        checkpoints.check()
+        checkpoints.raise_save_error()
         if step % 5 == 0:
             with watchdog.waiting_for("checkpoint", step):
                 checkpoints.save(step, state, step, '{"made": "by %d processes"}' % processes)
@@ -659,9 +659,9 @@ with PreemptionSignal() as preemption:
     while step < 30 or not Path(sys.argv[2]).exists():
         step += 1
         checkpoints.save(step, {"w": jnp.arange(300_000)}, step, "{}")
-        checkpoints.wait()
+        checkpoints.wait_for_save()
     checkpoints.close()
-    assert preemption.requested(step)
+    assert preemption.must_stop_after(step)
 print(f"saved {step} of {checkpoints.steps()[-1]}", flush=True)
 """
 

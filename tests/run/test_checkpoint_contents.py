@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jmoe.run.checkpoint_contents import files_to_verify
+from jmoe.run.checkpoint_contents import split_files_over_readers
 
 
 def written_by(writers: int) -> dict[str, list[int]]:
@@ -25,7 +25,7 @@ def written_by(writers: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 5])
 def test_every_file_is_verified_once(writers: int, readers: int) -> None:
     files = written_by(writers)
-    parts = files_to_verify(files, readers)
+    parts = split_files_over_readers(files, readers)
     assert len(parts) == readers and sorted(name for part in parts for name in part) == sorted(
         files
     )
@@ -45,7 +45,7 @@ def test_a_process_verifies_what_it_is_to_read(
 ) -> None:
     """Ranks next to each other hold what is next to each other."""
     seen = []
-    for part in files_to_verify(written_by(writers), readers):
+    for part in split_files_over_readers(written_by(writers), readers):
         seen.append({int(name.split("_")[1].split("/")[0]) for name in part if "process_" in name})
     assert whose is None or seen == whose
     assert all(max(one, default=0) <= min(after) for one, after in itertools.pairwise(seen))
@@ -53,7 +53,8 @@ def test_a_process_verifies_what_it_is_to_read(
 
 def test_what_nobody_wrote_for_itself_is_divided_by_size() -> None:
     sizes = [
-        sum(written_by(0)[name][0] for name in part) for part in files_to_verify(written_by(0), 2)
+        sum(written_by(0)[name][0] for name in part)
+        for part in split_files_over_readers(written_by(0), 2)
     ]
     assert sorted(sizes) == [41, 50]
-    assert files_to_verify({}, 2) == [[], []]
+    assert split_files_over_readers({}, 2) == [[], []]

@@ -72,7 +72,7 @@ def save_three(root: Path, without: str | None = None) -> PowerCut:
         for step in (1, 2, 3):
             train(store, step)
             checkpoints.save(step, {"w": jnp.full(8, step, jnp.float32)}, step, "{}")
-            checkpoints.wait()
+            checkpoints.wait_for_save()
             cut.promise = step
         train(store, 4)
     return cut
@@ -86,7 +86,7 @@ def check(cut: PowerCut, without_local: bool = False) -> int:
             shutil.rmtree(cut.root / "local", ignore_errors=True)
         with open_store(cut.root) as store, open_checkpoints(cut.root, store) as checkpoints:
             for step in checkpoints.steps():
-                assert checkpoints._damage(step) is None
+                assert checkpoints._find_damage(step) is None
             least = (image.promise or 0) - without_local
             if least <= 0:  # there may be steps of which none can be restored
                 with contextlib.suppress(ValueError):
@@ -95,7 +95,7 @@ def check(cut: PowerCut, without_local: bool = False) -> int:
             newest = checkpoints.latest_step()
             assert newest is not None and newest >= least
             records = RecordCheckpoints({"experts": store})
-            records.restore(cut.root / "checkpoints" / str(newest) / ITEM)
+            records.restore_records(cut.root / "checkpoints" / str(newest) / ITEM)
             records.close()
             assert values(store) == [100 * index + newest for index in range(NUM_RECORDS)]
 

@@ -15,7 +15,7 @@ import pytest
 from jmoe.config import CheckpointConfig
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
 from jmoe.memory.record_store import RecordLayout
-from jmoe.memory.saved_records import read_lists
+from jmoe.memory.saved_records import read_record_lists
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
 from tests.train_runs import Start, free_port
@@ -26,7 +26,7 @@ LAYOUT = RecordLayout.from_arrays({"w": ((500,), np.float32)})
 
 def is_durable(folder: Path) -> bool:
     """Whether every process has copied its records of this step."""
-    lists = read_lists(folder)
+    lists = read_record_lists(folder)
     return bool(lists) and all((folder / f"durable-{process}.json").is_file() for process in lists)
 
 
@@ -136,10 +136,10 @@ import sys
 from pathlib import Path
 from tests.run.test_checkpoint_records import *
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import start
+from jmoe.cluster.distributed import join_processes
 rank, processes, port, local, folder, last = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6])
 if processes > 1:
-    start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
+    join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
                             start_timeout_s=240, heartbeat_timeout_s=240))
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
@@ -278,7 +278,7 @@ def test_a_damaged_list_of_records_is_named_and_the_older_step_taken(
             and f"{ITEM}/process-0.json" in warning
         )
         with pytest.raises(ValueError, match=f"{path}: is damaged"):
-            RecordCheckpoints({"experts": store}).verify(path.parent)
+            RecordCheckpoints({"experts": store}).verify_records(path.parent)
 
 
 SLOW_DRAIN = """
@@ -292,7 +292,7 @@ from jmoe.run.run_folder import RunFolder
 from jmoe.training.expert_packing import PackingController
 from jmoe.training.session import Session
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
-distributed.start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
+distributed.join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
                                     start_timeout_s=240, heartbeat_timeout_s=240))
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 rows = jax.NamedSharding(mesh, jax.P("d"))
@@ -305,7 +305,7 @@ def slow(*args):
     copy(*args)
 record_checkpoint._copy = slow
 checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=records, timeout_s=8)
-moves = SimpleNamespace(save_state=lambda state: state, progress=records.progress)
+moves = SimpleNamespace(save_state=lambda state: state, progress_counters=records.progress_counters)
 batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=240)
 with distributed.Watchdog(8) as watchdog, out, checkpoints:

@@ -13,7 +13,13 @@ import pytest
 from jmoe.config import MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.cluster import ClusterConfig, read_cluster
 from jmoe.configs import PRESETS
-from jmoe.run.cluster_planner import ClusterRow, cluster_rows, config_for_nodes, json_object, table
+from jmoe.run.cluster_planner import (
+    ClusterRow,
+    cluster_rows,
+    config_for_nodes,
+    rows_as_json,
+    table_lines,
+)
 from jmoe.run.planner import training_plan
 
 SAMPLE = Path(__file__).resolve().parents[2] / "launch" / "clusters" / "h100.toml"
@@ -145,13 +151,15 @@ def test_a_number_of_nodes_that_does_not_fit_the_run_says_why() -> None:
 def test_what_is_shown() -> None:
     on = cluster(nodes=(8, 16, 64), batch="fixed")
     rows = cluster_rows(QWEN, on)
-    text = list(table(rows, on))
+    text = list(table_lines(rows, on))
     assert text[0].startswith("Computed from the figures of the file by formulae, not measured; ")
     assert text[2].split()[:3] == ["8", "64", "8x1x8"] and "no" in text[2].split()
     wider = dataclasses.replace(QWEN, mesh=MeshConfig(expert_inter=2, expert_intra=8))
-    assert "yes" in next(line for line in table(cluster_rows(wider, on), on) if "4x2x8" in line)
+    assert "yes" in next(
+        line for line in table_lines(cluster_rows(wider, on), on) if "4x2x8" in line
+    )
     assert text[4].startswith("   64  batch_size = 256: must be a multiple of 512 devices")
-    shown = json.loads(json.dumps(json_object(rows), allow_nan=False))
+    shown = json.loads(json.dumps(rows_as_json(rows), allow_nan=False))
     assert shown["basis"].endswith("not measured")
     first, _, last = shown["rows"]
     assert last == {"nodes": 64, "problem": rows[2].problem}
@@ -165,7 +173,13 @@ def test_too_little_memory_is_said_once() -> None:
     rows = cluster_rows(QWEN, on)
     assert not any(row.fits for row in rows) and not ClusterRow(8).fits
     assert (
-        len([line for line in table(rows, on) if line.startswith("8 nodes do not fit: device: ")])
+        len(
+            [
+                line
+                for line in table_lines(rows, on)
+                if line.startswith("8 nodes do not fit: device: ")
+            ]
+        )
         == 1
     )
     auto = dataclasses.replace(QWEN, tiers=TiersConfig(experts="auto", optimizer="auto"))

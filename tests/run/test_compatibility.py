@@ -29,14 +29,14 @@ CONFIG = TrainConfig(num_steps=7)
 STARTING = """
 import sys
 import jax
-from jmoe.cluster.distributed import start
+from jmoe.cluster.distributed import join_processes
 from jmoe.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jmoe.run import compatibility
 
 rank, port, rate, code = sys.argv[1:]
 limits = DistributedConfig(
     coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
-start(limits)
+join_processes(limits)
 compatibility._digest_of_code = lambda own=compatibility._digest_of_code: own() + code
 config = TrainConfig(
     optimizer=OptimizerConfig(learning_rate=float(rate)), output_dir=rank, distributed=limits)

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jmoe.run.compile_cache import keep_compiled_programs
+from jmoe.run.compile_cache import enable_compile_cache
 
 FOLDER = "jax_compilation_cache_dir"
 SETTINGS = (
@@ -22,10 +22,10 @@ def test_programs_are_kept_in_the_users_cache_unless_a_folder_is_given(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
         jax.config.update(FOLDER, str(tmp_path / "given"))
-        keep_compiled_programs()
+        enable_compile_cache()
         assert jax.config.values[FOLDER] == str(tmp_path / "given")
         jax.config.update(FOLDER, None)
-        keep_compiled_programs()
+        enable_compile_cache()
         assert [jax.config.values[name] for name in SETTINGS] == [
             str(tmp_path / "jmoe" / "compiled"),
             0,

@@ -31,6 +31,6 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"estimate = 'h100': needs .*: pip install 'jmoe\[cuda13\]'"
     ):
-        ahead_of_time.check_cuda("estimate", "h100")
+        ahead_of_time.check_cuda_installed("estimate", "h100")
     monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: True)
-    ahead_of_time.check_cuda("estimate", "h100")
+    ahead_of_time.check_cuda_installed("estimate", "h100")

@@ -27,14 +27,14 @@ from jmoe.run.metrics import (
     EXPERT_LOAD_VALUES_PER_STEP,
     MetricsLog,
     ProgressBar,
-    least_loaded,
+    least_loaded_expert,
     peak_flops,
     read_events,
     read_metrics,
     recent_expert_load,
 )
 from jmoe.run.report import write_report
-from jmoe.run.summary import HeldOut, Summary, print_final_summary
+from jmoe.run.summary import HeldOutLoss, Summary, print_final_summary
 
 
 def metrics(
@@ -361,8 +361,8 @@ def test_sync_makes_both_files_durable(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_least_loaded() -> None:
-    assert least_loaded([[0.25, 0.75], [0.5, 0.5]]) == (0.5, 0, 0)
-    assert least_loaded(np.array([[10, 10, 10, 10], [20, 15, 5, 0]])) == (0.0, 1, 3)
+    assert least_loaded_expert([[0.25, 0.75], [0.5, 0.5]]) == (0.5, 0, 0)
+    assert least_loaded_expert(np.array([[10, 10, 10, 10], [20, 15, 5, 0]])) == (0.0, 1, 3)
 
 
 def test_recent_expert_load(tmp_path: Path) -> None:
@@ -414,15 +414,15 @@ def progress(
 def test_plain_lines() -> None:
     stream = io.StringIO()
     with progress(stream, num_steps=1000) as line:
-        line.update(0, loss=8.31789, step_s=12.34, dropped_fraction=0.0)
+        line.show_step(0, loss=8.31789, step_s=12.34, dropped_fraction=0.0)
         for step in range(1, 6):
-            line.update(
+            line.show_step(
                 step,
                 loss=8.0,
                 step_s=100.0 if step == 3 else 0.5,
                 dropped_fraction=np.float32(0.0123),
             )
-        line.message("saved step 6")
+        line.print_message("saved step 6")
     lines = stream.getvalue().splitlines()
     assert lines[0] == "step 0 (0 %) | loss 8.3179 | compiled and run in 12.3 s | dropped 0.00 %"
     # Neither the step that compiled nor a single slow one counts; 994 steps of 0.5 s are left.
@@ -435,7 +435,7 @@ def test_plain_lines_come_at_a_sensible_rate() -> None:
     stream = io.StringIO()
     with progress(stream, num_steps=50, every_s=1e9) as line:
         for step in range(20, 50):  # resumed
-            line.update(step, loss=1.0, step_s=0.1, dropped_fraction=0.0)
+            line.show_step(step, loss=1.0, step_s=0.1, dropped_fraction=0.0)
     first, last = stream.getvalue().splitlines()
     assert first.startswith("step 20 (42 %) | loss 1.0000 | compiled")
     assert last == "step 49 (100 %) | loss 1.0000 | 20,480 tokens/s | dropped 0.00 % | ETA 0:00"
@@ -444,8 +444,8 @@ def test_plain_lines_come_at_a_sensible_rate() -> None:
 def test_mfu_where_the_peak_is_known() -> None:
     stream = io.StringIO()
     line = progress(stream, num_steps=40_000, device_kind="NVIDIA H200")
-    line.update(0, loss=1.0, step_s=60.0, dropped_fraction=0.0)
-    line.update(1, loss=math.nan, step_s=2048 * 1e9 / (0.4 * 2 * 989e12), dropped_fraction=0.0)
+    line.show_step(0, loss=1.0, step_s=60.0, dropped_fraction=0.0)
+    line.show_step(1, loss=math.nan, step_s=2048 * 1e9 / (0.4 * 2 * 989e12), dropped_fraction=0.0)
     assert (
         " | loss nan | 791,200 tokens/s | MFU 40.0 % | dropped 0.00 % | ETA 1:44"
         in stream.getvalue()
@@ -460,13 +460,13 @@ def test_rates_follow_a_change_of_devices_and_tasks() -> None:
     """
     stream = io.StringIO()
     line = progress(stream, num_steps=1000, device_kind="NVIDIA H200")
-    line.runs_on(2, 2048)
+    line.set_devices_and_tokens(2, 2048)
     for step in range(2):
-        line.update(step, loss=1.0, step_s=0.5, dropped_fraction=0.0)
-    line.runs_on(1, 512)
-    line.update(2, loss=1.0, step_s=30.0, dropped_fraction=0.0)
-    line.runs_on(1, 512)
-    line.update(3, loss=1.0, step_s=512 * 1e9 / (0.3 * 989e12), dropped_fraction=0.0)
+        line.show_step(step, loss=1.0, step_s=0.5, dropped_fraction=0.0)
+    line.set_devices_and_tokens(1, 512)
+    line.show_step(2, loss=1.0, step_s=30.0, dropped_fraction=0.0)
+    line.set_devices_and_tokens(1, 512)
+    line.show_step(3, loss=1.0, step_s=512 * 1e9 / (0.3 * 989e12), dropped_fraction=0.0)
     lines = stream.getvalue().splitlines()
     assert " | 4,096 tokens/s | " in lines[1]
     assert lines[2] == "step 2 (0 %) | loss 1.0000 | compiled and run in 30.0 s | dropped 0.00 %"
@@ -514,13 +514,13 @@ def test_one_live_line_on_a_terminal(
     monkeypatch.setenv("COLUMNS", str(width))
     stream, shown = terminal
     with progress(stream, num_steps=3) as line:
-        line.update(0, loss=4.25, step_s=9.0, dropped_fraction=0.5)
+        line.show_step(0, loss=4.25, step_s=9.0, dropped_fraction=0.5)
         text = shown()
         # rich hides the cursor, and a SIGKILL would leave it so.
         assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-        line.message("a [bold] message")
-        line.update(1, loss=4.125, step_s=0.5, dropped_fraction=0.5)
-        line.update(2, loss=4.0, step_s=0.5, dropped_fraction=0.5)
+        line.print_message("a [bold] message")
+        line.show_step(1, loss=4.125, step_s=0.5, dropped_fraction=0.5)
+        line.show_step(2, loss=4.0, step_s=0.5, dropped_fraction=0.5)
     text += shown()
     assert "loss 4.2500" in text and "loss 4.0000" in text and "step 2 (100 %)" in text
     assert "a [bold] message\r\n" in text
@@ -534,7 +534,7 @@ def test_a_dumb_terminal_gets_plain_lines(
     monkeypatch.setenv("TERM", "dumb")
     stream, shown = terminal
     with progress(stream) as line:
-        line.update(0, loss=4.25, step_s=9.0, dropped_fraction=0.5)
+        line.show_step(0, loss=4.25, step_s=9.0, dropped_fraction=0.5)
     assert shown() == "step 0 (1 %) | loss 4.2500 | compiled and run in 9.0 s | dropped 50.00 %\r\n"
 
 
@@ -660,8 +660,8 @@ def test_a_strip_shows_load_by_colour(tmp_path: Path) -> None:
 
 def summary_text(stream: Any, folder: Path, **changes: Any) -> None:
     summary = Summary(
-        before=HeldOut(8.31, 3.6),
-        after=HeldOut(2.9012, 1.31),
+        before=HeldOutLoss(8.31, 3.6),
+        after=HeldOutLoss(2.9012, 1.31),
         unigram_bits_per_byte=2.62,
         xz_bits_per_byte=1.25,
         expert_load=np.array([[0.25, 0.75], [0.5, 0.5]]),

@@ -11,7 +11,7 @@ from jmoe.config.tiers import ACCELERATORS
 from jmoe.configs import PRESETS
 from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops, read_events
 from jmoe.run.planner import (
-    machine,
+    described_machine,
     packing_shortfall,
     packing_summary,
     tiers_summary,
@@ -195,7 +195,7 @@ def test_packing_that_does_not_fit_is_advised_against() -> None:
     assert training_plan(packed(2, fits)).lacking_bytes == {}
     (advice,) = training_plan(packed(4, fits)).advice()
     assert "comm.packing = 2 (enough)" in advice
-    shortfall = packing_shortfall(packed(4, fits), machine(packed(4, fits)))
+    shortfall = packing_shortfall(packed(4, fits), described_machine(packed(4, fits)))
     assert shortfall.lacking_bytes > 0 and shortfall.offloaded_lacking_bytes == 0
     assert (
         packing_summary(packed(4))
@@ -254,16 +254,16 @@ def test_jax_takes_a_share_of_a_devices_memory(monkeypatch: pytest.MonkeyPatch) 
             training_plan(h100)
         )
         monkeypatch.setenv(name, "0.9")
-        assert machine(h100).device_bytes == 72 * 10**9
+        assert described_machine(h100).device_bytes == 72 * 10**9
         given = dataclasses.replace(
             h100, machine=MachineConfig(accelerator="h100", device_bytes=79 * 10**9)
         )
-        assert machine(given).device_bytes == 79 * 10**9 and "JAX takes" not in str(
+        assert described_machine(given).device_bytes == 79 * 10**9 and "JAX takes" not in str(
             training_plan(given)
         )
         monkeypatch.setenv(name, "most")
         with pytest.raises(ValueError, match=f"{name} = 'most': must be a number greater than 0"):
-            machine(h100)
+            described_machine(h100)
 
 
 MIXTRAL = dataclasses.replace(PRESETS["mixtral-8x7b"][1], machine=MachineConfig(accelerator="h100"))

@@ -57,7 +57,7 @@ def test_what_a_run_does_is_shown(config: TrainConfig, tmp_path: Path) -> None:
     with RunMetrics(config, "mine") as metrics:
         assert fetched(metrics.port) == {"num_steps": 20, "steps": 0, "tokens_total": 0}
         (tmp_path / "metrics.jsonl").write_text('{"event": "resume", "step": 6}\n')
-        metrics.resume(6)
+        metrics.note_resume(6)
         metrics.note_step(6, STEP | {"tokens_per_s": 3.0, "compiled": True, "balance_loss": 1.0})
         shown = fetched(metrics.port)
         assert (shown["steps"], shown["tokens_total"], shown["restarts"]) == (7, 7 * 32, 1)

@@ -67,7 +67,7 @@ def test_many_starts_at_once(tmp_path: Path) -> None:
         with RunFolder(tmp_path / "run", wait_s=100) as folder:
             assert inside.acquire(blocking=False)
             time.sleep(0.01)
-            folder.check()
+            folder.check_still_owned()
             (folder.path / str(number)).touch()
             inside.release()
         done.append(number)
@@ -88,11 +88,11 @@ def test_where_the_file_system_has_no_locks_the_earlier_run_stops(
 
     monkeypatch.setattr("fcntl.flock", no_lock)
     with RunFolder(tmp_path) as first:
-        first.check()
+        first.check_still_owned()
         with RunFolder(tmp_path) as second:
             with pytest.raises(OSError, match="was taken over by process"):
-                first.check()
-            second.check()
+                first.check_still_owned()
+            second.check_still_owned()
     assert "cannot be locked (Function not implemented)" in capsys.readouterr().err
 
 
@@ -129,14 +129,14 @@ def test_a_copy_is_another_run_and_a_moved_one_is_not(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "one") as first:
         (first.path / "result").touch()
     with RunFolder(tmp_path / "one") as again:
-        assert again.run == first.run
+        assert again.run_name == first.run_name
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     with RunFolder(tmp_path / "copy") as copy:
-        assert copy.run != first.run and copy.run.startswith("copy-")
+        assert copy.run_name != first.run_name and copy.run_name.startswith("copy-")
     (tmp_path / "one").rename(tmp_path / "moved")
     for _ in range(2):
         with RunFolder(tmp_path / "moved") as moved:
-            assert moved.run == first.run
+            assert moved.run_name == first.run_name
 
 
 @pytest.mark.parametrize("copy_starts_first", [True, False])
@@ -153,8 +153,8 @@ def test_a_copy_is_another_run_when_the_first_has_moved(
     names = {}
     for name in ("B", "C") if copy_starts_first else ("C", "B"):
         with RunFolder(tmp_path / name) as folder:
-            names[name] = folder.run
-    assert names["C"] == first.run != names["B"]
+            names[name] = folder.run_name
+    assert names["C"] == first.run_name != names["B"]
 
 
 def test_of_a_copy_by_hard_links_no_two_are_one_run(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_of_a_copy_by_hard_links_no_two_are_one_run(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "B") as one:
         pass
     with RunFolder(tmp_path / "C") as other:
-        assert other.run != one.run
+        assert other.run_name != one.run_name
 
 
 def test_starts_are_noted_when_they_have_a_state(tmp_path: Path) -> None:
@@ -176,18 +176,21 @@ def test_starts_are_noted_when_they_have_a_state(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as first:
         before = (tmp_path / IDENTITY).read_bytes()
         first.note_start()
-        assert len(first.starts) == 1
+        assert len(first.start_tokens) == 1
     cloned = (tmp_path / IDENTITY).read_bytes()
     assert cloned != before
     with RunFolder(tmp_path) as refused:
-        assert refused.starts[:-1] == first.starts
+        assert refused.start_tokens[:-1] == first.start_tokens
     assert (tmp_path / IDENTITY).read_bytes() == cloned, "it did not come so far"
     with RunFolder(tmp_path) as second:
         second.note_start()
-        assert second.starts[:-1] == first.starts and second.starts[-1] != refused.starts[-1]
+        assert (
+            second.start_tokens[:-1] == first.start_tokens
+            and second.start_tokens[-1] != refused.start_tokens[-1]
+        )
     shutil.copytree(tmp_path, tmp_path / "copy")
     with RunFolder(tmp_path / "copy") as copy:
-        assert len(copy.starts) == 1
+        assert len(copy.start_tokens) == 1
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
@@ -197,12 +200,12 @@ def test_a_lock_that_was_removed_is_written_again(
     with RunFolder(tmp_path) as folder:
         other = RunFolder(tmp_path)  # another process of the same run
         other._owner = folder._owner
-        other._join()
+        other._lock_shared()
         written = json.loads((tmp_path / LOCK).read_bytes())
         damage(tmp_path / LOCK)
-        folder.check()
+        folder.check_still_owned()
         assert json.loads((tmp_path / LOCK).read_bytes()) == written
-        other.check()
+        other.check_still_owned()
         folder._file.close()  # type: ignore[union-attr]
         with pytest.raises(OSError, match="is in use by process"), RunFolder(tmp_path, wait_s=0.1):
             pass  # the other one holds what was written anew
@@ -216,8 +219,8 @@ def test_who_came_while_the_lock_was_gone_has_the_folder(tmp_path: Path) -> None
         (tmp_path / LOCK).unlink()
         with RunFolder(tmp_path) as second:
             with pytest.raises(OSError, match="was taken over by process"):
-                first.check()
-            second.check()
+                first.check_still_owned()
+            second.check_still_owned()
 
 
 def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
@@ -226,5 +229,5 @@ def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
         with pytest.raises(
             OSError, match=r"output_dir = '.*run': was removed; this run saves no more"
         ):
-            folder.check()
+            folder.check_still_owned()
         (tmp_path / "run").mkdir()

@@ -21,13 +21,13 @@ from jmoe.run.snapshot_file import (
     allocate_file,
     file_bytes,
     layout_of_shards,
+    map_verified_snapshot,
     read_description,
     read_state,
-    read_whole,
     verify_snapshot,
     write_snapshot,
 )
-from jmoe.run.snapshots import Snapshots, partners_of
+from jmoe.run.snapshots import Snapshots, choose_partners
 from tests.train_runs import ENDLESS, Start, TrainRuns, committed, free_port, losses, resumes
 
 Made = Callable[..., Any]
@@ -84,7 +84,7 @@ def test_file_has_what_was_written(tmp_path: Path) -> None:
     write_snapshot(allocate_file(path, size_bytes), state, layout, {"data": [1]})
     assert path.stat().st_size == size_bytes
     assert read_description(path) == {"data": [1], "layout": layout}
-    assert is_step(read_state(read_whole(path), shapes(state)), 7)
+    assert is_step(read_state(map_verified_snapshot(path), shapes(state)), 7)
     # columns, rows, step: none twice
     assert [len(shards) for _, _, _, shards in layout] == [2, 4, 1]
 
@@ -108,7 +108,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], reaso
     write_snapshot(allocate_file(path, file_bytes(layout, {})), state, layout, {})
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=reason):
-        read_whole(path)
+        map_verified_snapshot(path)
 
 
 def test_bytes_are_checked_as_a_file_is(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_newest_is_restored_and_two_are_kept(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6, 9)
     again = saved(tmp_path)
     assert sorted(path.name for path in again.folder.iterdir()) == ["6-of-0", "9-of-0"]
-    snapshot, why = again.newest(shapes(state_of(0)), 5, 5)
+    snapshot, why = again.read_newest(shapes(state_of(0)), 5, 5)
     assert snapshot is not None and why == ""
     assert (snapshot.step, snapshot.data, snapshot.config) == (9, {"at": 9}, {"of": "run"})
     assert is_step(snapshot.state, 9)
-    again.remove_but(9)
+    again.remove_other_steps(9)
     assert [path.name for path in again.folder.iterdir()] == ["9-of-0"]
 
 
@@ -141,7 +141,7 @@ def test_truncated_one_falls_back_to_the_one_before(tmp_path: Path) -> None:
     made = saved(tmp_path, 3, 6)
     newest = made.folder / "6-of-0"
     newest.write_bytes(newest.read_bytes()[:-1])
-    snapshot, why = made.newest(shapes(state_of(0)), None, -1)
+    snapshot, why = made.read_newest(shapes(state_of(0)), None, -1)
     assert snapshot is not None and snapshot.step == 3 and is_step(snapshot.state, 3)
     assert re.search(r"6-of-0 on \S+ is damaged: it has [\d,]+ of [\d,]+ bytes", why)
 
@@ -152,7 +152,7 @@ def test_a_snapshot_under_another_name_is_not_used(tmp_path: Path) -> None:
     three, six, other = (made.folder / name for name in ("3-of-0", "6-of-0", "other"))
     three.rename(other), six.rename(three), other.rename(six)
     (made.folder / "9-of-0").mkdir()
-    snapshot, why = made.newest(shapes(state_of(0)), None, -1)
+    snapshot, why = made.read_newest(shapes(state_of(0)), None, -1)
     assert snapshot is None
     assert (
         "3-of-0" in why
@@ -166,7 +166,7 @@ def test_changed_content_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
     file = np.memmap(made.folder / "3-of-0", np.uint8, mode="r+")
     file[-1] ^= 1
     file.flush()
-    snapshot, why = made.newest(shapes(state_of(0)), 2, 2)
+    snapshot, why = made.read_newest(shapes(state_of(0)), 2, 2)
     assert (
         snapshot is None
         and "3-of-0" in why
@@ -184,18 +184,18 @@ def test_changed_content_falls_back_to_the_checkpoint(tmp_path: Path) -> None:
 def test_what_is_past_is_not_used(
     tmp_path: Path, checkpoint: int | None, newest_folder: int, reason: str
 ) -> None:
-    assert saved(tmp_path, 6, checkpoint=4).newest(
+    assert saved(tmp_path, 6, checkpoint=4).read_newest(
         shapes(state_of(0)), checkpoint, newest_folder
     ) == (None, reason)
 
 
 def test_as_new_as_the_checkpoint_is_enough(tmp_path: Path) -> None:
-    snapshot, why = saved(tmp_path, 6).newest(shapes(state_of(0)), 6, 6)
+    snapshot, why = saved(tmp_path, 6).read_newest(shapes(state_of(0)), 6, 6)
     assert snapshot is not None and why == ""
 
 
 def test_another_layout_falls_back(tmp_path: Path) -> None:
-    snapshot, why = saved(tmp_path, 6).newest(shapes(state_of(0, devices=2)), None, -1)
+    snapshot, why = saved(tmp_path, 6).read_newest(shapes(state_of(0, devices=2)), None, -1)
     assert snapshot is None and "is of another layout: rows has other shards" in why
 
 
@@ -205,7 +205,9 @@ def test_of_starts_that_did_not_lead_here_none_is_used(tmp_path: Path) -> None:
     """
     saved(tmp_path, 3)
     saved(tmp_path, 6, starts=("first", "of the clone"))
-    snapshot, why = saved(tmp_path, starts=("first", "mine")).newest(shapes(state_of(0)), None, -1)
+    snapshot, why = saved(tmp_path, starts=("first", "mine")).read_newest(
+        shapes(state_of(0)), None, -1
+    )
     assert snapshot is not None and snapshot.step == 3
     assert re.fullmatch(
         r"6-of-0 on \S+ is of a clone of this run: the start that wrote it is not in run.json", why
@@ -213,7 +215,7 @@ def test_of_starts_that_did_not_lead_here_none_is_used(tmp_path: Path) -> None:
 
 
 def test_no_snapshots_are_no_news(tmp_path: Path) -> None:
-    assert saved(tmp_path).newest(shapes(state_of(0)), None, -1) == (None, "")
+    assert saved(tmp_path).read_newest(shapes(state_of(0)), None, -1) == (None, "")
 
 
 def test_half_of_one_is_ignored_and_removed(tmp_path: Path) -> None:
@@ -221,9 +223,9 @@ def test_half_of_one_is_ignored_and_removed(tmp_path: Path) -> None:
     made = saved(tmp_path, 3)
     half = made.folder / "6-of-0.new"
     half.write_bytes(b"half")
-    snapshot, why = made.newest(shapes(state_of(0)), None, -1)
+    snapshot, why = made.read_newest(shapes(state_of(0)), None, -1)
     assert snapshot is not None and snapshot.step == 3 and why == ""
-    made.remove_but(3)
+    made.remove_other_steps(3)
     assert [path.name for path in made.folder.iterdir()] == ["3-of-0"]
 
 
@@ -231,12 +233,12 @@ def test_no_room_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = saved(tmp_path)
-    made.check_room(shapes(state_of(0)))
+    made.check_free_memory(shapes(state_of(0)))
     monkeypatch.setattr(snapshots, "DESCRIPTION_BYTES", 1 << 50)
     with pytest.raises(
         ValueError, match=r"checkpoint.memory_dir = '\S+': must have [\d,]+ bytes free on"
     ):
-        made.check_room(shapes(state_of(0)))
+        made.check_free_memory(shapes(state_of(0)))
 
 
 def test_a_full_folder_costs_the_snapshot_alone(
@@ -298,7 +300,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_partners_are_on_other_machines(machines: str, partners: list[int]) -> None:
-    assert partners_of(machines) == partners
+    assert choose_partners(machines) == partners
 
 
 # Three processes, each with a folder of its own, as on three hosts
@@ -311,11 +313,11 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.cluster.processes import gather_json
 from jmoe.config import CheckpointConfig, DistributedConfig
-from jmoe.cluster.distributed import start
+from jmoe.cluster.distributed import join_processes
 from jmoe.run.snapshots import Snapshots
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=3, process_id=rank,
+join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=3, process_id=rank,
                         start_timeout_s=240, heartbeat_timeout_s=240))
 mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 rows, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
@@ -331,7 +333,7 @@ for step in (2, 4, 6):
 def show(what, checkpoint=None):
     gather_json(None)  # what was done to the folders is done
     again = Snapshots(config, "run", ["first"])
-    snapshot, why = again.newest(shapes, checkpoint, -1)
+    snapshot, why = again.read_newest(shapes, checkpoint, -1)
     if snapshot is not None:
         want = np.arange(60, dtype=np.float32).reshape(6, 10) + snapshot.step
         for shard in snapshot.state["rows"].addressable_shards:

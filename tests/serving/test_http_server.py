@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jmoe.memory.record_store import locked
+from jmoe.memory.record_store import folder_lock
 from tests.http_servers import ENDLESS, LIMIT_S, LONG, HttpProcess
 from tests.processes import one_device
 
@@ -99,7 +99,7 @@ def test_ctrl_c_while_it_loads(
     log, cache = tmp_path / "log", tmp_path / "cache"
     cache.mkdir()
     tier = ("--policy", "ring", "--ring-slots", 1, "--expert-tier", "nvme", "--cache-dir", cache)
-    with locked(cache, 0):
+    with folder_lock(cache, 0):
         process = start_python(
             ["serve.py", model_folder, "--port", "0", *tier], log, one_device(tmp_path / "compiled")
         )

@@ -17,7 +17,7 @@ import pytest
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.config.cluster import LinksConfig, read_links
 from jmoe.training import bandwidth
-from jmoe.training.bandwidth import links_of, measured_chunk_bytes, measured_links
+from jmoe.training.bandwidth import measure_chunk_bytes, measure_links, read_or_measure_links
 from jmoe.training.trainer import make_trainer
 from tests.model_configs import MODEL, mesh_of, spread_over
 from tests.train_runs import Run, free_port
@@ -44,19 +44,19 @@ WORKER = """
 import dataclasses, json, sys
 from pathlib import Path
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import start
+from jmoe.cluster.distributed import join_processes
 from jmoe.training import bandwidth
 
 folder, address, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-start(DistributedConfig(coordinator_address=address, num_processes=2, process_id=rank))
+join_processes(DistributedConfig(coordinator_address=address, num_processes=2, process_id=rank))
 from tests.model_configs import mesh_of
 from tests.training.test_bandwidth import CONFIG
 
 bandwidth.MOST_BYTES = 1 << 20
 config, mesh = dataclasses.replace(CONFIG, output_dir=f"{folder}/{rank}"), mesh_of(1, 2, 2)
-first = bandwidth.links_of(config, mesh)
-bandwidth.measured_links = None
-found = [dataclasses.asdict(links) for links in (first, bandwidth.links_of(config, mesh))]
+first = bandwidth.read_or_measure_links(config, mesh)
+bandwidth.measure_links = None
+found = [dataclasses.asdict(links) for links in (first, bandwidth.read_or_measure_links(config, mesh))]
 Path(folder, f"found-{rank}.json").write_text(json.dumps(found))
 """
 # Starts a command with a rank behind it twice: here, and on two nodes with a slow link between
@@ -93,9 +93,9 @@ def links(tmp_path: Path) -> str:
     return str(tmp_path / "links.toml")
 
 
-def test_measured_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "MOST_BYTES", 1 << 18)
-    found = measured_links(mesh_of(2, 2, 2))
+    found = measure_links(mesh_of(2, 2, 2))
     for link in (found.inside, found.rail, found.leaf, found.spine):
         assert 0 < link.bytes_per_s < math.inf and link.latency_s > 0
     assert found.message_s >= 0 and found.nodes_per_leaf == 0
@@ -113,8 +113,8 @@ def test_neither_buffers_nor_busy_cores_decide_a_rate(
     def seconds(mesh: Any, move: Any, size: int) -> float:
         return 1e-4 + next(turns) + max(0, 4 * size - 8192) / rate
 
-    monkeypatch.setattr(bandwidth, "_seconds", seconds)
-    found = bandwidth.measured_links(mesh_of(1, 2, 2))
+    monkeypatch.setattr(bandwidth, "_time_collective_s", seconds)
+    found = bandwidth.measure_links(mesh_of(1, 2, 2))
     for link in (found.inside, found.rail, found.leaf):
         assert rate / 1.5 < link.bytes_per_s < rate * 1.5
 
@@ -127,15 +127,15 @@ def test_a_run_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bandwidth, "multihost_utils", Alone)
     monkeypatch.setattr(bandwidth, "MOST_BYTES", 1 << 12)
     config, mesh = dataclasses.replace(CONFIG, output_dir=str(tmp_path)), mesh_of(1, 2, 2)
-    first = links_of(config, mesh)
+    first = read_or_measure_links(config, mesh)
     (kept,) = tmp_path.iterdir()
     assert kept.name == "links-1x2x2.toml" and read_links(kept) == first
     assert first is not None
     faster = dataclasses.replace(first, message_s=1.0)
-    monkeypatch.setattr("jmoe.training.bandwidth.measured_links", lambda mesh: faster)
-    assert links_of(config, mesh) == first
+    monkeypatch.setattr("jmoe.training.bandwidth.measure_links", lambda mesh: faster)
+    assert read_or_measure_links(config, mesh) == first
     kept.write_text("inside = 3")
-    assert links_of(config, mesh) == faster == read_links(kept)
+    assert read_or_measure_links(config, mesh) == faster == read_links(kept)
 
 
 def links_of_two_processes(run_python: Run, folder: Path, address: str, *shell: str) -> LinksConfig:
@@ -202,14 +202,14 @@ class Alone:
 
 def test_one_process_has_no_links_to_measure() -> None:
     mesh = mesh_of(1, 2, 2)
-    assert links_of(CONFIG, mesh) is None
-    assert measured_chunk_bytes(CommConfig(), mesh) is None
+    assert read_or_measure_links(CONFIG, mesh) is None
+    assert measure_chunk_bytes(CommConfig(), mesh) is None
 
 
 def test_links_that_are_given_decide_the_exchange(links: str) -> None:
     """Top-1, of which dedup saves nothing: in two hops everything stays on its rail."""
     given = dataclasses.replace(CONFIG, comm=CommConfig(links=links))
-    assert links_of(given, mesh_of(1, 2, 2)) == read_links(Path(links))
+    assert read_or_measure_links(given, mesh_of(1, 2, 2)) == read_links(Path(links))
     notes = {}
     for path in ("", links):
         trainer = make_trainer(spread_over(CONFIG, 1, 4, 2, links=path), mesh_of(1, 4, 2))
@@ -238,7 +238,9 @@ def test_links_that_are_given_decide_the_exchange(links: str) -> None:
 def test_links_that_are_refused(links: str, text: str, words: str) -> None:
     Path(links).write_text(text)
     with pytest.raises(ValueError, match=rf"comm.links = .*links.toml': {words}"):
-        links_of(dataclasses.replace(CONFIG, comm=CommConfig(links=links)), mesh_of(1, 2, 2))
+        read_or_measure_links(
+            dataclasses.replace(CONFIG, comm=CommConfig(links=links)), mesh_of(1, 2, 2)
+        )
 
 
 @pytest.mark.parametrize(
@@ -253,4 +255,6 @@ def test_links_that_are_refused(links: str, text: str, words: str) -> None:
 )
 def test_links_without_use(comm: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        links_of(dataclasses.replace(CONFIG, comm=CommConfig(**comm)), mesh_of(1, 2, 2))
+        read_or_measure_links(
+            dataclasses.replace(CONFIG, comm=CommConfig(**comm)), mesh_of(1, 2, 2)
+        )

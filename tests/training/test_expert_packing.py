@@ -23,7 +23,7 @@ from jmoe.training.expert_packing import (
     time_exchange_and_experts,
 )
 from jmoe.training.fused.step import FusedTrainer
-from jmoe.training.resume import restored
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
 from tests import model_configs
 from tests.arrays import differing, on_host
@@ -102,7 +102,7 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
     state = trainer.init()
     for number in range(STEPS):
         if controller.is_due(number):
-            decision, measured = controller.decide(number, trainer, state)
+            decision, measured = controller.choose_packing(number, trainer, state)
             assert measured.keys() == {"all_to_all_s", "ffn_s", "step_s"}
             after = trainer_at(controller)
             if after is not trainer:
@@ -170,7 +170,7 @@ def test_memory_that_forbids_is_named(
         dataclasses.replace(config_of(packing="auto"), machine=small), SHAPE, 1
     )
     trainer = trainer_of(config_of(packing=1), SHAPE)
-    decision, _ = controller.decide(10, trainer, trainer.state_shape)
+    decision, _ = controller.choose_packing(10, trainer, trainer.state_shape)
     assert (decision.experts_per_device, decision.done) == (2, True)
     assert "it stays at 2 experts a device: twice as many need " in decision.reason
     assert words in decision.reason
@@ -206,7 +206,7 @@ def test_a_checkpoint_says_its_packing_and_goes_on_under_another(tmp_path: Path)
     with Checkpoints(folder, CheckpointConfig()) as checkpoints:
         assert checkpoints.newest_packing() == 2
         alone = trainer_of(config_of(packing=1), SHAPE)
-        there, _ = restored(alone, checkpoints, 1)
+        there, _ = restore_checkpoint(alone, checkpoints, 1)
     assert differing(expected, on_host(alone.save_state(there))) == []
     assert initial_packing(auto, 4, 4) == 2
     assert initial_packing(dataclasses.replace(auto, comm=CommConfig(packing=4)), 4, 4) == 4

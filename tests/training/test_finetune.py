@@ -19,7 +19,7 @@ from jmoe.models.weights import flat
 from jmoe.training.finetune import (
     companion_files,
     ignored_training_options,
-    pretrained_state,
+    load_pretrained_state,
     with_pretrained_model,
 )
 from jmoe.training.trainer import make_trainer
@@ -43,7 +43,7 @@ def test_first_steps(name: str) -> None:
     """
     config = config_of(name)
     program = make_trainer(config, mesh_of(1, 1, 1))
-    state = pretrained_state(program, config)
+    state = load_pretrained_state(program, config)
     with np.load(CHECKPOINTS / name / "reference.npz") as reference:
         tokens = jnp.asarray(reference["input_ids"].astype(np.int32))[None]
         expected = reference["adamw_losses"]
@@ -55,7 +55,7 @@ def test_first_steps(name: str) -> None:
     assert losses[0] == pytest.approx(float(expected[0]), abs=1e-4)
     assert losses[2] < losses[0]
     assert int(state.step) == 3
-    again = pretrained_state(program, config)
+    again = load_pretrained_state(program, config)
     stored = flat(again.params) | flat(again.router_bias)
     whole = jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32").decoder
     np.testing.assert_array_equal(stored["embedding",], whole.embedding[...])
@@ -67,7 +67,7 @@ def test_first_steps(name: str) -> None:
 def test_state_on_a_mesh_is_the_state_on_one_device() -> None:
     config = config_of("mixtral", batch_size=8)
     one, many = (make_trainer(config, mesh) for mesh in (mesh_of(1, 1, 1), make_mesh((2, 2, 2))))
-    a, b = pretrained_state(one, config), pretrained_state(many, config)
+    a, b = load_pretrained_state(one, config), load_pretrained_state(many, config)
     for x, y, place in zip(*map(jax.tree.leaves, (a, b, many.state_shape)), strict=True):
         assert y.sharding.is_equivalent_to(place.sharding, y.ndim) and y.dtype == place.dtype
         np.testing.assert_array_equal(x, y)

@@ -26,7 +26,7 @@ from jmoe.deploy.merge import saved_parameters
 from jmoe.mesh import ACCUMULATED_BATCH, ALL
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.fused.step import FusedTrainer
-from jmoe.training.resume import restored
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState, experts_of, with_experts
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import Trainer, make_trainer
@@ -142,13 +142,13 @@ def assert_overflow_changes_the_scale_alone(trainer: Trainer) -> None:
     assert scale == values["loss_scale"] == 2.0 ** (32 - values["skipped_steps"]) < 2**31
     before = but_for_scale(full_state(trainer, state))
     experts = trainer.experts if isinstance(trainer, StreamedTrainer) else None
-    taken = None if experts is None else (experts.now, experts.stats().replayed_steps)
+    taken = None if experts is None else (experts.steps_taken, experts.stats().replayed_steps)
     state, values = step(trainer, with_scale(state, 2.0**32), 1, once=True)
     assert values["skipped"] and not values["ok"] and np.isfinite(values["loss"])
     assert scale_of(state) == (2.0**31, 0)
     assert differing(but_for_scale(full_state(trainer, state)), before) == []
     if experts is not None:
-        assert (experts.now, experts.stats().replayed_steps) == taken
+        assert (experts.steps_taken, experts.stats().replayed_steps) == taken
     state, values = step(trainer, state, 1)
     assert (
         values["ok"]
@@ -252,7 +252,7 @@ def carried_over(source: Trainer, state: TrainState, target: Trainer) -> TrainSt
         with Checkpoints(Path(folder), CheckpointConfig(), records=source.records) as checkpoints:
             checkpoints.save(int(state.step), source.save_state(state), {}, "{}")
         with Checkpoints(Path(folder), CheckpointConfig(), records=target.records) as checkpoints:
-            return restored(target, checkpoints, int(state.step))[0]
+            return restore_checkpoint(target, checkpoints, int(state.step))[0]
 
 
 @pytest.mark.parametrize("place", [pytest.param("device", marks=pytest.mark.slow), "nvme"])

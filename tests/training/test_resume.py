@@ -24,8 +24,8 @@ from jmoe.deploy.merge import saved_parameters
 from jmoe.models.weights import StoredExperts, flat
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.finetune import pretrained_state
-from jmoe.training.resume import restored
+from jmoe.training.finetune import load_pretrained_state
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import differing, full_state
@@ -93,12 +93,12 @@ def test_experts_move_to_other_tiers(
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     with opened(TIERS[after], tmp_path) as (program, checkpoints):
         assert checkpoints.latest_step() == 3
-        state, data = restored(program, checkpoints, 3)
+        state, data = restore_checkpoint(program, checkpoints, 3)
         assert data == {"at": 3}
         assert differing(expected, full_state(program, state)) == []
         checkpoints.save(4, program.save_state(state), {"at": 4}, "{}")
     with opened(TIERS[after], tmp_path) as (program, checkpoints):  # what it saves is its own again
-        state, data = restored(program, checkpoints, 4)
+        state, data = restore_checkpoint(program, checkpoints, 4)
         assert data == {"at": 4}
         assert differing(expected, full_state(program, state)) == []
 
@@ -115,7 +115,7 @@ def test_replicas_come_and_go(
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     for step, devices, replicas in ((3, 2, 2), (4, 1, 1)):
         with opened(TIERS[name], tmp_path, devices, replicas) as (program, checkpoints):
-            state, _ = restored(program, checkpoints, step)
+            state, _ = restore_checkpoint(program, checkpoints, step)
             checkpoints.save(step + 1, program.save_state(state), {}, "{}")
             assert differing(expected, full_state(program, state)) == []
 
@@ -189,14 +189,14 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
     """One layer of weights at a time, where all layers' weights and moments are nine times as
     many bytes.
     """
-    fill = ExpertStores.fill
+    fill = ExpertStores.fill_tiers
     counted: list[ExpertsOnDevices] = []
 
     def look_and_fill(*args: Any) -> Any:
         counted[-1].look()  # all that is to be filled in has been read by now
         return fill(*args)
 
-    monkeypatch.setattr(ExpertStores, "fill", look_and_fill)
+    monkeypatch.setattr(ExpertStores, "fill_tiers", look_and_fill)
     tiers = stored_in(TIERS[name], tmp_path / "records", device_layers=1)
     with opened(tiers, tmp_path, devices) as (program, checkpoints):
         with ExpertsOnDevices() as count:
@@ -205,14 +205,14 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
             saved = program.save_state(state)
             count.look()
             checkpoints.save(1, saved, {}, "{}")
-            checkpoints.wait()
+            checkpoints.wait_for_save()
         assert 0 < count.most_bytes <= 4 * count.all_bytes // 9
         expected = full_state(program, state)
     del program, checkpoints, state, saved
     with opened(tiers, tmp_path, devices) as (program, checkpoints):
         with ExpertsOnDevices() as count:
             counted.append(count)
-            state, _ = restored(program, checkpoints, 1)
+            state, _ = restore_checkpoint(program, checkpoints, 1)
         assert count.most_bytes <= 4 * count.all_bytes // 9
         assert differing(expected, full_state(program, state)) == []
 
@@ -228,10 +228,10 @@ def test_a_pretrained_model_is_begun_off_the_device(
     )
     mesh = mesh_of(1, devices, 1)
     ordinary = make_trainer(dataclasses.replace(config, tiers=DEVICE), mesh)
-    expected = full_state(ordinary, pretrained_state(ordinary, config))
+    expected = full_state(ordinary, load_pretrained_state(ordinary, config))
     with contextlib.closing(make_trainer(config, mesh)) as program:
         with ExpertsOnDevices(config.model) as count:
-            state = pretrained_state(program, config)
+            state = load_pretrained_state(program, config)
             count.look()
         assert 0 < count.most_bytes <= count.all_bytes // (1 if name == "mixed" else 2)
         assert differing(expected, full_state(program, state)) == []

@@ -24,7 +24,7 @@ from jmoe.deploy.merge import merge_run_to_hugging_face
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.pretrained import load_pretrained
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.finetune import pretrained_state
+from jmoe.training.finetune import load_pretrained_state
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from tests.arrays import assert_trees_close
@@ -163,7 +163,7 @@ def test_evaluation_and_logits(embedding: str, tied: bool) -> None:
     for each in (one, ours):
         rows = NamedSharding(each.state_shape.step.sharding.mesh, BATCH)  # type: ignore[union-attr]
         placed = from_host(state, each)
-        (loss,) = each.evaluate(
+        (loss,) = each.evaluate_batches(
             placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))]
         )
         same = jax.device_put(np.tile(tokens[:1, :-1], (rows.mesh.size, 1)), rows)
@@ -224,7 +224,7 @@ def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, ti
                 stored, _, _ = checkpoints.restore(i - 1, ours.saved_shape)
                 state = ours.load_state(stored)
             checkpoints.save(i, ours.save_state(state), {}, "{}")
-            checkpoints.wait()
+            checkpoints.wait_for_save()
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), saved)
 
 
@@ -244,7 +244,7 @@ def test_merge_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     decoder = load_pretrained(folder).decoder
     np.testing.assert_array_equal(decoder.embedding[...], saved.params["embedding"])
 
-    begun = ours.save_state(pretrained_state(ours, config))
+    begun = ours.save_state(load_pretrained_state(ours, config))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(begun.params), saved.params)
     assert not any(leaf.any() for leaf in jax.tree.leaves((begun.m, begun.v, begun.step)))
 

@@ -21,7 +21,7 @@ from jmoe.collectives import exchange
 from jmoe.config import ModelConfig, TiersConfig, TrainConfig
 from jmoe.mesh import BATCH, path_names
 from jmoe.training.trainer import make_trainer
-from jmoe.training.update import overflowed
+from jmoe.training.update import has_overflowed
 from tests.model_configs import MODEL, mesh_of, spread_over
 from tests.training.tasks.test_streamed_vision import DEVICE, HOST, opened
 from tests.training.tasks.test_streamed_vision import MANY as BY_BOTH
@@ -79,7 +79,7 @@ def values(
         fresh = trainer.init()
         for state in (fresh, undecided(fresh)):
             rooms.clear()
-            (loss,) = trainer.evaluate(state, [(tokens_BS, weights_BS)])
+            (loss,) = trainer.evaluate_batches(state, [(tokens_BS, weights_BS)])
             logits_V = trainer.next_logits(state, tokens_BS[:, :-1], jnp.int32(S - 1))
             of_states.append((np.asarray(loss), np.asarray(logits_V), set(rooms)))
     return of_states
@@ -120,7 +120,7 @@ def test_images_are_evaluated_as_text_is(
 def test_only_a_dropless_step_overflows() -> None:
     dropped_N = np.array([0, 3], np.int32)
     dropless, capped = ModelConfig(), ModelConfig(capacity_factor=1.0)
-    assert overflowed(dropless, dropped_N) and overflowed(dropless, jnp.asarray(dropped_N))
-    assert not overflowed(dropless, 0 * dropped_N)
-    assert not overflowed(capped, dropped_N)
-    assert not overflowed(dropless, None)  # no layer has experts
+    assert has_overflowed(dropless, dropped_N) and has_overflowed(dropless, jnp.asarray(dropped_N))
+    assert not has_overflowed(dropless, 0 * dropped_N)
+    assert not has_overflowed(capped, dropped_N)
+    assert not has_overflowed(dropless, None)  # no layer has experts

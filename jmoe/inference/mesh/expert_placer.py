@@ -287,7 +287,7 @@ class ExpertPlacer:
             return None
         if is_worth:
             self._swaps += 1
-            experts.apply(layer, changed)
+            experts.apply_copies(layer, changed)
         return changed.placement
 
     def _plan_changes(
@@ -306,7 +306,7 @@ class ExpertPlacer:
             max_packed=slots,
             policy=self._mesh.placement,
         )
-        return experts.changes(layer, placement)
+        return experts.copies_for_placement(layer, placement)
 
 
 def _device_loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ import jax
 from jmoe.cluster import distributed
 from jmoe.cluster.channel import Channel
 from jmoe.cluster.clocks import RunningClock
-from jmoe.cluster.rendezvous import named
+from jmoe.cluster.rendezvous import ranks_text
 from jmoe.config import DistributedConfig
 from jmoe.status import first_line
 
@@ -72,7 +72,7 @@ def led(method: Method) -> Method:
 def join(config: DistributedConfig) -> "Leader | Follower | None":
     """Connect to the other processes and return this rank's side; None if this process is alone."""
     silence_s = config.heartbeat_timeout_s
-    connections = distributed.connect(config, rank_0_outlives=True)
+    connections = distributed.join_with_connections(config, rank_0_outlives=True)
     channels = {rank: Channel(connection, silence_s) for rank, connection in connections.items()}
     if not channels:
         return None
@@ -184,10 +184,10 @@ class Leader:
         """Send heartbeats, and check the time of the running step."""
         while not self._closing.wait(every_s):
             self._send_all(("beat", self._num_calls))
-            since_s, now_s = self._step_since_s, self._clock.look()
+            since_s, now_s = self._step_since_s, self._clock.skip_suspension()
             if since_s is not None and now_s > since_s + self._step_timeout_s:
                 behind = [rank for rank, calls in self._calls_of.items() if calls < self._num_calls]
-                which = f"{named(behind)} behind" if behind else "all ranks have come as far"
+                which = f"{ranks_text(behind)} behind" if behind else "all ranks have come as far"
                 self._report_loss(
                     f"a step has made no progress for {self._step_timeout_s:g} s (step_timeout_s):"
                     f" {which}"

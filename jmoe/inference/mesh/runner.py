@@ -290,7 +290,7 @@ class MeshRunner:
         assert isinstance(self.residency, PlacedExperts), (
             "what passes through a ring has no other place"
         )
-        weights = jax.tree.map(lambda w: w.addressable_data(0), self.residency.weights(0))
+        weights = jax.tree.map(lambda w: w.addressable_data(0), self.residency.layer_weights(0))
         num_rows = SLOT_MULTIPLE * weights.w_up.shape[0]
         x_ND = jnp.zeros(
             (num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0]
@@ -327,7 +327,7 @@ class MeshRunner:
         self.placer.correct_placement(moe_layer, path[-1])
         self.residency.acquire(moe_layer)
         placement = self.residency.placements[moe_layer]
-        weights = self.residency.weights(moe_layer)
+        weights = self.residency.layer_weights(moe_layer)
         replica_EC = self.residency.replica_of_row(moe_layer)
         out = []
         for gate, idx_TK in zip(gates, chosen, strict=True):

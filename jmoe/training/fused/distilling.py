@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.config import TrainConfig, check
 from jmoe.layers.loss import distillation_losses
 from jmoe.mesh import ACCUMULATED_BATCH, REPLICATED
-from jmoe.training.bandwidth import links_of, measured_chunk_bytes
+from jmoe.training.bandwidth import measure_chunk_bytes, read_or_measure_links
 from jmoe.training.fused.step import FusedTrainer, Metrics
 from jmoe.training.state import TrainState
 from jmoe.types import PyTree
@@ -57,7 +57,10 @@ class DistillingTrainer(FusedTrainer):
         head_HV: jax.Array,
     ) -> None:
         super().__init__(
-            config, mesh, measured_chunk_bytes(config.comm, mesh), links_of(config, mesh)
+            config,
+            mesh,
+            measure_chunk_bytes(config.comm, mesh),
+            read_or_measure_links(config, mesh),
         )
         plan = self.model.head.plan
         constraint = "splits the output head: must be replicated with distil.teacher"
@@ -69,26 +72,28 @@ class DistillingTrainer(FusedTrainer):
         def step(
             state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array, full_capacity: bool
         ) -> PyTree:
-            def body(state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array) -> PyTree:
+            def step_local(
+                state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array
+            ) -> PyTree:
                 return self._step_local(
                     state_now, batch, full_capacity=full_capacity, teacher_head=head_HV
                 )
 
             split: PyTree = ACCUMULATED_BATCH
             specs = (state, TaughtTokens(split, split), REPLICATED)
-            return self.sharded(body, in_specs=specs, out_specs=(state, REPLICATED))(
+            return self.over_mesh(step_local, in_specs=specs, out_specs=(state, REPLICATED))(
                 state_now, batch, head_HV
             )
 
         self._taught_step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
         self._place = NamedSharding(mesh, ACCUMULATED_BATCH)
-        self.step = self.taught_step  # type: ignore[assignment]
+        self.step = self.step_with_teacher  # type: ignore[assignment]
 
-    def taught_step(
+    def step_with_teacher(
         self, state: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """Return (new state, metrics) after one step; see `Trainer.step`. The teacher runs first,
-        over the whole batch.
+        """Return (new state, metrics) after one optimizer step, like `Trainer.step`. The teacher
+        runs first, over the whole batch.
         """
         host_ABS = np.asarray(tokens_ABS)[:, :, :-1]
         hidden = np.stack([np.asarray(self._teacher(tokens_BS)) for tokens_BS in host_ABS])

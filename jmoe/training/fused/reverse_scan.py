@@ -49,7 +49,7 @@ from jmoe.mesh import DATA, is_expert
 from jmoe.models.block import ApplyBlock
 from jmoe.models.decoder import LayerInputs
 from jmoe.models.layer_patterns import LayerPattern
-from jmoe.training.vjp import with_known, without
+from jmoe.training.vjp import replace_known, restore_known
 from jmoe.types import PyTree
 
 Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
@@ -65,7 +65,7 @@ def layer_slice(tree: Tree, index: Index) -> Tree:
     return entries
 
 
-def _put(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
+def _set_at(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
 
 
@@ -125,23 +125,23 @@ class _UnbufferedParams:
     """
 
     def __init__(self, layers: BufferLayout, state: PyTree, *, reduces: bool) -> None:
-        def devices(path: KeyPath, variable: PyTree) -> str:
+        def reduced_over(path: KeyPath, variable: PyTree) -> str:
             if isinstance(variable, RouterBias) or not reduces:
                 return "none"
             return (
                 "all" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
             )
 
-        sums = layers.split(jax.tree_util.tree_map_with_path(devices, state, is_leaf=_is_variable))[
-            1
-        ]
+        sums = layers.split(
+            jax.tree_util.tree_map_with_path(reduced_over, state, is_leaf=_is_variable)
+        )[1]
         self._entries = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
         self._unreduced, self._replicated, self._experts = (
             [i for i, over in enumerate(sums) if over == name]
             for name in ("none", "all", "replicas")
         )
 
-    def size(self) -> int:
+    def num_all_reduced(self) -> int:
         """Return the number of gradient elements per layer that an all-reduce sums."""
         return sum(self._entries[i].num_elements for i in self._replicated + self._experts)
 
@@ -161,7 +161,9 @@ class _UnbufferedParams:
         """Return `stacks` with the gradients of layer `index` that need no reduction written at
         that index.
         """
-        return self._put(stacks, index, self._unreduced, [grads[i] for i in self._unreduced])
+        return self._set_gradients_at(
+            stacks, index, self._unreduced, [grads[i] for i in self._unreduced]
+        )
 
     def store_reduced(
         self, stacks: list[jax.Array], index: Index, reduced: _ReducedGradients
@@ -173,17 +175,20 @@ class _UnbufferedParams:
             (self._replicated, reduced.replicated),
             (self._experts, reduced.experts),
         ):
-            stacks = self._put(
+            stacks = self._set_gradients_at(
                 stacks, index, some, unflatten_gradients(row_G, [self._entries[i] for i in some])
             )
         return stacks
 
     @staticmethod
-    def _put(
-        stacks: list[jax.Array], index: Index, some: list[int], grads: list[jax.Array]
+    def _set_gradients_at(
+        stacks: list[jax.Array], index: Index, positions: list[int], grads: list[jax.Array]
     ) -> list[jax.Array]:
-        new = dict(zip(some, grads, strict=True))
-        return [_put(w, index, new[i]) if i in new else w for i, w in enumerate(stacks)]
+        by_position = dict(zip(positions, grads, strict=True))
+        return [
+            _set_at(w, index, by_position[i]) if i in by_position else w
+            for i, w in enumerate(stacks)
+        ]
 
 
 @jax.tree_util.register_dataclass
@@ -233,27 +238,27 @@ class ReverseScan:
 
     # Work: the gathers and reductions that `interleave` places
 
-    def gathers(self, row_C: jax.Array | None) -> list[Work]:
+    def chunk_gathers(self, row_C: jax.Array | None) -> list[Work]:
         """Return the all-gathers of a layer's parameters, one for each chunk of its shard `row_C`;
         none if that is None.
         """
         if row_C is None:
             return []
-        num_devices = lax.axis_size(self.axes)
+        num_devices = lax.axis_size(self.axis_names)
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
         chunks = cut_ranges(row_C.size, num_devices * row_C.dtype.itemsize, limit)
-        return self._works(
+        return self._work_per_chunk(
             "gather", partial(all_gather_buffer_local, hierarchy=self.hierarchy), row_C, chunks
         )
 
-    def unsharded(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
+    def join_gathered_chunks(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
         """Return a layer's flat buffer [R, C] from the gathered chunks; C is 0 if no parameter of
         the layer is sharded.
         """
-        empty = jnp.zeros((lax.axis_size(self.axes), 0), row_C.dtype)
+        empty = jnp.zeros((lax.axis_size(self.axis_names), 0), row_C.dtype)
         return jnp.concatenate([empty, *gathered], axis=1)
 
-    def reductions(self, rows_RG: jax.Array) -> list[Work]:
+    def chunk_reduce_scatters(self, rows_RG: jax.Array) -> list[Work]:
         """Return the reduce-scatters of `rows_RG`, one per chunk of columns; their results
         concatenate to this device's row [G].
         """
@@ -265,14 +270,14 @@ class ReverseScan:
         chunks = cut_ranges(
             rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes)
         )
-        return self._works(
+        return self._work_per_chunk(
             "reduce",
             partial(reduce_scatter_buffer_local, hierarchy=self.hierarchy),
             rows_RG,
             chunks,
         )
 
-    def all_reductions(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
+    def chunk_all_reduces(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
         """Return the all-reduces of `row_G` over the devices of `hierarchy`, one per chunk.
 
         Chunks have half of `chunk_bytes`, because an all-reduce moves each element twice.
@@ -283,11 +288,11 @@ class ReverseScan:
             if limit
         ]
         chunks = cut_ranges(row_G.size, 4, min(limits, default=row_G.nbytes))
-        return self._works(
+        return self._work_per_chunk(
             "all_reduce", partial(all_reduce_buffer_local, hierarchy=hierarchy), row_G, chunks
         )
 
-    def _works(
+    def _work_per_chunk(
         self,
         scope: str,
         collective: Callable[[jax.Array], jax.Array],
@@ -298,14 +303,14 @@ class ReverseScan:
         chunk of `rows`.
         """
 
-        def work(after: After, start: int, end: int) -> jax.Array:
+        def run_on_chunk(after: After, start: int, end: int) -> jax.Array:
             with jax.named_scope(scope):
                 return collective(after(rows[..., start:end]))
 
-        return [partial(work, start=start, end=end) for start, end in chunks]
+        return [partial(run_on_chunk, start=start, end=end) for start, end in chunks]
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axis_names(self) -> tuple[str, ...]:
         return tuple(axis for axes in self.hierarchy for axis in axes)
 
     def __call__(
@@ -323,18 +328,18 @@ class ReverseScan:
         scan = _Scan(self, patterns, apply_block, states)
 
         @jax.custom_vjp
-        def layers(states: PyTree, keys: PyTree, summed: PyTree, x: jax.Array) -> PyTree:
+        def run_layers(states: PyTree, keys: PyTree, summed: PyTree, x: jax.Array) -> PyTree:
             return scan.forward(states, keys, summed, x)[0]
 
         def backward(saved: _SavedForward, cotangents: PyTree) -> PyTree:
             states, x = scan.backward(saved, *cotangents)
             return states, None, None, x
 
-        layers.defvjp(scan.forward, backward)
+        run_layers.defvjp(scan.forward, backward)
         summed = self.summed and {
             kind: _gradient_per_variable(g, states[kind]) for kind, g in self.summed.items()
         }
-        y, stats = layers(states, keys, summed, x)
+        y, stats = run_layers(states, keys, summed, x)
         return y, stats
 
 
@@ -351,7 +356,7 @@ class _Scan:
         states: dict[LayerKind, PyTree],
     ) -> None:
         self.config, self.apply_block = config, apply_block
-        self.axes, self.num_devices = config.axes, lax.axis_size(config.axes)
+        self.axis_names, self.num_devices = config.axis_names, lax.axis_size(config.axis_names)
         self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
         self.unbuffered = {
             k: _UnbufferedParams(layers, states[k], reduces=config.reduces)
@@ -364,10 +369,10 @@ class _Scan:
     def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * (
             self.num_devices * sum(entry.num_elements for entry in self.kinds[kind].entries)
-            + self.unbuffered[kind].size()
+            + self.unbuffered[kind].num_all_reduced()
         )
 
-    def _reductions(self, bucket: _Bucket) -> list[list[Work]]:
+    def _bucket_reductions(self, bucket: _Bucket) -> list[list[Work]]:
         """Return the collectives that reduce a bucket's gradients: one list for each field of
         `_PendingGradients`.
         """
@@ -377,16 +382,16 @@ class _Scan:
             *(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True))
         )
         return [
-            self.config.reductions(joined.rows),
-            self.config.all_reductions(joined.replicated, self.config.hierarchy),
-            self.config.all_reductions(joined.experts, ((DATA,),)),
+            self.config.chunk_reduce_scatters(joined.rows),
+            self.config.chunk_all_reduces(joined.replicated, self.config.hierarchy),
+            self.config.chunk_all_reduces(joined.experts, ((DATA,),)),
         ]
 
     def _store_reduced(
         self, state: _BackwardState, reduced: Sequence[Sequence[jax.Array]]
     ) -> _BackwardState:
         """Return `state` without pending gradients: their sums, `reduced`, are written at their
-        layers' indices. reduced: the results of `_reductions`.
+        layers' indices. reduced: the results of `_bucket_reductions`.
         """
         sums, others, starts = dict(state.sums), dict(state.others), [0, 0, 0]
         rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
@@ -395,7 +400,7 @@ class _Scan:
             stops = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
             mine = [row[start:end] for row, start, end in zip(rows, starts, stops, strict=True)]
             own = _ReducedGradients(*mine)
-            sums[kind] = _put(sums[kind], index, own.row)
+            sums[kind] = _set_at(sums[kind], index, own.row)
             others[kind] = self.unbuffered[kind].store_reduced(others[kind], index, own)
             starts = stops
         return state._replace(pending=_Bucket(), sums=sums, others=others)
@@ -417,10 +422,10 @@ class _Scan:
                 partial(flatten, entries=layers.entries), axis_size=layers.num_layers
             )(fused)
         run = partial(self._forward_repeat, flat, unbuffered, keys)
-        firsts = [self._flat_row(flat, pattern, 0, 0) for pattern in self.patterns]
+        firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
-            self.config.unsharded(
-                [send(lambda row: row) for send in self.config.gathers(firsts[0])], firsts[0]
+            self.config.join_gathered_chunks(
+                [send(lambda row: row) for send in self.config.chunk_gathers(firsts[0])], firsts[0]
             ),
             x,
         )
@@ -429,20 +434,22 @@ class _Scan:
             early: PyTree = None
             if pattern.repeats > 1:
 
-                def step(carry: PyTree, i: jax.Array, pattern: LayerPattern = pattern) -> PyTree:
-                    return run(pattern, i, carry, self._flat_row(flat, pattern, 0, i + 1))
+                def run_repeat(
+                    carry: PyTree, i: jax.Array, pattern: LayerPattern = pattern
+                ) -> PyTree:
+                    return run(pattern, i, carry, self._layer_shard(flat, pattern, 0, i + 1))
 
-                carry, early = lax.scan(step, carry, jnp.arange(pattern.repeats - 1))
+                carry, early = lax.scan(run_repeat, carry, jnp.arange(pattern.repeats - 1))
             carry, last = run(pattern, pattern.repeats - 1, carry, after)
             residuals.append((None if early is None else early[0], last[0]))
             stats.append((pattern, None if early is None else early[1], last[1]))
         unsharded, x = carry
-        return (x, self._in_order(stats)), _SavedForward(
+        return (x, self._stack_in_layer_order(stats)), _SavedForward(
             flat, unbuffered, keys, unsharded, residuals, summed
         )
 
     @staticmethod
-    def _flat_row(
+    def _layer_shard(
         flat: dict[LayerKind, jax.Array], pattern: LayerPattern, position: int, repeat: Index
     ) -> jax.Array:
         """Return the shard of the flat buffer of the layer at `position` of a repeat."""
@@ -467,20 +474,22 @@ class _Scan:
         for position, kind in enumerate(pattern.kinds):
             following = ahead
             if position + 1 < pattern.period:
-                following = self._flat_row(flat, pattern, position + 1, repeat)
+                following = self._layer_shard(flat, pattern, position + 1, repeat)
             index = pattern.layer_index(position, repeat)
             own = layer_slice(unbuffered[kind], index)
             args = unsharded, own, layer_slice(keys[kind], index), x
             (x, layer_stats, layer_residuals), gathered = interleave(
                 partial(self._forward_layer, kind, pattern.windows[position]),
                 args,
-                self.config.gathers(following),
+                self.config.chunk_gathers(following),
                 self.config.schedule,
-                self.axes,
+                self.axis_names,
                 x,
             )
             unsharded = (
-                unsharded if following is None else self.config.unsharded(gathered, following)
+                unsharded
+                if following is None
+                else self.config.join_gathered_chunks(gathered, following)
             )
             residuals.append(layer_residuals)
             stats += [layer_stats] if kind == "moe" else []
@@ -499,17 +508,19 @@ class _Scan:
         layers = self.kinds[kind]
         params = unflatten(unsharded, layers.entries, self.config.hierarchy)
 
-        def apply(params: list[jax.Array], unbuffered: list[jax.Array], x: jax.Array) -> PyTree:
+        def apply_layer(
+            params: list[jax.Array], unbuffered: list[jax.Array], x: jax.Array
+        ) -> PyTree:
             y, stats = self.apply_block(kind, layers.join(params, unbuffered), key, window, x)
             return (
                 y,
                 [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)],
             ), stats
 
-        (y, _), vjp, stats = jax.vjp(apply, params, unbuffered, x, has_aux=True)
-        return y, stats, without(vjp, [*params, *unbuffered, *jax.tree.leaves(key)])
+        (y, _), vjp, stats = jax.vjp(apply_layer, params, unbuffered, x, has_aux=True)
+        return y, stats, replace_known(vjp, [*params, *unbuffered, *jax.tree.leaves(key)])
 
-    def _in_order(
+    def _stack_in_layer_order(
         self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
     ) -> MoEStats | None:
         """Return the MoE layers' statistics, stacked in layer order; None without MoE layers."""
@@ -550,8 +561,8 @@ class _Scan:
             before = None
             if number:
                 previous = self.patterns[number - 1]
-                before = self._flat_row(saved.flat, previous, -1, previous.repeats - 1)
-            last_row = partial(self._flat_row, saved.flat, pattern, -1)
+                before = self._layer_shard(saved.flat, previous, -1, previous.repeats - 1)
+            last_row = partial(self._layer_shard, saved.flat, pattern, -1)
             repeats = pattern.repeats
             ahead = last_row(repeats - 2) if repeats > 1 else before
             state = run(pattern, repeats - 1, last, state, ahead)
@@ -563,12 +574,12 @@ class _Scan:
                 state, _ = lax.scan(step, state, jnp.arange(1, repeats - 1), reverse=True)
             if repeats > 1:
                 state = run(pattern, 0, layer_slice(early, 0), state, before)
-        works = self._reductions(state.pending)
+        works = self._bucket_reductions(state.pending)
         reduced = [[send(lambda rows: rows) for send in some] for some in works]
         state = self._store_reduced(state, reduced)
-        return self._shard_gradients(saved, state), state.dx
+        return self._gradients_by_kind(saved, state), state.dx
 
-    def _shard_gradients(
+    def _gradients_by_kind(
         self, saved: _SavedForward, state: _BackwardState
     ) -> dict[LayerKind, PyTree]:
         """Return the gradients of all layers' parameters, on their shards, by kind."""
@@ -598,9 +609,9 @@ class _Scan:
         for position in reversed(range(pattern.period)):
             kind, index = pattern.kinds[position], pattern.layer_index(position, repeat)
             before = (
-                self._flat_row(saved.flat, pattern, position - 1, repeat) if position else ahead
+                self._layer_shard(saved.flat, pattern, position - 1, repeat) if position else ahead
             )
-            state, gradients = self._backward_beside(
+            state, gradients = self._backward_beside_collectives(
                 saved, dstats, kind, index, residuals[position], state, before
             )
             bucket = bucket.add(kind, index, gradients)
@@ -608,7 +619,7 @@ class _Scan:
                 state, bucket = state._replace(pending=bucket), _Bucket()
         return state
 
-    def _backward_beside(
+    def _backward_beside_collectives(
         self,
         saved: _SavedForward,
         dstats: list[jax.Array],
@@ -624,7 +635,10 @@ class _Scan:
         before: the shard of the flat buffer of the layer before it, to gather; None before the
         first layer.
         """
-        gathers, reductions = self.config.gathers(before), self._reductions(state.pending)
+        gathers, reductions = (
+            self.config.chunk_gathers(before),
+            self._bucket_reductions(state.pending),
+        )
         args = (
             state.unsharded,
             layer_slice(saved.unbuffered[kind], index),
@@ -638,12 +652,12 @@ class _Scan:
             args,
             gathers + list(itertools.chain(*reductions)),
             self.config.schedule,
-            self.axes,
+            self.axis_names,
             state.dx,
         )
         state = state._replace(dx=dx)
         if before is not None:
-            unsharded = self.config.unsharded(results[: len(gathers)], before)
+            unsharded = self.config.join_gathered_chunks(results[: len(gathers)], before)
             state = state._replace(unsharded=unsharded)
         done = iter(results[len(gathers) :])
         state = self._store_reduced(
@@ -670,5 +684,5 @@ class _Scan:
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
         params = unflatten(unsharded, layers.entries, hierarchy)
         known = [*params, *unbuffered, *jax.tree.leaves(key)]
-        dparams, dunbuffered, dx = with_known(residuals, known)((dx, dstats))
+        dparams, dunbuffered, dx = restore_known(residuals, known)((dx, dstats))
         return flatten_gradients(dparams, layers.entries, hierarchy), dunbuffered, dx

@@ -29,7 +29,7 @@ from jmoe.config.cluster import LinksConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.optim.loss_scale import LossScale, scaled, unscaled
+from jmoe.optim.loss_scale import LossScale, scale_loss, unscale
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.native import with_native
@@ -59,7 +59,7 @@ class FusedTrainer:
 
     evaluation_batches = 1
     records: RecordCheckpoints | None = None
-    progress: Callable[[], object] | None = None
+    progress_counters: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class FusedTrainer:
         self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
         self._layer_runner = model.reverse_scan(chunk_bytes)
         self.saved_shape = self.full_shape = model.saved_shape
-        self.notes, sharded = model.notes, self.sharded
+        self.notes, sharded = model.notes, self.over_mesh
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
         on_one: PyTree = tuple(REPLICATED for _ in copies)
         state = self.state_specs = replace(model.state_specs, cast=on_one)
@@ -80,7 +80,9 @@ class FusedTrainer:
         self.state_shape: TrainState = jax.tree.map(
             placed, replace(model.state_shape, cast=copies), places
         )
-        self.init = jax.jit(lambda: self.with_cast(model.initial_state()), out_shardings=places)
+        self.init = jax.jit(
+            lambda: self.refresh_cast_copies(model.initial_state()), out_shardings=places
+        )
 
         def step(
             state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
@@ -91,10 +93,10 @@ class FusedTrainer:
             )(state_now, tokens_ABS)
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
-        self._nll = evaluation_program(sharded, self._nll_local, state, BATCH, BATCH)
+        self._nll = evaluation_program(sharded, self._summed_nll_local, state, BATCH, BATCH)
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
-    def sharded(self, body: Callable[..., PyTree], **specs: PyTree) -> Callable[..., PyTree]:
+    def over_mesh(self, body: Callable[..., PyTree], **specs: PyTree) -> Callable[..., PyTree]:
         """Return `body` in a `shard_map` over the whole mesh, traced with native CPU operations if
         the run uses them. specs: `in_specs` and `out_specs`.
         """
@@ -119,9 +121,9 @@ class FusedTrainer:
             metrics = sum_over_mesh(num_devices, metrics)
         squares = sum_over_mesh(num_devices, squared_norms_local(grads, self.model))
         state, metrics = finish_step(self.config, state, grads, squares, metrics)
-        return self.with_cast(state), metrics
+        return self.refresh_cast_copies(state), metrics
 
-    def with_cast(self, state: TrainState) -> TrainState:
+    def refresh_cast_copies(self, state: TrainState) -> TrainState:
         """Return the state with fresh compute-dtype copies of its parameters in `cast`."""
         return replace(state, cast=self.model.cast_copies(state.params))
 
@@ -138,10 +140,10 @@ class FusedTrainer:
             "loss_scale": state.loss_scale,
             "full_capacity": full_capacity,
         } | constants
-        run = partial(self._accumulated_local, state, batch, options)
+        run = partial(self._accumulate_gradients_local, state, batch, options)
         num_micro_batches = jax.tree.leaves(batch)[0].shape[0]
         layer_runner = self._layer_runner
-        if num_micro_batches == 1 or layer_runner is None or not self.model.sums_in_layers:
+        if num_micro_batches == 1 or layer_runner is None or not self.model.needs_layer_all_reduce:
             return run(range(num_micro_batches), layer_runner)
         grads, metrics = run(range(num_micro_batches - 1), replace(layer_runner, reduces=False))
         earlier = {kind: grads.pop(name) for kind, name in STACKS.items() if name in grads}
@@ -151,40 +153,40 @@ class FusedTrainer:
         sums = {name: jax.tree.map(jnp.add, g, last[name]) for name, g in grads.items()}
         return last | sums, jax.tree.map(jnp.add, metrics, last_metrics)
 
-    def _accumulated_local(
+    def _accumulate_gradients_local(
         self,
         state: TrainState,
         batch: PyTree,
         options: dict[str, PyTree],
-        numbers: range,
+        micro_batch_range: range,
         layer_runner: ReverseScan | None,
     ) -> tuple[PyTree, Metrics]:
-        """Return (gradients, metrics) of the micro-batches `numbers` of the batch, summed. options:
-        keyword arguments of `loss_local`.
+        """Return this device's (gradients, metrics), summed over the micro-batches of the batch in
+        `micro_batch_range`. options: keyword arguments of `loss_local`.
         """
 
-        def one(index: jax.Array, micro_batch: PyTree) -> tuple[PyTree, Metrics]:
+        def micro_batch_gradients(index: jax.Array, micro_batch: PyTree) -> tuple[PyTree, Metrics]:
             loss_and_gradients = jax.value_and_grad(
                 partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
             )
             key = None
             if self.config.model.router.draws_random_numbers:
                 key = router_key(self.config, state.step, lax.axis_index(ALL), index)
-            params = self.model.with_copies(state.params, state.cast)
+            params = self.model.use_cast_copies(state.params, state.cast)
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, micro_batch, key)
             return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
 
-        first, end = numbers.start, numbers.stop
-        if len(numbers) == 1:
-            return one(jnp.int32(first), jax.tree.map(lambda x: x[first], batch))
+        first, end = micro_batch_range.start, micro_batch_range.stop
+        if len(micro_batch_range) == 1:
+            return micro_batch_gradients(jnp.int32(first), jax.tree.map(lambda x: x[first], batch))
 
-        def accumulate(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, carry, one(*xs)), None
+        def add_micro_batch(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, carry, micro_batch_gradients(*xs)), None
 
         xs = jnp.arange(first, end, dtype=jnp.int32), jax.tree.map(lambda x: x[first:end], batch)
-        shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], xs))
+        shapes = jax.eval_shape(micro_batch_gradients, *jax.tree.map(lambda x: x[0], xs))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        grads_and_metrics: tuple[PyTree, Metrics] = lax.scan(accumulate, zeros, xs)[0]
+        grads_and_metrics: tuple[PyTree, Metrics] = lax.scan(add_micro_batch, zeros, xs)[0]
         return grads_and_metrics
 
     def loss_local(
@@ -214,12 +216,14 @@ class FusedTrainer:
         )
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
-            weights_T = scaled(jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale)
+            weights_T = scale_loss(
+                jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale
+            )
             hidden_TD = hidden.reshape(-1, hidden.shape[-1])
             loss, terms = self.token_loss_local(
                 hidden_TD, head, labels_T, weights_T, micro_batch, **constants
             )
-            terms = {name: unscaled(value, loss_scale) for name, value in terms.items()}
+            terms = {name: unscale(value, loss_scale) for name, value in terms.items()}
         if stats is None:
             return loss + 0.0, lax.stop_gradient(terms)
         with jax.named_scope("auxiliary_losses"):
@@ -232,7 +236,7 @@ class FusedTrainer:
             "entropy": stats.entropy_sum / num_tokens,
             "dropped": stats.dropped,
         }
-        return loss + scaled(balance + z, loss_scale), lax.stop_gradient(metrics)
+        return loss + scale_loss(balance + z, loss_scale), lax.stop_gradient(metrics)
 
     def token_loss_local(
         self,
@@ -245,44 +249,46 @@ class FusedTrainer:
         """Return this device's (token loss, metrics), without the routers' losses;
         `DistillingTrainer` overrides this.
 
-        Both must be linear in `weights_T`, the weight of each token: with float16 these weights
-        include the loss scale.
+        The loss and the metrics must be linear in `weights_T`, the weight of each token: with
+        float16 these weights include the loss scale.
         """
         nll = self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_T)
         return nll, {"loss": nll}
 
     # Without gradients
 
-    def _forward(
+    def _run_model_local(
         self, state: TrainState, tokens_BS: jax.Array, **options: PyTree
     ) -> tuple[jax.Array, jax.Array, PyTree]:
         return self.model(
-            self.model.with_copies(state.params, state.cast),
+            self.model.use_cast_copies(state.params, state.cast),
             state.router_bias,
             tokens_BS,
             **options,
         )
 
-    def _nll_local(
+    def _summed_nll_local(
         self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return (summed negative log-likelihood in nats, dropped assignments), both over all
         devices.
         """
-        hidden, head, stats = self._forward(state, tokens_BS[:, :-1], full_capacity=full_capacity)
+        hidden, head, stats = self._run_model_local(
+            state, tokens_BS[:, :-1], full_capacity=full_capacity
+        )
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
         nll = lax.psum(
             self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL
         )
         return nll, dropped_tokens(stats)
 
-    def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+    def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         return [run_without_drops(partial(self._nll, state, *batch)) for batch in batches]
 
     def _logits_local(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        hidden, head, stats = self._forward(state, tokens_BS, full_capacity=full_capacity)
+        hidden, head, stats = self._run_model_local(state, tokens_BS, full_capacity=full_capacity)
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
         return self.model.head.logits(last, head), dropped_tokens(stats)
@@ -311,7 +317,7 @@ class FusedTrainer:
         """
         layers = self.config.model.expert_layers
         whole = read_missing_experts(saved, self.saved_shape, layers, weights, moments)
-        return self.with_cast(self.model.from_saved(whole))
+        return self.refresh_cast_copies(self.model.from_saved(whole))
 
     def expert_stats(self) -> None:
         """Return None: no expert moves between tiers."""

@@ -112,15 +112,17 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
 
     Raises ValueError if jmoe cannot compile for that GPU here.
     """
-    ahead_of_time.check_cuda("estimate", config.estimate)
-    hosts, each = machine_shape(config)
+    ahead_of_time.check_cuda_installed("estimate", config.estimate)
+    hosts, each = hosts_and_devices_per_host(config)
     compiled = lower_step(config, config.estimate).compile()
     rates = replace(gpu_rates(config.estimate), devices_per_node=each)
-    gpu = estimate_module(parse_hlo(compiled.as_text() or ""), rates, expert_rows_of(config))
+    gpu = estimate_module(
+        parse_hlo(compiled.as_text() or ""), rates, estimate_filled_expert_rows(config)
+    )
     return StepEstimate(config, hosts * each, gpu, step_memory(compiled))
 
 
-def machine_shape(config: TrainConfig) -> tuple[int, int]:
+def hosts_and_devices_per_host(config: TrainConfig) -> tuple[int, int]:
     """Return (number of hosts, devices per host) of the mesh; an axis whose size is left open
     counts as 1, as in `--plan`.
 
@@ -136,7 +138,7 @@ def machine_shape(config: TrainConfig) -> tuple[int, int]:
     return devices // each, each
 
 
-def expert_rows_of(config: TrainConfig) -> ExpertKernelFacts:
+def estimate_filled_expert_rows(config: TrainConfig) -> ExpertKernelFacts:
     """Return the fraction of a device's expert buffer rows that hold tokens, assuming balanced
     routing.
     """
@@ -149,14 +151,16 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
     """Return the lowered step of a run with all experts on the devices, for a GPU in
     `ahead_of_time.TARGETS`.
     """
-    hosts, each = machine_shape(config)
-    devices = ahead_of_time.devices(target, hosts, each)
+    hosts, each = hosts_and_devices_per_host(config)
+    devices = ahead_of_time.abstract_gpu_devices(target, hosts, each)
     mesh = make_mesh(config.checked_mesh_shape(len(devices), each), devices)
     links = read_links(Path(config.comm.links)) if config.comm.links else None
     trainer, parts = FusedTrainer(config, mesh, links=links), config.gradient_accumulation_steps
     sizes = parts, config.batch_size // parts, config.sequence_length + 1
     tokens = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=NamedSharding(mesh, ACCUMULATED_BATCH))
-    _, lowered = ahead_of_time.lower_for(devices[0], trainer.step, trainer.state_shape, tokens)
+    _, lowered = ahead_of_time.lower_for_device(
+        devices[0], trainer.step, trainer.state_shape, tokens
+    )
     return lowered
 
 

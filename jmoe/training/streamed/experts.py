@@ -63,13 +63,13 @@ class StreamedExperts:
         self._rows, self._split = before._rows, before._split
         self.experts, self.stores, self.records = before.experts, before.stores, before.records
 
-    def _open(
+    def _fill_stores(
         self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
     ) -> None:
-        self.end_experts()
-        self.experts = self.stores.fill(replay_state, weights, moments)
+        self.stop_experts()
+        self.experts = self.stores.fill_tiers(replay_state, weights, moments)
 
-    def end_experts(self) -> None:
+    def stop_experts(self) -> None:
         """Stop the threads that update experts and write records back; dirty records are not
         written.
 
@@ -80,19 +80,21 @@ class StreamedExperts:
         if experts is not None:
             experts.close()
 
-    def _load(self, step: int, weights: ReadExperts | None, moments: ReadExperts | None) -> None:
+    def _load_experts(
+        self, step: int, weights: ReadExperts | None, moments: ReadExperts | None
+    ) -> None:
         """Load the experts onto their tiers, one layer at a time, for a run at `step`. weights,
         moments: both None if the records are in place already.
         """
         replay_state = (
-            self.stores.replay_state(step)
+            self.stores.replay_state_at(step)
             if weights is moments is None
-            else self.stores.up_to_date(step)
+            else self.stores.fresh_replay_state(step)
         )
-        self._open(replay_state, weights, moments)
+        self._fill_stores(replay_state, weights, moments)
 
     @property
-    def _opened(self) -> ExpertState:
+    def _open_experts(self) -> ExpertState:
         if self.experts is None:
             raise ValueError("the experts are nowhere yet: init or load_state comes first")
         return self.experts
@@ -113,7 +115,9 @@ class StreamedExperts:
             for name, array in slot[0].items()
         }
 
-    def _chosen_rows(self, chosen_P: NDArray[np.bool_], size: int) -> ChosenRows[jax.Array] | None:
+    def _chosen_slot_rows(
+        self, chosen_P: NDArray[np.bool_], size: int
+    ) -> ChosenRows[jax.Array] | None:
         """Return the rows of the last fetched slot that hold the chosen experts, for all devices;
         None if the slot has one row for each expert.
 
@@ -121,7 +125,7 @@ class StreamedExperts:
         """
         if not size:
             return None
-        rows = self._opened.chosen_rows(chosen_P, size)
+        rows = self._open_experts.chosen_slot_rows(chosen_P, size)
         if self.mesh.size == 1:
             return ChosenRows(*map(jnp.asarray, rows[0]))
         sharding = NamedSharding(self.mesh, self._split)
@@ -142,18 +146,18 @@ class StreamedExperts:
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         return [shards[device] for device in self._owned.all_devices]
 
-    def _chosen_experts(self, arrived: Sequence[jax.Array]) -> NDArray[np.bool_]:
+    def _chosen_experts(self, arrived_counts: Sequence[jax.Array]) -> NDArray[np.bool_]:
         """Return bool [P]: whether any token chose the expert in any micro-batch.
 
-        arrived: per micro-batch, token counts by expert, [E] split over expert devices and summed
-        over replicas; with slots, [E] of all experts, summed over all devices.
+        arrived_counts: per micro-batch, token counts by expert, [E] split over expert devices and
+        summed over replicas; with slots, [E] of all experts, summed over all devices.
         """
         # the first device of each group that holds the same experts
         firsts = np.cumsum([0, *map(len, self._owned.devices)])[:-1]
         firsts = firsts[:1] if isinstance(self._owned, SlottedExperts) else firsts
         each = [
             np.concatenate([np.asarray(self._local_shards(array)[first]) for first in firsts]) > 0
-            for array in arrived
+            for array in arrived_counts
         ]
         chosen_P: NDArray[np.bool_] = np.any(each, axis=0)
         return chosen_P
@@ -165,19 +169,19 @@ class StreamedExperts:
         by parameter.
         """
         by_device = zip(*(self._local_shards(g) for g in experts.values()), strict=True)
-        self._opened.store_gradients(
+        self._open_experts.store_gradients(
             number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
         )
 
-    def _end_step(self, metrics: Mapping[str, jax.Array]) -> None:
+    def _commit_or_discard(self, metrics: Mapping[str, jax.Array]) -> None:
         """Commit the experts' pending gradients with the step's learning rate and clip factor;
         discard them if the step is not `ok`.
         """
         values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
         if values["ok"]:
-            self._opened.commit(float(values["learning_rate"]), float(values["clip"]))
+            self._open_experts.commit_step(float(values["learning_rate"]), float(values["clip"]))
         else:
-            self._opened.abandon()
+            self._open_experts.abandon_step()
 
     def _wait_for(self, result: PyTree) -> PyTree:
         """Return `result`, after waiting for it on several devices.
@@ -188,18 +192,18 @@ class StreamedExperts:
 
     def expert_stats(self) -> ExpertStats:
         """Return the counters of traffic between tiers."""
-        return self._opened.stats()
+        return self._open_experts.stats()
 
-    def progress(self) -> tuple[int, ...]:
+    def progress_counters(self) -> tuple[int, ...]:
         """Return counters that change while records are moving or being updated; for watchdogs."""
         return (
-            *self.stores.progress(),
+            *self.stores.progress_counters(),
             0 if self.experts is None else self.experts.stats().updates,
         )
 
     def close(self) -> None:
         """Stop the threads and release the records' folders."""
         try:
-            self.end_experts()
+            self.stop_experts()
         finally:
             self.stores.close()

@@ -2,7 +2,7 @@
 `StepPrograms`.
 
 An MoE layer's forward pass is split where its tokens have arrived at their experts' devices:
-`route`, then the host fetches the chosen experts, then `add_experts`. Its backward pass is one
+`route`, then the host fetches the chosen experts, then `apply_experts`. Its backward pass is one
 function, which takes the residuals of both (`training.vjp`), or reruns the layer with the same
 routing if none were saved. Beside its own work a function gathers the dense parameters of the layer
 that runs next; in the backward pass it also reduces the gradients of the layer that ran before.
@@ -49,7 +49,7 @@ from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.layers.router import Routing
 from jmoe.mesh import ALL, DATA, EXPERTS_PATH
 from jmoe.models.block import Block, causal, saved_names
-from jmoe.optim.loss_scale import scaled
+from jmoe.optim.loss_scale import scale_loss
 from jmoe.training.fused.reverse_scan import layer_slice
 from jmoe.training.streamed.model import (
     Choices,
@@ -71,11 +71,11 @@ from jmoe.training.vjp import apply_vjp, vjp_with_residuals
 from jmoe.types import PyTree
 
 
-def _routed_tokens(
+def _make_routed_tokens(
     x_BSD: jax.Array, h_TD: jax.Array, routing: Routing, dispatched: DispatchedTokens
 ) -> RoutedTokens:
-    """Return the result of `route`, with a leading dimension R of 1 on per-device scalars and
-    statistics.
+    """Return routed and dispatched tokens as `RoutedTokens`, with a leading dimension R of 1 on
+    per-device scalars and statistics.
     """
     sizes = [arrived.group_sizes_L for arrived in dispatched.chunks]
     return RoutedTokens(
@@ -112,22 +112,22 @@ class LayerFunctions:
         self.replicas = self.mesh.shape[DATA] if self._slots is None else 1
         self._num_local = self.config.model.num_experts * self.replicas // self.mesh.size
 
-    def layout(self, stack: Params) -> BufferLayout:
+    def buffer_layout(self, stack: Params) -> BufferLayout:
         """Return which parameters of a layer travel in its flat buffer; none if layers are not
         gathered one by one.
         """
         if self._scan is None:
             return BufferLayout(stack, [None] * len(jax.tree.leaves(stack)))
-        return self._sharded.layout(stack, stacked=True)
+        return self._sharded.buffer_layout(stack, stacked=True)
 
-    def _unsharded(self, params: LayerParams, layer: LayerOptions) -> Params:
+    def _unsharded_dense_params(self, params: LayerParams, layer: LayerOptions) -> Params:
         """Return one layer's dense parameters, unsharded."""
-        layout, buffer_RC = self.layout(params.stack), params.unsharded_RC
+        layout, buffer_RC = self.buffer_layout(params.stack), params.unsharded_RC
         hierarchy = self._sharded.hierarchy
         fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.entries, hierarchy)
         return layout.join(fused, layer_slice(layout.split(params.stack)[1], layer.number))
 
-    def _unless_empty(
+    def _skip_if_empty(
         self, layer: LayerOptions, function: Callable[..., PyTree], args: tuple[PyTree, ...]
     ) -> PyTree:
         """Return `function(*args)`; zeros of the same shapes, without computing, on a device whose
@@ -140,7 +140,7 @@ class LayerFunctions:
         )
         return lax.cond(layer.weight_B[0] > 0, function, lambda *_: nothing, *args)
 
-    def _overlap(
+    def _run_beside_collectives(
         self,
         layer: LayerOptions,
         function: Callable[..., PyTree],
@@ -154,55 +154,57 @@ class LayerFunctions:
         """
         scan, pending = self._scan, work.pending
         if scan is None or not jax.tree.leaves((work.next_layer, pending)):
-            return self._unless_empty(layer, function, args), Overlapped()
+            return self._skip_if_empty(layer, function, args), Overlapped()
         row_C = None if work.next_layer is None else layer_slice(*work.next_layer)
-        gathers = scan.gathers(row_C)[len(work.gathered) :]
+        gathers = scan.chunk_gathers(row_C)[len(work.gathered) :]
         rows_RG, experts = pending.rows_RG, pending.experts
-        reductions = [] if rows_RG is None else scan.reductions(rows_RG)
-        flat = None if experts is None else _flat(experts)
-        all_reductions = [] if flat is None else scan.all_reductions(flat, ((DATA,),))
+        reductions = [] if rows_RG is None else scan.chunk_reduce_scatters(rows_RG)
+        flat = None if experts is None else _flatten_experts(experts)
+        all_reductions = [] if flat is None else scan.chunk_all_reduces(flat, ((DATA,),))
         works = gathers + reductions + all_reductions
         result, received = interleave(function, args, works, scan.schedule, ALL, begin)
         num_gathers, num_reductions = len(gathers), len(reductions)
         gathered, reduced = received[:num_gathers], received[num_gathers:]
         unsharded_RC = None
         if row_C is not None:
-            unsharded_RC = scan.unsharded([*work.gathered, *gathered], row_C)
+            unsharded_RC = scan.join_gathered_chunks([*work.gathered, *gathered], row_C)
         rows = reduced[:num_reductions], reduced[num_reductions:]
         row_G, experts_G = (jnp.concatenate([jnp.zeros(0), *chunks]) for chunks in rows)
-        return result, Overlapped(unsharded_RC, self._summed(pending, row_G, experts_G))
+        return result, Overlapped(unsharded_RC, self._unflatten_reduced(pending, row_G, experts_G))
 
-    def reduce(self, pending: PendingGradients, *, number: int) -> SummedGradients:
+    def reduce_pending(self, pending: PendingGradients, *, number: int) -> SummedGradients:
         """Return the gradients of layer `number` of its kind summed over devices, without other
         work to overlap with.
         """
         if self._slots is not None and pending.experts is not None:
-            reduced = self._slots.layer_reduced_local(pending.experts, number)
-            stored, squares_S = self._in_tier_dtype(reduced, None)
-            owns_S = self._slots.of_device(self._slots.owns_RNS[:, number])
+            reduced = self._slots.reduce_layer_local(pending.experts, number)
+            stored, squares_S = self._cast_to_tier_dtype(reduced, None)
+            owns_S = self._slots.device_row_local(self._slots.is_first_holder_RNS[:, number])
             return SummedGradients(None, stored, jnp.where(owns_S, squares_S, 0.0))
         row_G = experts_G = jnp.zeros(0)
         if pending.rows_RG is not None:
             row_G = reduce_scatter_buffer_local(pending.rows_RG, self._sharded.hierarchy)
         if pending.experts is not None:
-            experts_G = lax.psum(_flat(pending.experts), DATA)
-        return self._summed(pending, row_G, experts_G)
+            experts_G = lax.psum(_flatten_experts(pending.experts), DATA)
+        return self._unflatten_reduced(pending, row_G, experts_G)
 
-    def _summed(
+    def _unflatten_reduced(
         self, pending: PendingGradients, row_G: jax.Array, experts_G: jax.Array
     ) -> SummedGradients:
-        """Return the reduced gradients as `SummedGradients`. experts_G: the reduced gradients of
-        experts, flat.
+        """Return a layer's gradients after their reduction over devices, with the experts' in their
+        own shapes and their tier's dtype.
+
+        row_G: of the flat buffer. experts_G: the experts', flat.
         """
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
             return sums
         experts = unflatten_gradients(experts_G, _buffer_entries(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
-        stored, square = self._in_tier_dtype(by_name, pending.ids_M)
+        stored, square = self._cast_to_tier_dtype(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
 
-    def _in_tier_dtype(
+    def _cast_to_tier_dtype(
         self, experts: ExpertStacks, ids_M: jax.Array | None
     ) -> tuple[ExpertStacks, jax.Array]:
         """Return (the experts' gradients in the dtype of their tier, squared norms [R, L] with one
@@ -231,7 +233,7 @@ class LayerFunctions:
         names = saved_names(self.config.remat)
         return lambda *args: vjp_with_residuals(function, args, wanted, names)
 
-    def dense(
+    def dense_forward(
         self,
         params: LayerParams,
         layer: LayerOptions,
@@ -242,12 +244,12 @@ class LayerFunctions:
     ) -> tuple[jax.Array, PyTree, Overlapped]:
         """Return (output of a dense layer, its residuals, results of `work`)."""
         run = self._with_residuals_if(saves_residuals, self._run_dense, wanted=(0, 2))
-        args = self._unsharded(params, layer), layer, x_BSD
-        (y_BSD, residuals), overlapped = self._overlap(layer, run, args, x_BSD, work)
+        args = self._unsharded_dense_params(params, layer), layer, x_BSD
+        (y_BSD, residuals), overlapped = self._run_beside_collectives(layer, run, args, x_BSD, work)
         return y_BSD, residuals, overlapped
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
-        block: Block = self._blocks["dense"](self._sharded.cast(params))
+        block: Block = self._blocks["dense"](self._sharded.cast_params(params))
         return block.apply_dense(x_BSD, causal(layer.window.size), self.dtype)
 
     def route(
@@ -266,19 +268,19 @@ class LayerFunctions:
 
         Returns (routed tokens, residuals, gathered chunks [R, ...] of the next layer's flat
         buffer). The number of chunks is proportional to this half's share of the layer's FLOPs;
-        `add_experts` gathers the rest.
+        `apply_experts` gathers the rest.
         """
         function = partial(self._run_route, kind=kind, train=train, full_capacity=full_capacity)
         run = self._with_residuals_if(saves_residuals, function, wanted=(0, 3))
         bias = layer_slice(params.router_bias, layer.number)
-        args = self._unsharded(params, layer), bias, layer, x_BSD
+        args = self._unsharded_dense_params(params, layer), bias, layer, x_BSD
         gathered: Sequence[jax.Array] = []
         scan = self._scan
         if scan is None or work.next_layer is None:
-            routed, residuals = self._unless_empty(layer, run, args)
+            routed, residuals = self._skip_if_empty(layer, run, args)
         else:
             row_C, model = layer_slice(*work.next_layer), self.config.model
-            gathers, dense = scan.gathers(row_C), row_C.size * self.mesh.size
+            gathers, dense = scan.chunk_gathers(row_C), row_C.size * self.mesh.size
             multiplied = dense + model.num_experts_per_tok * model.expert_parameters
             early = gathers[: len(gathers) * dense // multiplied]
             (routed, residuals), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
@@ -286,7 +288,7 @@ class LayerFunctions:
         # in the same step.
         arrived_E = routed.arrived_E
         if self._slots is not None:
-            arrived_E = self._slots.over_experts_local(arrived_E, layer.number)
+            arrived_E = self._slots.sum_by_expert_local(arrived_E, layer.number)
         elif self.replicas > 1:
             arrived_E = lax.psum(arrived_E, DATA)
         return routed._replace(arrived_E=arrived_E), residuals, gathered
@@ -303,7 +305,7 @@ class LayerFunctions:
         full_capacity: bool,
         choices: Choices | None = None,
     ) -> RoutedTokens:
-        block: Block = self._blocks[kind](self._sharded.cast(params), bias)
+        block: Block = self._blocks[kind](self._sharded.cast_params(params), bias)
         x_BSD = block.attend(x_BSD, causal(layer.window.size), self.dtype)
         key = self._router_key(layer) if train else None
         chosen = choices or layer.choices or {}
@@ -311,7 +313,7 @@ class LayerFunctions:
         # An image task may send all its tokens to one expert, which must not overflow.
         roomy = full_capacity or kind == "task"
         dispatched = block.dispatch(h_TD, routing, full_capacity=roomy)
-        return _routed_tokens(x_BSD, h_TD, routing, dispatched)
+        return _make_routed_tokens(x_BSD, h_TD, routing, dispatched)
 
     def _router_key(self, layer: LayerOptions) -> jax.Array | None:
         """Return the PRNG key of the layer's router, the same as in the fused step; None if routers
@@ -324,7 +326,7 @@ class LayerFunctions:
         key = router_key(config, step, device, accumulation)
         return jax.random.split(key, config.model.num_moe_layers)[layer.number]
 
-    def add_experts(
+    def apply_experts(
         self,
         params: LayerParams,
         routed: RoutedTokens,
@@ -340,8 +342,10 @@ class LayerFunctions:
         function = partial(self._run_experts, kind=kind)
         run = self._with_residuals_if(saves_residuals, function, wanted=(0, 1, 2))
         experts, ids_M = params.chosen_experts()
-        args = self._unsharded(params, layer), experts, routed, ids_M
-        (y_BSD, residuals), overlapped = self._overlap(layer, run, args, routed.x_BSD, work)
+        args = self._unsharded_dense_params(params, layer), experts, routed, ids_M
+        (y_BSD, residuals), overlapped = self._run_beside_collectives(
+            layer, run, args, routed.x_BSD, work
+        )
         return y_BSD, residuals, overlapped
 
     def _run_experts(
@@ -356,16 +360,16 @@ class LayerFunctions:
         module = self._blocks[kind]
         # The router has run already: its bias has no effect here.
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), module.bias)
-        block: Block = module(self._sharded.cast(params), bias)
+        block: Block = module(self._sharded.cast_params(params), bias)
         assert block.moe is not None
-        cast = self._sharded.cast({EXPERTS_PATH: experts})[EXPERTS_PATH]
+        cast = self._sharded.cast_params({EXPERTS_PATH: experts})[EXPERTS_PATH]
         block.moe.experts = mine = self._experts[kind](cast)
         mine.ids_M = ids_M
         return block.apply_experts(routed.x_BSD, routed.h_TD, routed.dispatched)
 
     # Backward
 
-    def _accumulate(
+    def _add_gradients(
         self,
         params: LayerParams,
         layer: LayerOptions,
@@ -374,7 +378,7 @@ class LayerFunctions:
         dexperts: PyTree = None,
     ) -> GradAccumulator:
         """Return `sums` with one micro-batch's gradients of a layer added."""
-        layout, rows_RG = self.layout(params.stack), sums.rows_RG
+        layout, rows_RG = self.buffer_layout(params.stack), sums.rows_RG
         fused, unbuffered = layout.split(dparams)
         if self._scan is not None and self._sharded.fused:
             new_RG = flatten_gradients(fused, layout.entries, self._scan.hierarchy)
@@ -403,11 +407,11 @@ class LayerFunctions:
         """Return (dx, summed gradients, results of `work`, squared norms of the experts' gradients
         [R, L], gradients of the routing weights).
 
-        inputs.residuals: (routed tokens, residuals of `route`, residuals of `add_experts`), or None
-        to rerun the layer. last: this is the final micro-batch; the experts' gradients are then
-        converted to their tier's dtype and their squared norms returned, unless `reduce` has to sum
-        them over devices first. The routing weights' gradients are None if the caller supplied no
-        weights.
+        inputs.residuals: (routed tokens, residuals of `route`, residuals of `apply_experts`), or
+        None to rerun the layer. last: this is the final micro-batch; the experts' gradients are
+        then converted to their tier's dtype and their squared norms returned, unless
+        `reduce_pending` has to sum them over devices first. The routing weights' gradients are None
+        if the caller supplied no weights.
         """
         counts_E = None
         if inputs.counts_NAE is not None and layer.accumulation is not None:
@@ -415,22 +419,30 @@ class LayerFunctions:
         bias = layer_slice(params.router_bias, layer.number)
         experts, ids_M = params.chosen_experts()
 
-        def losses(stats: MoEStats) -> jax.Array:
-            return scaled(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
+        def router_losses(stats: MoEStats) -> jax.Array:
+            return scale_loss(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
 
-        moe = _MoELayer(kind, layer, bias, ids_M, full_capacity, losses)
+        moe = _MoELayer(kind, layer, bias, ids_M, full_capacity, router_losses)
         if inputs.residuals is not None:
             function, saved = partial(self._moe_from_residuals, moe), inputs.residuals
         else:
             function, saved = partial(self._moe_by_rerunning, moe), inputs.choices
-        args = self._unsharded(params, layer), experts, inputs.x_BSD, inputs.dy_BSD, saved
-        results, overlapped = self._overlap(layer, function, args, inputs.dy_BSD, work)
+        args = (
+            self._unsharded_dense_params(params, layer),
+            experts,
+            inputs.x_BSD,
+            inputs.dy_BSD,
+            saved,
+        )
+        results, overlapped = self._run_beside_collectives(
+            layer, function, args, inputs.dy_BSD, work
+        )
         dparams, dexperts, dx_BSD, dweights_TK = results
-        sums, square = self._accumulate(params, layer, sums, dparams, dexperts), None
+        sums, square = self._add_gradients(params, layer, sums, dparams, dexperts), None
         if last and self._slots is None and (self.replicas == 1 or self._scan is None):
             assert sums.experts is not None
             own = sums.experts if self.replicas == 1 else lax.psum(sums.experts, DATA)
-            stored, square = self._in_tier_dtype(own, sums.ids_M)
+            stored, square = self._cast_to_tier_dtype(own, sums.ids_M)
             sums = sums._replace(experts=stored)
         return dx_BSD, sums, overlapped, square, dweights_TK
 
@@ -466,7 +478,7 @@ class LayerFunctions:
         forward pass with the same routing.
         """
 
-        def run(
+        def rerun_layer(
             idx_TK: jax.Array,
             params: Params,
             experts: PyTree,
@@ -489,7 +501,7 @@ class LayerFunctions:
             return y_BSD, moe.losses(routed.stats)
 
         args = params, experts, x_BSD, choices.get("topk_weights_TK")
-        _, pull = jax.vjp(partial(run, choices["topk_idx_TK"]), *args)
+        _, pull = jax.vjp(partial(rerun_layer, choices["topk_idx_TK"]), *args)
         return pull((dy_BSD, jnp.ones((), jnp.float32)))
 
     def dense_gradients(
@@ -517,15 +529,23 @@ class LayerFunctions:
             run = lambda params, x: self._run_dense(params, layer, x)  # noqa: E731
             return jax.vjp(run, params, x_BSD)[1](dy_BSD)
 
-        args = self._unsharded(params, layer), layer, inputs.x_BSD, inputs.dy_BSD, inputs.residuals
+        args = (
+            self._unsharded_dense_params(params, layer),
+            layer,
+            inputs.x_BSD,
+            inputs.dy_BSD,
+            inputs.residuals,
+        )
         function = by_rerunning if inputs.residuals is None else from_residuals
-        (dparams, dx_BSD), overlapped = self._overlap(layer, function, args, inputs.dy_BSD, work)
-        return dx_BSD, self._accumulate(params, layer, sums, dparams), overlapped
+        (dparams, dx_BSD), overlapped = self._run_beside_collectives(
+            layer, function, args, inputs.dy_BSD, work
+        )
+        return dx_BSD, self._add_gradients(params, layer, sums, dparams), overlapped
 
 
 def _buffer_entries(experts: ExpertStacks) -> list[ShardInBuffer]:
     return [ShardInBuffer(g.shape, 0, jnp.float32) for g in experts.values()]
 
 
-def _flat(experts: ExpertStacks) -> jax.Array:
+def _flatten_experts(experts: ExpertStacks) -> jax.Array:
     return flatten(list(experts.values()), _buffer_entries(experts))

@@ -201,7 +201,7 @@ class StepResults(NamedTuple):
     totals: ExpertTotals
 
 
-def common_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
+def common_layer_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
     """Return the options of each layer that are the same for all micro-batches."""
     return {
         layer: LayerOptions(jnp.int32(layer.number), AttentionWindow(layer.window))
@@ -219,9 +219,9 @@ class ModelModules(NamedTuple):
     outside: FunctionalModule
 
     @classmethod
-    def taken_from(cls, sharded: ShardedModel) -> "ModelModules":
+    def from_sharded(cls, sharded: ShardedModel) -> "ModelModules":
         """Return the modules of `sharded`'s model; no parameters are computed."""
-        model: PyTree = nnx.eval_shape(sharded.build)
+        model: PyTree = nnx.eval_shape(sharded.build_model)
         blocks, experts = dict[LayerKind, FunctionalModule](), dict[LayerKind, FunctionalModule]()
         for kind, stack in STACKS.items():
             if (layers := getattr(model, stack, None)) is None:
@@ -246,18 +246,18 @@ class LocalSlots(Protocol):
     """
 
     @property
-    def owns_RNS(self) -> NDArray[np.bool_]:
+    def is_first_holder_RNS(self) -> NDArray[np.bool_]:
         """Whether a device is the first of the devices that hold the slot's expert."""
 
-    def of_device(self, table: NDArray[np.bool_]) -> jax.Array:
+    def device_row_local(self, table: NDArray[np.bool_]) -> jax.Array:
         """Return this device's row of a table [R, ...]; call inside `shard_map`."""
 
-    def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
+    def sum_by_expert_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
         """Return counts [E] by expert, summed over all devices. counts_S: this device's counts by
         slot of the layer.
         """
 
-    def layer_reduced_local(self, grads: ExpertStacks, layer: int) -> dict[str, jax.Array]:
+    def reduce_layer_local(self, grads: ExpertStacks, layer: int) -> dict[str, jax.Array]:
         """Return one layer's gradients [S, ...] summed over the devices that hold each expert."""
 
 
@@ -280,9 +280,10 @@ class StreamedModel(Protocol[MicroBatchIn]):
     native: bool = False  # whether programs are traced with native CPU operations
     saves_residuals: bool = False  # False: the backward pass reruns each layer
 
-    def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
-        """Return the parameters that are gathered before the first layer. first: the first layer's
-        kind.
+    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> Unsharded:
+        """Return the parameters that are gathered before the first layer.
+
+        first_kind: the first layer's kind.
         """
 
     def embed(self, outside: Params, micro_batch: MicroBatchIn) -> tuple[jax.Array, list[Choices]]:
@@ -329,22 +330,22 @@ class StreamedModel(Protocol[MicroBatchIn]):
         dweights: of its choices' routing weights.
         """
 
-        def differentiable(outside: Params) -> tuple[jax.Array, list[jax.Array]]:
+        def embed_float_outputs(outside: Params) -> tuple[jax.Array, list[jax.Array]]:
             x_BSD, choices = self.embed(outside, micro_batch)
             weights = [c["topk_weights_TK"] for c in choices if "topk_weights_TK" in c]
             return x_BSD, weights
 
-        return jax.vjp(differentiable, outside)[1]((dx_BSD, list(dweights)))[0]
+        return jax.vjp(embed_float_outputs, outside)[1]((dx_BSD, list(dweights)))[0]
 
-    def metrics(self, step: StepResults) -> Metrics:
+    def device_metrics(self, step: StepResults) -> Metrics:
         """Return this device's addends to the step's losses and router statistics."""
 
-    def reduced(self, params: Params, grads: StreamedGradients) -> Params:
+    def reduce_gradients(self, params: Params, grads: StreamedGradients) -> Params:
         """Return `grads` as a tree like `params`, summed over all devices, on this
         device's shards.
         """
 
-    def finish(
+    def update_state(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
         """Return (the updated state, the step's metrics); see `finish_step`."""

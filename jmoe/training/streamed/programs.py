@@ -51,6 +51,7 @@ _SPLIT: PyTree = BATCH  # for arrays that differ between devices
 _COLUMNS: PyTree = split_over(ALL, 1)
 R = TypeVar("R")
 Stats = Sequence[Sequence[MoEStats]]  # [N][A]
+Programs = dict[str, Callable[..., PyTree]]
 
 
 @dataclass(frozen=True)
@@ -59,33 +60,33 @@ class StepPrograms:
     so that all layers of a kind and attention window share one compilation.
     """
 
-    unsharded: Callable[..., Unsharded]
+    gather_first_params: Callable[..., Unsharded]
     embed: Callable[..., tuple[jax.Array, list[Choices]]]
-    dense: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
+    dense_forward: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
     route: Callable[..., tuple[RoutedTokens, PyTree, Sequence[jax.Array]]]
-    add_experts: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
-    most_chosen: Callable[[Sequence[jax.Array]], jax.Array]
-    totals: Callable[[Stats], ExpertTotals]
-    dropped: Callable[[Stats], jax.Array]
-    zeros: Callable[[dict[str, Params], Params], StreamedGradients]
+    apply_experts: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
+    most_chosen_experts: Callable[[Sequence[jax.Array]], jax.Array]
+    routing_totals: Callable[[Stats], ExpertTotals]
+    dropped_assignments: Callable[[Stats], jax.Array]
+    zero_gradients: Callable[[dict[str, Params], Params], StreamedGradients]
     loss_gradients: Callable[..., tuple[PyTree, jax.Array, Params]]
     moe_gradients: Callable[..., tuple[PyTree, ...]]
     dense_gradients: Callable[..., tuple[jax.Array, GradAccumulator, Overlapped]]
     embed_gradients: Callable[..., Params]
-    reduce: Callable[..., SummedGradients]
-    finish: Callable[[TrainState, StepResults], tuple[TrainState, Metrics]]
+    reduce_pending: Callable[..., SummedGradients]
+    finish_step: Callable[[TrainState, StepResults], tuple[TrainState, Metrics]]
 
 
-def _specs_of(args: PyTree, specs: PyTree) -> PyTree:
+def _specs_like(args: PyTree, specs: PyTree) -> PyTree:
     """Return partition specs with the structure of `args`; None maps to a replicated spec."""
     if args is None:
         return REPLICATED
     if type(args) is type(specs) and hasattr(args, "_fields"):
-        return type(args)(*map(_specs_of, args, specs))
+        return type(args)(*map(_specs_like, args, specs))
     return specs
 
 
-def compiled_for(
+def jit_over_mesh(
     model: StreamedModel[PyTree],
     function: Callable[..., R],
     *specs: PyTree,
@@ -102,15 +103,15 @@ def compiled_for(
     if mesh.size == 1:
         return jax.jit(function, static_argnames=static, donate_argnums=donate)
 
-    def call(*args: PyTree, **options: PyTree) -> R:
-        in_specs = tuple(map(_specs_of, args, specs))
+    def call_sharded(*args: PyTree, **options: PyTree) -> R:
+        in_specs = tuple(map(_specs_like, args, specs))
         sharded = partial(
             jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False
         )
         result: R = sharded(partial(function, **options))(*args)
         return result
 
-    return jax.jit(call, static_argnames=static, donate_argnums=donate)
+    return jax.jit(call_sharded, static_argnames=static, donate_argnums=donate)
 
 
 class _StepFunctions:
@@ -119,20 +120,20 @@ class _StepFunctions:
     def __init__(self, model: StreamedModel[PyTree], layers: LayerFunctions) -> None:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
-    def most_chosen(self, arrived: Sequence[jax.Array]) -> jax.Array:
+    def most_chosen_experts(self, arrived_counts: Sequence[jax.Array]) -> jax.Array:
         """Return the number of distinct experts chosen over all micro-batches, on the device with
-        the most. arrived: token counts by expert, one array per micro-batch.
+        the most. arrived_counts: token counts by expert, one array per micro-batch.
         """
-        most = (sum(arrived[1:], arrived[0]) > 0).sum(dtype=jnp.int32)
+        most = (sum(arrived_counts[1:], arrived_counts[0]) > 0).sum(dtype=jnp.int32)
         return lax.pmax(most, ALL) if self._num_devices > 1 else most
 
-    def totals(self, stats: Stats) -> ExpertTotals:
+    def routing_totals(self, stats: Stats) -> ExpertTotals:
         """Return the routing counts summed over all devices."""
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
         return ExpertTotals(*sum_over_mesh(self._num_devices, (counts_NAE, dropped_N)))
 
-    def dropped(self, stats: Stats) -> jax.Array:
+    def dropped_assignments(self, stats: Stats) -> jax.Array:
         """Return the number of token-expert assignments, over all devices, that found no buffer
         row.
         """
@@ -140,15 +141,18 @@ class _StepFunctions:
         total: jax.Array = sum_over_mesh(self._num_devices, dropped.sum(dtype=jnp.int32))
         return total
 
-    def zeros(self, stacks: dict[str, Params], outside: Params) -> StreamedGradients:
+    def zero_gradients(self, stacks: dict[str, Params], outside: Params) -> StreamedGradients:
         """Return zero gradient accumulators in float32. stacks: dense parameters by stack; outside:
         parameters outside the layers.
         """
         own = {kind: stacks[name] for kind, name in STACKS.items() if name in stacks}
         unbuffered = {
-            kind: _zeros_of(self._layers.layout(w).split(w)[1]) for kind, w in own.items()
+            kind: _device_zeros_like(self._layers.buffer_layout(w).split(w)[1])
+            for kind, w in own.items()
         }
-        return StreamedGradients(_zeros_of(outside), unbuffered, {kind: [] for kind in own})
+        return StreamedGradients(
+            _device_zeros_like(outside), unbuffered, {kind: [] for kind in own}
+        )
 
     def loss_gradients(
         self,
@@ -162,7 +166,7 @@ class _StepFunctions:
         `outside`).
         """
         losses, dx_BSD, new = self._model.loss_gradients(outside, x_BSD, micro_batch, loss_scale)
-        return losses, dx_BSD, _added(sums, new)
+        return losses, dx_BSD, _add_float32(sums, new)
 
     def embed_gradients(
         self,
@@ -173,17 +177,19 @@ class _StepFunctions:
         dweights: Sequence[jax.Array],
     ) -> Params:
         """Return `sums` plus the gradients of `outside` through the embedding."""
-        return _added(sums, self._model.embed_gradients(outside, micro_batch, dx_BSD, dweights))
+        return _add_float32(
+            sums, self._model.embed_gradients(outside, micro_batch, dx_BSD, dweights)
+        )
 
-    def finish(self, state: TrainState, step: StepResults) -> tuple[TrainState, Metrics]:
+    def finish_step(self, state: TrainState, step: StepResults) -> tuple[TrainState, Metrics]:
         """Return (the updated state, the step's metrics). Experts are not updated here:
         `ExpertState` applies their gradients.
         """
         model, mesh, (counts_NAE, dropped_N) = self._model, self._model.sharded.mesh, step.totals
-        metrics = sum_over_mesh(mesh.size, model.metrics(step))
+        metrics = sum_over_mesh(mesh.size, model.device_metrics(step))
         if counts_NAE is not None:
             metrics |= {"counts": counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": dropped_N}
-        grads = model.reduced(state.params, step.grads)
+        grads = model.reduce_gradients(state.params, step.grads)
         squares = squared_norms_local(grads, model.sharded)
         for kind, layers in step.expert_squares.items():
             expert_squares = jnp.stack([square.sum() for square in layers])
@@ -191,15 +197,15 @@ class _StepFunctions:
             expert_squares = expert_squares / self._layers.replicas
             squares[STACKS[kind]] = squares[STACKS[kind]] + expert_squares
         squares = sum_over_mesh(mesh.size, squares)
-        return model.finish(state, grads, squares, metrics)
+        return model.update_state(state, grads, squares, metrics)
 
 
-def _zeros_of(tree: Params) -> PyTree:
+def _device_zeros_like(tree: Params) -> PyTree:
     """Return float32 zeros with the shapes of `tree` and a leading dimension R of 1."""
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
 
-def _added(sums: Params, new: Params) -> Params:
+def _add_float32(sums: Params, new: Params) -> Params:
     return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], sums, new)
 
 
@@ -222,70 +228,81 @@ def _layer_specs() -> _LayerSpecs:
     )
 
 
-def _params_spec(model: StreamedModel[PyTree], kind: LayerKind) -> LayerParams:
+def _layer_params_spec(model: StreamedModel[PyTree], kind: LayerKind) -> LayerParams:
     """Return the partition specs of the parameters of a layer of this kind."""
     experts: PyTree = split_over(EXPERT if model.slots is None else ALL)
     chosen = ChosenRows(experts, experts)
     return LayerParams(model.stack_specs.get(STACKS[kind]), _SAME, _SAME, experts, chosen)
 
 
-def compile_step(model: StreamedModel[PyTree]) -> StepPrograms:
-    """Return the programs of a model's step. Each compiles at its first call."""
-    layers = LayerFunctions(model)
-    step = _StepFunctions(model, layers)
-    make = partial(compiled_for, model)
-    same, split = _SAME, _SPLIT
-    outside, micro_batch = model.outside_spec, model.micro_batch_spec
+def _layer_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> Programs:
+    """Return the programs that run one layer, by their names in `StepPrograms`."""
+    make, same, split = partial(jit_over_mesh, model), _SAME, _SPLIT
     layer, work, forward, inputs = _layer_specs()
-    state, params = model.sharded.state_specs.map(without_experts), model.sharded.specs
-    dense, moe = (
-        _params_spec(model, "dense"),
-        _params_spec(model, next(iter(model.modules.experts))),
-    )
-    results = StepResults(split, split, split, split, same)
-    return StepPrograms(
-        unsharded=make(
-            model.unsharded,
-            without_experts(params),
-            out=Unsharded(outside, same, _COLUMNS, same),
-            static=["first"],
+    dense = _layer_params_spec(model, "dense")
+    moe = _layer_params_spec(model, next(iter(model.modules.experts)))
+    return {
+        "dense_forward": make(
+            *(layers.dense_forward, dense, layer, split, work),
+            out=forward,
+            static=["saves_residuals"],
         ),
-        embed=make(model.embed, outside, micro_batch, out=split),
-        dense=make(
-            layers.dense, dense, layer, split, work, out=forward, static=["saves_residuals"]
-        ),
-        route=make(
-            layers.route,
-            *(moe, layer, split, work),
+        "route": make(
+            *(layers.route, moe, layer, split, work),
             out=(split, split, same),
             static=["kind", "train", "full_capacity", "saves_residuals"],
         ),
-        add_experts=make(
-            layers.add_experts,
-            *(moe, split, layer, work),
+        "apply_experts": make(
+            *(layers.apply_experts, moe, split, layer, work),
             out=forward,
             static=["kind", "saves_residuals"],
         ),
-        most_chosen=make(step.most_chosen, split, out=same),
-        totals=make(step.totals, split, out=same),
-        dropped=make(step.dropped, split, out=same),
-        zeros=make(step.zeros, model.stack_specs, outside, out=split),
-        loss_gradients=make(
-            step.loss_gradients, outside, split, micro_batch, split, same, out=split, donate=3
-        ),
-        moe_gradients=make(
-            layers.moe_gradients,
-            *(moe, layer, inputs, split, work),
+        "moe_gradients": make(
+            *(layers.moe_gradients, moe, layer, inputs, split, work),
             out=(*forward, split, split),
             static=["kind", "full_capacity", "last"],
             donate=3,
         ),
-        dense_gradients=make(
-            layers.dense_gradients, dense, layer, inputs, split, work, out=forward, donate=3
+        "dense_gradients": make(
+            *(layers.dense_gradients, dense, layer, inputs, split, work), out=forward, donate=3
         ),
-        embed_gradients=make(
+        "reduce_pending": make(layers.reduce_pending, split, out=split, static=["number"]),
+    }
+
+
+def _outside_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> Programs:
+    """Return the programs that run no layer, by their names in `StepPrograms`."""
+    make, step, same, split = (
+        partial(jit_over_mesh, model),
+        _StepFunctions(model, layers),
+        _SAME,
+        _SPLIT,
+    )
+    outside, micro_batch = model.outside_spec, model.micro_batch_spec
+    state = model.sharded.state_specs.map_params_and_moments(without_experts)
+    results = StepResults(split, split, split, split, same)
+    return {
+        "gather_first_params": make(
+            *(model.gather_first_params, without_experts(model.sharded.specs)),
+            out=Unsharded(outside, same, _COLUMNS, same),
+            static=["first_kind"],
+        ),
+        "embed": make(model.embed, outside, micro_batch, out=split),
+        "most_chosen_experts": make(step.most_chosen_experts, split, out=same),
+        "routing_totals": make(step.routing_totals, split, out=same),
+        "dropped_assignments": make(step.dropped_assignments, split, out=same),
+        "zero_gradients": make(step.zero_gradients, model.stack_specs, outside, out=split),
+        "loss_gradients": make(
+            step.loss_gradients, outside, split, micro_batch, split, same, out=split, donate=3
+        ),
+        "embed_gradients": make(
             step.embed_gradients, outside, micro_batch, split, split, split, out=split, donate=3
         ),
-        reduce=make(layers.reduce, split, out=split, static=["number"]),
-        finish=make(step.finish, state, results, out=(state, same), donate=0),
-    )
+        "finish_step": make(step.finish_step, state, results, out=(state, same), donate=0),
+    }
+
+
+def make_step_programs(model: StreamedModel[PyTree]) -> StepPrograms:
+    """Return the programs of a model's step. Each compiles at its first call."""
+    layers = LayerFunctions(model)
+    return StepPrograms(**_layer_programs(model, layers), **_outside_programs(model, layers))

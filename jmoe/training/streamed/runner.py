@@ -56,10 +56,10 @@ from jmoe.training.streamed.model import (
     StepResults,
     StreamedModel,
     SummedGradients,
-    common_options,
+    common_layer_options,
 )
-from jmoe.training.streamed.programs import compile_step
-from jmoe.training.update import overflowed, run_without_drops
+from jmoe.training.streamed.programs import make_step_programs
+from jmoe.training.update import has_overflowed, run_without_drops
 from jmoe.types import PyTree
 
 Squares = dict[LayerKind, list[jax.Array]]
@@ -109,7 +109,7 @@ class Pass(Generic[MicroBatch]):
     stats: list[list[MoEStats]] = field(default_factory=list)
     dweights: list[list[jax.Array]] = field(default_factory=list)
 
-    def params(self, layer: Layer, experts: DeviceStacks | None = None) -> LayerParams:
+    def layer_params(self, layer: Layer, experts: DeviceStacks | None = None) -> LayerParams:
         """Return the parameters for the program of `layer`, which must be the layer
         gathered last.
         """
@@ -140,9 +140,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         before: "StreamedRunner[MicroBatch] | None" = None,
     ) -> None:
         self.config = config = streamed.config
-        self.streamed, self.programs = streamed, compile_step(streamed)
+        self.streamed, self.programs = streamed, make_step_programs(streamed)
         self._layers, self._record_layers = config.model.layers, config.model.expert_layers
-        self._common_options = common_options(self._layers)
+        self._common_options = common_layer_options(self._layers)
         self._down = list(range(len(self._record_layers)))  # layers with experts, forward order
         if before is None:
             shapes = streamed.modules.expert_shapes
@@ -150,7 +150,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         else:
             self._take_over_experts(before)
         self.full_shape = streamed.sharded.saved_shape
-        self.saved_shape = self.full_shape.map(without_experts)
+        self.saved_shape = self.full_shape.map_params_and_moments(without_experts)
 
     @abstractmethod
     def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
@@ -164,43 +164,45 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """Draw random experts of step 0 onto their tiers, one layer at a time."""
 
         @partial(jax.jit, static_argnames="kind")
-        def draw(number: jax.Array, *, kind: LayerKind) -> dict[str, jax.Array]:
+        def draw_layer(number: jax.Array, *, kind: LayerKind) -> dict[str, jax.Array]:
             drawn: dict[str, jax.Array] = nnx.to_pure_dict(
                 nnx.state(self._random_experts(kind, number))
             )
             return drawn
 
-        def weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+        def draw_weights(layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
             place = self._record_layers[layer]
-            drawn = draw(jnp.int32(place.number), kind=place.kind)
+            drawn = draw_layer(jnp.int32(place.number), kind=place.kind)
             return {name: np.asarray(w)[experts] for name, w in drawn.items()}
 
-        self._open(self.stores.up_to_date(0), weights, lambda layer, experts: {})
+        self._fill_stores(
+            self.stores.fresh_replay_state(0), draw_weights, lambda layer, experts: {}
+        )
 
     # A step
 
     def step(
         self, state: TrainState, batch: PyTree, full_capacity: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """Return (new state, metrics); see `Trainer.step`. After a buffer overflow the metrics are
-        only `overflow` and `ok`.
+        """Return (new state, metrics) after one optimizer step, like `Trainer.step`. After a buffer
+        overflow the metrics are only `overflow` and `ok`.
         """
-        with self._opened.guard():
-            return self._step(state, batch, full_capacity)
+        with self._open_experts.permanent_errors():
+            return self._step_unguarded(state, batch, full_capacity)
 
-    def _step(
+    def _step_unguarded(
         self, state: TrainState, batch: PyTree, full_capacity: bool
     ) -> tuple[TrainState, Metrics]:
-        programs, experts = self.programs, self._opened
+        programs, experts = self.programs, self._open_experts
         micro_batches = self._micro_batches(state, batch)
-        experts.begin(self._down + self._down[::-1])
+        experts.begin_pass(self._down + self._down[::-1])
         run, xs = self._forward(state, micro_batches, train=True, full_capacity=full_capacity)
-        totals = self._wait_for(programs.totals(run.stats)) if run.stats else ExpertTotals()
+        totals = self._wait_for(programs.routing_totals(run.stats)) if run.stats else ExpertTotals()
         dropped_N = np.asarray(totals.dropped_N) if run.stats else None
-        if overflowed(self.config.model, dropped_N):
-            experts.stop()
+        if has_overflowed(self.config.model, dropped_N):
+            experts.end_pass()
             return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
-        grads = programs.zeros(run.stacks, run.outside)
+        grads = programs.zero_gradients(run.stacks, run.outside)
         losses, outside = self._loss_gradients(run, xs, grads.outside)
         squares = self._backward(run, xs, grads, totals.counts_NAE)
         for micro_batch, dx, dweights in zip(micro_batches, xs, run.dweights, strict=True):
@@ -208,8 +210,8 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             outside = self._wait_for(programs.embed_gradients(*args))
         grads = grads._replace(outside=outside)
         results = StepResults(grads, squares, losses, run.stats, totals)
-        state, metrics = self._wait_for(programs.finish(state, results))
-        self._end_step(metrics)
+        state, metrics = self._wait_for(programs.finish_step(state, results))
+        self._commit_or_discard(metrics)
         return state, metrics
 
     def _loss_gradients(
@@ -225,7 +227,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             losses.append(loss)
         return losses, sums
 
-    def _next_layer(self, run: Pass[MicroBatch], i: int) -> NextLayer | None:
+    def _layer_to_gather(self, run: Pass[MicroBatch], i: int) -> NextLayer | None:
         """Return layer i for a program to gather; None if i is out of range or nothing is gathered
         per layer.
         """
@@ -234,13 +236,17 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         layer = self._layers[i]
         return NextLayer(run.flat[layer.kind], self._common_options[layer].number)
 
-    def _options(self, run: Pass[MicroBatch], layer: Layer, a: int) -> LayerOptions:
-        """Return the options of a layer's programs for micro-batch `a`."""
+    def _layer_options(
+        self, run: Pass[MicroBatch], layer: Layer, micro_batch_index: int
+    ) -> LayerOptions:
+        """Return the options of a layer's programs for micro-batch `micro_batch_index`."""
         common, step = self._common_options[layer], run.state.step
-        options = self.streamed.layer_options(layer.kind, common, step, run.micro_batches[a], a)
+        options = self.streamed.layer_options(
+            layer.kind, common, step, run.micro_batches[micro_batch_index], micro_batch_index
+        )
         if layer.kind != "task":
             return options
-        return options._replace(choices=run.choices[a][layer.number])
+        return options._replace(choices=run.choices[micro_batch_index][layer.number])
 
     # Forwards
 
@@ -256,7 +262,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         micro-batch).
         """
         programs, first = self.programs, self._layers[0].kind
-        unsharded = self._wait_for(programs.unsharded(state.params, first=first))
+        unsharded = self._wait_for(programs.gather_first_params(state.params, first_kind=first))
         # Full-capacity buffers hold the tokens of all devices: too large to save for every layer.
         saves_residuals = train and not full_capacity and self.streamed.saves_residuals
         stacks = unsharded.stacks
@@ -283,13 +289,13 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """Run dense layer i on all micro-batches; replaces each entry of `xs` by the layer's
         output.
         """
-        layer, next_layer = self._layers[i], self._next_layer(run, i + 1)
-        params = run.params(layer)
+        layer, next_layer = self._layers[i], self._layer_to_gather(run, i + 1)
+        params = run.layer_params(layer)
         for a, x in enumerate(xs):
             work = NeighborWork(None if a else next_layer)
-            args = params, self._options(run, layer, a), x, work
+            args = params, self._layer_options(run, layer, a), x, work
             xs[a], residuals, overlapped = self._wait_for(
-                self.programs.dense(*args, saves_residuals=run.saves_residuals)
+                self.programs.dense_forward(*args, saves_residuals=run.saves_residuals)
             )
             run.passed[-1].residuals.append(residuals)
             if work.next_layer is not None:
@@ -301,28 +307,33 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         Training fetches the experts of all micro-batches at once. Evaluation, which has many
         micro-batches, fetches the missing experts before each one.
         """
-        params, size = run.params(self._layers[i]), len(xs) if run.train else 1
+        params, size = run.layer_params(self._layers[i]), len(xs) if run.train else 1
         for first in range(0, len(xs), size):
             group = slice(first, first + size)
-            xs[group] = self._forward_group(run, i, params, xs[group], first)
-        self._opened.release()
+            xs[group] = self._forward_experts_of_group(run, i, params, xs[group], first)
+        self._open_experts.release_layer()
 
-    def _forward_group(
+    def _forward_experts_of_group(
         self,
         run: Pass[MicroBatch],
         i: int,
         params: LayerParams,
         xs: Sequence[jax.Array],
-        first: int,
+        first_micro_batch: int,
     ) -> list[jax.Array]:
         """Return the outputs of MoE layer i for the inputs `xs`, which are the micro-batches from
-        number `first` on.
+        number `first_micro_batch` on.
         """
         programs, layer, passed = self.programs, self._layers[i], run.passed[-1]
         static = {"kind": layer.kind, "saves_residuals": run.saves_residuals}
         route_static = static | {"train": run.train, "full_capacity": run.full_capacity}
-        all_options = [self._options(run, layer, first + a) for a in range(len(xs))]
-        ahead = [None if first + a else self._next_layer(run, i + 1) for a in range(len(xs))]
+        all_options = [
+            self._layer_options(run, layer, first_micro_batch + a) for a in range(len(xs))
+        ]
+        ahead = [
+            None if first_micro_batch + a else self._layer_to_gather(run, i + 1)
+            for a in range(len(xs))
+        ]
         works = list(map(NeighborWork, ahead))
         each = [
             self._wait_for(programs.route(params, options, x, work, **route_static))
@@ -337,16 +348,20 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             for tokens, options in zip(routed, all_options, strict=True)
         ]
         passed.chosen_P = self._chosen_experts(arrived)
-        passed.slot_rows = self._slot_rows_for(arrived)
-        fetch = self._opened.fetch_more if first else partial(self._opened.fetch, layer.record)
+        passed.slot_rows = self._grow_slots_for(arrived)
+        fetch = (
+            self._open_experts.fetch_more_experts
+            if first_micro_batch
+            else partial(self._open_experts.fetch_layer, layer.record)
+        )
         params = params._replace(experts=self._global_arrays(fetch(passed.chosen_P)))
-        params = params._replace(chosen=self._chosen_rows(passed.chosen_P, passed.slot_rows))
+        params = params._replace(chosen=self._chosen_slot_rows(passed.chosen_P, passed.slot_rows))
         ys = []
         for halves in zip(each, all_options, works, strict=True):
             (tokens, route_residuals, gathered), options, work = halves
             work = work._replace(gathered=gathered)
             args = params, tokens, options._replace(choices=None), work
-            y, residuals, overlapped = self._wait_for(programs.add_experts(*args, **static))
+            y, residuals, overlapped = self._wait_for(programs.apply_experts(*args, **static))
             if work.next_layer is not None:
                 run.unsharded_RC = overlapped.unsharded_RC
             ys.append(y)
@@ -354,14 +369,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             passed.residuals.append(both)
         return jax.block_until_ready(ys)  # the slot is overwritten after this
 
-    def _slot_rows_for(self, arrived: Sequence[jax.Array]) -> int:
+    def _grow_slots_for(self, arrived_counts: Sequence[jax.Array]) -> int:
         """Return the number of slot rows per device that hold all chosen experts; 0 if the slot has
         a row for each expert.
         """
-        experts = self._opened
+        experts = self._open_experts
         if experts.experts_per_slot is None:
             return 0
-        experts.grow_slots(int(self._wait_for(self.programs.most_chosen(arrived))))
+        experts.grow_slots(int(self._wait_for(self.programs.most_chosen_experts(arrived_counts))))
         return experts.experts_per_slot
 
     # Backwards
@@ -381,7 +396,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         for i, layer in reversed(list(enumerate(self._layers))):
             sums = GradAccumulator(None, grads.unbuffered[layer.kind])
             unreduced = PendingGradients() if pending is None else pending.gradients
-            work, square = NeighborWork(self._next_layer(run, i - 1), unreduced), None
+            work, square = NeighborWork(self._layer_to_gather(run, i - 1), unreduced), None
             if layer.kind == "dense":
                 sums, overlapped = self._backward_dense(run, i, dxs, sums, work)
             else:
@@ -398,19 +413,21 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             run.passed.pop()  # frees the layer's residuals
             # No layer follows to overlap with; with slots, no program reduces for a neighbour.
             if i == 0 or self.streamed.slots is not None:
-                self._reduce(pending, grads, squares)
+                self._reduce_alone(pending, grads, squares)
                 pending = None
         for last_layer_first in (*grads.rows_G.values(), *squares.values()):
             last_layer_first.reverse()
         return squares
 
-    def _reduce(self, pending: _PendingLayer, grads: StreamedGradients, squares: Squares) -> None:
+    def _reduce_alone(
+        self, pending: _PendingLayer, grads: StreamedGradients, squares: Squares
+    ) -> None:
         """Reduce a layer's gradients over devices without other work to overlap with, and store
         them.
         """
         if jax.tree.leaves(pending.gradients):
             number = pending.layer.number
-            summed = self._wait_for(self.programs.reduce(pending.gradients, number=number))
+            summed = self._wait_for(self.programs.reduce_pending(pending.gradients, number=number))
             self._store_reduced(pending, summed, grads, squares)
 
     def _store_reduced(
@@ -442,10 +459,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         `dxs`.
         """
         layer, passed, results = self._layers[i], run.passed[i], Overlapped()
-        params = run.params(layer)
+        params = run.layer_params(layer)
         for a, (x, residuals) in enumerate(zip(passed.xs, passed.residuals, strict=True)):
             inputs = ForBackward(x, dxs[a], None, residuals)
-            options = self._options(run, layer, a)
+            options = self._layer_options(run, layer, a)
             args = params, options, inputs, sums, NeighborWork() if a else work
             dxs[a], sums, overlapped = self._wait_for(self.programs.dense_gradients(*args))
             results = results if a else overlapped
@@ -466,14 +483,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         The experts' gradients go to their tier. If they first need a reduction over devices, they
         are among the summed gradients instead, and the norms are None.
         """
-        experts, layer, passed = self._opened, self._layers[i], run.passed[i]
-        fetched = self._global_arrays(experts.fetch(layer.record, passed.chosen_P))
-        params = run.params(layer, fetched)
-        params = params._replace(chosen=self._chosen_rows(passed.chosen_P, passed.slot_rows))
+        experts, layer, passed = self._open_experts, self._layers[i], run.passed[i]
+        fetched = self._global_arrays(experts.fetch_layer(layer.record, passed.chosen_P))
+        params = run.layer_params(layer, fetched)
+        params = params._replace(chosen=self._chosen_slot_rows(passed.chosen_P, passed.slot_rows))
         results, square = Overlapped(), None
         each = zip(passed.xs, passed.choices, passed.residuals, strict=True)
         for a, (x, choices, residuals) in enumerate(each):
-            options = self._options(run, layer, a)._replace(choices=None)
+            options = self._layer_options(run, layer, a)._replace(choices=None)
             loss_scale = run.state.loss_scale
             inputs = ForBackward(x, dxs[a], choices, residuals, loss_scale, counts_NAE)
             args = params, options, inputs, sums, NeighborWork() if a else work
@@ -485,7 +502,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
                 run.dweights[a].append(dweights)
         jax.block_until_ready(dxs)
         del fetched, params, args
-        experts.release()
+        experts.release_layer()
         if square is None:
             return sums, results, None
         assert sums.experts is not None
@@ -494,22 +511,24 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
 
     # Without gradients
 
-    def _hidden(
+    def _last_hidden(
         self, state: TrainState, micro_batches: list[MicroBatch]
     ) -> tuple[Params, list[jax.Array]]:
-        """Return (unsharded parameters outside the layers, last hidden states per micro-batch),
-        without gradients.
+        """Run all layers without gradients; return (unsharded parameters outside the layers, last
+        hidden states per micro-batch).
 
         Each layer's experts are fetched once for all micro-batches.
         """
 
-        def forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:
-            self._opened.begin(self._down)
+        def run_forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:
+            self._open_experts.begin_pass(self._down)
             run, xs = self._forward(state, micro_batches, train=False, full_capacity=full_capacity)
             dropped = (
-                self._wait_for(self.programs.dropped(run.stats)) if run.stats else jnp.int32(0)
+                self._wait_for(self.programs.dropped_assignments(run.stats))
+                if run.stats
+                else jnp.int32(0)
             )
             return (run.outside, xs), dropped
 
-        with self._opened.guard():
-            return run_without_drops(forward)
+        with self._open_experts.permanent_errors():
+            return run_without_drops(run_forward)

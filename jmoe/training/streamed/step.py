@@ -18,7 +18,7 @@ from jmoe.models.decoder import Decoder
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import Batch, TrainState, without_experts
-from jmoe.training.streamed.programs import compiled_for
+from jmoe.training.streamed.programs import jit_over_mesh
 from jmoe.training.streamed.runner import StreamedRunner, state_without_experts
 from jmoe.training.streamed.text import StreamedDecoder, TokenMicroBatch
 
@@ -29,17 +29,17 @@ class TextPrograms:
 
     unstack: Callable[[jax.Array], list[jax.Array]]
     split: Callable[[jax.Array], TokenMicroBatch]
-    nll: Callable[..., jax.Array]
+    summed_nll: Callable[..., jax.Array]
     logits: Callable[..., jax.Array]
 
 
-def compile_text(model: StreamedDecoder) -> TextPrograms:
+def make_text_programs(model: StreamedDecoder) -> TextPrograms:
     """Return the programs of a text model. Each compiles at its first call."""
-    make, outside = partial(compiled_for, model), model.outside_spec
+    make, outside = partial(jit_over_mesh, model), model.outside_spec
     return TextPrograms(
         unstack=make(list, ACCUMULATED_BATCH, out=BATCH),
         split=make(lambda t_BS: TokenMicroBatch(t_BS[:, :-1], t_BS[:, 1:]), BATCH, out=BATCH),
-        nll=make(model.nll, outside, BATCH, BATCH, BATCH, out=REPLICATED),
+        summed_nll=make(model.summed_nll, outside, BATCH, BATCH, BATCH, out=REPLICATED),
         logits=make(model.logits, outside, BATCH, REPLICATED, out=REPLICATED),
     )
 
@@ -61,7 +61,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
     ) -> None:
         streamed = StreamedDecoder(config, mesh, chunk_bytes, links)
         self.model = model = streamed.decoder
-        self._text = compile_text(streamed)
+        self._text = make_text_programs(streamed)
         super().__init__(streamed, run)
         self._device = mesh.devices.flat[0] if mesh.size == 1 else None
         self._tokens_place = self._device or NamedSharding(mesh, ACCUMULATED_BATCH)
@@ -83,7 +83,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
             decoder = Decoder(small, rngs=nnx.Rngs(config.seed))
             return self.model.from_saved(state_without_experts(decoder, initial_loss_scale(config)))
 
-        shape = self.model.state_shape.map(without_experts)
+        shape = self.model.state_shape.map_params_and_moments(without_experts)
         places = None if self._device else jax.tree.map(lambda s: s.sharding, shape)
         state: TrainState = jax.jit(draw_dense, out_shardings=places)()
         self._draw_experts()
@@ -99,8 +99,8 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         With moments on the tier nvme, the records are durable afterwards and experts keep their
         pending updates; otherwise all pending updates are applied first.
         """
-        with self._opened.guard():
-            self.stores.save(self._opened)
+        with self._open_experts.permanent_errors():
+            self.stores.prepare_checkpoint(self._open_experts)
             return self.model.to_saved(state)
 
     def load_state(
@@ -112,7 +112,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         """Return the training state, and load experts onto their tiers one layer at a time.
         weights, moments: both None if the records are in place already.
         """
-        self._load(int(saved.step), weights, moments)
+        self._load_experts(int(saved.step), weights, moments)
         if self._device:
             return jax.device_put(saved, self._device)
         return self.model.from_saved(saved)
@@ -123,16 +123,16 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         tokens = self._text.unstack(jax.device_put(batch, self._tokens_place))
         return [self._text.split(tokens_BS) for tokens_BS in tokens]
 
-    def evaluate(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+    def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch, in nats. Each layer's experts
         are fetched once for all batches.
         """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
         micro_batches = [self._wait_for(self._text.split(tokens)) for tokens, _ in batches]
-        outside, xs = self._hidden(state, micro_batches)
+        outside, xs = self._last_hidden(state, micro_batches)
         each = zip(xs, micro_batches, (weights for _, weights in batches), strict=True)
         return [
-            self._wait_for(self._text.nll(outside, x, micro_batch.labels_BS, weights))
+            self._wait_for(self._text.summed_nll(outside, x, micro_batch.labels_BS, weights))
             for x, micro_batch, weights in each
         ]
 
@@ -141,6 +141,6 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
     ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
         tokens = jax.device_put(tokens_BS, self._batch_place)
-        outside, (x_BSD,) = self._hidden(state, [TokenMicroBatch(tokens, tokens)])
+        outside, (x_BSD,) = self._last_hidden(state, [TokenMicroBatch(tokens, tokens)])
         logits_V: jax.Array = self._wait_for(self._text.logits(outside, x_BSD, position))
         return logits_V

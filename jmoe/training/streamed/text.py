@@ -26,8 +26,8 @@ from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import ALL, BATCH, REPLICATED
-from jmoe.optim.loss_scale import LossScale, scaled, unscaled
-from jmoe.training.gradient_reduction import StreamedGradients, streamed_on_shards_local
+from jmoe.optim.loss_scale import LossScale, scale_loss, unscale
+from jmoe.training.gradient_reduction import StreamedGradients, reduce_streamed_gradients_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, without_experts
 from jmoe.training.streamed.model import (
@@ -70,7 +70,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
     ) -> None:
         self.config, self.sharded = config, (model := ShardedDecoder(config, mesh, links))
         self.decoder, self.dtype, self.native = model, model.dtype, model.native
-        self.modules, self.scan = ModelModules.taken_from(model), model.reverse_scan(chunk_bytes)
+        self.modules, self.scan = ModelModules.from_sharded(model), model.reverse_scan(chunk_bytes)
         self.saves_residuals = config.remat != "layer"
         specs = without_experts(model.specs)
         stacks, whole = STACKS.values(), partial(jax.tree.map, lambda _: REPLICATED)
@@ -83,7 +83,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         split: PyTree = BATCH
         self.micro_batch_spec = TokenMicroBatch(split, split)
 
-    def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
+    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> Unsharded:
         scan, model, stacks = self.scan, self.decoder, STACKS.values()
         outside = {name: tree for name, tree in params.items() if name not in stacks}
         if scan is None or not model.fused:
@@ -91,23 +91,23 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         flat: dict[LayerKind, jax.Array] = {}
         for kind, name in STACKS.items():
             if name in params:
-                layout = model.layout(params[name], stacked=True)
+                layout = model.buffer_layout(params[name], stacked=True)
                 row = partial(flatten, entries=layout.entries)
                 flatten_layers = jax.vmap(row, axis_size=layout.num_layers)
                 flat[kind] = flatten_layers(layout.split(params[name])[0])
-        layout = model.layout(outside)
+        layout = model.buffer_layout(outside)
         shards, unbuffered = layout.split(outside)
         if shards:
             rows_RC = all_gather_buffer_local(flatten(shards, layout.entries), scan.hierarchy)
             outside = layout.join(unflatten(rows_RC, layout.entries, scan.hierarchy), unbuffered)
-        row_C = flat[first][0]
-        gathered = [gather(lambda row: row) for gather in scan.gathers(row_C)]
-        return Unsharded(outside, None, flat, scan.unsharded(gathered, row_C))
+        row_C = flat[first_kind][0]
+        gathered = [gather(lambda row: row) for gather in scan.chunk_gathers(row_C)]
+        return Unsharded(outside, None, flat, scan.join_gathered_chunks(gathered, row_C))
 
     def embed(
         self, outside: Params, micro_batch: TokenMicroBatch
     ) -> tuple[jax.Array, list[Choices]]:
-        module = self.modules.outside(self.decoder.cast(outside))
+        module = self.modules.outside(self.decoder.cast_params(outside))
         lookup = self.decoder.embedding.lookup
         return module.embed(micro_batch.inputs_BS, self.dtype, lookup), []
 
@@ -138,21 +138,21 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         micro_batch: TokenMicroBatch,
         loss_scale: LossScale | None,
     ) -> tuple[jax.Array, jax.Array, Params]:
-        weight = jnp.full(micro_batch.labels_BS.shape, 1.0 / self._step_tokens, jnp.float32)
+        weight = jnp.full(micro_batch.labels_BS.shape, 1.0 / self._num_step_tokens, jnp.float32)
         with jax.named_scope("loss"):
-            loss_and_gradients = jax.value_and_grad(self._nll_local, argnums=(0, 1))
+            loss_and_gradients = jax.value_and_grad(self._own_nll_local, argnums=(0, 1))
             loss, (doutside, dx_BSD) = loss_and_gradients(
-                outside, x_BSD, micro_batch.labels_BS, scaled(weight, loss_scale)
+                outside, x_BSD, micro_batch.labels_BS, scale_loss(weight, loss_scale)
             )
-        return unscaled(loss, loss_scale)[None], dx_BSD, doutside
+        return unscale(loss, loss_scale)[None], dx_BSD, doutside
 
     @property
-    def _step_tokens(self) -> int:
+    def _num_step_tokens(self) -> int:
         """Number of tokens in a step, over all devices."""
         steps = self.config.gradient_accumulation_steps
         return tokens_per_accumulation_step(self.config) * steps
 
-    def metrics(self, step: StepResults) -> Metrics:
+    def device_metrics(self, step: StepResults) -> Metrics:
         zero, counts_NAE = jnp.zeros((), jnp.float32), step.totals.counts_NAE
         assert counts_NAE is not None
         router_losses = [
@@ -165,44 +165,44 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
             "loss": sum((loss[0] for loss in step.losses), zero),
             "balance_loss": sum((balance for balance, _ in router_losses), zero),
             "z_loss": sum((z for _, z in router_losses), zero),
-            "entropy": jnp.stack(entropies) / self._step_tokens,
+            "entropy": jnp.stack(entropies) / self._num_step_tokens,
         }
 
-    def reduced(self, params: Params, grads: StreamedGradients) -> Params:
-        return streamed_on_shards_local(self.decoder, params, grads)
+    def reduce_gradients(self, params: Params, grads: StreamedGradients) -> Params:
+        return reduce_streamed_gradients_local(self.decoder, params, grads)
 
-    def finish(
+    def update_state(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
         return finish_step(self.config, state, grads, squares, metrics)
 
     # Without gradients
 
-    def _head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _norm_and_head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (the final norm's output [T, D], the output head's weight)."""
-        module = self.modules.outside(self.decoder.cast(outside))
+        module = self.modules.outside(self.decoder.cast_params(outside))
         x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
         head = None if module.head is None else module.head[...]
         return x_TD, self.decoder.head.weight(module.embedding[...], head, self.dtype)
 
-    def _nll_local(
+    def _own_nll_local(
         self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
     ) -> jax.Array:
-        head = self._head(outside, x_BSD)
+        head = self._norm_and_head(outside, x_BSD)
         labels_T, weights_T = labels_BS.reshape(-1), weights_BS.reshape(-1)
         return self.decoder.head.cross_entropy(*head, labels_T, weights_T)
 
-    def nll(
+    def summed_nll(
         self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
     ) -> jax.Array:
         """Return the weighted negative log-likelihood in nats, summed over all devices' tokens."""
-        own = self._nll_local(outside, x_BSD, labels_BS, weights_BS)
+        own = self._own_nll_local(outside, x_BSD, labels_BS, weights_BS)
         total: jax.Array = sum_over_mesh(self.decoder.mesh.size, own)
         return total
 
     def logits(self, outside: Params, x_BSD: jax.Array, position: jax.Array) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence."""
-        x_TD, head = self._head(outside, x_BSD[:1])
+        x_TD, head = self._norm_and_head(outside, x_BSD[:1])
         last_D = lax.dynamic_index_in_dim(x_TD, position, 0, keepdims=False).astype(jnp.float32)
         if self.decoder.mesh.size > 1:
             last_D = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last_D, 0), ALL)

@@ -61,14 +61,14 @@ class TaskSlots:
         return slot.astype(np.int32)
 
     @cached_property
-    def owns_RNS(self) -> NDArray[np.bool_]:
+    def is_first_holder_RNS(self) -> NDArray[np.bool_]:
         """Whether a device is the first of the devices that hold the slot's expert."""
         first_NE = (self.slot_RNE != NONE).argmax(axis=0)
         layers = np.arange(first_NE.shape[0])[:, None]
         device = np.arange(len(self.experts_RNS))[:, None, None]
         return (self.experts_RNS != NONE) & (first_NE[layers, self.experts_RNS] == device)
 
-    def rounds(self) -> Iterator[tuple[list[int], list[list[int]], NDArray[np.int32]]]:
+    def reduction_rounds(self) -> Iterator[tuple[list[int], list[list[int]], NDArray[np.int32]]]:
         """Yield the rounds of group-wise all-reduces that sum every shared expert's gradients.
 
         Each round is (layers, disjoint groups that together contain every device, the slot [R] that
@@ -97,38 +97,38 @@ class TaskSlots:
 
     # On a device, inside `shard_map`
 
-    def of_device(self, table: np.ndarray) -> jax.Array:
+    def device_row_local(self, table: np.ndarray) -> jax.Array:
         """Return this device's row of a table [R, ...]; call inside `shard_map`."""
         return jnp.asarray(table)[lax.axis_index(ALL)]
 
-    def slots_local(self) -> jax.Array:
+    def expert_slots_local(self) -> jax.Array:
         """Return int32 [N, E]: each expert's slot on this device, 0 for experts that it does not
         hold.
         """
-        return self.of_device(np.maximum(self.slot_RNE, 0))
+        return self.device_row_local(np.maximum(self.slot_RNE, 0))
 
-    def reduced_local(self, grads: PyTree) -> PyTree:
+    def reduce_experts_local(self, grads: PyTree) -> PyTree:
         """Return gradients [N, S, ...] in float32, summed over the devices that hold each
         expert.
         """
 
-        def reduced(g: jax.Array) -> jax.Array:
+        def reduce_array(g: jax.Array) -> jax.Array:
             g = g.astype(jnp.float32)
-            for layers, groups, slot_R in self.rounds():
-                at = np.array(layers), self.of_device(slot_R)
+            for layers, groups, slot_R in self.reduction_rounds():
+                at = np.array(layers), self.device_row_local(slot_R)
                 g = g.at[at].set(lax.psum(g[at], ALL, axis_index_groups=groups))
             return g
 
-        return jax.tree.map(reduced, grads)
+        return jax.tree.map(reduce_array, grads)
 
-    def layer_reduced_local(
+    def reduce_layer_local(
         self, grads: Mapping[str, jax.Array], layer: int
     ) -> dict[str, jax.Array]:
         """Return one layer's gradients [S, ...] summed over the devices that hold each expert."""
         reduced = dict(grads)
-        for layers, groups, slot_R in self.rounds():
+        for layers, groups, slot_R in self.reduction_rounds():
             if layer in layers:
-                slot = self.of_device(slot_R)
+                slot = self.device_row_local(slot_R)
                 summed = {
                     name: lax.psum(g[slot], ALL, axis_index_groups=groups)
                     for name, g in reduced.items()
@@ -136,11 +136,11 @@ class TaskSlots:
                 reduced = {name: g.at[slot].set(summed[name]) for name, g in reduced.items()}
         return reduced
 
-    def over_experts_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
+    def sum_by_expert_local(self, counts_S: jax.Array, layer: jax.Array) -> jax.Array:
         """Return counts [E] by expert, summed over all devices. counts_S: this device's counts by
         slot of the layer.
         """
-        experts_S = self.of_device(
+        experts_S = self.device_row_local(
             np.where(self.experts_RNS == NONE, self.num_experts, self.experts_RNS)
         )[layer]
         counts_E = (
@@ -149,11 +149,11 @@ class TaskSlots:
         total_E: jax.Array = lax.psum(counts_E, ALL)
         return total_E
 
-    def squares_local(self, grads: PyTree) -> jax.Array:
+    def squared_norms_local(self, grads: PyTree) -> jax.Array:
         """Return this device's addend [N] to the squared norm of reduced gradients; each expert
         counts on one device only.
         """
-        owns_NS = self.of_device(self.owns_RNS)
+        owns_NS = self.device_row_local(self.is_first_holder_RNS)
         squares_NS = [
             jnp.square(g).sum(axis=tuple(range(2, g.ndim))) for g in jax.tree.leaves(grads)
         ]
@@ -167,12 +167,12 @@ class TaskSlots:
         after another, which bounds the temporary memory.
         """
         layers, bits = np.arange(w.shape[0]), lax.bitcast_convert_type(w, jnp.int32)
-        owns_NE = np.take_along_axis(self.owns_RNS, np.maximum(self.slot_RNE, 0), axis=2) & (
-            self.slot_RNE != NONE
-        )
-        slot_NE, own_NE = self.slots_local(), self.of_device(owns_NE)
+        owns_NE = np.take_along_axis(
+            self.is_first_holder_RNS, np.maximum(self.slot_RNE, 0), axis=2
+        ) & (self.slot_RNE != NONE)
+        slot_NE, own_NE = self.expert_slots_local(), self.device_row_local(owns_NE)
 
-        def one(expert: jax.Array) -> jax.Array:
+        def saved_expert(expert: jax.Array) -> jax.Array:
             mine_N = own_NE[:, expert].reshape(-1, *[1] * (w.ndim - 2))
             # Only one device adds a value that is not zero, so the integer sum keeps every bit.
             part = jnp.where(mine_N, bits[layers, slot_NE[:, expert]], 0)
@@ -182,7 +182,7 @@ class TaskSlots:
                 else lax.psum_scatter(part, ALL, scatter_dimension=dim - 1, tiled=True)
             )
 
-        saved_EN = lax.map(one, jnp.arange(self.num_experts, dtype=jnp.int32))
+        saved_EN = lax.map(saved_expert, jnp.arange(self.num_experts, dtype=jnp.int32))
         return lax.bitcast_convert_type(jnp.moveaxis(saved_EN, 0, 1), w.dtype)
 
     def from_saved_local(self, saved: jax.Array, dim: int) -> jax.Array:
@@ -190,18 +190,20 @@ class TaskSlots:
         of `to_saved_local`.
         """
         layers = np.arange(saved.shape[0])
-        slot_NE = self.of_device(np.where(self.slot_RNE == NONE, self.num_slots, self.slot_RNE))
+        slot_NE = self.device_row_local(
+            np.where(self.slot_RNE == NONE, self.num_slots, self.slot_RNE)
+        )
         sizes = list(saved.shape[2:])
         if dim >= 0:
             sizes[dim - 2] *= len(self.experts_RNS)
         empty = jnp.zeros((len(layers), self.num_slots, *sizes), saved.dtype)
 
-        def put(expert: jax.Array, w: jax.Array) -> jax.Array:
+        def set_expert(expert: jax.Array, w: jax.Array) -> jax.Array:
             whole = saved[:, expert]
             whole = whole if dim < 0 else lax.all_gather(whole, ALL, axis=dim - 1, tiled=True)
             return w.at[layers, slot_NE[:, expert]].set(whole, mode="drop")
 
-        return lax.fori_loop(0, self.num_experts, put, empty)
+        return lax.fori_loop(0, self.num_experts, set_expert, empty)
 
 
 def same_slots(one: TaskSlots | None, other: TaskSlots | None) -> bool:
@@ -248,7 +250,7 @@ def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
         return None
     needs: list[list[set[int]]] = [[set() for _ in range(num_layers)] for _ in range(devices)]
 
-    def add(device: int, path: Sequence[int]) -> None:
+    def add_path(device: int, path: Sequence[int]) -> None:
         for needed, expert in zip(needs[device], path, strict=True):
             needed |= {expert, SHARED_EXPERT} if config.model.learn_paths else {expert}
 
@@ -259,7 +261,7 @@ def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
             min(range(devices), key=lambda d: sum(map(len, needs[d]))),
         )
         for device in homes[number]:
-            add(device, paths[number])
+            add_path(device, paths[number])
     for layer in range(num_layers):
         named = {expert for needed in needs for expert in needed[layer]}
         for expert in sorted(set(range(num_experts)) - named):

@@ -21,7 +21,7 @@ LEAST_GAIN = 1.05  # the speedup of a step that justifies compiling again
 STATE_BYTES, GRADIENT_BYTES = 12, 4
 
 
-def own_experts(config: VisionTrainConfig) -> dict[str, int]:
+def count_own_experts(config: VisionTrainConfig) -> dict[str, int]:
     """Return, for each task, how many experts only its path names, summed over
     task-routed layers.
     """
@@ -35,7 +35,7 @@ def own_experts(config: VisionTrainConfig) -> dict[str, int]:
     }
 
 
-def unnamed_experts(config: VisionTrainConfig) -> int:
+def count_unnamed_experts(config: VisionTrainConfig) -> int:
     """Return how many experts no task's path names, summed over task-routed layers."""
     always = {SHARED_EXPERT} if config.model.learn_paths else set()
     named = [
@@ -49,10 +49,12 @@ def expert_bytes(config: VisionTrainConfig) -> int:
     """Return the device bytes of one expert: weights, moments, gradient, and a copy in the compute
     dtype.
     """
-    return config.model.expert_parameters * (STATE_BYTES + GRADIENT_BYTES + _cast_bytes(config))
+    return config.model.expert_parameters * (
+        STATE_BYTES + GRADIENT_BYTES + _cast_bytes_per_element(config)
+    )
 
 
-def _cast_bytes(config: VisionTrainConfig) -> int:
+def _cast_bytes_per_element(config: VisionTrainConfig) -> int:
     return 0 if config.compute_dtype == "float32" else 2  # a copy in the compute dtype
 
 
@@ -63,7 +65,7 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     With experts on tiers that are not placed by task, this includes their slots on the device.
     """
     model, mesh = config.model, config.mesh
-    in_use_bytes = GRADIENT_BYTES + _cast_bytes(config)
+    in_use_bytes = GRADIENT_BYTES + _cast_bytes_per_element(config)
     routed = model.num_experts * len(model.expert_layers)
     dense = model.num_parameters()[0] - routed * model.expert_parameters
     parts = num_devices if config.comm.shard_dense else 1
@@ -71,17 +73,19 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
     if not config.tiers.all_on_device:
         whole = not places_experts_by_task(config, num_devices)
-        experts = model.num_experts * slot_bytes(config, num_devices) // groups if whole else 0
+        experts = (
+            model.num_experts * slot_bytes_per_expert(config, num_devices) // groups if whole else 0
+        )
     return dense * in_use_bytes + -(-dense * STATE_BYTES // parts) + experts
 
 
-def _layers_on_device(config: VisionTrainConfig) -> int:
+def _num_layers_on_device(config: VisionTrainConfig) -> int:
     """Return the number of layers whose experts are on the device at the same time."""
     layers, tiers = len(config.model.expert_layers), config.tiers
     return layers if tiers.experts == "device" else min(tiers.device_layers, layers)
 
 
-def slot_bytes(config: VisionTrainConfig, num_devices: int) -> int:
+def slot_bytes_per_expert(config: VisionTrainConfig, num_devices: int) -> int:
     """Return the device bytes that one expert of each layer takes if experts are on tiers.
 
     These are float32 weights in the slots of all resident layers, and for one layer a copy in the
@@ -91,11 +95,11 @@ def slot_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
     groups = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     gradients = GRADIENT_BYTES * (2 if num_devices > groups else 1) + written
-    in_use = 4 * _layers_on_device(config) + gradients + _cast_bytes(config)
+    in_use = 4 * _num_layers_on_device(config) + gradients + _cast_bytes_per_element(config)
     return config.model.expert_parameters * in_use
 
 
-def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
+def _count_slots_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
     """Return (slots per layer and device for experts that no single task owns, slots per layer for
     each task's own experts).
     """
@@ -111,7 +115,9 @@ def _places_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, d
     return shared, own
 
 
-def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory, dict[str, int]]:
+def memory_by_task(
+    config: VisionTrainConfig, num_devices: int
+) -> tuple[DeviceMemory, dict[str, int]]:
     """Return (a device's memory and the bytes that all tasks share there, bytes of each task's own
     experts).
 
@@ -126,14 +132,15 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     if not config.tiers.all_on_device:
         shared, places = common_bytes(config, num_devices), dict.fromkeys(config.tasks, 0)
         if places_experts_by_task(config, num_devices):
-            shared_places, places = _places_by_task(config, num_devices)
-            shared += shared_places * slot_bytes(config, num_devices)
+            shared_places, places = _count_slots_by_task(config, num_devices)
+            shared += shared_places * slot_bytes_per_expert(config, num_devices)
         own_bytes = {
-            name: count * slot_bytes(config, num_devices) for name, count in places.items()
+            name: count * slot_bytes_per_expert(config, num_devices)
+            for name, count in places.items()
         }
         return DeviceMemory(device_bytes, shared), own_bytes
     apart = groups == 1 and config.layout == "elastic"
-    own, unnamed = own_experts(config), unnamed_experts(config)
+    own, unnamed = count_own_experts(config), count_unnamed_experts(config)
     everywhere = model.num_experts * len(model.task_layers)
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
@@ -143,7 +150,7 @@ def memory_of(config: VisionTrainConfig, num_devices: int) -> tuple[DeviceMemory
     return DeviceMemory(device_bytes, shared), own_bytes
 
 
-def layout_of(
+def plan_task_layout(
     config: VisionTrainConfig,
     num_devices: int,
     *,
@@ -156,7 +163,7 @@ def layout_of(
     and the widths of all paths are equal. Raises ValueError if no layout fits, or if
     `gradient_accumulation_steps` does not divide the micro-batch.
     """
-    memory, own_bytes = memory_of(config, num_devices)
+    memory, own_bytes = memory_by_task(config, num_devices)
     loads = tuple(
         TaskLoad(name, task.batch_size, image_s[name] if image_s else 1.0, own_bytes[name])
         for name, task in config.tasks.items()
@@ -179,7 +186,7 @@ def layout_of(
     return replace(layout, tasks=loads, shares=shares)
 
 
-def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) -> None:
+def check_future_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) -> None:
     """Raise ValueError if the tasks that remain cannot be laid out at some step from `step` on, as
     other tasks end.
     """
@@ -187,21 +194,21 @@ def check_layouts(config: VisionTrainConfig, num_devices: int, step: int = 0) ->
         {step, *(task.num_steps for task in config.tasks.values() if task.num_steps > step)}
     ):
         if start < config.num_steps:
-            layout_of(config, num_devices, step=start)
+            plan_task_layout(config, num_devices, step=start)
 
 
 class LayoutController:
     """Decides the layout of each step; every process reaches the same decision."""
 
     def __init__(self, config: VisionTrainConfig, num_devices: int) -> None:
-        check_layouts(config, num_devices)
+        check_future_layouts(config, num_devices)
         self._config = config
         self.num_devices = num_devices  # in use
         self._image_s: dict[str, float] | None = None  # measured; None: the batch sizes decide
 
-    def layout(self, step: int) -> Layout:
+    def layout_at_step(self, step: int) -> Layout:
         """Return the layout of `step`."""
-        return layout_of(self._config, self.num_devices, step=step, image_s=self._image_s)
+        return plan_task_layout(self._config, self.num_devices, step=step, image_s=self._image_s)
 
     def is_due(self, step: int) -> bool:
         """Return whether to measure the seconds per image before this step
@@ -216,7 +223,7 @@ class LayoutController:
 
         The layout changes only if loads are uneven and another layout is faster by `LEAST_GAIN`.
         """
-        now = self.layout(step)
+        now = self.layout_at_step(step)
         known = {task.name: image_s.get(task.name, 1.0) for task in now.tasks}
         measured = replace(
             now, tasks=tuple(replace(task, image_s=known[task.name]) for task in now.tasks)
@@ -225,14 +232,14 @@ class LayoutController:
         has = f"the busiest device has {imbalance:.2f} x the mean load"
         if imbalance <= limit:
             return f"{has}: the layout stays (elastic.max_imbalance = {limit:g})"
-        new = layout_of(self._config, self.num_devices, step=step, image_s=known)
+        new = plan_task_layout(self._config, self.num_devices, step=step, image_s=known)
         gain = max(measured.seconds_per_device) / max(new.seconds_per_device)
         if gain < LEAST_GAIN:
             return f"{has}: the layout stays, as no other is better"
         self._image_s = known
         return f"{has}: another layout makes its step {gain:.2f} x as fast"
 
-    def resize(self, step: int, num_devices: int) -> None:
+    def set_num_devices(self, step: int, num_devices: int) -> None:
         """Use `num_devices` devices from `step` on.
 
         Raises ValueError unless the layout is elastic, experts stay on the devices, and the tasks
@@ -255,25 +262,25 @@ class LayoutController:
             num_devices,
             f"must be a multiple of {processes} processes",
         )
-        check_layouts(config, num_devices, step)
+        check_future_layouts(config, num_devices, step)
         self.num_devices = num_devices
 
 
-def plan_lines(config: VisionTrainConfig) -> list[str]:
+def layout_plan_text(config: VisionTrainConfig) -> list[str]:
     """Return the text of `--plan`: the layout on the devices that `mesh` names, elastic unless the
     mesh splits experts.
     """
     mesh = config.mesh
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     config = replace(config, layout="elastic") if groups == 1 else config
-    layout = layout_of(config, max(1, mesh.data) * groups)
+    layout = plan_task_layout(config, max(1, mesh.data) * groups)
     return [
         *layout.describe_lines(),
         *filter(None, [slots_line(config, layout), tiers_line(config)]),
     ]
 
 
-def notes_of(config: VisionTrainConfig, layout: Layout) -> list[str]:
+def layout_notes(config: VisionTrainConfig, layout: Layout) -> list[str]:
     """Return lines to print: the tasks and memory of each device.
 
     Empty if all devices do the same work, or the layout is not elastic.
@@ -291,7 +298,9 @@ def allocated_bytes(config: VisionTrainConfig, layout: Layout) -> int:
     num_slots = config.model.num_experts if slots is None else slots.num_slots
     experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
     if not config.tiers.all_on_device:
-        experts = 0 if slots is None else num_slots * slot_bytes(config, len(layout.shares))
+        experts = (
+            0 if slots is None else num_slots * slot_bytes_per_expert(config, len(layout.shares))
+        )
     return common_bytes(config, len(layout.shares)) + experts
 
 
@@ -315,8 +324,8 @@ def tiers_line(config: VisionTrainConfig) -> str:
         if tier != "device"
     )
     return (
-        f"experts on tiers: a device has its part of {_layers_on_device(config)} of {layers} layers"
-        f" at one time; for each replica of all experts: {below}"
+        f"experts on tiers: a device has its part of {_num_layers_on_device(config)} of {layers}"
+        f" layers at one time; for each replica of all experts: {below}"
     )
 
 
@@ -330,7 +339,9 @@ def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
     kept, limit = allocated_bytes(config, layout), config.machine.device_figures().device_bytes
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
     layers = (
-        len(config.model.task_layers) if config.tiers.all_on_device else _layers_on_device(config)
+        len(config.model.task_layers)
+        if config.tiers.all_on_device
+        else _num_layers_on_device(config)
     )
     of = f"{slots.num_slots} of {slots.num_experts} experts in each of {layers} layers"
     return f"every device has room for {of}: {size_text(kept)} in all{more}"

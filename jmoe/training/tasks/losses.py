@@ -105,11 +105,11 @@ class TaskLosses:
         share_G = jnp.asarray(share_A)[task_G]
         temperature_G = jnp.asarray(self._temperature)[task_G]
 
-        def total(z_GC: jax.Array) -> PyTree:
+        def total_loss(z_GC: jax.Array) -> PyTree:
             loss_G, is_right_G = contrastive_losses(z_GC, task_G, label_G, weight_G, temperature_G)
             return (loss_G * share_G).sum(), (loss_G, is_right_G)
 
-        gradient_GC, (loss_G, is_right_G) = jax.grad(total, has_aux=True)(z_GC)
+        gradient_GC, (loss_G, is_right_G) = jax.grad(total_loss, has_aux=True)(z_GC)
         device = lax.axis_index(ALL) if several else 0
         parts = (
             a.reshape(*every[0].shape[:3], *a.shape[1:]) for a in (gradient_GC, loss_G, is_right_G)
@@ -124,7 +124,7 @@ class TaskLosses:
         The values and gradients of contrastive tasks come from `contrast`.
         """
         tasks = self._config.tasks
-        nll_B, correct_B = self._nll(logits_BY, batch)
+        nll_B, correct_B = self._task_nll_and_is_correct(logits_BY, batch)
         with jax.named_scope("loss"):
             compared = jnp.zeros((), jnp.float32)
             if contrast is not None:
@@ -151,28 +151,30 @@ class TaskLosses:
         return loss, lax.stop_gradient(metrics)
 
     @property
-    def step_tokens(self) -> int:
+    def patches_per_step(self) -> int:
         """Number of image patches in a step, over all devices."""
         return (
             sum(self._config.tasks[name].batch_size for name in self.active)
             * self._config.sequence_length
         )
 
-    def z_loss(self, z_sum: jax.Array) -> jax.Array:
+    def weighted_z_loss(self, z_sum: jax.Array) -> jax.Array:
         """Return an addend to the routers' weighted z-loss. z_sum: sums of squared log-partition
         functions, by layer.
         """
         model = self._config.model
-        return model.router.z_loss_coef * z_sum.sum() / self.step_tokens / model.num_moe_layers
+        return model.router.z_loss_coef * z_sum.sum() / self.patches_per_step / model.num_moe_layers
 
-    def evaluation(self, logits_BY: jax.Array, part: ImageBatch, means_KC: jax.Array) -> jax.Array:
+    def evaluation_sums(
+        self, logits_BY: jax.Array, part: ImageBatch, means_KC: jax.Array
+    ) -> jax.Array:
         """Return [3, A]: per task, the summed negative log-likelihood in nats, correct images, and
         images.
 
         means_KC: the mean embedding of each class; an image of a contrastive task is classified by
         the most similar mean.
         """
-        nll_B, correct_B = self._nll(logits_BY, part)
+        nll_B, correct_B = self._task_nll_and_is_correct(logits_BY, part)
         if self.is_contrastive.any():
             owner_K = np.repeat(
                 np.arange(len(self.is_contrastive), dtype=np.int32), self._num_classes
@@ -182,7 +184,9 @@ class TaskLosses:
             near_BK = jnp.where(
                 part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf
             )
-            compared = _classified(near_BK, part.label + jnp.asarray(self._classes)[part.task])
+            compared = _nll_and_is_correct(
+                near_BK, part.label + jnp.asarray(self._classes)[part.task]
+            )
             is_contrastive_B = jnp.asarray(self.is_contrastive)[part.task]
             nll_B, correct_B = (
                 jnp.where(is_contrastive_B, *pair)
@@ -192,22 +196,24 @@ class TaskLosses:
         values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * part.weight
         return jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1)
 
-    def class_sums(self, logits_BY: jax.Array, part: ImageBatch) -> jax.Array:
+    def class_embedding_sums(self, logits_BY: jax.Array, part: ImageBatch) -> jax.Array:
         """Return [K, C]: the sum of the embeddings of each class's images."""
         class_B = part.label + jnp.asarray(self._classes)[part.task]
         of_class_KB = class_B == jnp.arange(self._num_classes.sum(), dtype=jnp.int32)[:, None]
         weight_KB = jnp.where(of_class_KB, part.weight, 0.0)
         return jnp.dot(weight_KB, self.embeddings(logits_BY), precision=lax.Precision.HIGHEST)
 
-    def _nll(self, logits_BY: jax.Array, batch: ImageBatch) -> tuple[jax.Array, jax.Array]:
+    def _task_nll_and_is_correct(
+        self, logits_BY: jax.Array, batch: ImageBatch
+    ) -> tuple[jax.Array, jax.Array]:
         """Return (negative log-likelihood in nats [B], 1.0 for a correct class [B]); finite but
         meaningless for contrastive tasks.
         """
         label_B = jnp.where(jnp.asarray(self.is_contrastive)[batch.task], 0, batch.label)
-        return _classified(logits_BY, label_B + jnp.asarray(self._outputs)[batch.task])
+        return _nll_and_is_correct(logits_BY, label_B + jnp.asarray(self._outputs)[batch.task])
 
 
-def _classified(logits_BY: jax.Array, label_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _nll_and_is_correct(logits_BY: jax.Array, label_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (negative log-likelihood in nats [B], 1.0 if the label has the largest logit [B])."""
     log_p_BY = logits_BY - jax.nn.logsumexp(logits_BY, axis=1, keepdims=True)
     is_label_BY = label_B[:, None] == jnp.arange(logits_BY.shape[1], dtype=jnp.int32)

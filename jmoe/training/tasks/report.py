@@ -36,10 +36,10 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
     """
     names = list(config.tasks)
 
-    def of_step(record: dict[str, dict[str, float]]) -> list[float]:
+    def task_accuracies(record: dict[str, dict[str, float]]) -> list[float]:
         return [record.get("task_accuracy", {}).get(name, math.nan) for name in names]
 
-    steps, events = read_run(output_dir / METRICS_FILE, of_step)
+    steps, events = read_run(output_dir / METRICS_FILE, task_accuracies)
     figure = Figure(figsize=(13.5, 5.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     curves, experts, idle = figure.subplots(1, 3, width_ratios=(2, 1.2, 1))
@@ -61,7 +61,7 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
         )
     curves.set_ylim(0, 1.02)
     curves.legend(frameon=False, loc="lower right")
-    _titled(curves, "Accuracy (points: held out, lines: training)", "step")
+    _set_title(curves, "Accuracy (points: held out, lines: training)", "step")
     learned = [event["paths"] for event in evaluations if "paths" in event]
     _draw_paths(
         experts,
@@ -100,7 +100,7 @@ def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | No
     ax.set_xlim(0, 100)
     ax.invert_yaxis()
     ax.legend(frameon=False, loc="lower right")
-    _titled(ax, "Idle time", "% of a step")
+    _set_title(ax, "Idle time", "% of a step")
 
 
 def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Sequence[int]]) -> None:
@@ -122,10 +122,10 @@ def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Seque
     ax.set_ylim(len(paths) - 0.4, -0.6)
     ax.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
     ax.set_yticks(range(len(paths)), list(config.tasks))
-    _titled(ax, "Experts of tasks (grey: shared)", "")
+    _set_title(ax, "Experts of tasks (grey: shared)", "")
 
 
-def _titled(ax: Axes, title: str, unit: str) -> None:
+def _set_title(ax: Axes, title: str, unit: str) -> None:
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
     ax.set_xlabel(unit)
     for side in ("top", "right"):

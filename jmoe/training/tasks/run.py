@@ -19,9 +19,9 @@ from jmoe.config import (
 )
 from jmoe.data.images import ImageTask
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.offload.saved_experts import names_of_experts
+from jmoe.offload.saved_experts import expert_array_names
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.resume import saved_experts
+from jmoe.training.resume import open_saved_experts
 from jmoe.training.state import TrainState, read_missing_experts, without_experts
 from jmoe.training.tasks.step import OF_TASKS, ShardedVision
 from jmoe.training.tasks.trainer import ImageTrainer
@@ -81,20 +81,24 @@ def read_vision_run(
             config, model=model, tasks=tasks, init_from="", gradient_accumulation_steps=1
         )
         shape = ShardedVision(own, counts, mesh).saved_shape
-        moments = [name for name in checkpoints.arrays(step) if name.startswith(("m.", "v."))]
-        experts = saved_experts(model, shape, checkpoints.folder_of(step))
+        moments = [name for name in checkpoints.array_names(step) if name.startswith(("m.", "v."))]
+        experts = open_saved_experts(model, shape, checkpoints.step_folder(step))
         later = experts is not None and (experts_later or "weights" in experts.kinds)
         params = without_experts(shape.params) if later else shape.params
-        names = names_of_experts(checkpoints.arrays(step)) if later else []
+        names = expert_array_names(checkpoints.array_names(step)) if later else []
         wanted = TrainState(params, {}, {}, shape.router_bias, shape.step)
         state, _, _ = checkpoints.restore(
-            step, wanted, but=[*moments, *(name for name in names if name not in moments)]
+            step,
+            wanted,
+            skipped_arrays=[*moments, *(name for name in names if name not in moments)],
         )
         if experts is None or not later:
             return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias)
         if not experts_later:
-            state = read_missing_experts(state, shape, model.expert_layers, experts.weights, None)
-    read = experts.weights if experts_later else None
+            state = read_missing_experts(
+                state, shape, model.expert_layers, experts.read_weights, None
+            )
+    read = experts.read_weights if experts_later else None
     return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias, read)
 
 

@@ -21,16 +21,16 @@ from jmoe.data.image_batches import ImageBatch, all_train_batches, held_out_batc
 from jmoe.data.images import ImageTask
 from jmoe.mesh import BATCH, first_devices, make_mesh
 from jmoe.run.metrics import read_events, read_metrics
-from jmoe.run.planner import experts_line, tier_totals
+from jmoe.run.planner import tier_totals, tier_totals_text
 from jmoe.status import status
 from jmoe.training.expert_packing import max_over_processes, move_state
-from jmoe.training.session import Session, say
+from jmoe.training.session import Session, print_on_rank_0
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.experts import same_slots
 from jmoe.training.tasks.layouts import LayoutController
 from jmoe.training.tasks.run import state_from_run
 from jmoe.training.tasks.step import VisionTrainer
-from jmoe.training.tasks.summary import TaskResult, linear_accuracy, print_task_summary
+from jmoe.training.tasks.summary import TaskResult, linear_baseline_accuracy, print_task_summary
 from jmoe.training.tasks.trainer import ImageTrainer
 from jmoe.types import PyTree
 
@@ -102,9 +102,9 @@ class VisionSession(Session):
         """Return the next global batch of images, [devices, micro-batches, images, ...], from this
         process's images.
         """
-        return self._on_devices(next(self.batches))
+        return self._place_batch(next(self.batches))
 
-    def _on_devices(self, batch: ImageBatch) -> ImageBatch:
+    def _place_batch(self, batch: ImageBatch) -> ImageBatch:
         sharding = NamedSharding(self.mesh, BATCH)
         placed: ImageBatch = jax.tree.map(
             lambda a: jax.make_array_from_process_local_data(sharding, a), batch
@@ -121,17 +121,17 @@ class VisionSession(Session):
         trainer, layouts = self.trainer, self.layouts
         assert isinstance(trainer, ImageTrainer)
         reasons, measured = [], dict[str, float]()
-        if self.resizing is not None and self.resizing.requested(step):
-            reasons.append(self._resize(step))
+        if self.resizing is not None and self.resizing.is_due(step):
+            reasons.append(self._apply_requested_devices(step))
         if layouts.is_due(step):
             assert isinstance(trainer, VisionTrainer)
             with (
                 self.watchdog.waiting_for("what images take before step", step),
-                status("timing the tasks", say),
+                status("timing the tasks", print_on_rank_0),
             ):
-                measured = self._image_s(trainer, state)
+                measured = self._measure_seconds_per_image(trainer, state)
             reasons.append(layouts.replan(step, measured))
-        layout, mesh = layouts.layout(step), self.mesh
+        layout, mesh = layouts.layout_at_step(step), self.mesh
         if layout.shares != trainer.layout.shares:
             if not reasons:
                 ended = [
@@ -149,13 +149,13 @@ class VisionSession(Session):
                 first = jax.process_index() * each
                 self.batches.set_layout(layout, first, first + each)
                 self.idle = IdleTime()
-                self.trainer = trainer.in_layout(mesh, layout)
+                self.trainer = trainer.with_layout(mesh, layout)
                 if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
                     state = move_state(state, trainer, self.trainer)
                 self.mesh = mesh
             reasons += self.trainer.notes
         if reasons:
-            say(f"layout before step {step}: " + "\n".join(reasons))
+            print_on_rank_0(f"layout before step {step}: " + "\n".join(reasons))
             if self.log is not None:
                 images = [
                     {layout.tasks[share.task].name: share.size for share in own}
@@ -166,16 +166,18 @@ class VisionSession(Session):
                 )
         return state
 
-    def _image_s(self, trainer: VisionTrainer, state: TrainState) -> dict[str, float]:
+    def _measure_seconds_per_image(
+        self, trainer: VisionTrainer, state: TrainState
+    ) -> dict[str, float]:
         """Return the measured seconds per image of each active task, the same on every process."""
         numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
-        samples = [self._on_devices(self.batches.peek_micro_batch(number)) for number in numbers]
-        seconds = max_over_processes(trainer.image_s(state, samples))
+        samples = [self._place_batch(self.batches.peek_micro_batch(number)) for number in numbers]
+        seconds = max_over_processes(trainer.measure_seconds_per_image(state, samples))
         return {
             self.corpus[number].name: value for number, value in zip(numbers, seconds, strict=True)
         }
 
-    def _resize(self, step: int) -> str:
+    def _apply_requested_devices(self, step: int) -> str:
         """Use the number of devices in the output folder's `DEVICES_FILE`; return a line that says
         so, or why nothing changed.
         """
@@ -187,7 +189,7 @@ class VisionSession(Session):
                 f"{DEVICES_FILE} {self.resizing.times}", path.read_text, limit_s
             ).strip()
             check(text.isascii() and text.isdigit(), str(path), text, "must be a number of devices")
-            self.layouts.resize(step, int(text))
+            self.layouts.set_num_devices(step, int(text))
         except (OSError, ValueError) as error:
             return f"warning: {self.resizing.name} changes nothing: {error}"
         return f"{text} devices, as {path} says"
@@ -197,27 +199,28 @@ class VisionSession(Session):
         assert isinstance(self.trainer, ImageTrainer)
         step, begun, devices = int(state.step), time.perf_counter(), self.mesh.size
         images = sum(len(task.held_out.labels) for task in self.corpus)
-        doing = status(f"evaluating on {images:,} held-out images", say)
+        doing = status(f"evaluating on {images:,} held-out images", print_on_rank_0)
         sums_3A = np.zeros((3, len(self.corpus)))
         sharding = NamedSharding(self.mesh, BATCH)
         sizes = (devices, -(-EVALUATION_IMAGES // devices))
         compared = np.flatnonzero(self.trainer.is_contrastive)
 
-        def put(batch: ImageBatch) -> PyTree:
-            def place(a: np.ndarray) -> jax.Array:
+        def place_batch(batch: ImageBatch) -> PyTree:
+            def place_array(a: np.ndarray) -> jax.Array:
                 return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
 
-            return jax.tree.map(place, batch)
+            return jax.tree.map(place_array, batch)
 
         with self.watchdog.waiting_for("evaluation after step", step), doing:
             homes, numbers = self.trainer.homes, compared.tolist()
             train = all_train_batches(self.corpus, numbers, homes, *sizes) if numbers else iter(())
-            means = self.trainer.class_means(state, map(put, train))
+            means = self.trainer.class_mean_embeddings(state, map(place_batch, train))
             batches = held_out_batches(self.corpus, homes, *sizes)
             while some := [
-                put(batch) for batch in itertools.islice(batches, self.trainer.evaluation_batches)
+                place_batch(batch)
+                for batch in itertools.islice(batches, self.trainer.evaluation_batches)
             ]:
-                sums_3A += sum(map(np.asarray, self.trainer.evaluate(state, some, means)))
+                sums_3A += sum(map(np.asarray, self.trainer.evaluate_batches(state, some, means)))
             idle = self.idle.by_device(devices)
         if self.log is not None and not all(map(math.isnan, idle)):
             self.log.write_event(
@@ -227,10 +230,12 @@ class VisionSession(Session):
         names = [task.name for task in self.corpus]
         loss, accuracy = dict(zip(names, nll_A.tolist())), dict(zip(names, accuracy_A.tolist()))
         listed = ", ".join(f"{name} {value:.1%}" for name, value in accuracy.items())
-        say(f"held-out accuracy after {step} steps: {listed} ({time.perf_counter() - begun:.1f} s)")
-        paths = self.trainer.paths(state)
+        print_on_rank_0(
+            f"held-out accuracy after {step} steps: {listed} ({time.perf_counter() - begun:.1f} s)"
+        )
+        paths = self.trainer.task_paths(state)
         if paths != self.paths:
-            say(
+            print_on_rank_0(
                 "paths learned so far: "
                 + ", ".join(f"{name} {' '.join(map(str, p))}" for name, p in paths.items())
             )
@@ -241,7 +246,7 @@ class VisionSession(Session):
             )
         return accuracy
 
-    def evaluate_first(self, state: TrainState) -> dict[str, float] | None:
+    def evaluate_step_0(self, state: TrainState) -> dict[str, float] | None:
         """Return the accuracies of step 0, computed now or read from the log of the run that began
         there; None if they were not computed.
         """
@@ -251,7 +256,7 @@ class VisionSession(Session):
         first = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
         return first[0]["task_accuracy"] if first else None
 
-    def report(self) -> Path:
+    def draw_report(self) -> Path:
         """Draw the run's plots so far and return the path of the picture."""
         # Imported here because it loads matplotlib, which only process 0 needs.
         from jmoe.training.tasks.report import write_task_report
@@ -259,26 +264,29 @@ class VisionSession(Session):
         assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
         return write_task_report(self.output_dir, self.config, self.trainer.layout)
 
-    def finish(self, state: TrainState, before: dict[str, float] | None) -> None:
-        """Evaluate, then print the table of tasks and the path of the picture. before: the result
-        of `evaluate_first`.
+    def evaluate_and_summarize(
+        self, state: TrainState, first_accuracies: dict[str, float] | None
+    ) -> None:
+        """Evaluate, then print the table of tasks and the path of the picture.
+
+        first_accuracies: the result of `evaluate_step_0`.
         """
         accuracy = self.evaluate(state)
         totals = {} if self.config.tiers.all_on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return
         assert isinstance(self.config, VisionTrainConfig)
-        with status("fitting a linear model to each task's pixels", say):
-            linear = {task.name: linear_accuracy(task) for task in self.corpus}
-        with status("drawing the report", say):
-            path = self.report()
+        with status("fitting a linear model to each task's pixels", print_on_rank_0):
+            linear = {task.name: linear_baseline_accuracy(task) for task in self.corpus}
+        with status("drawing the report", print_on_rank_0):
+            path = self.draw_report()
         measured = [line for line in read_metrics(self.log.path) if not line.get("compiled")]
         step_s = median(line["step_s"] for line in measured) if measured else float("nan")
         results = [
             TaskResult(
                 name=task.name,
                 num_classes=len(task.classes),
-                before=None if before is None else before[task.name],
+                before=None if first_accuracies is None else first_accuracies[task.name],
                 accuracy=accuracy[task.name],
                 linear=linear[task.name],
                 images_per_s=self.config.tasks[task.name].batch_size / step_s,
@@ -288,4 +296,4 @@ class VisionSession(Session):
         ]
         print_task_summary(results, path)
         if totals:
-            say(experts_line(totals))
+            print_on_rank_0(tier_totals_text(totals))

@@ -54,7 +54,7 @@ from jmoe.training.gradient_reduction import reduce_gradients_local, squared_nor
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState, read_missing_experts
 from jmoe.training.tasks.experts import TaskSlots, task_experts_of, task_slots, with_task_experts
-from jmoe.training.tasks.layouts import notes_of
+from jmoe.training.tasks.layouts import layout_notes
 from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
 from jmoe.training.update import (
     dropped_tokens,
@@ -68,7 +68,7 @@ from jmoe.types import PyTree
 OF_TASKS = ("heads", "path_logits")  # subtrees of the parameters with one entry per task
 
 
-def _trees(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
+def _params_and_moments(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
     return state.params, state.m, state.v
 
 
@@ -80,7 +80,7 @@ def active_tasks(config: VisionTrainConfig, layout: Layout) -> list[str]:
     return [name for name in config.tasks if name in active]
 
 
-def ended_experts(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[np.bool_]:
+def ended_expert_mask(config: VisionTrainConfig, active: Sequence[str]) -> NDArray[np.bool_]:
     """Return bool [N, E] over task-routed layers: whether only ended tasks' paths name
     the expert.
     """
@@ -108,7 +108,7 @@ def restore_ended_tasks(
     if len(active) == len(config.tasks):
         return new
 
-    def kept(path: KeyPath, was: jax.Array, now: jax.Array) -> jax.Array:
+    def restored_leaf(path: KeyPath, was: jax.Array, now: jax.Array) -> jax.Array:
         names = path_names(path)
         if names[0] in OF_TASKS:
             return now if names[1] in active else was
@@ -117,14 +117,14 @@ def restore_ended_tasks(
         return now
 
     trees = (
-        jax.tree_util.tree_map_with_path(kept, *pair)
-        for pair in zip(_trees(old), _trees(new), strict=True)
+        jax.tree_util.tree_map_with_path(restored_leaf, *pair)
+        for pair in zip(_params_and_moments(old), _params_and_moments(new), strict=True)
     )
     params, m, v = trees
     return dataclasses.replace(new, params=params, m=m, v=v)
 
 
-def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
+def draw_step_paths(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
     """Return the random draw of a step for learning paths; None if paths are fixed.
 
     The draw depends only on the seed, the step and the numbers of tasks and layers, not on the
@@ -139,7 +139,7 @@ def draw_of(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
     return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
 
 
-def paths_of(
+def task_paths(
     config: VisionTrainConfig, state: TrainState, mesh: Mesh
 ) -> dict[str, tuple[int, ...]]:
     """Return each task's path: its expert in each task-routed layer, learned or configured."""
@@ -172,15 +172,15 @@ class ShardedVision(ShardedModel):
         super().__init__(config, mesh, {})
         self._saved_specs = self.specs
         if slots is not None:
-            dims = jax.tree.map(self._split_dim, task_experts_of(self.shapes))
+            dims = jax.tree.map(self._saved_split_dim, task_experts_of(self.shapes))
             split = jax.tree.map(lambda dim: REPLICATED if dim < 0 else split_over(ALL, dim), dims)
             own = jax.tree.map(lambda _: split_over(ALL, 1), dims)
             self._saved_specs = with_task_experts(self.specs, split)
             self.specs = with_task_experts(self.specs, own)
-            self._to_saved = self._mover(slots.to_saved_local, dims, own, split)
-            self._from_saved = self._mover(slots.from_saved_local, dims, split, own)
+            self._to_saved = self._conversion_program(slots.to_saved_local, dims, own, split)
+            self._from_saved = self._conversion_program(slots.from_saved_local, dims, split, own)
 
-    def _split_dim(self, shape: jax.ShapeDtypeStruct) -> int:
+    def _saved_split_dim(self, shape: jax.ShapeDtypeStruct) -> int:
         """Return the dimension of a stack of experts that devices split in a checkpoint; -1 if no
         dimension is divisible.
         """
@@ -188,13 +188,13 @@ class ShardedVision(ShardedModel):
             (dim for dim in range(2, shape.ndim) if shape.shape[dim] % self.mesh.size == 0), -1
         )
 
-    def build(self) -> VisionTransformer:
+    def build_model(self) -> VisionTransformer:
         """Return the model with random parameters; task-routed layers have as many experts as a
         device has slots.
         """
-        return self._build(0 if self.slots is None else self.slots.num_slots)
+        return self._build_with_experts(0 if self.slots is None else self.slots.num_slots)
 
-    def _build(self, task_experts: int) -> VisionTransformer:
+    def _build_with_experts(self, task_experts: int) -> VisionTransformer:
         config = self._config
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange)
         paths = [task.path for task in config.tasks.values()]
@@ -208,14 +208,14 @@ class ShardedVision(ShardedModel):
 
     # Conversion of task-routed experts between training's slots and a checkpoint
 
-    def fresh_state(self) -> TrainState:
+    def initial_saved_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
-        _, params, bias = split_parameters(self._build(0))
+        _, params, bias = split_parameters(self._build_with_experts(0))
         return TrainState.at_step_0(nnx.to_pure_dict(params), nnx.to_pure_dict(bias))
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training."""
-        return self.from_saved(self.fresh_state())
+        return self.from_saved(self.initial_saved_state())
 
     @property
     def saved_shape(self) -> TrainState:
@@ -226,23 +226,31 @@ class ShardedVision(ShardedModel):
         specs, specs_now = self._saved_specs, self.state_specs
         saved = TrainState(specs, specs, specs, specs_now.router_bias, specs_now.step)
         shape: TrainState = jax.tree.map(
-            place, jax.eval_shape(self.fresh_state), shardings(saved, self.mesh)
+            place, jax.eval_shape(self.initial_saved_state), shardings(saved, self.mesh)
         )
         return shape
 
     def to_saved(self, state: TrainState) -> TrainState:
         """Return `state` in the layout of a checkpoint."""
-        return state if self.slots is None else state.map(partial(self._moved, self._to_saved))
+        return (
+            state
+            if self.slots is None
+            else state.map_params_and_moments(partial(self._convert_task_experts, self._to_saved))
+        )
 
     def from_saved(self, state: TrainState) -> TrainState:
         """Return a checkpoint's state in the layout used by training."""
-        return state if self.slots is None else state.map(partial(self._moved, self._from_saved))
+        return (
+            state
+            if self.slots is None
+            else state.map_params_and_moments(partial(self._convert_task_experts, self._from_saved))
+        )
 
     @staticmethod
-    def _moved(program: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    def _convert_task_experts(program: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         return with_task_experts(tree, program(task_experts_of(tree)))
 
-    def _mover(
+    def _conversion_program(
         self,
         move: Callable[[jax.Array, int], jax.Array],
         dims: PyTree,
@@ -258,16 +266,18 @@ class ShardedVision(ShardedModel):
         )
         return jax.jit(program, out_shardings=shardings(out_specs, self.mesh))
 
-    def gather_all(self, params: PyTree) -> PyTree:
+    def gather_all_params(self, params: PyTree) -> PyTree:
         """Return all parameters unsharded, in their compute dtype; experts stay on their
         devices.
         """
         with jax.named_scope("gather"):
-            outside = self.gather(
+            outside = self.gather_params(
                 {name: tree for name, tree in params.items() if name not in STACKS.values()}
             )
             stacks = {name: tree for name, tree in params.items() if name in STACKS.values()}
-            return outside | {name: jax.vmap(self.gather)(tree) for name, tree in stacks.items()}
+            return outside | {
+                name: jax.vmap(self.gather_params)(tree) for name, tree in stacks.items()
+            }
 
 
 class VisionTrainer:
@@ -277,7 +287,7 @@ class VisionTrainer:
 
     evaluation_batches = 1
     records: RecordCheckpoints | None = None
-    progress: Callable[[], object] | None = None
+    progress_counters: Callable[[], object] | None = None
 
     def __init__(
         self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout
@@ -312,9 +322,9 @@ class VisionTrainer:
         """Lines to print: the tasks and memory of each device; empty unless an elastic layout gives
         devices different work.
         """
-        return notes_of(self.config, self.layout)
+        return layout_notes(self.config, self.layout)
 
-    def in_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":
+    def with_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":
         """Return a trainer of the same run with another layout, on `mesh`. The caller moves the
         state.
         """
@@ -331,13 +341,13 @@ class VisionTrainer:
         grads, metrics = self.gradients_local(state, batch, full_capacity=full_capacity)
         num_devices = self.model.mesh.size
         with jax.named_scope("reduce_gradients"):
-            grads, squares = self._reduce_with_squares_local(grads)
+            grads, squares = self._reduce_with_norms_local(grads)
             metrics = sum_over_mesh(num_devices, metrics)
         squares = sum_over_mesh(num_devices, squares)
         new, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self._restore_ended_tasks(state, new), metrics
 
-    def _reduce_with_squares_local(self, grads: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
+    def _reduce_with_norms_local(self, grads: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         """Return (gradients summed over the devices that hold each parameter, this device's addends
         to their squared norms).
         """
@@ -345,23 +355,25 @@ class VisionTrainer:
             grads = reduce_gradients_local(grads, self.model)
             return grads, squared_norms_local(grads, self.model)
         with jax.named_scope("experts_of_tasks"):
-            experts = self.slots.reduced_local(task_experts_of(grads))
+            experts = self.slots.reduce_experts_local(task_experts_of(grads))
         rest = reduce_gradients_local(with_task_experts(grads, {}), self.model)
         squares = squared_norms_local(rest, self.model)
-        squares |= {"task_layers": squares["task_layers"] + self.slots.squares_local(experts)}
+        squares |= {"task_layers": squares["task_layers"] + self.slots.squared_norms_local(experts)}
         return with_task_experts(rest, experts), squares
 
     def _restore_ended_tasks(self, old: TrainState, new: TrainState) -> TrainState:
         """Return `new`, with the heads and paths of ended tasks, and the experts that only these
         tasks name, from `old`.
         """
-        ended_NE = ended_experts(self.config, self.losses.active)
+        ended_NE = ended_expert_mask(self.config, self.losses.active)
         if self.slots is not None:
             of_slot = np.maximum(self.slots.experts_RNS, 0)
             ended_RNS = ended_NE[np.arange(len(ended_NE))[:, None], of_slot] & (
                 self.slots.experts_RNS >= 0
             )
-        ended = jnp.asarray(ended_NE) if self.slots is None else self.slots.of_device(ended_RNS)
+        ended = (
+            jnp.asarray(ended_NE) if self.slots is None else self.slots.device_row_local(ended_RNS)
+        )
         return restore_ended_tasks(self.config, self.losses.active, (old, new), ended)
 
     def gradients_local(
@@ -371,33 +383,41 @@ class VisionTrainer:
 
         The gradients of sharded parameters are reduced onto their shards already.
         """
-        gathered, scatter = jax.vjp(self.model.gather_all, state.params)
-        draw = draw_of(self.config, state.step)
-        contrast = self._contrast(gathered, state, batch, draw, full_capacity=full_capacity)
+        gathered, scatter = jax.vjp(self.model.gather_all_params, state.params)
+        draw = draw_step_paths(self.config, state.step)
+        contrast = self._contrastive_terms(
+            gathered, state, batch, draw, full_capacity=full_capacity
+        )
         loss_and_gradients = jax.value_and_grad(
             partial(self.loss_local, full_capacity=full_capacity), has_aux=True
         )
 
-        def one(index: jax.Array | int) -> tuple[PyTree, Metrics]:
+        def micro_batch_gradients(index: jax.Array | int) -> tuple[PyTree, Metrics]:
             (_, metrics), grads = loss_and_gradients(
-                gathered, state.router_bias, _micro_batch(batch, index), draw, _at(contrast, index)
+                gathered,
+                state.router_bias,
+                _take_micro_batch(batch, index),
+                draw,
+                _take_contrast(contrast, index),
             )
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
         counts = [images // self.micro_batch for images in self.layout.images_per_device]
         if max(counts) == 1:
-            grads, metrics = one(0)
+            grads, metrics = micro_batch_gradients(0)
         else:
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0))
+            zeros = jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(micro_batch_gradients, 0)
+            )
             # Trip counts may differ between devices: the loop's body holds no collective then.
-            own = _of_device(counts)
+            own = _own_entry_local(counts)
             grads, metrics = lax.fori_loop(
-                0, own, lambda i, sums: jax.tree.map(jnp.add, sums, one(i)), zeros
+                0, own, lambda i, sums: jax.tree.map(jnp.add, sums, micro_batch_gradients(i)), zeros
             )
         (reduced,) = scatter(jax.tree.map(lambda g, w: g.astype(w.dtype), grads, gathered))
         return reduced, metrics
 
-    def _contrast(
+    def _contrastive_terms(
         self,
         params: PyTree,
         state: TrainState,
@@ -420,15 +440,15 @@ class VisionTrainer:
             for d, images in enumerate(self.layout.images_per_device)
         ]
 
-        def embed(index: jax.Array | int, z_MBC: jax.Array) -> jax.Array:
-            logits_BY, _ = self._forward(
-                params, state.router_bias, _micro_batch(batch, index), **options
+        def embed_micro_batch(index: jax.Array | int, z_MBC: jax.Array) -> jax.Array:
+            logits_BY, _ = self._run_model_local(
+                params, state.router_bias, _take_micro_batch(batch, index), **options
             )
             return z_MBC.at[index].set(self.losses.embeddings(logits_BY))
 
         with jax.named_scope("contrast"):
             zeros = jnp.zeros((*batch.label[0].shape, self.losses.embedding_size), jnp.float32)
-            z_MBC = lax.fori_loop(0, _of_device(counts), embed, zeros)
+            z_MBC = lax.fori_loop(0, _own_entry_local(counts), embed_micro_batch, zeros)
             return self.losses.contrastive_terms(z_MBC, jax.tree.map(lambda a: a[0], batch))
 
     def loss_local(
@@ -451,32 +471,34 @@ class VisionTrainer:
             "remat": config.remat,
             "draw": draw,
         }
-        logits_BY, stats = self._forward(params, router_bias, batch, **options)
+        logits_BY, stats = self._run_model_local(params, router_bias, batch, **options)
         loss, metrics = self.losses.loss(logits_BY, batch, contrast)
         if stats is None:
             return loss, metrics
-        z = self.losses.z_loss(stats.z_sum)
+        z = self.losses.weighted_z_loss(stats.z_sum)
         metrics |= {
             "balance_loss": jnp.zeros((), jnp.float32),
             "z_loss": z,
             "counts": stats.counts_E,
-            "entropy": stats.entropy_sum / self.losses.step_tokens,
+            "entropy": stats.entropy_sum / self.losses.patches_per_step,
             "dropped": stats.dropped,
         }
         return loss + z, lax.stop_gradient(metrics)
 
-    def _forward(
+    def _run_model_local(
         self, params: PyTree, router_bias: PyTree, batch: ImageBatch, **options: PyTree
     ) -> PyTree:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
-        options |= {} if self.slots is None else {"slot_NE": self.slots.slots_local()}
-        return self.model.merge(params, router_bias)(
+        options |= {} if self.slots is None else {"slot_NE": self.slots.expert_slots_local()}
+        return self.model.merge_params(params, router_bias)(
             pixels, batch.task, dtype=self.model.dtype, **options
         )
 
     # Measuring
 
-    def image_s(self, state: TrainState, samples: Sequence[ImageBatch]) -> list[float]:
+    def measure_seconds_per_image(
+        self, state: TrainState, samples: Sequence[ImageBatch]
+    ) -> list[float]:
         """Return the measured seconds per image of each sample on this process's devices.
 
         Times the forward and backward pass without the step's collectives; the median of several
@@ -486,15 +508,15 @@ class VisionTrainer:
         spec = self.model.state_specs
         sharded = partial(jax.shard_map, mesh=self.model.mesh, check_vma=False)
 
-        def gather_parameter_local(state: TrainState) -> PyTree:
-            return jax.tree.map(lambda a: a[None], self.model.gather_all(state.params))
+        def gather_params_local(state: TrainState) -> PyTree:
+            return jax.tree.map(lambda a: a[None], self.model.gather_all_params(state.params))
 
         def gradients_local(params: PyTree, router_bias: PyTree, batch: ImageBatch) -> jax.Array:
             own, part = jax.tree.map(lambda a: a[0], params), jax.tree.map(lambda a: a[0, 0], batch)
             loss = partial(self.loss_local, full_capacity=False)
-            draw = draw_of(self.config, jnp.int32(0))
+            draw = draw_step_paths(self.config, jnp.int32(0))
             contrast = (
-                self._sample_contrast(own, router_bias, part, draw)
+                self._placeholder_contrast(own, router_bias, part, draw)
                 if self.is_contrastive.any()
                 else None
             )
@@ -503,7 +525,7 @@ class VisionTrainer:
                 [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
             ).sum()[None]
 
-        params = jax.jit(sharded(gather_parameter_local, in_specs=(spec,), out_specs=BATCH))(state)
+        params = jax.jit(sharded(gather_params_local, in_specs=(spec,), out_specs=BATCH))(state)
         in_specs = (BATCH, spec.router_bias, BATCH)
         program = jax.jit(sharded(gradients_local, in_specs=in_specs, out_specs=BATCH))
         # Samples alternate, so that a passing slowdown of the machine affects all of them.
@@ -515,20 +537,22 @@ class VisionTrainer:
         seconds = np.median(rounds[1:], axis=0) / sizes  # the first round compiles
         return [float(value) for value in seconds]
 
-    def _sample_contrast(
+    def _placeholder_contrast(
         self, params: PyTree, router_bias: PyTree, batch: ImageBatch, draw: PathDraw | None
     ) -> Contrast:
         """Return placeholder contrastive terms for timing; the embeddings are computed at the same
         cost as in a step.
         """
 
-        def embed() -> jax.Array:
+        def embed_images() -> jax.Array:
             return self.losses.embeddings(
-                self._forward(params, router_bias, batch, train=True, draw=draw)[0]
+                self._run_model_local(params, router_bias, batch, train=True, draw=draw)[0]
             )
 
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed))
-        z_BC = lax.cond(jnp.asarray(self.is_contrastive)[batch.task[0]], embed, lambda: nothing)
+        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed_images))
+        z_BC = lax.cond(
+            jnp.asarray(self.is_contrastive)[batch.task[0]], embed_images, lambda: nothing
+        )
         return Contrast(lax.stop_gradient(z_BC), batch.weight, batch.weight)
 
     # Without gradients
@@ -539,18 +563,20 @@ class VisionTrainer:
         """Return ([K, C] sums of each class's embeddings, dropped assignments), both over all
         devices.
         """
-        part = _micro_batch(batch, 0)
-        params = self.model.gather_all(state.params)
-        logits_BY, stats = self._forward(
+        part = _take_micro_batch(batch, 0)
+        params = self.model.gather_all_params(state.params)
+        logits_BY, stats = self._run_model_local(
             params, state.router_bias, part, full_capacity=full_capacity
         )
-        return lax.psum(self.losses.class_sums(logits_BY, part), ALL), dropped_tokens(stats)
+        return lax.psum(self.losses.class_embedding_sums(logits_BY, part), ALL), dropped_tokens(
+            stats
+        )
 
-    def class_means(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
+    def class_mean_embeddings(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
         """Return [K, C], for each class of contrastive tasks a vector in the direction of its mean
         embedding.
 
-        batches: training images of these tasks. Pass the result to `evaluate`.
+        batches: training images of these tasks. Pass the result to `evaluate_batches`.
         """
         sums = np.zeros(self.losses.class_means_shape, np.float32)
         for batch in batches:
@@ -560,32 +586,32 @@ class VisionTrainer:
     def _evaluate_local(
         self, state: TrainState, batch: ImageBatch, means_KC: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        part = _micro_batch(batch, 0)
-        params = self.model.gather_all(state.params)
-        logits_BY, stats = self._forward(
+        part = _take_micro_batch(batch, 0)
+        params = self.model.gather_all_params(state.params)
+        logits_BY, stats = self._run_model_local(
             params, state.router_bias, part, full_capacity=full_capacity
         )
-        return lax.psum(self.losses.evaluation(logits_BY, part, means_KC), ALL), dropped_tokens(
-            stats
-        )
+        return lax.psum(
+            self.losses.evaluation_sums(logits_BY, part, means_KC), ALL
+        ), dropped_tokens(stats)
 
-    def evaluate(
+    def evaluate_batches(
         self, state: TrainState, batches: Sequence[PyTree], class_means: jax.Array | None = None
     ) -> list[jax.Array]:
         """Return float32 [3, A] for each batch: per task, the summed negative log-likelihood in
         nats, correct images, and images.
 
-        class_means: from `class_means`; an image of a contrastive task is classified by the most
-        similar mean.
+        class_means: from `class_mean_embeddings`; an image of a contrastive task is classified by
+        the most similar mean.
         """
-        means = self.class_means(state, []) if class_means is None else class_means
+        means = self.class_mean_embeddings(state, []) if class_means is None else class_means
         return [
             run_without_drops(partial(self._evaluate, state, batch, means)) for batch in batches
         ]
 
-    def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
+    def task_paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return each task's path: its expert in each task-routed layer, learned or configured."""
-        return paths_of(self.config, state, self.model.mesh)
+        return task_paths(self.config, state, self.model.mesh)
 
     # Checkpoints
 
@@ -615,7 +641,7 @@ class VisionTrainer:
         """Do nothing: this trainer has no threads."""
 
 
-def _micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
+def _take_micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
     """Return one of this device's micro-batches, without the device dimension."""
     part: ImageBatch = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch
@@ -623,14 +649,14 @@ def _micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
     return part
 
 
-def _at(contrast: Contrast | None, index: jax.Array | int) -> Contrast | None:
+def _take_contrast(contrast: Contrast | None, index: jax.Array | int) -> Contrast | None:
     part: Contrast | None = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast
     )
     return part
 
 
-def _of_device(values: Sequence[int]) -> PyTree:
+def _own_entry_local(values: Sequence[int]) -> PyTree:
     """Return this device's entry of `values`: a Python number if all are equal, else a traced
     scalar.
     """

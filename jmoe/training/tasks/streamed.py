@@ -27,13 +27,13 @@ from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import Layout
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import Params
-from jmoe.training.streamed.programs import compiled_for
+from jmoe.training.streamed.programs import jit_over_mesh
 from jmoe.training.streamed.runner import Pass, StreamedRunner, state_without_experts
 from jmoe.training.tasks.experts import task_slots
-from jmoe.training.tasks.layouts import notes_of, tiers_line
+from jmoe.training.tasks.layouts import layout_notes, tiers_line
 from jmoe.training.tasks.losses import Contrast
-from jmoe.training.tasks.step import ended_experts, paths_of
-from jmoe.training.tasks.streamed_model import StreamedVision, TaskMicroBatch, split_micro_batches
+from jmoe.training.tasks.step import ended_expert_mask, task_paths
+from jmoe.training.tasks.streamed_model import StreamedVision, TaskMicroBatch, own_micro_batches
 from jmoe.types import PyTree
 
 
@@ -43,20 +43,20 @@ class _TaskPrograms:
 
     split: Callable[[ImageBatch], list[ImageBatch]]
     embeddings: Callable[..., jax.Array]
-    compare: Callable[..., list[Contrast]]
-    class_sums: Callable[..., jax.Array]
-    evaluation: Callable[..., jax.Array]
+    contrastive_terms: Callable[..., list[Contrast]]
+    class_embedding_sums: Callable[..., jax.Array]
+    evaluation_sums: Callable[..., jax.Array]
 
 
-def _compile_tasks(model: StreamedVision) -> _TaskPrograms:
-    make, micro_batch = partial(compiled_for, model), model.micro_batch_spec
+def _make_task_programs(model: StreamedVision) -> _TaskPrograms:
+    make, micro_batch = partial(jit_over_mesh, model), model.micro_batch_spec
     head = REPLICATED, BATCH, micro_batch
     return _TaskPrograms(
-        split=make(split_micro_batches, BATCH, out=BATCH),
+        split=make(own_micro_batches, BATCH, out=BATCH),
         embeddings=make(model.embeddings, *head, out=BATCH),
-        compare=make(model.compare, BATCH, BATCH, out=BATCH),
-        class_sums=make(model.class_sums, *head, out=REPLICATED),
-        evaluation=make(model.evaluation, *head, REPLICATED, out=REPLICATED),
+        contrastive_terms=make(model.contrastive_terms, BATCH, BATCH, out=BATCH),
+        class_embedding_sums=make(model.class_embedding_sums, *head, out=REPLICATED),
+        evaluation_sums=make(model.evaluation_sums, *head, REPLICATED, out=REPLICATED),
     )
 
 
@@ -84,7 +84,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         self.model, self.losses, self._tasks = (
             streamed.vision,
             streamed.losses,
-            _compile_tasks(streamed),
+            _make_task_programs(streamed),
         )
         self.is_contrastive = self.losses.is_contrastive
         everywhere = (tuple(range(mesh.size)),) * len(config.tasks)
@@ -100,14 +100,14 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         images = max(layout.images_per_device) * config.gradient_accumulation_steps
         self.evaluation_batches = len(self._layers) * images // layout.largest_micro_batch
         if before is not None:
-            self._freeze()
+            self._freeze_ended_experts()
 
     @property
     def notes(self) -> list[str]:
         """The layout, the experts' tiers and their bytes, as lines to print."""
-        return [*notes_of(self.config, self.layout), tiers_line(self.config), self.stores.note]
+        return [*layout_notes(self.config, self.layout), tiers_line(self.config), self.stores.note]
 
-    def in_layout(self, mesh: Mesh, layout: Layout) -> Self:
+    def with_layout(self, mesh: Mesh, layout: Layout) -> Self:
         """Return a trainer of the same run with another layout on the same mesh; the state stays
         valid.
         """
@@ -145,8 +145,8 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         """Return the state for a checkpoint, without experts, and prepare their records; see
         `StreamedTrainer.save_state`.
         """
-        with self._opened.guard():
-            self.stores.save(self._opened)
+        with self._open_experts.permanent_errors():
+            self.stores.prepare_checkpoint(self._open_experts)
             return state
 
     def load_state(
@@ -158,13 +158,13 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         """Return the training state, and load experts onto their tiers one layer at a time.
         weights, moments: both None if the records are in place already.
         """
-        self._load(int(saved.step), weights, moments)
-        self._freeze()
+        self._load_experts(int(saved.step), weights, moments)
+        self._freeze_ended_experts()
         return saved
 
-    def _freeze(self) -> None:
+    def _freeze_ended_experts(self) -> None:
         """Exclude the experts that only ended tasks name from further optimizer steps."""
-        ended_NE = ended_experts(self.config, self.losses.active)
+        ended_NE = ended_expert_mask(self.config, self.losses.active)
         if self.experts is None or not ended_NE.any():
             return
         records = [
@@ -172,7 +172,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
             for layer in self._record_layers
             if layer.kind == "task"
         ]
-        self.experts.freeze(np.concatenate(records))
+        self.experts.freeze_records(np.concatenate(records))
 
     # Passes
 
@@ -185,8 +185,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
     def _loss_gradients(
         self, run: Pass[TaskMicroBatch], xs: list[jax.Array], sums: Params
     ) -> tuple[list[PyTree], Params]:
-        """Compute the contrastive terms of all micro-batches, then continue as in
-        `StreamedRunner`.
+        """Return (losses per micro-batch, summed gradients of the parameters outside the layers),
+        after computing the contrastive terms of all micro-batches; replaces each entry of `xs` by
+        its gradient.
         """
         tasks = list(self.config.tasks)
         if any(self.is_contrastive[tasks.index(name)] for name in self.losses.active):
@@ -196,7 +197,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
                 for x, micro_batch in each
             ]
             contrasts = self._wait_for(
-                self._tasks.compare(z, [micro_batch.images for micro_batch in run.micro_batches])
+                self._tasks.contrastive_terms(
+                    z, [micro_batch.images for micro_batch in run.micro_batches]
+                )
             )
             pairs = zip(run.micro_batches, contrasts, strict=True)
             run.micro_batches = [
@@ -204,7 +207,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
             ]
         return super()._loss_gradients(run, xs, sums)
 
-    def _last_hidden(
+    def _each_last_hidden(
         self, state: TrainState, batches: Sequence[ImageBatch]
     ) -> Iterator[tuple[Params, jax.Array, TaskMicroBatch]]:
         """Yield (unsharded parameters outside the layers, last hidden states, images) for each
@@ -212,29 +215,33 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         """
         each = [self._wait_for(self._tasks.split(batch)) for batch in batches]
         micro_batches = [TaskMicroBatch(images) for images in itertools.chain(*each)]
-        outside, xs = self._hidden(state, micro_batches)
+        outside, xs = self._last_hidden(state, micro_batches)
         for x_BSD, micro_batch in zip(xs, micro_batches, strict=True):
             yield outside, x_BSD, micro_batch
 
-    def class_means(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
-        """Return [K, C]; see `VisionTrainer.class_means`."""
+    def class_mean_embeddings(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
+        """Return [K, C], for each class of contrastive tasks a vector in the direction of its mean
+        embedding over the images in `batches`.
+        """
         sums, rest = np.zeros(self.losses.class_means_shape, np.float32), iter(batches)
         while some := list(itertools.islice(rest, self.evaluation_batches)):
-            for args in self._last_hidden(state, some):
-                sums += np.asarray(self._wait_for(self._tasks.class_sums(*args)))
+            for args in self._each_last_hidden(state, some):
+                sums += np.asarray(self._wait_for(self._tasks.class_embedding_sums(*args)))
         return jnp.asarray(sums)
 
-    def evaluate(
+    def evaluate_batches(
         self,
         state: TrainState,
         batches: Sequence[PyTree],
         class_means: jax.Array | None = None,
     ) -> list[jax.Array]:
-        """Return float32 [3, A] for each batch; see `VisionTrainer.evaluate`."""
-        means = self.class_means(state, []) if class_means is None else class_means
-        hidden = self._last_hidden(state, batches)
-        return [jax.block_until_ready(self._tasks.evaluation(*args, means)) for args in hidden]
+        """Return float32 [3, A] for each batch: per task, the summed negative log-likelihood in
+        nats, correct images, and images. class_means: from `class_mean_embeddings`.
+        """
+        means = self.class_mean_embeddings(state, []) if class_means is None else class_means
+        hidden = self._each_last_hidden(state, batches)
+        return [jax.block_until_ready(self._tasks.evaluation_sums(*args, means)) for args in hidden]
 
-    def paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
+    def task_paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Return each task's path: its expert in each task-routed layer, learned or configured."""
-        return paths_of(self.config, state, self.mesh)
+        return task_paths(self.config, state, self.mesh)

@@ -40,7 +40,12 @@ from jmoe.training.streamed.model import (
 )
 from jmoe.training.tasks.experts import TaskSlots
 from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
-from jmoe.training.tasks.step import ShardedVision, active_tasks, draw_of, restore_ended_tasks
+from jmoe.training.tasks.step import (
+    ShardedVision,
+    active_tasks,
+    draw_step_paths,
+    restore_ended_tasks,
+)
 from jmoe.training.update import finish_step, sum_over_mesh
 from jmoe.types import PyTree
 
@@ -57,7 +62,7 @@ class TaskMicroBatch(NamedTuple):
     contrast: Contrast | None = None
 
 
-def _without_stacks(params: Params) -> Params:
+def _outside_params(params: Params) -> Params:
     return {name: tree for name, tree in params.items() if name not in STACKS.values()}
 
 
@@ -78,7 +83,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         # The same under the types of images, which the protocol's attributes do not have.
         self._config, self._slots = config, slots
         self.vision = self.sharded = ShardedVision(config, num_classes, mesh, slots)
-        self.modules, self.dtype = ModelModules.taken_from(self.sharded), self.sharded.dtype
+        self.modules, self.dtype = ModelModules.from_sharded(self.sharded), self.sharded.dtype
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
         # all devices have equally many images
         self._equal = len(set(layout.images_per_device)) == 1
@@ -88,18 +93,18 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         step: PyTree = REPLICATED
         self.micro_batch_spec = TaskMicroBatch(split, step, split)
 
-    def unsharded(self, params: Params, *, first: LayerKind) -> Unsharded:
-        gathered = self.vision.gather_all(params)
+    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> Unsharded:
+        gathered = self.vision.gather_all_params(params)
         stacks = {name: tree for name, tree in gathered.items() if name in STACKS.values()}
-        return Unsharded(_without_stacks(gathered), stacks, {}, None)
+        return Unsharded(_outside_params(gathered), stacks, {}, None)
 
     def embed(
         self, outside: Params, micro_batch: TaskMicroBatch
     ) -> tuple[jax.Array, list[Choices]]:
         module, task_B = self.modules.outside(outside), micro_batch.images.task
         x_BSD = module.embed(micro_batch.images.pixels.astype(jnp.float32) / 255.0, self.dtype)
-        draw = None if micro_batch.step is None else draw_of(self._config, micro_batch.step)
-        slot_NE = None if self._slots is None else self._slots.slots_local()
+        draw = None if micro_batch.step is None else draw_step_paths(self._config, micro_batch.step)
+        slot_NE = None if self._slots is None else self._slots.expert_slots_local()
         layers = range(len(self._config.model.task_layers))
         return x_BSD, [module.route_by_task(layer, task_B, draw, slot_NE) for layer in layers]
 
@@ -117,7 +122,11 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
     def auxiliary_loss(
         self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
     ) -> jax.Array:
-        return self.losses.z_loss(stats.z_sum) if kind == "moe" else jnp.zeros((), jnp.float32)
+        return (
+            self.losses.weighted_z_loss(stats.z_sum)
+            if kind == "moe"
+            else jnp.zeros((), jnp.float32)
+        )
 
     def _logits(self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch) -> jax.Array:
         module = self.modules.outside(outside)
@@ -141,7 +150,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         (doutside, dx_BSD), metrics = gradients(outside, x_BSD)
         return jax.tree.map(lambda a: a[None], metrics), dx_BSD, doutside
 
-    def metrics(self, step: StepResults) -> Metrics:
+    def device_metrics(self, step: StepResults) -> Metrics:
         added = partial(jax.tree.map, lambda *addends: sum(addend[0] for addend in addends))
         total: Metrics = added(*step.losses)
         if not step.stats:
@@ -150,12 +159,12 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         stats: MoEStats = jax.tree.map(lambda *values: jnp.stack(values), *layers)
         return total | {
             "balance_loss": jnp.zeros((), jnp.float32),
-            "z_loss": self.losses.z_loss(stats.z_sum),
-            "entropy": stats.entropy_sum / self.losses.step_tokens,
+            "z_loss": self.losses.weighted_z_loss(stats.z_sum),
+            "entropy": stats.entropy_sum / self.losses.patches_per_step,
         }
 
-    def reduced(self, params: Params, grads: StreamedGradients) -> Params:
-        gathered, scatter = jax.vjp(self.vision.gather_all, params)
+    def reduce_gradients(self, params: Params, grads: StreamedGradients) -> Params:
+        gathered, scatter = jax.vjp(self.vision.gather_all_params, params)
         stacks = {
             STACKS[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACKS[kind]]), leaves)
             for kind, leaves in grads.unbuffered.items()
@@ -164,7 +173,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         (reduced,) = scatter(jax.tree.map(lambda g, w: g[0].astype(w.dtype), own, gathered))
         return reduce_gradients_local(reduced, self.vision)
 
-    def finish(
+    def update_state(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
         new, metrics = finish_step(self.config, state, grads, squares, metrics)
@@ -176,10 +185,12 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
     def embeddings(
         self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch
     ) -> jax.Array:
-        """Return [B, C]; see `TaskLosses.embeddings`."""
+        """Return the images' unit embeddings [B, C], zero in the features of other tasks."""
         return self.losses.embeddings(self._logits(outside, x_BSD, micro_batch))
 
-    def compare(self, z_BC: Sequence[jax.Array], images: Sequence[ImageBatch]) -> list[Contrast]:
+    def contrastive_terms(
+        self, z_BC: Sequence[jax.Array], images: Sequence[ImageBatch]
+    ) -> list[Contrast]:
         """Return this device's contrastive-loss terms for each micro-batch. z_BC: embeddings of
         each micro-batch.
         """
@@ -187,25 +198,31 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         contrast = self.losses.contrastive_terms(jnp.stack(z_BC), batch)
         return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(images))]
 
-    def class_sums(
+    def class_embedding_sums(
         self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch
     ) -> jax.Array:
         """Return [K, C]: the sum of the embeddings of each class's images, over all devices."""
-        own = self.losses.class_sums(self._logits(outside, x_BSD, micro_batch), micro_batch.images)
+        own = self.losses.class_embedding_sums(
+            self._logits(outside, x_BSD, micro_batch), micro_batch.images
+        )
         total: jax.Array = sum_over_mesh(self.vision.mesh.size, own)
         return total
 
-    def evaluation(
+    def evaluation_sums(
         self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch, means_KC: jax.Array
     ) -> jax.Array:
-        """Return [3, A] over all devices' images; see `TaskLosses.evaluation`."""
+        """Return [3, A]: per task, the summed negative log-likelihood in nats, correct images, and
+        images, over all devices.
+
+        means_KC: see `TaskLosses.evaluation_sums`.
+        """
         logits_BY = self._logits(outside, x_BSD, micro_batch)
-        own = self.losses.evaluation(logits_BY, micro_batch.images, means_KC)
+        own = self.losses.evaluation_sums(logits_BY, micro_batch.images, means_KC)
         total: jax.Array = sum_over_mesh(self.vision.mesh.size, own)
         return total
 
 
-def split_micro_batches(batch: ImageBatch) -> list[ImageBatch]:
+def own_micro_batches(batch: ImageBatch) -> list[ImageBatch]:
     """Return this device's micro-batches as a list, without the device dimension."""
     number = batch.label.shape[1]
     return [jax.tree.map(lambda a, m=m: a[0, m], batch) for m in range(number)]

@@ -31,19 +31,19 @@ class TaskResult:
     path: tuple[int, ...] = ()  # the task's expert in each task-routed layer
 
 
-def linear_accuracy(task: ImageTask) -> float:
+def linear_baseline_accuracy(task: ImageTask) -> float:
     """Return the held-out accuracy of a linear classifier on raw pixels, fitted by ridge regression
     to one-hot targets.
     """
 
-    def inputs(split: Split) -> np.ndarray:
+    def pixels_and_bias(split: Split) -> np.ndarray:
         x = split.pixels.reshape(len(split.labels), -1) / 255.0
         return np.concatenate([x, np.ones((len(x), 1))], axis=1)
 
-    x, targets = inputs(task.train), np.eye(len(task.classes))[task.train.labels]
+    x, targets = pixels_and_bias(task.train), np.eye(len(task.classes))[task.train.labels]
     weights = np.linalg.solve(x.T @ x + RIDGE * np.eye(x.shape[1]), x.T @ targets)
     return float(
-        np.mean(np.argmax(inputs(task.held_out) @ weights, axis=1) == task.held_out.labels)
+        np.mean(np.argmax(pixels_and_bias(task.held_out) @ weights, axis=1) == task.held_out.labels)
     )
 
 

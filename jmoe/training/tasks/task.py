@@ -16,9 +16,9 @@ from jmoe.planning.elastic import Layout
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import has_checkpoint
 from jmoe.run.snapshots import Snapshots
-from jmoe.training.session import say
+from jmoe.training.session import print_on_rank_0
 from jmoe.training.task import Setup, TrainingData, open_session
-from jmoe.training.tasks.layouts import layout_of, plan_lines
+from jmoe.training.tasks.layouts import layout_plan_text, plan_task_layout
 from jmoe.training.tasks.run import CLASSES
 from jmoe.training.tasks.session import VisionSession
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -35,21 +35,21 @@ class ImageTasks:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the first step; call `open` first."""
+        """The layout of the first step; call `prepare_on_mesh` first."""
         assert self._layout is not None, "open() comes first"
         return self._layout
 
-    def plan(self) -> tuple[str, bool]:
+    def plan_report(self) -> tuple[str, bool]:
         """Return (the planned layout as text, True). Raises ValueError if device memory is too
         small.
         """
-        return "\n".join(plan_lines(self.config)), True
+        return "\n".join(layout_plan_text(self.config)), True
 
-    def open(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
+    def prepare_on_mesh(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
         """Plan the layout, and install the handler of SIGUSR2, which asks for another number of
         devices.
         """
-        self._layout = layout_of(self.config, mesh.size)
+        self._layout = plan_task_layout(self.config, mesh.size)
         self._resizing = stack.enter_context(RequestSignal())
 
     def read_data(self, setup: Setup) -> TrainingData:
@@ -62,7 +62,7 @@ class ImageTasks:
                 for name, task in config.tasks.items()
             )
         for task in tasks:
-            say(
+            print_on_rank_0(
                 f"task {task.name}: {len(task.classes)} classes, {len(task.train.labels):,} images"
                 f" to train on, {len(task.held_out.labels):,} held out"
             )
@@ -76,7 +76,7 @@ class ImageTasks:
         """Return the trainer of a vision transformer with one head per task."""
         num_classes = {task.name: len(task.classes) for task in data.corpus}
         return make_vision_trainer(
-            self.config, num_classes, setup.mesh, self.layout, setup.folder.run
+            self.config, num_classes, setup.mesh, self.layout, setup.folder.run_name
         )
 
     def make_session(

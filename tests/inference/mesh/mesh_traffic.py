@@ -81,9 +81,11 @@ def move(runner: MeshRunner, seed: int) -> None:
     for layer, placement in enumerate(experts.placements):
         num_experts = experts.index.num_experts
         shape = num_experts, placement.num_devices, placement.slots_per_device, seed + layer
-        experts.apply(
+        experts.apply_copies(
             layer,
-            experts.changes(layer, placement_from_slots(adversarial(*shape), np.ones(num_experts))),
+            experts.copies_for_placement(
+                layer, placement_from_slots(adversarial(*shape), np.ones(num_experts))
+            ),
         )
 
 

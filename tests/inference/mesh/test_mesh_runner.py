@@ -19,7 +19,7 @@ from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner, _buffer_row_counts
 from jmoe.offload.placed_experts import PlacedExperts
-from jmoe.offload.segments import as_segments
+from jmoe.offload.segments import placements_to_segments
 from jmoe.planning.placement import placement_from_slots
 from tests.arrays import ragged_all_to_all
 from tests.compiled import compilations
@@ -148,7 +148,7 @@ def test_layers_on_other_devices_give_the_tokens_of_one(
     with on_mesh(name, devices=DEVICES, segments=str(tmp_path / "segments.json")) as engine:
         held = placed(runner_of(engine))
         rows = -(-layers // len(groups))  # of which each device has one for each layer of its own
-        assert as_segments(held.placements) == segments and held.num_slots == rows * -(
+        assert placements_to_segments(held.placements) == segments and held.num_slots == rows * -(
             -experts // group_size
         )
         answer = traffic(engine)
@@ -346,10 +346,10 @@ import sys
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.loading import LoadedModel
-from jmoe.cluster.distributed import start
+from jmoe.cluster.distributed import join_processes
 
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-start(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank))
+join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank))
 try:
     LoadedModel(folder, EngineConfig(max_batch=2, max_seq_len=16, mesh=EngineMesh(devices=2)))
 except ValueError as error:

@@ -75,7 +75,7 @@ def place(state: Any, to: Trainer) -> TrainState:
         lambda x, s: jax.device_put(np.array(x), s.sharding), state, shape
     )
     if to.state_shape.cast:
-        placed = to.with_cast(placed)  # type: ignore[attr-defined]
+        placed = to.refresh_cast_copies(placed)  # type: ignore[attr-defined]
     return jax.block_until_ready(placed)
 
 
@@ -394,7 +394,7 @@ def test_evaluation_and_logits() -> None:
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(tokens[:, 1:]))
     ours, mesh, _ = program((1, 2, 4))
     placed, rows = place(initial(), ours), NamedSharding(mesh, BATCH)
-    (value,) = ours.evaluate(
+    (value,) = ours.evaluate_batches(
         placed, [(jax.device_put(tokens, rows), jax.device_put(weights, rows))]
     )
     np.testing.assert_allclose(
@@ -521,7 +521,7 @@ def test_weights_that_are_cast_once_change_no_number(
     """
     narrow = {"compute_dtype": "bfloat16", "native": "off"}
     each = run(shape, 2, **narrow)
-    monkeypatch.setattr(ShardedDecoder, "casts_once", property(lambda _: True))
+    monkeypatch.setattr(ShardedDecoder, "casts_once_per_step", property(lambda _: True))
     once = run(shape, 2, **narrow, output_dir="once")  # a program of its own
     assert_same_run(once, each, 1e-5)
     if shape != ONE:

@@ -9,7 +9,12 @@ from jmoe.config import MeshConfig, TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.planning.gpu_estimate import Communication, GpuEstimate, GpuKernel
 from jmoe.run.ahead_of_time import has_cuda
-from jmoe.training.fused.step_estimate import StepEstimate, StepMemory, estimate_step, machine_shape
+from jmoe.training.fused.step_estimate import (
+    StepEstimate,
+    StepMemory,
+    estimate_step,
+    hosts_and_devices_per_host,
+)
 
 TINY = PRESETS["tiny"][1]
 
@@ -27,7 +32,7 @@ TINY = PRESETS["tiny"][1]
     ],
 )
 def test_hosts_of_a_mesh(mesh: tuple[int, int, int], shape: tuple[int, int]) -> None:
-    assert machine_shape(dataclasses.replace(TINY, mesh=MeshConfig(*mesh))) == shape
+    assert hosts_and_devices_per_host(dataclasses.replace(TINY, mesh=MeshConfig(*mesh))) == shape
 
 
 @pytest.mark.parametrize(

@@ -87,20 +87,20 @@ def test_gradients_of_those_chosen_move_alone(room_for_all: Trained) -> None:
 
 def test_batches_of_an_evaluation_take_turns_in_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they choose more experts than there is room for, each alone does not."""
-    given, fetch_more = list[tuple[int, Any]](), ExpertState.fetch_more
+    given, fetch_more = list[tuple[int, Any]](), ExpertState.fetch_more_experts
 
     def noting(self: ExpertState, chosen_P: Any) -> Slot:
         slot = fetch_more(self, chosen_P)
         given.append((slot[0]["w_up"].shape[0], chosen_P))
         return slot
 
-    monkeypatch.setattr(ExpertState, "fetch_more", noting)
+    monkeypatch.setattr(ExpertState, "fetch_more_experts", noting)
     losses, batches = list[list[float]](), held_out_batches(MANY)
     for share in (1.0, ENOUGH):
         given.clear()
         config = dataclasses.replace(MANY, tiers=with_room(share))
         with contextlib.closing(make_trainer(config, mesh_of(1, 1, 1))) as program:
-            losses.append([float(nll) for nll in program.evaluate(program.init(), batches)])
+            losses.append([float(nll) for nll in program.evaluate_batches(program.init(), batches)])
     room = int(ENOUGH * E)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
     assert {rows for rows, _ in given} == {room}

@@ -271,7 +271,7 @@ def test_nothing_is_sent_twice(
     program = StreamedTrainer(config, devices)
     spies = {
         name: Spy(getattr(program.programs, name))
-        for name in ("route", "add_experts", "moe_gradients")
+        for name in ("route", "apply_experts", "moe_gradients")
     }
     program.programs = dataclasses.replace(program.programs, **spies)
     try:
@@ -279,7 +279,7 @@ def test_nothing_is_sent_twice(
     finally:
         program.close()
     assert metrics["ok"]
-    assert spies["route"].all_to_alls + spies["add_experts"].all_to_alls == layers * forward
+    assert spies["route"].all_to_alls + spies["apply_experts"].all_to_alls == layers * forward
     assert spies["moe_gradients"].all_to_alls == layers * backward
     planned_bytes = trained_model(config).residual_bytes
     assert 0.7 * planned_bytes <= spies["moe_gradients"].residual_bytes <= 1.15 * planned_bytes

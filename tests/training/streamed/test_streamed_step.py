@@ -19,7 +19,7 @@ from jmoe.config.parallel import packed_shape
 from jmoe.memory import version_store
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.resume import restored
+from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import Trainer, make_trainer
@@ -88,7 +88,7 @@ def train(
                 program.save_state(state)
             if step + 1 == reopen_after:
                 state = saved_and_restored(program, state, step + 1)
-        held_out = [float(nll) for nll in program.evaluate(state, held_out_batches(config))]
+        held_out = [float(nll) for nll in program.evaluate_batches(state, held_out_batches(config))]
         whole = full_state(program, state)
         return Trained(
             [float(m["loss"]) for m in metrics], metrics, whole, held_out, program.expert_stats()
@@ -101,7 +101,7 @@ def saved_and_restored(program: Trainer, state: TrainState, step: int) -> TrainS
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
             checkpoints.save(step, program.save_state(state), {}, "{}")
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
-            return restored(program, checkpoints, step)[0]
+            return restore_checkpoint(program, checkpoints, step)[0]
 
 
 def close(a: TrainState, b: TrainState) -> None:
@@ -259,7 +259,7 @@ def test_an_evaluation_fetches_experts_once_for_all_its_batches() -> None:
 
         def evaluate(*some: Batch) -> tuple[list[float], int]:
             before = program.expert_stats().weights.host.transfers
-            losses = [float(nll) for nll in program.evaluate(state, some)]
+            losses = [float(nll) for nll in program.evaluate_batches(state, some)]
             return losses, program.expert_stats().weights.host.transfers - before
 
         alone = [evaluate(batch) for batch in batches]
@@ -316,7 +316,7 @@ def test_an_error_below_is_raised_in_the_step(monkeypatch: pytest.MonkeyPatch) -
     config = dataclasses.replace(CONFIG, tiers=HOST)
     with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, 1))) as program:
         state = program.init()
-        monkeypatch.setattr(ExpertState, "_catch_up", fails)
+        monkeypatch.setattr(ExpertState, "_apply_skipped_steps", fails)
         state, _ = program.step(state, batch(config, 0))
         with pytest.raises(OSError, match="the disk is gone"):
             program.step(state, batch(config, 1))

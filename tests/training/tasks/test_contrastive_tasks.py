@@ -19,7 +19,7 @@ from jmoe.deploy.extract import extract_task, load_task_model
 from jmoe.layers.contrastive import contrastive_losses, normalized
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
-from jmoe.training.tasks.layouts import layout_of
+from jmoe.training.tasks.layouts import plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 from tests.arrays import on_host
 from tests.model_configs import mesh_of
@@ -45,7 +45,7 @@ MIXED = dataclasses.replace(
 def trainer_of(
     num_devices: int, config: VisionTrainConfig = MIXED
 ) -> tuple[VisionTrainer, ImageBatches]:
-    layout = layout_of(config, num_devices)
+    layout = plan_task_layout(config, num_devices)
     counts = {name: CLASSES[name] for name in config.tasks}
     trainer = VisionTrainer(config, counts, mesh_of(num_devices, 1, 1), layout)
     return trainer, ImageBatches(
@@ -76,13 +76,14 @@ def accuracies(
 ) -> np.ndarray:
     devices = trainer.model.mesh.size
     compared = np.flatnonzero(trainer.is_contrastive).tolist()
-    means = trainer.class_means(
+    means = trainer.class_mean_embeddings(
         state,
         [put(b, trainer) for b in all_train_batches(tasks, compared, trainer.homes, devices, 8)],
     )
     held_out = [put(batch, trainer) for batch in held_out_batches(tasks, trainer.homes, devices, 8)]
     sums = np.sum(
-        [np.asarray(v, np.float64) for v in trainer.evaluate(state, held_out, means)], axis=0
+        [np.asarray(v, np.float64) for v in trainer.evaluate_batches(state, held_out, means)],
+        axis=0,
     )
     return sums[1] / sums[2]
 
@@ -117,7 +118,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
     )
 
     def loss(params: Any) -> jax.Array:
-        model = trainer.model.merge(params, state.router_bias)
+        model = trainer.model.merge_params(params, state.router_bias)
         pixels = rows.pixels.astype(jnp.float32) / 255
         scores, _ = model(pixels, rows.task, train=True, full_capacity=True)
         z = normalized(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])
@@ -150,7 +151,7 @@ def test_a_task_that_compares_images_learns_their_classes() -> None:
     config = dataclasses.replace(
         MIXED, tasks={"large": MIXED.tasks["large"]}, optimizer=optimizer, num_steps=40
     )
-    layout = layout_of(config, 1)
+    layout = plan_task_layout(config, 1)
     trainer = VisionTrainer(config, {"large": 3}, mesh_of(1, 1, 1), layout)
     state, values = train(trainer, ImageBatches([shades], config, layout, 0, 1), 40)
     assert values[-5:, 0].mean() < 0.7 * values[0, 0].mean()
@@ -160,7 +161,9 @@ def test_a_task_that_compares_images_learns_their_classes() -> None:
 def test_an_image_of_such_a_task_is_timed_too() -> None:
     trainer, batches = trainer_of(1)
     samples = [put(batches.peek_micro_batch(number), trainer) for number in range(2)]
-    assert all(0 < seconds < 10 for seconds in trainer.image_s(trainer.init(), samples))
+    assert all(
+        0 < seconds < 10 for seconds in trainer.measure_seconds_per_image(trainer.init(), samples)
+    )
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
 from jmoe.training.state import TrainState
-from jmoe.training.tasks.layouts import layout_of
-from jmoe.training.tasks.step import VisionTrainer, draw_of
+from jmoe.training.tasks.layouts import plan_task_layout
+from jmoe.training.tasks.step import VisionTrainer, draw_step_paths
 from tests.arrays import on_host
 from tests.model_configs import mesh_of
 from tests.vision_tasks import CLASSES, CONFIG, TASKS
@@ -39,7 +39,7 @@ LEARNED = dataclasses.replace(
 
 def trainer_of(num_devices: int, **changes: Any) -> tuple[VisionTrainer, ImageBatches]:
     config: VisionTrainConfig = dataclasses.replace(LEARNED, **changes)
-    layout = layout_of(config, num_devices)
+    layout = plan_task_layout(config, num_devices)
     trainer = VisionTrainer(config, CLASSES, mesh_of(num_devices, 1, 1), layout)
     return trainer, ImageBatches(TASKS, config, layout, 0, num_devices)
 
@@ -111,7 +111,7 @@ def test_no_layout_changes_a_loss_or_a_path() -> None:
 def test_what_is_drawn_depends_on_step_and_task_alone() -> None:
     (one, _), (four, _) = trainer_of(1), trainer_of(4)
     draws = [
-        draw_of(trainer.config, jnp.int32(step))
+        draw_step_paths(trainer.config, jnp.int32(step))
         for trainer, step in ((one, 0), (four, 0), (one, 5), (one, 10))
     ]
     np.testing.assert_array_equal(draws[0].noise_AN, draws[1].noise_AN)
@@ -125,19 +125,19 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
     state = trainer.init()
     logits = state.params["path_logits"] | {"small": jnp.array([2.0, -1.0])}
     state = dataclasses.replace(state, params=state.params | {"path_logits": logits})
-    assert trainer.paths(state) == {
+    assert trainer.task_paths(state) == {
         "large": (0, 0),
         "middle": (0, 0),
         "small": (3, 0),
         "other": (0, 0),
     }
-    model = trainer.model.merge(state.params, state.router_bias)
+    model = trainer.model.merge_params(state.params, state.router_bias)
     given = dataclasses.replace(LEARNED.model, learn_paths=False)
     tasks = {name: dataclasses.replace(task, path=(0, 0)) for name, task in LEARNED.tasks.items()}
     tasks["small"] = dataclasses.replace(tasks["small"], path=(3, 0))
     fixed, _ = trainer_of(1, model=given, tasks=tasks)
     same = {name: tree for name, tree in state.params.items() if name != "path_logits"}
-    expected = fixed.model.merge(same, state.router_bias)
+    expected = fixed.model.merge_params(same, state.router_bias)
     pixels = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 1), np.float32))
     numbers = jnp.arange(4, dtype=jnp.int32)
     np.testing.assert_array_equal(model(pixels, numbers)[0], expected(pixels, numbers)[0])

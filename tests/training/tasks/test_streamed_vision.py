@@ -22,8 +22,8 @@ from jmoe.data.image_batches import ImageBatch, ImageBatches, all_train_batches,
 from jmoe.mesh import BATCH
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.training.resume import restored
-from jmoe.training.tasks.layouts import allocated_bytes, layout_of
+from jmoe.training.resume import restore_checkpoint
+from jmoe.training.tasks.layouts import allocated_bytes, plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.streamed import StreamedVisionTrainer
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -99,10 +99,10 @@ class Run:
         trainer, devices = self.trainer, self.trainer.model.mesh.size
         homes, numbers = trainer.homes, np.flatnonzero(trainer.is_contrastive).tolist()
         images = all_train_batches(TASKS, numbers, homes, devices, 8) if numbers else iter(())
-        means = trainer.class_means(self.state, (put(batch, trainer) for batch in images))
+        means = trainer.class_mean_embeddings(self.state, (put(batch, trainer) for batch in images))
         held_out = [put(batch, trainer) for batch in held_out_batches(TASKS, homes, devices, 8)]
         total: np.ndarray = sum(
-            np.asarray(v, np.float64) for v in trainer.evaluate(self.state, held_out, means)
+            np.asarray(v, np.float64) for v in trainer.evaluate_batches(self.state, held_out, means)
         )
         return total
 
@@ -116,7 +116,7 @@ def opened(
     config = dataclasses.replace(config, tiers=tiers, output_dir=str(folder))
     spread: Any = spread_over(config, *shape, **COMM)
     devices = int(np.prod(shape))
-    layout = layout_of(spread, devices, step=step)
+    layout = plan_task_layout(spread, devices, step=step)
     with contextlib.closing(
         make_vision_trainer(spread, CLASSES, mesh_of(*shape), layout)
     ) as trainer:
@@ -270,7 +270,7 @@ def restore(run: Run, folder: Path, step: int) -> None:
     with Checkpoints(
         folder / "checkpoints", CheckpointConfig(), records=run.trainer.records
     ) as checkpoints:
-        run.state, data = restored(run.trainer, checkpoints, step)
+        run.state, data = restore_checkpoint(run.trainer, checkpoints, step)
         run.batches.set_state(data)
 
 
@@ -406,7 +406,7 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
 
             return call
 
-        for method in ("fetch", "store_gradients"):
+        for method in ("fetch_layer", "store_gradients"):
             monkeypatch.setattr(ExpertState, method, watched(getattr(ExpertState, method)))
         run.train(2)
         layout = run.trainer.layout

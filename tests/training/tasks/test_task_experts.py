@@ -24,7 +24,7 @@ from jmoe.training.tasks.experts import (
     task_slots,
     with_task_experts,
 )
-from jmoe.training.tasks.layouts import allocated_bytes, layout_of
+from jmoe.training.tasks.layouts import allocated_bytes, plan_task_layout
 from jmoe.training.tasks.step import ShardedVision, VisionTrainer
 from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of
@@ -45,7 +45,7 @@ ELASTIC = dataclasses.replace(
 
 
 def slots_of(num_devices: int, config: VisionTrainConfig = TINY, step: int = 0) -> Any:
-    return task_slots(config, layout_of(config, num_devices, step=step))
+    return task_slots(config, plan_task_layout(config, num_devices, step=step))
 
 
 def sharded(num_devices: int) -> ShardedVision:
@@ -63,7 +63,7 @@ def test_a_device_has_what_its_tasks_name() -> None:
         [[0, NONE], [3, NONE]],
     ]
     assert slots.homes == ((0,), (1,), (2,), (3,))
-    assert slots.owns_RNS[:, 0].tolist() == [
+    assert slots.is_first_holder_RNS[:, 0].tolist() == [
         [True, True],
         [True, True],
         [False, False],
@@ -84,12 +84,15 @@ def test_gradients_are_summed_over_the_devices_of_a_task_alone() -> None:
     """On eight devices glyphs have four, digits two; all but digits share expert 0 of the first
     layer.
     """
-    sums = {tuple(layers): (groups, slot.tolist()) for layers, groups, slot in slots_of(8).rounds()}
+    sums = {
+        tuple(layers): (groups, slot.tolist())
+        for layers, groups, slot in slots_of(8).reduction_rounds()
+    }
     groups, slot = sums[0,]
     assert groups == [[0, 1, 2, 3, 6, 7], [4, 5]] and slot == [0] * 8
     groups, slot = sums[1,]
     assert groups == [[0, 1, 2, 3], [4, 5], [6], [7]] and slot == [0] * 8
-    ((layers, groups, _),) = slots_of(4).rounds()
+    ((layers, groups, _),) = slots_of(4).reduction_rounds()
     assert layers == [0] and groups == [[0, 2, 3], [1]]
 
 
@@ -107,7 +110,7 @@ def test_a_task_that_has_ended_keeps_its_path_on_one_device() -> None:
 def test_what_is_saved_is_the_same_on_all_devices_bit_for_bit(num_devices: int) -> None:
     """Three devices divide no dimension of an expert: all of them save all of it."""
     model = sharded(num_devices)
-    saved = jax.jit(model.fresh_state)()
+    saved = jax.jit(model.initial_saved_state)()
     marked = jax.tree.map(lambda w: w.at[0, 0, 0].set(-0.0), task_experts_of(saved.m))
     saved = dataclasses.replace(saved, m=with_task_experts(saved.m, marked))
     used = model.from_saved(saved)
@@ -126,7 +129,7 @@ def test_what_is_saved_is_the_same_on_all_devices_bit_for_bit(num_devices: int) 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
     config = dataclasses.replace(TINY, comm=dataclasses.replace(TINY.comm, fuse_dense=True))
-    layout = layout_of(config, num_devices)
+    layout = plan_task_layout(config, num_devices)
     counts = dict.fromkeys(config.tasks, 8)
     state = VisionTrainer(config, counts, mesh_of(num_devices, 1, 1), layout).state_shape
     leaves = jax.tree.leaves((state.params, state.m, state.v))
@@ -152,7 +155,7 @@ def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
 
 def test_copies_of_an_expert_stay_equal() -> None:
     num_devices = 4
-    layout = layout_of(ELASTIC, num_devices)
+    layout = plan_task_layout(ELASTIC, num_devices)
     trainer = VisionTrainer(ELASTIC, CLASSES, mesh_of(num_devices, 1, 1), layout)
     batches, state = ImageBatches(TASKS, ELASTIC, layout, 0, num_devices), trainer.init()
     first = on_host(task_experts_of(trainer.save_state(state).params))
@@ -184,7 +187,7 @@ def test_copies_of_an_expert_stay_equal() -> None:
 def test_an_expert_that_is_not_there_is_never_asked_for() -> None:
     """Every image is on a device with its task's experts, in training and in evaluation."""
     for num_devices in (2, 3, 8):
-        layout, slots = layout_of(ELASTIC, num_devices), slots_of(num_devices, ELASTIC)
+        layout, slots = plan_task_layout(ELASTIC, num_devices), slots_of(num_devices, ELASTIC)
         for device, shares in enumerate(layout.shares):
             for share in shares:
                 assert device in slots.homes[share.task]

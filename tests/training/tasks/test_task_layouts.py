@@ -15,11 +15,11 @@ from jmoe.configs.ufo import ufo_17b, ufo_tiny
 from jmoe.training.tasks.layouts import (
     LayoutController,
     allocated_bytes,
-    check_layouts,
-    layout_of,
-    memory_of,
-    own_experts,
-    plan_lines,
+    check_future_layouts,
+    count_own_experts,
+    layout_plan_text,
+    memory_by_task,
+    plan_task_layout,
     slots_line,
 )
 from jmoe.training.tasks.step import ShardedVision
@@ -33,7 +33,7 @@ def with_bytes(device_bytes: int, **changes: Any) -> VisionTrainConfig:
 
 
 def test_own_experts_are_those_that_no_other_task_names() -> None:
-    assert own_experts(ELASTIC) == {"glyphs": 1, "digits": 2, "fonts": 1, "photographs": 1}
+    assert count_own_experts(ELASTIC) == {"glyphs": 1, "digits": 2, "fonts": 1, "photographs": 1}
 
 
 def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
@@ -44,23 +44,25 @@ def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
         for leaf in jax.tree.leaves((state.params, state.m, state.v))
     )
     heads_bytes = 12 * sum(head.size for head in jax.tree.leaves(state.params["heads"]))
-    memory, own_bytes = memory_of(ELASTIC, 1)
+    memory, own_bytes = memory_by_task(ELASTIC, 1)
     planned = (memory.shared_bytes + sum(own_bytes.values())) * 12 / 16  # without gradients
     assert planned == pytest.approx(state_bytes - heads_bytes, rel=1e-3)
     expert_bytes = 16 * ELASTIC.model.expert_parameters
-    assert own_bytes == {name: count * expert_bytes for name, count in own_experts(ELASTIC).items()}
+    assert own_bytes == {
+        name: count * expert_bytes for name, count in count_own_experts(ELASTIC).items()
+    }
     half = dataclasses.replace(ELASTIC, compute_dtype="bfloat16")
-    assert memory_of(half, 1)[1]["glyphs"] == expert_bytes * 18 // 16
+    assert memory_by_task(half, 1)[1]["glyphs"] == expert_bytes * 18 // 16
     whole = dataclasses.replace(ELASTIC, comm=CommConfig(schedule="none", shard_dense=False))
-    four = memory_of(whole, 4)[0].shared_bytes
+    four = memory_by_task(whole, 4)[0].shared_bytes
     # two experts are nobody's, and lie on one device each
     assert four == memory.shared_bytes - expert_bytes
-    assert memory_of(ELASTIC, 4)[0].shared_bytes < four
+    assert memory_by_task(ELASTIC, 4)[0].shared_bytes < four
 
 
 def test_memory_decides_who_shares_a_device() -> None:
     names = [
-        [layout_names(layout_of(config, 2), device) for device in (0, 1)]
+        [layout_names(plan_task_layout(config, 2), device) for device in (0, 1)]
         for config in (ELASTIC, with_bytes(4_600_000))
     ]
     assert names == [
@@ -80,7 +82,7 @@ def ending(**ends: int) -> VisionTrainConfig:
 def test_tasks_that_have_ended_leave_their_devices() -> None:
     config = ending(glyphs=10, fonts=20)
     names = [
-        [layout_names(layout_of(config, 4, step=step), device) for device in range(4)]
+        [layout_names(plan_task_layout(config, 4, step=step), device) for device in range(4)]
         for step in (9, 10, 20)
     ]
     assert names[0] == [{"glyphs"}, {"digits"}, {"fonts"}, {"photographs"}]
@@ -91,7 +93,7 @@ def test_tasks_that_have_ended_leave_their_devices() -> None:
 def test_a_layout_is_planned_anew_where_that_helps() -> None:
     controller = LayoutController(dataclasses.replace(ELASTIC, elastic=ElasticConfig(50, 1.3)), 2)
     assert [step for step in range(151) if controller.is_due(step)] == [50, 100, 150]
-    before, same = controller.layout(50), dict.fromkeys(ELASTIC.tasks, 1e-3)
+    before, same = controller.layout_at_step(50), dict.fromkeys(ELASTIC.tasks, 1e-3)
     assert (
         controller.replan(50, same)
         == "the busiest device has 1.00 x the mean load: the layout stays (elastic.max_imbalance ="
@@ -100,10 +102,10 @@ def test_a_layout_is_planned_anew_where_that_helps() -> None:
     assert controller.replan(50, same | {"glyphs": 9e-3}).endswith(
         "the layout stays, as no other is better"
     )
-    assert controller.layout(50) == before
+    assert controller.layout_at_step(50) == before
     slow = {"glyphs": 1e-3, "digits": 4e-3, "fonts": 1e-3, "photographs": 1e-3}
     assert controller.replan(100, slow).endswith("another layout makes its step 1.25 x as fast")
-    assert layout_names(controller.layout(100), 1) == {"glyphs", "fonts", "photographs"}
+    assert layout_names(controller.layout_at_step(100), 1) == {"glyphs", "fonts", "photographs"}
     assert not LayoutController(ELASTIC, 2).is_due(50)
 
 
@@ -111,16 +113,16 @@ def test_devices_that_cannot_be_used_are_refused() -> None:
     controller = LayoutController(ELASTIC, 2)
     for number in (0, 1000):
         with pytest.raises(ValueError, match=f"devices = {number}: must be between 1 and"):
-            controller.resize(0, number)
+            controller.set_num_devices(0, number)
     with pytest.raises(ValueError, match="layout = 'even': must be elastic"):
-        LayoutController(ufo_tiny, 2).resize(0, 1)
-    controller.resize(0, 1)
-    assert len(controller.layout(0).shares) == 1
+        LayoutController(ufo_tiny, 2).set_num_devices(0, 1)
+    controller.set_num_devices(0, 1)
+    assert len(controller.layout_at_step(0).shares) == 1
     few = dataclasses.replace(ELASTIC, gradient_accumulation_steps=16)
     with pytest.raises(
         ValueError, match="gradient_accumulation_steps = 16: must divide the 8 images"
     ):
-        check_layouts(dataclasses.replace(few, tasks=ending(glyphs=10, digits=10).tasks), 4)
+        check_future_layouts(dataclasses.replace(few, tasks=ending(glyphs=10, digits=10).tasks), 4)
 
 
 def layout_names(layout: Any, device: int) -> set[str]:
@@ -131,17 +133,17 @@ def test_what_does_not_fit_is_named_with_what_it_needs() -> None:
     with pytest.raises(
         ValueError, match="device_bytes = 3000000: must be more for 4 tasks on 2 devices"
     ) as few:
-        layout_of(with_bytes(3_000_000), 2)
+        plan_task_layout(with_bytes(3_000_000), 2)
     least = int(str(few.value).rpartition(" ")[2])
-    assert 3_000_000 < least <= min(layout_of(ELASTIC, 2).bytes_per_device) + 10**6
+    assert 3_000_000 < least <= min(plan_task_layout(ELASTIC, 2).bytes_per_device) + 10**6
     with pytest.raises(
         ValueError, match=r"machine\.device_bytes = 3000000: must be at least \d+ for glyphs"
     ):
-        layout_of(with_bytes(3_000_000, layout="even"), 2)
+        plan_task_layout(with_bytes(3_000_000, layout="even"), 2)
     with pytest.raises(
         ValueError, match="gradient_accumulation_steps = 3: must divide the 64 images"
     ):
-        layout_of(dataclasses.replace(ELASTIC, gradient_accumulation_steps=3), 2)
+        plan_task_layout(dataclasses.replace(ELASTIC, gradient_accumulation_steps=3), 2)
 
 
 def test_seventeen_billion_parameters_are_planned() -> None:
@@ -153,24 +155,24 @@ def test_seventeen_billion_parameters_are_planned() -> None:
     assert parameters == pytest.approx(total, rel=1e-4)
     assert (round(total / 1e9, 1), round(active / 1e9, 2)) == (17.0, 0.63)
     on_h100 = dataclasses.replace(ufo_17b, machine=MachineConfig("h100"))
-    lines = plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=40)))
+    lines = layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(data=40)))
     assert len(lines) == 41 and lines[0].endswith(" GB  face-0 0:64")
-    split = plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=8)))
+    split = layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=8)))
     assert len(split) == 8 and all("GB  " in line for line in split)
     with pytest.raises(
         ValueError, match="device_bytes = 80000000000: must be more for 40 tasks on 2 devices"
     ):
-        plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=2)))
+        layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(data=2)))
     with pytest.raises(
         ValueError, match=r"machine\.device_bytes = 80000000000: must be at least \d+ for face-0"
     ):
-        plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=2)))
+        layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=2)))
 
 
 def test_what_devices_keep_in_fact_is_said() -> None:
-    layout = layout_of(ELASTIC, 4)
+    layout = plan_task_layout(ELASTIC, 4)
     kept = allocated_bytes(ELASTIC, layout)
-    every = layout_of(ELASTIC, 1).bytes_per_device[0]
+    every = plan_task_layout(ELASTIC, 1).bytes_per_device[0]
     assert max(layout.bytes_per_device) <= kept < 0.7 * every
     says = (
         f"every device has room for 2 of 4 experts in each of 2 layers: {kept / 1e6:,.2f} MB in all"
@@ -181,9 +183,9 @@ def test_what_devices_keep_in_fact_is_said() -> None:
         == f"{says}, more than machine.device_bytes = {kept - 1}"
     )
     assert slots_line(with_bytes(kept), layout) == says
-    assert slots_line(ELASTIC, layout_of(ELASTIC, 1)) == ""
+    assert slots_line(ELASTIC, plan_task_layout(ELASTIC, 1)) == ""
     large = dataclasses.replace(ufo_17b, layout="elastic")
-    own = layout_of(large, 40)
+    own = plan_task_layout(large, 40)
     # a task each: nothing is padding
     assert allocated_bytes(large, own) == own.bytes_per_device[0] == own.bytes_per_device[39]
 
@@ -192,14 +194,14 @@ def test_experts_on_tiers_are_planned() -> None:
     """What the device has of them depends on the layers in use alone; the rest is on its tier."""
     # of three layers
     experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.expert_parameters
-    here = memory_of(dataclasses.replace(ELASTIC, layout="even"), 1)[0].shared_bytes
+    here = memory_by_task(dataclasses.replace(ELASTIC, layout="even"), 1)[0].shared_bytes
     for tiers, layers in (
         (TiersConfig(experts="host", optimizer="nvme"), 2),
         (TiersConfig(experts="nvme", optimizer="nvme", device_layers=1), 1),
         (TiersConfig(experts="device", optimizer="host"), 3),
     ):
         config = dataclasses.replace(ELASTIC, tiers=tiers)
-        memory, own_bytes = memory_of(config, 1)
+        memory, own_bytes = memory_by_task(config, 1)
         assert here - memory.shared_bytes == experts * of_expert * (3 * 16 - 4 * layers - 8)
         assert set(own_bytes.values()) == {0}
     config = dataclasses.replace(
@@ -207,7 +209,7 @@ def test_experts_on_tiers_are_planned() -> None:
     )
     total = 3 * experts * of_expert
     assert (
-        plan_lines(config)[-1]
+        layout_plan_text(config)[-1]
         == "experts on tiers: a device has its part of 2 of 3 layers at one time; for each replica"
         f" of all experts: weights {4 * total / 1e6:.2f} MB (host), moments"
         f" {8 * total / 1e6:.2f} MB (nvme), gradients {4 * total / 1e6:.2f} MB (host)"
@@ -216,14 +218,15 @@ def test_experts_on_tiers_are_planned() -> None:
         config, tiers=dataclasses.replace(config.tiers, gradient_dtype="bfloat16")
     )
     assert (
-        allocated_bytes(config, layout_of(config, 2)) - allocated_bytes(half, layout_of(half, 2))
+        allocated_bytes(config, plan_task_layout(config, 2))
+        - allocated_bytes(half, plan_task_layout(half, 2))
         == 2 * total // 3
     )
     few = dataclasses.replace(config, machine=MachineConfig(device_bytes=1_000_000))
     with pytest.raises(
         ValueError, match=r"machine\.device_bytes = 1000000: must be more for 4 tasks on 2 devices"
     ):
-        layout_of(few, 2)
+        plan_task_layout(few, 2)
 
 
 def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
@@ -232,7 +235,7 @@ def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
     """
     tiers = TiersConfig(experts="host", optimizer="host")
     config = dataclasses.replace(ufo_17b, layout="elastic", tiers=tiers)
-    layout = layout_of(config, 20)
+    layout = plan_task_layout(config, 20)
     # weights, a gradient before and after its sum over devices, the previous one, a bfloat16 copy
     place = config.model.expert_parameters * (4 * 2 + 2 * 4 + 4 + 2)
     counts = [len(shares) for shares in layout.shares]
@@ -247,6 +250,7 @@ def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
     ends = config.tasks | {"face-0": dataclasses.replace(config.tasks["face-0"], num_steps=5)}
     whole = dataclasses.replace(config, tasks=ends)
     assert (
-        allocated_bytes(whole, layout_of(whole, 20)) - allocated_bytes(config, layout) == 37 * place
+        allocated_bytes(whole, plan_task_layout(whole, 20)) - allocated_bytes(config, layout)
+        == 37 * place
     )
-    assert slots_line(whole, layout_of(whole, 20)) == ""
+    assert slots_line(whole, plan_task_layout(whole, 20)) == ""

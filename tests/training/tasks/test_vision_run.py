@@ -13,7 +13,7 @@ import pytest
 
 from jmoe.config import TaskConfig, TiersConfig, VisionTrainConfig
 from jmoe.data.images import ImageTask, Split
-from jmoe.training.tasks.layouts import layout_of
+from jmoe.training.tasks.layouts import plan_task_layout
 from jmoe.training.tasks.run import state_from_run
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
 from tests.arrays import differing, full_state
@@ -31,7 +31,7 @@ def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[Ima
         CONFIG, **({"tasks": TASKS, "init_from": str(run)} | changes)
     )
     counts = {name: len(names) for name, names in classes.items()}
-    trainer = make_vision_trainer(config, counts, mesh_of(1, 1, 1), layout_of(config, 1))
+    trainer = make_vision_trainer(config, counts, mesh_of(1, 1, 1), plan_task_layout(config, 1))
     tasks = tuple(
         ImageTask(name, tuple(names), NO_IMAGES, NO_IMAGES) for name, names in classes.items()
     )
@@ -42,7 +42,7 @@ def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[Ima
 def test_a_further_task_changes_no_bit_of_the_others(tmp_path: Path) -> None:
     network = saved_run(tmp_path)
     trainer, state = begun(tmp_path, CLASSES)
-    grown = trainer.model.merge(state.params, state.router_bias)
+    grown = trainer.model.merge_params(state.params, state.router_bias)
     pixels, first = jnp.asarray(np.random.default_rng(0).random((5, 8, 8, 1), np.float32)), 0
     for number, (task, names) in enumerate(CLASS_NAMES.items()):
         before, _ = network(pixels, jnp.full(5, number, jnp.int32), full_capacity=True)

@@ -22,7 +22,7 @@ from jmoe.config.vision import ElasticConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import first_devices, make_mesh
 from jmoe.training.expert_packing import PackingController
-from jmoe.training.tasks.layouts import layout_of
+from jmoe.training.tasks.layouts import plan_task_layout
 from jmoe.training.tasks.session import DEVICES_FILE, VisionSession
 from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -40,7 +40,7 @@ Losses = list[dict[str, float]]
 def session(folder: Path, num_devices: int, **changes: Any) -> VisionSession:
     config: VisionTrainConfig = dataclasses.replace(ELASTIC, output_dir=str(folder), **changes)
     mesh = make_mesh((num_devices, 1, 1), first_devices(num_devices))
-    layout = layout_of(config, num_devices)
+    layout = plan_task_layout(config, num_devices)
     trainer = make_vision_trainer(config, CLASSES, mesh, layout)
     batches = ImageBatches(TASKS, config, layout, 0, num_devices)
     unlimited: Any = types.SimpleNamespace(waiting_for=lambda *_, **__: contextlib.nullcontext())
@@ -90,7 +90,9 @@ def test_a_measured_load_changes_the_layout_and_no_loss(
 ) -> None:
     expected = train(session(tmp_path, 4), 3)[1]
     run = session(tmp_path, 2, elastic=ElasticConfig(replan_every_steps=2))
-    monkeypatch.setattr(VisionTrainer, "image_s", lambda *_: [1e-3, 1e-3, 1e-3, 9e-3])
+    monkeypatch.setattr(
+        VisionTrainer, "measure_seconds_per_image", lambda *_: [1e-3, 1e-3, 1e-3, 9e-3]
+    )
     before = counts(run), run.trainer.layout.shares[1]
     assert_near(train(run, 3)[1], expected)
     assert run.trainer.layout.shares[1] != before[1]
@@ -184,7 +186,7 @@ def test_idle_time_is_what_a_process_does_not_compute(tmp_path: Path) -> None:
 def test_an_image_is_timed_a_task(tmp_path: Path) -> None:
     run = session(tmp_path, 1)
     assert isinstance(run.trainer, VisionTrainer)
-    measured = run._image_s(run.trainer, run.trainer.init())
+    measured = run._measure_seconds_per_image(run.trainer, run.trainer.init())
     assert measured.keys() == CLASSES.keys()
     assert all(0 < seconds < 10 for seconds in measured.values())
     assert run.batches.get_state()["next_step"] == 0

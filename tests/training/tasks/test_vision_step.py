@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jmoe.data.image_batches import ImageBatch, ImageBatches, held_out_batches
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
-from jmoe.training.tasks.layouts import layout_of
+from jmoe.training.tasks.layouts import plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of, spread_over
@@ -32,7 +32,7 @@ def trainer_of(shape: tuple[int, int, int], **changes: Any) -> tuple[VisionTrain
     comm = {name: changes.pop(name) for name in ("shard_dense", "fuse_dense") if name in changes}
     config: Any = spread_over(dataclasses.replace(CONFIG, **changes), *shape, **COMM, **comm)
     devices = int(np.prod(shape))
-    layout = layout_of(config, devices)
+    layout = plan_task_layout(config, devices)
     return VisionTrainer(config, CLASSES, mesh_of(*shape), layout), ImageBatches(
         TASKS, config, layout, 0, devices
     )
@@ -56,7 +56,7 @@ def run(
         for batch in held_out_batches(TASKS, trainer.homes, trainer.model.mesh.size, 8)
     ]
     return np.array(losses), sum(
-        np.asarray(values, np.float64) for values in trainer.evaluate(state, held_out)
+        np.asarray(values, np.float64) for values in trainer.evaluate_batches(state, held_out)
     )
 
 
