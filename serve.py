@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
     from jmoe.cluster.distributed import check_gpus, start_backend
     from jmoe.cluster.job import describe_hosts
     from jmoe.deploy.model_folder import hugging_face_folder
-    from jmoe.inference.mesh.lockstep import Follower, join
+    from jmoe.inference.mesh.lockstep import Follower, join_lockstep
     from jmoe.mesh import device_counts_of_hosts
     from jmoe.serving.api_keys import ApiKeys
 
@@ -64,7 +64,9 @@ def run(arguments: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         role = None
         if not (config.dry_run or config.estimate):
-            role = stack.enter_context(join(config.distributed) or contextlib.nullcontext())
+            role = stack.enter_context(
+                join_lockstep(config.distributed) or contextlib.nullcontext()
+            )
         if role is not None:
             say(describe_hosts(device_counts_of_hosts()))
         merged = role is None or not (Path(config.model).expanduser() / "checkpoints").is_dir()

@@ -11,7 +11,7 @@ from benchmarks.lib import report
 from benchmarks.lib.linked_nodes import ADDRESSES
 from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.mesh.lockstep import Leader, led
+from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
 
 if TYPE_CHECKING:
     from jmoe.inference.engine import Engine
@@ -51,7 +51,7 @@ def run_rank(
     import jax
 
     from jmoe.inference.engine import Engine
-    from jmoe.inference.mesh.lockstep import Follower, join
+    from jmoe.inference.mesh.lockstep import Follower, join_lockstep
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "compiled"))
@@ -66,7 +66,7 @@ def run_rank(
         process_id=place.rank,
         heartbeat_timeout_s=120,
     )
-    with join(config) as role:
+    with join_lockstep(config) as role:
         runners = _Runners(load)
         if isinstance(role, Follower):
             role.repeat_calls(runners)
@@ -96,13 +96,13 @@ class _Runners:
         self.leader: Leader | None = None
         self._load, self._models = load, dict[str, "LoadedModel"]()
 
-    @led
+    @call_on_all_ranks
     def load(self, name: str) -> None:
         from jmoe.inference.loading import LoadedModel
 
         if self.leader is None:
             self._models[name] = LoadedModel(*self._load[name])
 
-    @led
+    @call_on_all_ranks
     def call(self, name: str, method: str, arguments: Sequence[object]) -> None:
         getattr(self._models[name].runner, method)(*arguments)

@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
-from jmoe.inference.mesh.lockstep import led
+from jmoe.inference.mesh.lockstep import call_on_all_ranks
 from jmoe.inference.mesh.programs import Gate
 from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.path_table import PathCounter, PathTable
@@ -62,7 +62,7 @@ def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[in
     with LazyCheckpoint(folder) as checkpoint:
         fingerprint = checkpoint.routing_fingerprint
     return {
-        length: counter.table(fingerprint, config.num_experts)
+        length: counter.make_table(fingerprint, config.num_experts)
         for length, counter in counters.items()
     }
 
@@ -96,7 +96,7 @@ def partial_was_right(placer: ExpertPlacer, name: str) -> Callable[[int, np.ndar
     return lambda layer, counts_E: ExpertPlacer._estimate_was_right(placer, layer, counts_E)
 
 
-@led
+@call_on_all_ranks
 def contest(runner: MeshRunner, name: str, folder: str) -> None:
     """Run a contestant's next steps from the even placement; all processes call this."""
     set_contestant(runner.placer, name, Path(folder))
@@ -219,7 +219,10 @@ def accuracy(
                     actual_E = np.bincount(step[layer + 1].ravel(), minlength=experts + 1)[:-1]
                     sets = [
                         most_popular(x, most)
-                        for x in (table.popularity(step[: layer + 1]).popularity_E, actual_E)
+                        for x in (
+                            table.estimate_popularity(step[: layer + 1]).popularity_E,
+                            actual_E,
+                        )
                     ]
                     equal[layer].append(sets[0] == sets[1])
                     right[layer].append(len(sets[0] & sets[1]) / most)
@@ -347,7 +350,7 @@ def plans_ms(
     right._table = _TrueTable(counts_E)  # type: ignore[assignment]
     right.estimate_placement(layer, step[:layer])
     return {
-        "lookup": median_ms(lambda: table.popularity(step[:layer])),
+        "lookup": median_ms(lambda: table.estimate_popularity(step[:layer])),
         "plan_2_devices": median_ms(plan(2, slots)),
         f"plan_{many_devices}_devices": median_ms(plan(many_devices, 4)),
         "nothing_changes": median_ms(lambda: right.correct_placement(layer, step[layer])),
@@ -362,5 +365,5 @@ class _TrueTable:
     def __init__(self, popularity_E: np.ndarray) -> None:
         self.popularity_E = popularity_E
 
-    def popularity(self, path: Sequence[np.ndarray]) -> "_TrueTable":
+    def estimate_popularity(self, path: Sequence[np.ndarray]) -> "_TrueTable":
         return self

@@ -148,7 +148,7 @@ def ranked_by_path(table: PathTable, path: Sequence[np.ndarray]) -> np.ndarray:
         own = [choices[token : token + 1] for choices in path]
         key = np.concatenate(own[-table.header.path_length :]).tobytes()
         if key not in seen:
-            popularity_E = table.popularity(own).popularity_E
+            popularity_E = table.estimate_popularity(own).popularity_E
             order = np.argsort(-popularity_E, kind="stable")[:most]
             seen[key] = np.where(popularity_E[order] > 0, order, -1)
         ranked[token] = seen[key]
@@ -211,10 +211,10 @@ def popularity(listener: Listener, counters: dict[int, PathCounter]) -> list[Jso
     k, experts = config.num_experts_per_tok, config.num_experts
     for length, counter in counters.items():
         for kept in (k, experts):
-            table, far, other, without = counter.table("", kept), [], [], []
+            table, far, other, without = counter.make_table("", kept), [], [], []
             for step in listener.choices:
                 for layer in range(config.num_moe_layers - 1):
-                    estimate = table.popularity(step[: layer + 1])
+                    estimate = table.estimate_popularity(step[: layer + 1])
                     actual_E = np.bincount(step[layer + 1].ravel(), minlength=experts)
                     far.append(np.abs(estimate.popularity_E - actual_E).sum() / 2 / actual_E.sum())
                     most = [
@@ -310,7 +310,7 @@ def decoding(a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]) 
 def measured(heard: Listener, counters: dict[int, PathCounter]) -> JsonObject:
     """Return skew, accuracy and popularity of one kind of text."""
     experts = heard.config.num_experts
-    tables = {length: counter.table("", experts) for length, counter in counters.items()}
+    tables = {length: counter.make_table("", experts) for length, counter in counters.items()}
     layers = [np.concatenate(steps).ravel() for steps in zip(*heard.choices, strict=True)]
     use_NE = np.array([np.bincount(chosen, minlength=experts) for chosen in layers])
     return {
@@ -350,7 +350,7 @@ def main() -> None:
         options = run_description(a)
         a.text = Path(scratch) / "text"
         a.text.write_text("\n".join(map(tokenizer.decode, tested)))
-        top = {length: counter.table(fingerprint) for length, counter in counters.items()}
+        top = {length: counter.make_table(fingerprint) for length, counter in counters.items()}
         report.finish(result | {"decoding": decoding(a, folder, top)} | options)
 
 

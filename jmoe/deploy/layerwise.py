@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.models.block import Block, add_residual, causal
+from jmoe.models.block import Block, add_residual, causal_attention_fn
 from jmoe.models.functional import Structure, split
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from kernels_pallas.grouped_mlp import MLPWeights
@@ -59,8 +59,8 @@ def _attend_and_route(
     """
     block: Block = structure.merge(arrays)
     if block.kind == "dense":
-        return (block.apply_dense(x_BSD, causal(window), jnp.float32),)
-    x_BSD = block.attend(x_BSD, causal(window), jnp.float32)
+        return (block.apply_dense(x_BSD, causal_attention_fn(window), jnp.float32),)
+    x_BSD = block.attend(x_BSD, causal_attention_fn(window), jnp.float32)
     h_TD, routing = block.route(x_BSD, jnp.float32)
     return (
         add_residual(x_BSD, block.shared_output(h_TD)),

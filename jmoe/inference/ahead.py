@@ -60,18 +60,18 @@ class StepAhead:
 
     @classmethod
     def begin(
-        cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, going_on: set[Sequence]
+        cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, continuing: set[Sequence]
     ) -> StepAhead:
         """Start the next step of a decode group, from sampled tokens that are still on the device.
 
         tokens_B: int32, the token sampled for each row of the group.
-        going_on: the group's sequences that may continue after these tokens.
+        continuing: the group's sequences that may continue after these tokens.
         """
         places: dict[Sequence, tuple[int, int]] = {}
         rows_P = np.zeros(group.num_rows, np.int32)
         positions_P1 = np.full((group.num_rows, 1), runner.caches[0].length, np.int32)  # padding
         for row, chunk in enumerate(group.chunks):
-            if chunk.sequence in going_on:
+            if chunk.sequence in continuing:
                 rows_P[row], positions_P1[row, 0] = chunk.row, chunk.end
                 places[chunk.sequence] = row, chunk.end
         tokens_P = (
@@ -81,7 +81,7 @@ class StepAhead:
         logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))
         return cls(places, output._replace(logits_PV=logits_PV))
 
-    def take(self, group: ChunkGroup) -> StepOutcome | None:
+    def outcome_for(self, group: ChunkGroup) -> StepOutcome | None:
         """Return the outcome of this step for the decode group that was scheduled in the meantime.
 
         None if the group has another number of rows, or a chunk that this step does not run.

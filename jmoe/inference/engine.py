@@ -34,7 +34,7 @@ from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
 from jmoe.inference.sampler import NOT_FINITE, Draw, Draws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
-from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, bucket
+from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
@@ -263,7 +263,7 @@ class Engine(Closing):
         policy = self.plan.choose_policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         draws = self._run_groups(plan, groups)
-        sampled = plan.sampled
+        sampled = plan.sampled_sequences
         # a sequence whose logits are not finite or whose own code failed ends; the others go on
         for sequence in sampled:
             if draws[sequence].token == NOT_FINITE or not sequence.is_finite:
@@ -379,7 +379,7 @@ class Engine(Closing):
         constraint.
         """
         paused = []
-        for sequence in self._scheduler.decoding:
+        for sequence in self._scheduler.decoding_sequences:
             if sequence.constraint is not None:
                 sequence.is_paused = False
                 if sequence.failed is None:
@@ -400,7 +400,7 @@ class Engine(Closing):
         """
         ahead, self._ahead = self._ahead, None
         # None if the plan differs from what ran ahead; the step is then computed normally
-        begun = ahead.take(groups[0]) if ahead is not None and plan.decode else None
+        begun = ahead.outcome_for(groups[0]) if ahead is not None and plan.decode else None
         if begun is None:
             batches = [self._runner.make_batch(group) for group in groups]
         else:
@@ -411,14 +411,17 @@ class Engine(Closing):
             drawing += self._sample_group(group, output)
         runner = self._model.on_one
         if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
-            going_on = {c.sequence for c in plan.decode if self._scheduler.may_continue(c.sequence)}
+            continuing = {
+                c.sequence for c in plan.decode if self._scheduler.may_continue(c.sequence)
+            }
             if (
-                going_on
-                and bucket(len(going_on), self._scheduler.decode_buckets) == groups[0].num_rows
+                continuing
+                and smallest_bucket(len(continuing), self._scheduler.decode_buckets)
+                == groups[0].num_rows
             ):
                 tokens_B = drawing[0][1].tokens_B
                 tokens_B.copy_to_host_async()
-                self._ahead = StepAhead.begin(runner, groups[0], tokens_B, going_on)
+                self._ahead = StepAhead.begin(runner, groups[0], tokens_B, continuing)
         return {
             c.sequence: draw
             for last, draws in drawing

@@ -128,7 +128,9 @@ class EngineEstimate:
         return "\n".join([*lines, *(f"note: {note}" for note in slowest.gpu.notes)])
 
 
-def plan_for(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator) -> MemoryPlan:
+def plan_memory_on_gpu(
+    checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator
+) -> MemoryPlan:
     """Return where an engine on such a GPU would put its bytes.
 
     Raises ValueError naming the field if the model does not fit.
@@ -145,7 +147,7 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
     """
     ahead_of_time.check_cuda_installed("estimate", gpu)
     assert options.max_seq_len is not None, "the model's positions say it"
-    memory = plan_for(checkpoint, options, ACCELERATORS[gpu])
+    memory = plan_memory_on_gpu(checkpoint, options, ACCELERATORS[gpu])
     (device,) = ahead_of_time.abstract_gpu_devices(gpu)
     programs = _Programs(checkpoint, options, memory, gpu, device)
     context = options.max_seq_len // 2

@@ -117,7 +117,7 @@ class ChannelStream:
 
     def flush(self) -> str:
         """Return the rest of the answer's text at the end of a request."""
-        text = "" if self._header is None or self._expects_role else self._leave_header()
+        text = "" if self._header is None or self._expects_role else self._header_as_answer()
         return text + self._keep_answer_text(self._body.flush())
 
     def take_reasoning(self) -> str:
@@ -141,7 +141,7 @@ class ChannelStream:
                 is_answer=self._harmony.is_answer(self._tokenizer, self._header)
             )
         self._header.append(token)
-        return self._leave_header() if len(self._header) >= MAX_HEADER_TOKENS else ""
+        return self._header_as_answer() if len(self._header) >= MAX_HEADER_TOKENS else ""
 
     def _begin_message(self, is_answer: bool) -> str:
         """Start the text of a message, after a newline if it is not the first one of its kind."""
@@ -153,7 +153,7 @@ class ChannelStream:
         is_next, self._began[is_answer] = self._began[is_answer], True
         return self._keep_answer_text("\n") if is_next else ""
 
-    def _leave_header(self) -> str:
+    def _header_as_answer(self) -> str:
         """Return the tokens of a malformed header as text of the answer.
 
         "" if the header names a channel: an output that ends there has no answer.

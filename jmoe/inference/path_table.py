@@ -112,7 +112,7 @@ class PathTable:
     experts: np.ndarray
     counts: np.ndarray
 
-    def popularity(self, path: Sequence[np.ndarray]) -> LayerEstimate:
+    def estimate_popularity(self, path: Sequence[np.ndarray]) -> LayerEstimate:
         """Return the estimated popularity of the experts of layer len(path).
 
         path: see `Estimator.estimate`.
@@ -229,7 +229,7 @@ class PathCounter:
                 keys_T = keys_T + chosen[layer - back][:, place] * experts**digit
                 part.add((keys_T[:, None] * experts + chosen[layer + 1]).ravel())
 
-    def table(self, fingerprint: str, kept: int | None = None) -> PathTable:
+    def make_table(self, fingerprint: str, kept: int | None = None) -> PathTable:
         """Return the counts as a table.
 
         kept: experts stored for a path; K by default, E for the whole distribution.

@@ -3,7 +3,7 @@
 The engine's loop is
 
     plan = scheduler.schedule()
-    ...run `scheduler.groups(plan)`, sample one token for each of plan.sampled...
+    ...run `scheduler.groups(plan)`, sample one token for each of plan.sampled_sequences...
     finished = scheduler.update(plan, tokens)
 
 Every step runs one token of each decoding sequence (unless it is paused) and a chunk of each prompt
@@ -40,7 +40,7 @@ def bucket_sizes(maximum: int, ratio: int = 2) -> tuple[int, ...]:
     return tuple(sorted({*sizes, maximum}))
 
 
-def bucket(n: int, sizes: tuple[int, ...]) -> int:
+def smallest_bucket(n: int, sizes: tuple[int, ...]) -> int:
     """Return the smallest of the ascending `sizes` that is at least n. Raises ValueError if none
     is.
     """
@@ -94,7 +94,7 @@ class StepPlan:
         return self.decode + self.prefill
 
     @property
-    def sampled(self) -> list[Sequence]:
+    def sampled_sequences(self) -> list[Sequence]:
         """The sequences that get a token, in the order that `update` expects."""
         return [chunk.sequence for chunk in self.chunks if chunk.is_last]
 
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     @property
-    def decoding(self) -> list[Sequence]:
+    def decoding_sequences(self) -> list[Sequence]:
         """The running sequences whose prompt is complete."""
         running = [row.sequence for row in self._rows if row.sequence is not None]
         return [sequence for sequence in running if sequence.status == "decode"]
@@ -238,7 +238,7 @@ class Scheduler:
 
     def padded_width(self, chunk: Chunk) -> int:
         """Return the width of a prompt chunk, with padding."""
-        return bucket(len(chunk.tokens), self.prefill_widths)
+        return smallest_bucket(len(chunk.tokens), self.prefill_widths)
 
     def groups(self, plan: StepPlan) -> list[ChunkGroup]:
         """Return a plan's chunks by program: one group of decoding sequences, then groups of
@@ -248,7 +248,9 @@ class Scheduler:
         """
         groups = []
         if plan.decode:
-            groups.append(ChunkGroup(plan.decode, bucket(len(plan.decode), self.decode_buckets), 1))
+            groups.append(
+                ChunkGroup(plan.decode, smallest_bucket(len(plan.decode), self.decode_buckets), 1)
+            )
         by_width: dict[int, list[Chunk]] = {}
         for chunk in sorted(plan.prefill, key=lambda chunk: not chunk.is_last):
             by_width.setdefault(self.padded_width(chunk), []).append(chunk)
@@ -267,7 +269,8 @@ class Scheduler:
         )
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
-        """Append the tokens sampled for `plan.sampled`; return the sequences that end with them.
+        """Append the tokens sampled for `plan.sampled_sequences`; return the sequences that end
+        with them.
 
         A sequence ends with reason "stop" at an end-of-text or stop token after its first
         `min_new_tokens` tokens, and with "length" after `max_new_tokens` or when its row is full.
@@ -277,7 +280,7 @@ class Scheduler:
         for chunk in plan.chunks:
             self._note_computed(chunk)
         finished = []
-        for sequence, token in zip(plan.sampled, tokens, strict=True):
+        for sequence, token in zip(plan.sampled_sequences, tokens, strict=True):
             if sequence.status == "finished":  # `finish` was called while the step ran
                 continue
             if sequence.status == "prefill":
@@ -340,7 +343,7 @@ class Scheduler:
             default=0,
         )
         if (
-            bucket(self._next_chunk_tokens(rest), self.prefill_widths) > tokens
+            smallest_bucket(self._next_chunk_tokens(rest), self.prefill_widths) > tokens
             or 2 * (coming - length) >= rest
         ):
             return False

@@ -286,7 +286,7 @@ def _flash_bwd(kernel: FlashKernel, residuals: PyTree, do_BSHe: jax.Array) -> Py
 flash_attention.defvjp(_flash_fwd, _flash_bwd)
 
 
-def _by_cudnn(
+def _cudnn_attention(
     q_BSHd: jax.Array,
     k_BSGd: jax.Array,
     v_BSGe: jax.Array,
@@ -338,7 +338,7 @@ def causal_attention(
     blocked = partial(blocked_attention, *operands, scale=scale, sinks_H=sinks_H, window=window)
     if target_device().platform != "gpu":
         return blocked()
-    by_cudnn = partial(_by_cudnn, *operands, sinks_H, scale=scale, window=window)
+    by_cudnn = partial(_cudnn_attention, *operands, sinks_H, scale=scale, window=window)
     return first_supported("attention", (("cudnn", by_cudnn), ("xla", blocked)))
 
 

@@ -43,7 +43,7 @@ def batched_rows_per_expert(expected_rows: int, num_local_experts: int) -> int:
     return math.ceil(fair / SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
-def up_columns(intermediate_size: int, activation: str) -> int:
+def up_projection_columns(intermediate_size: int, activation: str) -> int:
     """Return U, the columns of the up projection: F for GELU, 2F for SwiGLU, whose gate and up
     projections lie side by side.
 
@@ -69,7 +69,7 @@ class _MLPParameters(nnx.Module):
         init_out_std: float | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        up = up_columns(intermediate_size, activation)
+        up = up_projection_columns(intermediate_size, activation)
         self.activation = activation
         self.w_up = normal(rngs, (*leading, hidden_size, up), init_std)
         self.w_down = normal(

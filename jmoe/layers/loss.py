@@ -31,7 +31,7 @@ DEVICE_CHUNK_LOGITS = 2**29
 Result = TypeVar("Result")
 
 
-def chunk_tokens(num_tokens: int, vocab_size: int, chunk_logits: int) -> int:
+def tokens_per_chunk(num_tokens: int, vocab_size: int, chunk_logits: int) -> int:
     """Return the tokens of a chunk: the largest divisor of num_tokens for which a chunk has at most
     chunk_logits logits.
     """
@@ -44,7 +44,7 @@ def logits_bytes(num_tokens: int, vocab_size: int, compute_bytes: int, *, on_cpu
     `compute_bytes` each.
     """
     chunk_logits = CHUNK_LOGITS if on_cpu else DEVICE_CHUNK_LOGITS
-    return (4 + compute_bytes) * vocab_size * chunk_tokens(num_tokens, vocab_size, chunk_logits)
+    return (4 + compute_bytes) * vocab_size * tokens_per_chunk(num_tokens, vocab_size, chunk_logits)
 
 
 def _with_platform_chunk_size(function: Callable[..., Result], *arrays: jax.Array) -> Result:
@@ -105,7 +105,7 @@ def _loss(
             _, nll_C, _ = _softmax_and_nll(x_CD, w_DV, labels_C, axes)
             return total + (nll_C * weights_C).sum(), None
 
-        size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
+        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
         return lax.scan(
             add_chunk_loss, jnp.zeros((), jnp.float32), _split_into_chunks(size, *arrays)
         )[0]
@@ -139,7 +139,7 @@ def _loss_and_gradients(
             return (total + (nll_C * weights_C).sum(), dw_DV), dx_CD
 
         init = (jnp.zeros((), jnp.float32), jnp.zeros(w_DV.shape, jnp.float32))
-        size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
+        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
         (total, dw_DV), dx = lax.scan(add_chunk_gradients, init, _split_into_chunks(size, *arrays))
         return total, (dx.reshape(x_TD.shape), dw_DV.astype(w_DV.dtype))
 
@@ -290,7 +290,7 @@ def distillation_losses(
             nll, divergence = chunk_losses(w_DV, head_HV, chunk)
             return (totals[0] + nll, totals[1] + divergence), None
 
-        size = chunk_tokens(labels_T.size, w_DV.shape[1], chunk_logits)
+        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
         zero = jnp.zeros((), jnp.float32)
         return lax.scan(add_chunk_losses, (zero, zero), _split_into_chunks(size, *arrays))[0]
 

@@ -2,7 +2,7 @@
 
 No compiled program depends on which slot holds which expert. `table_mlp` reads one array of slots
 in place through a table from expert to slot, on a GPU in one grouped matmul per projection.
-XLA:CPU would copy the slots, so `bundled_mlp` takes the arrays of a few experts at a time there.
+XLA:CPU would copy the slots, so `mlp_in_bundles` takes the arrays of a few experts at a time there.
 
 Legend: T tokens, K choices per token, N = T K assignments, E experts of a layer, M slots, B rows of
 a tile, A experts of a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
@@ -206,7 +206,7 @@ def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
 # From the arrays of single experts, a bundle at a time
 
 
-def bundled_mlp(
+def mlp_in_bundles(
     routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str
 ) -> jax.Array:
     """Return float32 [T, D]: y plus the weighted sum of each token's experts, added by ascending

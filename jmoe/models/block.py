@@ -52,7 +52,7 @@ SAVED = (
 EXPERT_PRODUCTS = ("expert_up", "expert_out")
 
 
-def saved_names(remat: Remat) -> tuple[str, ...]:
+def saved_residual_names(remat: Remat) -> tuple[str, ...]:
     """Return the names of the residuals that the backward pass does not recompute, for a `remat`
     setting.
     """
@@ -63,7 +63,7 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
     )
 
 
-def causal(window: int | None = None) -> AttentionFn:
+def causal_attention_fn(window: int | None = None) -> AttentionFn:
     """Return a function for causal self-attention within each sequence.
 
     window: the number of positions that a token attends to, its own included; None for all earlier
@@ -230,8 +230,8 @@ class Block(nnx.Module):
         choices: keyword arguments of `route` that replace the router's choice of experts.
         """
         if self.kind == "dense":
-            return self.apply_dense(x_BSD, causal(window), dtype), None
-        x_BSD = self.attend(x_BSD, causal(window), dtype)
+            return self.apply_dense(x_BSD, causal_attention_fn(window), dtype), None
+        x_BSD = self.attend(x_BSD, causal_attention_fn(window), dtype)
         h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **(choices or {}))
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
@@ -244,7 +244,7 @@ class ApplyBlock:
 
     graphs: the `nnx.split` graph of a block, for each kind of layer.
     gather: maps one layer's parameter shards on this device to unsharded parameters.
-    remat: selects the residuals that are saved; see `saved_names`.
+    remat: selects the residuals that are saved; see `saved_residual_names`.
     options: keyword arguments of `Block.__call__`.
     """
 
@@ -268,7 +268,7 @@ class ApplyBlock:
                 x_BSD, window, key=key, **self.options
             )
 
-        policy = jax.checkpoint_policies.save_only_these_names(*saved_names(self.remat))
+        policy = jax.checkpoint_policies.save_only_these_names(*saved_residual_names(self.remat))
         block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=False)
         y_BSD, stats = block(state, key, x_BSD)
         return y_BSD, stats

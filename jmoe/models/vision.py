@@ -70,7 +70,7 @@ def likeliest_experts(path: Sequence[int], logits_N: jax.typing.ArrayLike) -> tu
     )
 
 
-def patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
+def image_patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
     """Return the patches of images, [B, S, size^2 C]: squares of `size` pixels, row by row."""
     b, p, _, c = pixels_BPPC.shape
     x = pixels_BPPC.reshape(b, p // size, size, p // size, size, c)
@@ -168,7 +168,7 @@ class VisionTransformer(nnx.Module):
     def embed(self, pixels_BPPC: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the first layer's input, [B, S, D] in `dtype`."""
         with jax.named_scope("embedding"):
-            x_BSI = patches(pixels_BPPC, self.config.patch_size).astype(dtype)
+            x_BSI = image_patches(pixels_BPPC, self.config.patch_size).astype(dtype)
             x_BSD = affine(x_BSI, self.patch_embedding, self.patch_bias)
             rows, columns = self.row_positions[...], self.column_positions[...]
             positions_SD = (rows[:, None] + columns[None, :]).reshape(-1, rows.shape[-1])

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, bundled_mlp, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, mlp_in_bundles, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.offload.slot_arrays import (
     DeviceSlotArrays,
@@ -141,7 +141,7 @@ class HostSlots(ExpertSlots):
                 self.native.slots_MR,
                 table_E,
             )
-        return bundled_mlp(routed, [self._stored[slot] for slot in table_E], activation)
+        return mlp_in_bundles(routed, [self._stored[slot] for slot in table_E], activation)
 
     def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
         assert self.native is not None

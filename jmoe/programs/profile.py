@@ -116,7 +116,7 @@ def main() -> None:
             counter = count_paths(
                 engine, split_tokens(tokens, engine.max_seq_len - 1), a.path_length
             )
-        table = counter.table(fingerprint, header.num_experts if a.whole else None)
+        table = counter.make_table(fingerprint, header.num_experts if a.whole else None)
         file = table.save(folder)
     of = (
         f"{len(table.keys):,} paths of up to {a.path_length} layers, {table.header.kept} experts of"

@@ -19,7 +19,7 @@ from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.config.tiers import Tier
-from jmoe.layers.experts import up_columns
+from jmoe.layers.experts import up_projection_columns
 from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
@@ -160,7 +160,7 @@ def residual_elements(
         * receive_buffer_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
     )
     up, dense_up, shared_up = (
-        up_columns(size, model.hidden_act)
+        up_projection_columns(size, model.hidden_act)
         for size in (
             model.moe_intermediate_size,
             model.intermediate_size,
@@ -190,7 +190,7 @@ def gradient_elements_in_use(
     hidden, k, inner = model.hidden_size, model.num_experts_per_tok, model.moe_intermediate_size
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
     dense_up, shared_up, up = (
-        up_columns(size, model.hidden_act)
+        up_projection_columns(size, model.hidden_act)
         for size in (model.intermediate_size, model.shared_expert_intermediate_size, inner)
     )
     has_dense = model.num_moe_layers < model.num_hidden_layers

@@ -90,13 +90,13 @@ def test_nothing_else_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     step is under way.
     """
     taken: list[StepOutcome | None] = []
-    take = StepAhead.take
+    take = StepAhead.outcome_for
 
     def note(ahead: StepAhead, group: ChunkGroup) -> StepOutcome | None:
         taken.append(take(ahead, group))
         return taken[-1]
 
-    monkeypatch.setattr(engine_module.StepAhead, "take", note)
+    monkeypatch.setattr(engine_module.StepAhead, "outcome_for", note)
     needs_compiler()
     with tiny_engine(name, policy="resident", max_batch=4) as served:
         found = traffic(served)

@@ -27,7 +27,7 @@ def _counted(*steps: list[np.ndarray], kept: int | None = None) -> PathTable:
     counter = PathCounter(*SIZES)
     for step in steps:
         counter.add(step)
-    return counter.table("the model", kept)
+    return counter.make_table("the model", kept)
 
 
 STEPS = [_choices(seed, 60) for seed in range(4)]
@@ -100,12 +100,14 @@ def test_popularity_is_the_sum_over_tokens() -> None:
                 for expert, count in experts:
                     expected[kind, expert] += count / tokens[path]
         for table, popularity_E in zip((whole, top), expected, strict=True):
-            estimate = table.popularity(step[: layer + 1])
+            estimate = table.estimate_popularity(step[: layer + 1])
             np.testing.assert_allclose(estimate.popularity_E, popularity_E, rtol=1e-12)
             assert estimate.without_share == 0
         real = np.count_nonzero(step[0][:, 0] < E)
-        assert whole.popularity(step[: layer + 1]).popularity_E.sum() == pytest.approx(K * real)
-    after_last = whole.popularity(step)
+        assert whole.estimate_popularity(step[: layer + 1]).popularity_E.sum() == pytest.approx(
+            K * real
+        )
+    after_last = whole.estimate_popularity(step)
     assert (after_last.popularity_E.sum(), after_last.without_share) == (0, 1)
     assert whole.likely_experts(step).size == 0
 
@@ -126,10 +128,10 @@ def test_an_unseen_path_is_shortened() -> None:
     assert likely(0, 1, second=3) == [6, 0]  # another second choice
     assert likely(4) == []  # never seen in layer 0
     mixed = [np.array([[0, 6], [4, 6], [E, E], [5, 6]], np.int32)]
-    estimate = table.popularity(mixed)
+    estimate = table.estimate_popularity(mixed)
     assert estimate.popularity_E.tolist() == [0, 2, 0, 0, 0, 0, 2]
     assert estimate.without_share == pytest.approx(1 / 3)
-    nothing = table.popularity([np.full((3, K), E, np.int32)])
+    nothing = table.estimate_popularity([np.full((3, K), E, np.int32)])
     assert (nothing.popularity_E.sum(), nothing.without_share) == (0, 0)
 
 

@@ -126,10 +126,12 @@ def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
             for prompt, (token_ids, _) in zip(PROMPTS, expected, strict=True)
         ]
         config, fingerprint = engine.config, checkpoint.routing_fingerprint
-        table = count_paths(engine, sequences, path_length=2).table(fingerprint, config.num_experts)
+        table = count_paths(engine, sequences, path_length=2).make_table(
+            fingerprint, config.num_experts
+        )
         assert table.header.tokens == sum(map(len, sequences))
         chosen = engine.last_choices()[0]
-        popularity_E, without_share = table.popularity([chosen])
+        popularity_E, without_share = table.estimate_popularity([chosen])
         real = np.count_nonzero(chosen < config.num_experts)
         assert (popularity_E.sum(), without_share) == (pytest.approx(real), 0)
         table.save(folder)

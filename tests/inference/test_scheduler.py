@@ -10,7 +10,7 @@ import pytest
 
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket, bucket_sizes
+from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket_sizes, smallest_bucket
 from jmoe.inference.sequence import Sequence
 
 VOCAB_SIZE = 50
@@ -59,7 +59,7 @@ class Engine:
         self.finished: list[Sequence] = []
 
     def run(self, plan: StepPlan) -> list[int]:
-        """The tokens for `plan.sampled`, each from what its row of the cache holds."""
+        """The tokens for `plan.sampled_sequences`, each from what its row of the cache holds."""
         self.plans.append(plan)
         for chunk in plan.prefill:
             if chunk.copy_from is not None:
@@ -124,7 +124,9 @@ class Watch:
         if plan.decode:
             decode = groups.pop(0)
             assert decode.chunks == plan.decode and decode.width == 1
-            assert decode.num_rows == bucket(len(plan.decode), self.scheduler.decode_buckets)
+            assert decode.num_rows == smallest_bucket(
+                len(plan.decode), self.scheduler.decode_buckets
+            )
         assert all(group.num_rows == len(group.chunks) for group in groups)
         assert {(group.num_rows, group.width) for group in groups} <= set(
             self.scheduler.prefill_program_shapes
@@ -160,7 +162,9 @@ class Watch:
         self.next_position[sequence] = chunk.end
 
     def update(self, plan: StepPlan) -> None:
-        self.decoding = {s for s in (*self.decoding, *plan.sampled) if s.status != "finished"}
+        self.decoding = {
+            s for s in (*self.decoding, *plan.sampled_sequences) if s.status != "finished"
+        }
 
 
 def random_request(
@@ -309,7 +313,7 @@ def test_many_prompts_in_a_step() -> None:
     engine.step()
     assert [len(chunk.tokens) for chunk in engine.plans[-1].prefill] == [512, 3, 3, 3, 3, 3, 3, 3]
     assert group_shapes(engine) == [(1, 16), (1, 16), (1, 16), (1, 512), (4, 16)]
-    assert [r.request for r in engine.plans[-1].sampled] == list("1234567")
+    assert [r.request for r in engine.plans[-1].sampled_sequences] == list("1234567")
     engine.step()
     assert group_shapes(engine) == [(1, 128)]
     assert [row.sequence.request for row in engine.plans[-1].decode] == list("1234567")
@@ -511,6 +515,6 @@ def test_buckets() -> None:
     for maximum in range(1, 40):
         sizes = bucket_sizes(maximum)
         for n in range(1, maximum + 1):
-            assert bucket(n, sizes) == min(size for size in sizes if size >= n)
+            assert smallest_bucket(n, sizes) == min(size for size in sizes if size >= n)
     with pytest.raises(ValueError, match="n = 9: must not exceed the largest bucket, 8"):
-        bucket(9, bucket_sizes(8))
+        smallest_bucket(9, bucket_sizes(8))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jmoe.layers import loss
-from jmoe.layers.loss import chunk_tokens, cross_entropy
+from jmoe.layers.loss import cross_entropy, tokens_per_chunk
 from tests.arrays import assert_near
 
 T, D, V = 96, 12, 50
@@ -73,10 +73,10 @@ def test_bfloat16(in_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_chunk_divides_the_tokens() -> None:
-    assert chunk_tokens(96, 50, 40 * 50) == 32
-    assert chunk_tokens(96, 10, loss.CHUNK_LOGITS) == 96
-    assert chunk_tokens(97, 50, 40 * 50) == 1  # a prime
-    assert chunk_tokens(8, 50, 5) == 1
+    assert tokens_per_chunk(96, 50, 40 * 50) == 32
+    assert tokens_per_chunk(96, 10, loss.CHUNK_LOGITS) == 96
+    assert tokens_per_chunk(97, 50, 40 * 50) == 1  # a prime
+    assert tokens_per_chunk(8, 50, 5) == 1
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

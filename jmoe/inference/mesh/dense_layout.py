@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
 from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
-from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket, bucket_sizes
+from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
 from kernels_pallas.saved import bits
@@ -66,8 +66,8 @@ def all_gather_local(x: jax.Array) -> jax.Array:
     return all_gather_rows_local(x, AXES)
 
 
-def broadcast_from_local(x: jax.Array, mine: jax.Array) -> jax.Array:
-    """Return, on all devices, the `x` of the one device on which `mine` is true, bit for bit.
+def broadcast_from_local(x: jax.Array, is_source: jax.Array) -> jax.Array:
+    """Return, on all devices, the `x` of the one device on which `is_source` is true, bit for bit.
 
     Implemented as a sum of bits to which the other devices add 0.
     """
@@ -76,7 +76,7 @@ def broadcast_from_local(x: jax.Array, mine: jax.Array) -> jax.Array:
         if x.dtype == jnp.float32
         else bits(x).astype(jnp.uint32)
     )
-    sent = lax.psum(jnp.where(mine, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
+    sent = lax.psum(jnp.where(is_source, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
     if x.dtype in (jnp.float32, jnp.uint32):
         return lax.bitcast_convert_type(sent, x.dtype)
     return lax.bitcast_convert_type(sent.astype(jnp.uint16), x.dtype)
@@ -144,14 +144,17 @@ class RowLayout:
             [self.locate_row(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
         )
         return self._padded_batch(
-            group, bucket(max(1, int(np.max(counts_N))), self._compiled_row_counts(group.width))
+            group,
+            smallest_bucket(max(1, int(np.max(counts_N))), self._compiled_row_counts(group.width)),
         )
 
     def padding_batches(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
         tokens can take, to compile programs.
         """
-        most = bucket(min(num_rows, self.rows_per_device), self._compiled_row_counts(width))
+        most = smallest_bucket(
+            min(num_rows, self.rows_per_device), self._compiled_row_counts(width)
+        )
         group = ChunkGroup((), num_rows, width)
         return [
             self._padded_batch(group, size)
@@ -241,7 +244,7 @@ class SplitLayers(WholeLayers):
     length: int
 
     @property
-    def _padding(self) -> int:
+    def _num_padding_tokens(self) -> int:
         return -self.num_tokens % self.num_devices
 
     def lookup(  # type: ignore[override]
@@ -253,11 +256,13 @@ class SplitLayers(WholeLayers):
         table_VD: this device's block.
         """
         return lookup_row_block_local(
-            table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._padding)), dtype, AXES
+            table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._num_padding_tokens)), dtype, AXES
         )
 
     def device_positions(self, positions_QC: jax.Array) -> jax.Array:
-        all_T = jnp.pad(positions_QC.reshape(-1), (0, self._padding), constant_values=self.length)
+        all_T = jnp.pad(
+            positions_QC.reshape(-1), (0, self._num_padding_tokens), constant_values=self.length
+        )
         size = all_T.size // self.num_devices
         return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT_INTRA) * size, size)
 
@@ -269,7 +274,7 @@ class SplitLayers(WholeLayers):
         """
         part_TD = layer(all_gather_local(h_tD)[: self.num_tokens])
         return reduce_scatter_rows_local(
-            jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._padding), (0, 0))), AXES
+            jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._num_padding_tokens), (0, 0))), AXES
         )
 
 

@@ -159,7 +159,7 @@ class ExpertPlacer:
             return
         begun = time.perf_counter()
         if self._table is not None and path:
-            self._estimated_E = self._table.popularity(path).popularity_E
+            self._estimated_E = self._table.estimate_popularity(path).popularity_E
         else:
             self._estimated_E = self._recent_LE[layer].copy()
         self._num_estimates += 1

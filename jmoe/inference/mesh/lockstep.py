@@ -1,9 +1,9 @@
 """Run one engine on several processes: rank 0 decides, and the others repeat its calls.
 
 Rank 0, the leader, has the scheduler, the sampler and the server. The other processes, the
-followers, hold their devices' part of the model, and make every call of a `led` method that the
-leader makes, in the same order and with the same arguments, so that collectives match. Followers
-decide nothing, so clocks, random numbers and clients need not agree.
+followers, hold their devices' part of the model, and make every call of a `call_on_all_ranks`
+method that the leader makes, in the same order and with the same arguments, so that collectives
+match. Followers decide nothing, so clocks, random numbers and clients need not agree.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def end_process(line: str) -> None:
     os._exit(distributed.EXIT_CODE)
 
 
-def led(method: Method) -> Method:
+def call_on_all_ranks(method: Method) -> Method:
     """Decorate a method that followers must call too: each call is first sent to the object's
     `leader`.
 
@@ -60,16 +60,16 @@ def led(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def call(self: Any, *arguments: Any) -> Any:
+    def send_and_call(self: Any, *arguments: Any) -> Any:
         if self.leader is not None:
             self.leader.send_call(method.__name__, *arguments)
         return method(self, *arguments)
 
-    call.is_led = True  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+    send_and_call.is_called_on_all_ranks = True  # type: ignore[attr-defined]
+    return send_and_call  # type: ignore[return-value]
 
 
-def join(config: DistributedConfig) -> "Leader | Follower | None":
+def join_lockstep(config: DistributedConfig) -> "Leader | Follower | None":
     """Connect to the other processes and return this rank's side; None if this process is alone."""
     silence_s = config.heartbeat_timeout_s
     connections = distributed.join_with_connections(config, rank_0_outlives=True)
@@ -125,7 +125,9 @@ class Leader:
         ).start()
 
     def send_call(self, name: str, *arguments: object) -> None:
-        """Send a call of a `led` method to every follower. Raises OSError if one is gone."""
+        """Send a call of a `call_on_all_ranks` method to every follower. Raises OSError if one
+        is gone.
+        """
         self._num_calls += 1
         for channel in self._channels.values():
             channel.send("call", name, arguments)
@@ -255,7 +257,7 @@ class Follower:
             signal.signal(number, lambda *_: self._stop.set())
         while (call := self._waiting.get()) is not None:
             method = getattr(runner, call[0])
-            assert method.is_led, call[0]
+            assert method.is_called_on_all_ranks, call[0]
             method(*call[1])
             self._num_calls += 1
 

@@ -303,7 +303,7 @@ def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.A
 
 
 @jax.jit
-def gather_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
+def select_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
     """Return the hidden states of a group's chunks, [Q, 1, D]."""
     return last_MD[place_Q][:, None]
 

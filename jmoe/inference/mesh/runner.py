@@ -37,7 +37,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.inference.mesh.dense_layout import HeadLayout, MeshBatch, RowLayout
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
-from jmoe.inference.mesh.lockstep import Leader, led
+from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
 from jmoe.inference.mesh.programs import (
     ExchangeShape,
     Gate,
@@ -46,14 +46,14 @@ from jmoe.inference.mesh.programs import (
     embed_on_mesh,
     experts_on_mesh,
     finish_layers_on_mesh,
-    gather_chunks,
     gather_row_on_mesh,
     logits_on_mesh,
     run_experts_for_timing,
+    select_chunks,
 )
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens, logits_of_row
-from jmoe.inference.scheduler import ChunkGroup, bucket
+from jmoe.inference.scheduler import ChunkGroup, smallest_bucket
 from jmoe.layers.experts import SLOT_MULTIPLE
 from jmoe.mesh import BATCH, REPLICATED, put_sharded
 from jmoe.models.functional import Structure, split
@@ -78,7 +78,7 @@ class MeshHidden(NamedTuple):
 
     last_MD: jax.Array
     place_Q: np.ndarray
-    number: int
+    batch_number: int
 
 
 class _FinalHidden(NamedTuple):
@@ -97,8 +97,8 @@ class _FinalHidden(NamedTuple):
 class MeshRunner:
     """Runs tokens through all layers on a mesh of devices; owns the KV caches.
 
-    All processes call the `led` methods in the same order with the same arguments; only rank 0 uses
-    their results.
+    All processes call the `call_on_all_ranks` methods in the same order with the same arguments;
+    only rank 0 uses their results.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class MeshRunner:
         """
         return self.layout.padding_batches(num_rows, width)
 
-    @led
+    @call_on_all_ranks
     def zero_output(self, num_rows: int, width: int) -> MeshHidden:
         """Return an output of `forward` that is all zeros, to compile programs that take one."""
         batch = self.padding_batches(num_rows, width)[-1]
@@ -157,7 +157,7 @@ class MeshRunner:
         self._final = [_FinalHidden(x, last_MD, width)]
         return MeshHidden(last_MD, batch.place_Q, 0)
 
-    @led
+    @call_on_all_ranks
     def forward(self, batches: Sequence[MeshBatch]) -> list[MeshHidden]:
         """Return the hidden states of every batch of a step.
 
@@ -204,7 +204,7 @@ class MeshRunner:
         ]
         return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._final)]
 
-    @led
+    @call_on_all_ranks
     def copy_row(self, source: int, target: int, num_tokens: int) -> None:
         """Copy one row of every cache to another row, all positions whatever `num_tokens` is."""
         (from_n, from_row), (to_n, to_row) = (
@@ -216,30 +216,30 @@ class MeshRunner:
             copy_row_on_mesh(self.layout, from_n != to_n, cache, at) for cache in self.caches
         ]
 
-    @led
-    def gather_row(self, number: int, place: int) -> jax.Array:
-        """Return the hidden states of one row of the last step's batch `number`, [C, D], on every
-        device.
+    @call_on_all_ranks
+    def gather_row(self, batch_number: int, place: int) -> jax.Array:
+        """Return the hidden states of one row of the last step's batch `batch_number`, [C, D], on
+        every device.
         """
-        final = self._final[number]
+        final = self._final[batch_number]
         return gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
 
-    @led
-    def sharded_logits(self, number: int, place_Q: np.ndarray) -> jax.Array:
+    @call_on_all_ranks
+    def sharded_logits(self, batch_number: int, place_Q: np.ndarray) -> jax.Array:
         """Return the logits after the last token of rows `place_Q`, float32 [Q, V], on every
         device.
 
         Each device computes a part of V.
         """
-        last_MD, vocab_size = self._final[number].last_MD, self.config.vocab_size
+        last_MD, vocab_size = self._final[batch_number].last_MD, self.config.vocab_size
         return logits_on_mesh(
             self.layout, *self._embed_and_head, last_MD, vocab_size, np.asarray(place_Q, np.int32)
         )
 
-    @led
-    def sharded_row_logits(self, number: int, place: int) -> jax.Array:
+    @call_on_all_ranks
+    def sharded_row_logits(self, batch_number: int, place: int) -> jax.Array:
         """Return the logits after every token of one row, float32 [C, V], on every device."""
-        final = self._final[number]
+        final = self._final[batch_number]
         x_CD = gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
         at_C = np.arange(final.width, dtype=np.int32)
         return logits_on_mesh(
@@ -252,8 +252,8 @@ class MeshRunner:
         at_Q is ignored: `hidden` has the last tokens alone.
         """
         if self.layout.splits_head:
-            return self.sharded_logits(hidden.number, hidden.place_Q).addressable_data(0)
-        x_QCD = gather_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
+            return self.sharded_logits(hidden.batch_number, hidden.place_Q).addressable_data(0)
+        x_QCD = select_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
         return logits_at_tokens(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
@@ -262,8 +262,8 @@ class MeshRunner:
         """
         place = int(hidden.place_Q[row])
         if self.layout.splits_head:
-            return self.sharded_row_logits(hidden.number, place).addressable_data(0)
-        x_CD = self.gather_row(hidden.number, place).addressable_data(0)
+            return self.sharded_row_logits(hidden.batch_number, place).addressable_data(0)
+        x_CD = self.gather_row(hidden.batch_number, place).addressable_data(0)
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
     def tokens_per_expert(self) -> np.ndarray:
@@ -298,7 +298,7 @@ class MeshRunner:
         run = partial(run_experts_for_timing, self.config.hidden_act, x_ND, weights)
         return SwapCosts(_shortest_s(run) / num_rows, _shortest_s(self.residency.recopy_one_expert))
 
-    @led
+    @call_on_all_ranks
     def enable_swaps(self, row_s: float, copy_s: float) -> None:
         """Enable changes of placement, with costs that must be equal in all processes.
 
@@ -366,7 +366,7 @@ def _buffer_row_counts(placement: Placement, idx_TK: np.ndarray, ragged: bool) -
         return sorted(sizes)
     device = placement.replicas_taking(token, idx_TK[token, choice]) // placement.slots_per_device
     sent = np.bincount(device if ragged else token // mine * num_devices + device)
-    return [bucket(int(np.max(sent)), tuple(sorted(sizes)))]
+    return [smallest_bucket(int(np.max(sent)), tuple(sorted(sizes)))]
 
 
 def make_mesh_runner(

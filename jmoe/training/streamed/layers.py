@@ -48,7 +48,7 @@ from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.layers.router import Routing
 from jmoe.mesh import ALL, DATA, EXPERTS_PATH
-from jmoe.models.block import Block, causal, saved_names
+from jmoe.models.block import Block, causal_attention_fn, saved_residual_names
 from jmoe.optim.loss_scale import scale_loss
 from jmoe.training.fused.reverse_scan import layer_slice
 from jmoe.training.streamed.model import (
@@ -230,7 +230,7 @@ class LayerFunctions:
         """
         if not saves_residuals:
             return lambda *args: (function(*args), None)
-        names = saved_names(self.config.remat)
+        names = saved_residual_names(self.config.remat)
         return lambda *args: vjp_with_residuals(function, args, wanted, names)
 
     def dense_forward(
@@ -250,7 +250,7 @@ class LayerFunctions:
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
         block: Block = self._blocks["dense"](self._sharded.cast_params(params))
-        return block.apply_dense(x_BSD, causal(layer.window.size), self.dtype)
+        return block.apply_dense(x_BSD, causal_attention_fn(layer.window.size), self.dtype)
 
     def route(
         self,
@@ -306,7 +306,7 @@ class LayerFunctions:
         choices: Choices | None = None,
     ) -> RoutedTokens:
         block: Block = self._blocks[kind](self._sharded.cast_params(params), bias)
-        x_BSD = block.attend(x_BSD, causal(layer.window.size), self.dtype)
+        x_BSD = block.attend(x_BSD, causal_attention_fn(layer.window.size), self.dtype)
         key = self._router_key(layer) if train else None
         chosen = choices or layer.choices or {}
         h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, **chosen)

@@ -17,7 +17,7 @@ from jmoe.config import DistributedConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import LoadedModel
-from jmoe.inference.mesh.lockstep import Follower, Leader, join, led
+from jmoe.inference.mesh.lockstep import Follower, Leader, call_on_all_ranks, join_lockstep
 from jmoe.inference.mesh.runner import MeshRunner
 from tests.inference.mesh.mesh_traffic import (
     MAX_BATCH,
@@ -66,13 +66,13 @@ class Turns:
         )
         return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **PLACEMENTS[name]))
 
-    @led
+    @call_on_all_ranks
     def load(self, name: str) -> None:
         """Load a follower's part of the engine's model."""
         if self.leader is None:
             self.runner = LoadedModel(CHECKPOINTS / self.model, self.config(name)).on_mesh
 
-    @led
+    @call_on_all_ranks
     def prepare(self, name: str) -> None:
         """Let every gain be worth a swap, or what the name says move the experts."""
         assert self.runner is not None
@@ -86,12 +86,12 @@ class Turns:
         if name == "right":
             estimate_rightly(self.runner, self.noted)
 
-    @led
+    @call_on_all_ranks
     def call(self, method: str, arguments: list[Any]) -> None:
         """Make a follower's call of its runner."""
         getattr(self.runner, method)(*arguments)
 
-    @led
+    @call_on_all_ranks
     def done(self, name: str) -> None:
         assert self.runner is not None
         self.copied[name] = self.runner.residency.copied_experts
@@ -140,7 +140,7 @@ def main() -> None:
         step_timeout_s=PATIENCE_S,
         heartbeat_timeout_s=PATIENCE_S,
     )
-    with join(config) as role:  # type: ignore[union-attr]
+    with join_lockstep(config) as role:  # type: ignore[union-attr]
         turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)
         if isinstance(role, Follower):
             role.repeat_calls(turns)

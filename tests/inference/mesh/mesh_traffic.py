@@ -134,7 +134,7 @@ class _Table:
     def __init__(self, popularities: Sequence[np.ndarray]) -> None:
         self._calls, self._popularities = 0, popularities
 
-    def popularity(self, path: list[np.ndarray]) -> LayerEstimate:
+    def estimate_popularity(self, path: list[np.ndarray]) -> LayerEstimate:
         self._calls += 1
         return LayerEstimate(self._popularities[self._calls % len(self._popularities)], 0.0)
 

@@ -41,7 +41,7 @@ class Table:
     def __init__(self, popularity_E: np.ndarray) -> None:
         self.popularity_E = popularity_E
 
-    def popularity(self, path: list[np.ndarray]) -> LayerEstimate:
+    def estimate_popularity(self, path: list[np.ndarray]) -> LayerEstimate:
         assert len(path) == 1
         return LayerEstimate(self.popularity_E, 0.0)
 

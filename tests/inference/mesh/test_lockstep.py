@@ -18,7 +18,7 @@ import pytest
 from jmoe.cluster.channel import Channel
 from jmoe.cluster.distributed import EXIT_CODE
 from jmoe.inference.mesh import lockstep
-from jmoe.inference.mesh.lockstep import Follower, Leader, LockstepError, led
+from jmoe.inference.mesh.lockstep import Follower, Leader, LockstepError, call_on_all_ranks
 from tests.fakes import wait_for
 from tests.processes import Child
 from tests.train_runs import Start, free_port
@@ -101,7 +101,7 @@ class Adder:
     ) -> None:
         self.leader, self.during, self.made = leader, during, list[Any]()
 
-    @led
+    @call_on_all_ranks
     def add(self, x: np.ndarray, y: int) -> np.ndarray:
         self.during()
         self.made.append((np.asarray(x).tolist(), y))
