@@ -613,7 +613,7 @@ class ModelRunner:
                 )
                 n = self.config.layers[start].record
                 places = None if tables_NE is None else tables_NE[n : n + size]
-                experts = slots, places if finder is None else finder.where(n)
+                experts = slots, places if finder is None else finder.find_slots_operand(n)
                 of_layers = (
                     arrays,
                     tuple(self.caches[some]),

@@ -119,7 +119,7 @@ class Generation:
         if isinstance(output, ApiError):
             raise output
         if not self.is_kept:
-            self._owner._count_read(self, output)
+            self._owner._subtract_unsent(self, output)
         self.num_read_tokens += len(output.token_ids)
         if output.finish_reason == "error":
             if (what := output.sequence.failed) is not None:
@@ -185,7 +185,7 @@ class EngineLoop:
         """Start the engine thread. Must be called in the running event loop."""
         self._loop = asyncio.get_running_loop()
         if self.engine.leader is not None:
-            self.engine.leader.on_lost = self._lose_process
+            self.engine.leader.on_lost = self._fail_after_lost_process
         self._thread.start()
 
     async def stop(self) -> None:
@@ -317,9 +317,9 @@ class EngineLoop:
             if output.finish_reason is not None:
                 self._release_place(sequence)
             generation.put_output(output)
-            self._count_unsent(generation, output)
+            self._add_unsent(generation, output)
 
-    def _count_unsent(self, generation: Generation, output: Output) -> None:
+    def _add_unsent(self, generation: Generation, output: Output) -> None:
         """Add an output to the memory accounting of unsent outputs, and drop requests over the
         limits.
 
@@ -338,7 +338,7 @@ class EngineLoop:
             ) or [generation]:
                 request.abort_with_error(ApiError(503, NOT_READ, code="not_read"))
 
-    def _count_read(self, generation: Generation, output: Output) -> None:
+    def _subtract_unsent(self, generation: Generation, output: Output) -> None:
         if self._unsent.amount_of(generation):
             self._unsent.add(generation, generation.client, -generation.unsent_bytes(output))
 
@@ -357,7 +357,7 @@ class EngineLoop:
         for sequence in list(self._open):
             self._release_place(sequence)
 
-    def _lose_process(self, reason: str) -> None:
+    def _fail_after_lost_process(self, reason: str) -> None:
         """Fail all requests after another process of the engine was lost.
 
         Called on the thread that noticed the loss: the engine thread may block on the lost process
@@ -384,7 +384,7 @@ class EngineLoop:
                 self.snapshot = self._take_snapshot()
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
         except LockstepError:
-            pass  # `_lose_process` logs the reason
+            pass  # `_fail_after_lost_process` logs the reason
         except BaseException:  # a Rust panic of tokenizers is not an Exception
             log.exception("the engine has failed; no request is served any more")
             self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)

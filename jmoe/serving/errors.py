@@ -119,7 +119,9 @@ def _validation_error(errors: Sequence[JsonObject]) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Register handlers that turn every exception into an error response in OpenAI's format."""
 
-    async def answer(_: Request, error: Exception) -> JSONResponse:  # a thread may not start
+    async def respond_to_error(
+        _: Request, error: Exception
+    ) -> JSONResponse:  # a thread may not start
         if isinstance(error, RequestValidationError):
             error = _validation_error(error.errors())
         elif isinstance(error.__cause__, ApiError):  # raised while parsing a body; FastAPI wraps it
@@ -131,4 +133,4 @@ def add_error_handlers(app: FastAPI) -> None:
         return error.response()
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, respond_to_error)

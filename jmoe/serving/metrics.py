@@ -93,42 +93,44 @@ class Metrics(Collector):
         self.registry, self.model_name = CollectorRegistry(), model_name
         self.prompt_tokens_total = self.generation_tokens_total = 0
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def make_histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, [LABEL], registry=self.registry, buckets=buckets).labels(
                 model_name
             )
 
-        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        def make_counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
             return partial(
                 Counter(name, text, [LABEL, *labels], registry=self.registry).labels, model_name
             )
 
-        self.time_to_first_token = histogram(
+        self.time_to_first_token = make_histogram(
             "vllm:time_to_first_token_seconds",
             "From the arrival of a request to its first token.",
             SECONDS,
         )
-        self.inter_token_latency = histogram(
+        self.inter_token_latency = make_histogram(
             "vllm:inter_token_latency_seconds", "Between two tokens of a sequence.", SECONDS
         )
-        self.time_per_output_token = histogram(
+        self.time_per_output_token = make_histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time of a token after the first.",
             SECONDS,
         )
-        self.latency = histogram(
+        self.latency = make_histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS
         )
-        self.request_prompt_tokens = histogram(
+        self.request_prompt_tokens = make_histogram(
             "vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS
         )
-        self.request_generation_tokens = histogram(
+        self.request_generation_tokens = make_histogram(
             "vllm:request_generation_tokens", "Tokens drawn.", TOKENS
         )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")()
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens drawn.")()
-        self.finished = counter("vllm:request_success", "Sequences that ended.", "finished_reason")
-        self.rejected = counter(
+        self.prompt_tokens = make_counter("vllm:prompt_tokens", "Tokens of prompts.")()
+        self.generation_tokens = make_counter("vllm:generation_tokens", "Tokens drawn.")()
+        self.finished = make_counter(
+            "vllm:request_success", "Sequences that ended.", "finished_reason"
+        )
+        self.rejected = make_counter(
             "jmoe:requests_rejected", "Requests that were not taken in.", "reason"
         )
 

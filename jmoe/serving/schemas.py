@@ -383,7 +383,7 @@ class Message(RequestBody):
         )
 
     @property
-    def size(self) -> int:
+    def num_characters(self) -> int:
         """Number of characters of content and reasoning."""
         return len(self.text) + len(self.reasoning_text)
 
@@ -497,9 +497,11 @@ class TokenizeRequest(RequestBody):
         return self
 
     @property
-    def size(self) -> int:
+    def num_characters(self) -> int:
         """Approximate number of characters."""
-        return len(self.prompt or "") + sum(message.size for message in self.messages or [])
+        return len(self.prompt or "") + sum(
+            message.num_characters for message in self.messages or []
+        )
 
 
 class DetokenizeRequest(RequestBody):

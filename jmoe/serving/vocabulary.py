@@ -112,7 +112,7 @@ class TokenVocabulary:
         content = []
         for lp in logprobs:
             drawn, *top = (
-                self._top_logprob(*pair) for pair in ((lp.token_id, lp.logprob), *lp.top)
+                self._make_top_logprob(*pair) for pair in ((lp.token_id, lp.logprob), *lp.top)
             )
             content.append(ChatLogprob(**dict(drawn), top_logprobs=top))
         return ChatLogprobs(content=content)
@@ -127,7 +127,7 @@ class TokenVocabulary:
             top.setdefault(self.token_text(token), value)
         return top
 
-    def _top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
+    def _make_top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
         data = self.token_bytes(token_id)
         return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))
 

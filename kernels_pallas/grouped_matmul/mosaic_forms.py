@@ -74,7 +74,7 @@ class TileShape:
     by_rows: bool = False
 
     @property
-    def num_column_tiles(self) -> int:
+    def tiles_across(self) -> int:
         """Number of tiles side by side."""
         return self.num_columns // self.parts // self.tile_columns
 

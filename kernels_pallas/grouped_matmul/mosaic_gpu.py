@@ -109,14 +109,12 @@ def _matmul_kernel(
         wg = tile.warpgroup(lax.axis_index("wg"))
 
         def steps_of(i: jax.Array) -> tuple[int, Place]:
-            return form.num_steps, snake_tile(
-                launch.piece_index(i), count[0], tile.num_column_tiles
-            )
+            return form.num_steps, snake_tile(launch.piece_index(i), count[0], tile.tiles_across)
 
-        def copy(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
+        def copy_step(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
             form.start_copies(refs, place, k, stage, barrier)
 
-        def multiply(accs: Sequence[Ref], _: Place, k: jax.Array, stage: jax.Array) -> None:
+        def multiply_step(accs: Sequence[Ref], _: Place, k: jax.Array, stage: jax.Array) -> None:
             form.start_products(refs, wg, accs, k, stage)
 
         def finish_columns(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
@@ -124,15 +122,15 @@ def _matmul_kernel(
             sums = _apply_by_column(list(zip(operations, terms)), tile, sums, group, first)
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 
-        def store(sums: list[jax.Array], place: Place) -> None:
+        def store_sums(sums: list[jax.Array], place: Place) -> None:
             _store_tile(refs, tile, wg, place, sums, finish_columns)
 
         sums_shapes = [tile.sums_shape] * tile.parts
         num_products = tile.parts * form.num_halves
-        num_tiles = launch.num_pieces(count[0] * tile.num_column_tiles)
-        Pipeline(num_tiles, steps_of, copy, multiply, store, sums_shapes, num_products).run(
-            wg.number, full, empty
-        )
+        num_tiles = launch.num_pieces(count[0] * tile.tiles_across)
+        Pipeline(
+            num_tiles, steps_of, copy_step, multiply_step, store_sums, sums_shapes, num_products
+        ).run(wg.number, full, empty)
 
     out_type = jax.ShapeDtypeStruct(
         (form.num_rows, tile.num_columns // tile.parts), form.x_HND.dtype
@@ -251,7 +249,7 @@ class _GradientTiles:
     def __len__(self) -> int:
         return self.num_groups * self.num_m * self.num_n
 
-    def steps(self, index: jax.Array, bounds: Ref) -> tuple[jax.Array, Place]:
+    def steps_and_place(self, index: jax.Array, bounds: Ref) -> tuple[jax.Array, Place]:
         """Return (number of steps, (group, m, n)) of a tile. bounds: from `group_bounds`."""
         group = index // (self.num_m * self.num_n)
         m, n = snake_tile(index - group * (self.num_m * self.num_n), self.num_m, self.num_n)
@@ -259,7 +257,7 @@ class _GradientTiles:
         num_steps = jnp.where(end > start, (end - aligned + (INNER - 1)) // INNER, 0)
         return num_steps, (group, m, n)
 
-    def rows(
+    def step_rows(
         self, group: jax.Array, k: jax.Array, bounds: Ref
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (first row that step k copies, start and end of the group's rows among its
@@ -281,22 +279,24 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
         wg = lax.axis_index("wg")
 
         def steps_of(i: jax.Array) -> tuple[jax.Array, Place]:
-            return tiles.steps(launch.piece_index(i), bounds)
+            return tiles.steps_and_place(launch.piece_index(i), bounds)
 
-        def copy(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
+        def copy_step(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
             group, m, n = place
-            rows = pl.ds(tiles.rows(group, k, bounds)[0], INNER)
+            rows = pl.ds(tiles.step_rows(group, k, bounds)[0], INNER)
             plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(m * ROWS, ROWS)], x_smem.at[stage], barrier)
             plgpu.copy_gmem_to_smem(
                 dy.at[rows, pl.ds(n * 2 * columns, 2 * columns)], dy_smem.at[stage], barrier
             )
 
-        def multiply(accs: Sequence[Ref], place: Place, k: jax.Array, stage: jax.Array) -> None:
-            _, start, end = tiles.rows(place[0], k, bounds)
+        def multiply_step(
+            accs: Sequence[Ref], place: Place, k: jax.Array, stage: jax.Array
+        ) -> None:
+            _, start, end = tiles.step_rows(place[0], k, bounds)
             mine = pl.ds(wg * columns, columns)
 
             @pl.when((start > 0) | (end < INNER))
-            def mask() -> None:
+            def zero_other_rows() -> None:
                 x_half = x_smem.at[stage, :, pl.ds(wg * (ROWS // 2), ROWS // 2)]
                 _zero_other_rows((x_half, dy_smem.at[stage, :, mine]), start, end)
                 plgpu.barrier_arrive(masked)
@@ -304,7 +304,7 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
 
             plgpu.wgmma(accs[0], x_smem.at[stage].transpose((1, 0)), dy_smem.at[stage, :, mine])
 
-        def store(sums: list[jax.Array], place: Place) -> None:
+        def store_sums(sums: list[jax.Array], place: Place) -> None:
             group, m, n = place
             for c in range(0, columns, STORED):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -314,7 +314,9 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[group, pl.ds(m * ROWS, ROWS), to])
 
         num_tiles = launch.num_pieces(len(tiles))
-        Pipeline(num_tiles, steps_of, copy, multiply, store, [(ROWS, columns)]).run(wg, full, empty)
+        Pipeline(num_tiles, steps_of, copy_step, multiply_step, store_sums, [(ROWS, columns)]).run(
+            wg, full, empty
+        )
 
     return weight_gradient_kernel
 

@@ -103,9 +103,9 @@ def slot_mlp(
 def find_slots(idx_TK: jax.Array, where_2: jax.Array, layer: int, num_experts: int) -> jax.Array:
     """Return int32 [E], the slots of a layer's experts; arbitrary for experts that no token chose.
 
-    where_2: int32, from `SlotFinder.where` for the program's first layer with experts. layer:
-    counted from that layer. The operation asks that `SlotFinder` for chosen experts without a slot,
-    and waits for them.
+    where_2: int32, from `SlotFinder.find_slots_operand` for the program's first layer with experts.
+    layer: counted from that layer. The operation asks that `SlotFinder` for chosen experts without
+    a slot, and waits for them.
     """
     call = jax.ffi.ffi_call("jmoe_find_slots", jax.ShapeDtypeStruct((num_experts,), jnp.int32))
     return call(idx_TK, where_2, layer=np.int64(layer))

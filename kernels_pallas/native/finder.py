@@ -68,7 +68,7 @@ class SlotFinder:
         )
         self._thread.start()
 
-    def where(self, layer: int) -> NDArray[np.int32]:
+    def find_slots_operand(self, layer: int) -> NDArray[np.int32]:
         """Return the `where_2` argument of `find_slots` for a program whose first layer with
         experts is `layer`.
         """

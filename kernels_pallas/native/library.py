@@ -110,7 +110,7 @@ def _uses_built_library() -> bool:
     return bool(_built) and instruction_set() == "native"
 
 
-def _flags() -> tuple[str, ...]:
+def _compiler_flags() -> tuple[str, ...]:
     return (*FLAGS, *INSTRUCTION_SETS[instruction_set()][1])
 
 
@@ -318,7 +318,9 @@ def _fingerprint(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
     digest.update(
-        "\0".join([*_flags(), compiler, version, jax.__version__, _processor_features()]).encode()
+        "\0".join(
+            [*_compiler_flags(), compiler, version, jax.__version__, _processor_features()]
+        ).encode()
     )
     return digest.hexdigest()[:16]
 
@@ -341,14 +343,17 @@ def _compile(compiler: str, path: Path) -> None:
         tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=path.parent) as folder,
         ThreadPoolExecutor() as threads,
     ):
-        made, options = Path(folder) / path.name, [*_flags(), "-isystem", jax.ffi.include_dir()]
+        made, options = (
+            Path(folder) / path.name,
+            [*_compiler_flags(), "-isystem", jax.ffi.include_dir()],
+        )
         objects = {source: made.with_name(f"{source.stem}.o") for source in _source_files()}
         commands = [
             [compiler, *options, "-c", str(source), "-o", str(to)] for source, to in objects.items()
         ]
         list(threads.map(_run_compiler, commands))
         _run_compiler(
-            [compiler, *_flags(), "-shared", *map(str, objects.values()), "-o", str(made)]
+            [compiler, *_compiler_flags(), "-shared", *map(str, objects.values()), "-o", str(made)]
         )
         with made.open("r+b") as file:
             seal = hashlib.file_digest(file, "sha256").digest()

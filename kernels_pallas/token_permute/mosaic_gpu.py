@@ -55,7 +55,7 @@ def _run_pipeline(
     """
     lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: start_copies(i, i), None)
 
-    def step(i: jax.Array, carry: None) -> None:
+    def run_step(i: jax.Array, carry: None) -> None:
         stage = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(full.at[stage])
         store_step(i, stage)
@@ -67,7 +67,7 @@ def _run_pipeline(
         def _() -> None:
             start_copies(ahead, lax.rem(ahead, jnp.int32(STAGES)))
 
-    lax.fori_loop(0, num_steps, step, None)
+    lax.fori_loop(0, num_steps, run_step, None)
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -556,7 +556,9 @@ class Host:
                 tables.append(native.find_slots(after, where, layer, 4))
             return tables
 
-        found = program([jnp.asarray(c, jnp.int32) for c in choices], self.finder.where(first))
+        found = program(
+            [jnp.asarray(c, jnp.int32) for c in choices], self.finder.find_slots_operand(first)
+        )
         return [np.asarray(table).tolist() for table in found]
 
 
