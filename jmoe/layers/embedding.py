@@ -35,7 +35,7 @@ Lookup = Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
 
 
 def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return [..., D] in `dtype` from a whole table.
+    """Return the embeddings of tokens, [..., D] in `dtype`, from a whole table.
 
     The cast comes after the lookup, so that gradients of one row are added in the table's dtype.
     """
@@ -45,8 +45,8 @@ def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Arra
 def lookup_columns_local(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return [T, R D] in `dtype` for this device's tokens, where each device holds D of the table's
-    R D columns.
+    """Return the embeddings of this device's tokens, [T, R D] in `dtype`, where each device holds D
+    of the table's R D columns.
     """
     ids_RT = lax.all_gather(tokens_T, axes)
     blocks_RTD = make_all_to_all(axes)(lookup(table_VD, ids_RT, dtype))
@@ -56,8 +56,8 @@ def lookup_columns_local(
 def lookup_row_block_local(
     table_VD: jax.Array, tokens_M: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return [T, D] in `dtype` for this device's tokens, where device r holds the r-th block of
-    rows.
+    """Return the embeddings of this device's tokens, [T, D] in `dtype`, where device r holds the
+    r-th block of the table's rows.
 
     For inference: no gradient is taken. tokens_M: tokens of all devices. The sum over devices is
     exact, since all devices but the row's owner add 0.
@@ -183,8 +183,8 @@ _lookup_rows.defvjp(_lookup_rows_fwd, _lookup_rows_bwd)
 def lookup_rows_local(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return [T, D] in `dtype` for this device's tokens, where device r holds rows r, r + R, r + 2
-    R, ...
+    """Return the embeddings of this device's tokens, [T, D] in `dtype`, where device r holds rows
+    r, r + R, r + 2 R, ... of the table.
 
     Gradients of one row are summed in float32 on the requesting device, sent to the owner in
     `dtype`, and summed there in the table's dtype.
@@ -197,7 +197,7 @@ def lookup_rows_local(
 
 @dataclass(frozen=True)
 class Embedding:
-    """The planned lookup in the parameter `embedding` [V, D].
+    """The lookup in the parameter `embedding` [V, D], whose layout over devices `plan` gives.
 
     axes: the mesh axes of all devices; the last lies within a node. In the layout `rows` the
     parameter has shape [V / R, R, D], where entry [i, r] is row i R + r; `to_parameter_shape`
@@ -229,7 +229,9 @@ class Embedding:
         )
 
     def lookup(self, table: jax.Array, tokens_BS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return [B, S, D] in `dtype`. table: this device's shard of the parameter."""
+        """Return the tokens' embeddings, [B, S, D] in `dtype`. table: this device's shard of the
+        parameter.
+        """
         if self.plan.kind == "replicated":
             return lookup(table, tokens_BS, dtype)
         tokens_T = tokens_BS.reshape(-1)

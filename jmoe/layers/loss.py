@@ -301,8 +301,8 @@ def distillation_losses(
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The planned output head and loss, from the parameters `embedding` [V, D] and, if not tied,
-    `head` [D, V].
+    """The output head and its loss, split over devices by `plan`, from the parameters `embedding`
+    [V, D] and, if not tied, `head` [D, V].
 
     axes: the mesh axes of all devices; the last lies within a node.
     """

@@ -65,8 +65,8 @@ def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
 
 
 def parameter_cuts(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
-    """Return how parameters are split, by the last names of their paths; all others are
-    replicated.
+    """Return the `Cut` of every parameter that is split over devices, by the last names of its
+    path; all others are replicated.
     """
     heads, dim = config.num_attention_heads, config.dim_per_head
     query, key = (heads, dim), (config.num_key_value_heads, dim)

@@ -46,7 +46,7 @@ class Connections:
 
 
 class _RefusedError(Exception):
-    """Stops the parser; `Connection._refusal` holds the status and message."""
+    """Raised to stop the parser; `Connection._refusal` holds the status and message."""
 
 
 class _Parser(httptools.HttpRequestParser):

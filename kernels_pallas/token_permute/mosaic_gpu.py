@@ -28,8 +28,8 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def _rows_as_lines(x: jax.Array) -> jax.Array:
-    """Return [M, D] as [M, D / LINE, LINE]. Raises NotImplementedError for other dtypes and
-    sizes.
+    """Return x [M, D] as [M, D / LINE, LINE]. Raises NotImplementedError for dtypes and sizes that
+    the kernels do not support.
     """
     if x.dtype not in DTYPES:
         raise NotImplementedError(f"dtype {x.dtype}: not one of bfloat16, float16, float32")
