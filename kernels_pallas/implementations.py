@@ -29,7 +29,8 @@ _TARGET: ContextVar[jax.Device | None] = ContextVar(
 @contextlib.contextmanager
 def tracing_for(device: jax.Device) -> Iterator[None]:
     """Context manager in which programs are traced for `device`, with the kernels that it has; this
-    process need not have the device."""
+    process need not have the device.
+    """
     token = _TARGET.set(device)
     try:
         yield
