@@ -112,7 +112,7 @@ class Adder:
 
 
 def test_followers_make_the_leaders_calls(channels: Pair, leader: Lead) -> None:
-    """In its order, with its arguments, of methods that are led alone; the leader's result is
+    """In its order, with its arguments, of methods decorated with `call_on_all_ranks` alone; the leader's result is
     returned.
     """
     here, there = channels()
@@ -275,7 +275,7 @@ import sys
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import DistributedConfig
-from jmoe.inference.mesh.lockstep import Follower, Leader, led
+from jmoe.inference.mesh.lockstep import Follower, Leader, call_on_all_ranks
 from jmoe.cluster.distributed import join_with_connections
 from jmoe.cluster.channel import Channel
 
@@ -289,7 +289,7 @@ total = jax.jit(lambda x: x.sum(axis=0), out_shardings=NamedSharding(sharding.me
 class Runner:
     leader = None if rank else Leader(channels, silence_s=240, step_timeout_s=240)
 
-    @led
+    @call_on_all_ranks
     def add(self, x):
         own = x[None] * (rank + 1)
         return np.asarray(total(jax.make_array_from_process_local_data(sharding, own)).addressable_data(0))
