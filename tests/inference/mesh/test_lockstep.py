@@ -112,7 +112,7 @@ class Adder:
 
 
 def test_followers_make_the_leaders_calls(channels: Pair, leader: Lead) -> None:
-    """In its order, with its arguments, of methods decorated with `call_on_all_ranks` alone; the leader's result is
+    """In its order, with its arguments, of `call_on_all_ranks` methods alone; the leader's result is
     returned.
     """
     here, there = channels()
