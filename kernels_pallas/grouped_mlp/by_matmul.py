@@ -69,7 +69,7 @@ _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 
 class _Operands(NamedTuple):
-    """The differentiable operands."""
+    """The operands of the grouped MLP that have gradients."""
 
     x_ND: jax.Array
     weights: MLPWeights
