@@ -178,7 +178,7 @@ def _detect_job(
     if launcher is None:
         return None
     if launcher == "k8s":
-        _need_kubernetes_client()
+        _require_kubernetes_client()
     # jax.distributed.initialize() detects these values too, but does not return them
     from jax._src.clusters import ClusterEnv
 
@@ -201,7 +201,7 @@ def _detect_job(
     ) from problem
 
 
-def _need_kubernetes_client() -> None:
+def _require_kubernetes_client() -> None:
     try:
         import kubernetes  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError as error:

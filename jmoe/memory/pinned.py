@@ -34,8 +34,8 @@ class PinnedSlots(list[NDArray[np.uint8]]):
     """M slots of R bytes in a device's pinned host memory, each page-aligned.
 
     The slots are memory of JAX arrays that the host writes to. A slot must not be written while it
-    is being sent, and only `send` may read the JAX arrays. Raises `RuntimeError` if JAX does not
-    provide the memory, or if a probe shows that written bytes do not reach the device.
+    is being sent, and only `copy_to_device` may read the JAX arrays. Raises `RuntimeError` if JAX
+    does not provide the memory, or if a probe shows that written bytes do not reach the device.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: jax.Device) -> None:
@@ -56,12 +56,14 @@ class PinnedSlots(list[NDArray[np.uint8]]):
         probe = RecordLayout.from_arrays({"probe": ((slot_bytes,), np.uint8)})
         for value in (1, 0):
             self[0][:] = value
-            if not np.all(np.asarray(self.send(0, probe, ["probe"])["probe"]) == value):
+            if not np.all(np.asarray(self.copy_to_device(0, probe, ["probe"])["probe"]) == value):
                 raise RuntimeError(
                     f"what is written to the {KIND} memory of {device} does not arrive there"
                 )
 
-    def send(self, slot: int, layout: RecordLayout, names: Collection[str]) -> dict[str, jax.Array]:
+    def copy_to_device(
+        self, slot: int, layout: RecordLayout, names: Collection[str]
+    ) -> dict[str, jax.Array]:
         """Return arrays of the record in a slot, by name, in the device's memory, after the
         transfer has ended.
         """

@@ -53,7 +53,7 @@ ITEM = "records"  # name of the Orbax item, and of its folder in a step
 
 @dataclass(frozen=True)
 class StepRecords:
-    """Files of one process's records in a step, as `RecordCheckpoints.find` returns them.
+    """Files of one process's records in a step, as `RecordCheckpoints.verify_records` returns them.
 
     files: kind -> record -> an undamaged file. damaged: a sentence for each damaged file. missing:
     a description of each record without an undamaged file.
@@ -268,7 +268,7 @@ class RecordCheckpoints:
             raise FileNotFoundError(errno.ENOENT, what, str(folder))
         for name, store in self.stores.items():
             partial = name in self.partial
-            store.restore(
+            store.restore_versions(
                 records.files.get(name, {}) if partial else records.files[name], partial=partial
             )
         lists = read_record_lists(folder)

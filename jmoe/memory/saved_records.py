@@ -135,7 +135,7 @@ class SavedRecords:
         self._places = {kind: candidate_paths(folder, kind, self.lists) for kind in self.kinds}
         self._own = threading.local()
 
-    def read(self, kind: str, index: int) -> dict[str, np.ndarray]:
+    def read_record(self, kind: str, index: int) -> dict[str, np.ndarray]:
         """Return a record's arrays, by name, valid until this thread reads another record of the
         same kind.
 

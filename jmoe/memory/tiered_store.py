@@ -302,7 +302,7 @@ class TieredStore(Closing):
             data_R = self._slots_MR[slot]
             views = self.layout.views(data_R)
         pinned = self._slots_MR if isinstance(self._slots_MR, PinnedSlots) else None
-        send = None if pinned is None else partial(pinned.send, slot, self.layout)
+        send = None if pinned is None else partial(pinned.copy_to_device, slot, self.layout)
         return Record(
             index, data_R, views, self._host_link, partial(self._release_record, index), send
         )

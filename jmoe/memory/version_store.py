@@ -454,7 +454,7 @@ class VersionStore(Closing):
         fsync(folder.parent)
         return names
 
-    def restore(self, files: Mapping[int, Path], *, partial: bool = False) -> None:
+    def restore_versions(self, files: Mapping[int, Path], *, partial: bool = False) -> None:
         """Make `files` the current versions of the owned records, and delete all other versions.
 
         Files on the same file system are hard-linked, others copied and checked. If the process is

@@ -104,13 +104,17 @@ class SavedExperts:
         """Return a record's arrays, with skipped optimizer steps applied."""
         assert self._records is not None
         if self.replay_state is None or index not in self.replay_state.applied:
-            return self._records.read(kind, index)
+            return self._records.read_record(kind, index)
         last, arrays = self._last
         if last == index:
             return arrays
-        weights, moments = (self._records.read(kind, index) for kind in ("weights", "moments"))
+        weights, moments = (
+            self._records.read_record(kind, index) for kind in ("weights", "moments")
+        )
         gradient = (
-            self._records.read("gradients", index) if index in self.replay_state.pending else None
+            self._records.read_record("gradients", index)
+            if index in self.replay_state.pending
+            else None
         )
         behind = [{name: weights[name] for name in self._shapes}]
         behind += [{name: moments[f"{part}.{name}"] for name in self._shapes} for part in "mv"]

@@ -61,7 +61,7 @@ def test_what_is_sent_is_a_copy() -> None:
     for index, slot in enumerate(slots):
         assert slot.ctypes.data % 4096 == 0 and not slot.any()
         fill(index, LAYOUT.views(slot))
-    sent = [slots.send(index, LAYOUT, ["b", "w"]) for index in range(NUM_RECORDS)]
+    sent = [slots.copy_to_device(index, LAYOUT, ["b", "w"]) for index in range(NUM_RECORDS)]
     for slot in slots:
         slot[:] = 255
     for index, arrays in enumerate(sent):

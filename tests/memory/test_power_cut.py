@@ -46,7 +46,7 @@ def exercise(cut: PowerCut) -> None:
             cut.promise = (dict(least), dict(pins))
         least = dict.fromkeys(range(NUM_RECORDS), 7.0)
         cut.promise = (dict(least), dict(pins))
-        store.restore(files)
+        store.restore_versions(files)
         for index in range(3):
             put(store, index, 20)
         assert store.stats().recycled > 10

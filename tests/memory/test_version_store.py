@@ -143,7 +143,7 @@ def test_a_pin_stays_as_it_is(folder: Path) -> None:
             ]
         # pinning wrote none
         assert store.stats().written_bytes - written == 27 * store.layout.record_bytes
-        store.restore(pinned(folder, "1"))
+        store.restore_versions(pinned(folder, "1"))
         assert [got(store, index) for index in range(NUM_RECORDS)] == [10, 11, 12, 13, 14]
         put(store, 1, 99)
         files = pinned(folder, "2")
@@ -177,8 +177,8 @@ def test_a_pin_of_some_records_comes_back_without_the_others(folder: Path) -> No
         with pytest.raises(
             ValueError, match=r"files = 2: must name every owned record; lacks \[0, 2, 3\]"
         ):
-            store.restore(files)
-        store.restore(files, partial=True)
+            store.restore_versions(files)
+        store.restore_versions(files, partial=True)
         assert [got(store, index) for index in (1, 4)] == [10, 40]
         assert missing(store) == [0, 2, 3]
         put(store, 3, 30)
@@ -213,19 +213,19 @@ def test_restored_from_another_file_system(tmp_path: Path) -> None:
         with open_store(tmp_path / "near") as store:
             for index in range(NUM_RECORDS):
                 put(store, index, 50)
-            store.restore(files)
+            store.restore_versions(files)
             assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
             put(store, 3, 60)
             assert got(store, 3) == 60
             file_of(store, 2).unlink()
             # a dead version's file, overwritten: not to be trusted
             shutil.copyfile(files[1], file_of(store, 2))
-            store.restore(files)
+            store.restore_versions(files)
             assert [got(store, index) for index in range(NUM_RECORDS)] == [0, 1, 2, 3, 4]
             with files[4].open("r+b") as file:
                 file.write(b"bits")
             with pytest.raises(OSError, match="record 4: damaged") as caught:
-                store.restore(
+                store.restore_versions(
                     {**files, 4: files[4]} if file_of(store, 4).unlink() is None else files
                 )
             assert str(files[4]) in str(caught.value)
@@ -388,8 +388,8 @@ def test_processes_own_disjoint_records(start_python: Start, tmp_path: Path) -> 
     with open_store(tmp_path / "process-0") as store:
         assert missing(store) == [1, 3]
         with pytest.raises(ValueError, match=r"must name every owned record; lacks \[1, 3\]"):
-            store.restore({index: files[index] for index in (0, 2, 4)})
-        store.restore(files)
+            store.restore_versions({index: files[index] for index in (0, 2, 4)})
+        store.restore_versions(files)
         assert [got(store, index) for index in range(NUM_RECORDS)] == [39, 139, 239, 339, 439]
 
 
@@ -469,7 +469,7 @@ def write_pin_and_restore(folder: Path) -> None:
                 store.pin_versions("2")
                 os.write(log, b"pinned\n")
             if round_ == 3:
-                store.restore(pinned(folder, "2"))
+                store.restore_versions(pinned(folder, "2"))
         store.close()
 
 
@@ -497,7 +497,7 @@ def examine(folder: Path) -> None:
             assert [got(store, index, files[index]) for index in range(NUM_RECORDS)] == [
                 2.0
             ] * NUM_RECORDS
-            store.restore(files)
+            store.restore_versions(files)
             assert [got(store, index) for index in range(NUM_RECORDS)] == [2.0] * NUM_RECORDS
         for index in range(NUM_RECORDS):
             put(store, index, 50)

@@ -1,8 +1,8 @@
 """Choose which device trains on which tasks' images, and when that changes during a run.
 
-`ImageTasks.open` plans the first layout; `VisionSession.rebalance` asks `LayoutController` for
-later ones. The first plan balances batch sizes within device memory. It changes when a task ends,
-when the number of devices changes, or when measured loads are uneven.
+`ImageTasks.prepare_on_mesh` plans the first layout; `VisionSession.rebalance` asks
+`LayoutController` for later ones. The first plan balances batch sizes within device memory. It
+changes when a task ends, when the number of devices changes, or when measured loads are uneven.
 """
 
 from collections import Counter

@@ -52,7 +52,7 @@ class IdleTime:
         self.step_s += step_s
         self.processor_s += processor_s
 
-    def by_device(self, num_devices: int) -> list[float]:
+    def fraction_by_device(self, num_devices: int) -> list[float]:
         """Return, for each device, the fraction of the steps' time in which its process did not
         compute.
 
@@ -221,7 +221,7 @@ class VisionSession(Session):
                 for batch in itertools.islice(batches, self.trainer.evaluation_batches)
             ]:
                 sums_3A += sum(map(np.asarray, self.trainer.evaluate_batches(state, some, means)))
-            idle = self.idle.by_device(devices)
+            idle = self.idle.fraction_by_device(devices)
         if self.log is not None and not all(map(math.isnan, idle)):
             self.log.write_event(
                 "idle", step, idle=idle, planned=self.trainer.layout.idle_fractions()

@@ -173,14 +173,14 @@ def test_idle_time_is_what_a_process_does_not_compute(tmp_path: Path) -> None:
     """
     run = session(tmp_path, 2)
     run.expert_packing = PackingController(run.config, (2, 1, 1), 1)
-    assert all(map(math.isnan, run.idle.by_device(2)))
+    assert all(map(math.isnan, run.idle.fraction_by_device(2)))
     run.note_step(90.0, 1.0, compiled=True)
-    assert all(map(math.isnan, run.idle.by_device(2)))
+    assert all(map(math.isnan, run.idle.fraction_by_device(2)))
     run.note_step(2.0, 3.0, compiled=False)
     run.note_step(4.0, 3.0, compiled=False)
-    assert run.idle.by_device(2) == [0.5, 0.5]
+    assert run.idle.fraction_by_device(2) == [0.5, 0.5]
     run.note_step(1.0, 60.0, compiled=False)  # a device may compute with several
-    assert run.idle.by_device(2) == [0.0, 0.0]
+    assert run.idle.fraction_by_device(2) == [0.0, 0.0]
 
 
 def test_an_image_is_timed_a_task(tmp_path: Path) -> None:
