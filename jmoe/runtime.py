@@ -67,13 +67,28 @@ def reexec_environment(current: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
+def hold_standard_streams() -> None:
+    """Open /dev/null for each standard stream that the parent has closed.
+
+    Otherwise the next files that are opened, such as a checkpoint's, get the streams' numbers, and
+    what XLA or a traceback prints goes into them.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            held = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.set_inheritable(held, True)
+
+
 def reexec_with_env() -> None:
     """Replace this process by the same command with the environment of `reexec_environment`, if
-    that differs from the current one.
+    that differs from the current one. Standard streams are open afterwards.
 
     `python -m NAME` is re-executed in that form: run by its path, a module's own folder would come
     first in Python's search path.
     """
+    hold_standard_streams()
     wanted = reexec_environment(os.environ)
     if wanted:
         spec = sys.modules["__main__"].__spec__

@@ -1,5 +1,6 @@
 """What a process prints where nobody can read it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,23 @@ def test_a_process_outlives_a_full_disk_with_its_log(tmp_path: Path) -> None:
         command = [sys.executable, "-c", SAYS, tmp_path / "end"]
         subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, check=True)
     assert (tmp_path / "end").read_text() == "done"
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path) -> None:
+    """As a service starts a process: what XLA or a traceback prints went into a checkpoint."""
+    code = """if True:
+        import os, sys
+        from jmoe.runtime import reexec_with_env
+        reexec_with_env()
+        with open(sys.argv[1], "w") as file:
+            os.write(2, b"printed")
+            file.write(str(file.fileno()))
+    """
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(
+        [*closed, tmp_path / "file"], cwd=ROOT, env=os.environ | {"JMOE_RUNTIME": "1"}, check=True
+    )
+    assert int((tmp_path / "file").read_text()) > 2
 
 
 def test_characters_that_a_screen_lacks_are_escaped(tmp_path: Path) -> None:
