@@ -88,9 +88,10 @@ class LoadedModel(Closing):
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             enable_compile_cache()
-            check_same_options(asdict(replace(options, cache_dir=None)))
             check_same_identity(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
+            # the server has set a length that its user left open, other processes have not
             options = with_sequence_length(checkpoint, options)
+            check_same_options(asdict(replace(options, cache_dir=None)))
             paths = options.estimator == "paths"
             table = (
                 PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
