@@ -454,7 +454,9 @@ def _pallas_kernel_work(
         used = groups * (1 - (1 - 1 / groups) ** num_rows)  # expected number under uniform routing
         read[at] *= experts.filled
         read[at + 1 :] = [size * used / weights.shape[0] for size in read[at + 1 :]]
-        flops = experts.filled * 2.0 * out.num_elements * inner
+        # a gate and an up projection of one launch give half as many columns
+        is_gated = weights.shape[1] == inner and weights.shape[2] == 2 * out.shape[1]
+        flops = experts.filled * 2.0 * out.num_elements * inner * (2 if is_gated else 1)
         return _KernelWork(
             name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype
         )

@@ -1,8 +1,8 @@
 """The grouped matmul and its weight gradient in Triton, for GPUs whose kernels are not written for
 Hopper (`mosaic_gpu.py`), and for shapes that those do not support.
 
-A program computes one tile of the result. A tile of the product has rows of one group only; rows
-are read where they lie, by index too, and nothing is padded in memory.
+A program computes one tile of the result. A tile of the product has rows of one group only; the
+product reads rows where they lie, by index too, and nothing is padded in memory.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles of rows; T tokens.
 """
@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, Slots
+from kernels_pallas.token_permute.triton import gather_rows
 from kernels_pallas.triton import (
     Blocks,
     Ref,
@@ -51,7 +52,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     """
     _check_operands(x_ND, w, scale_EF, slots)
     num_rows = (x_ND if src_N is None else src_N).shape[0]
-    inner, columns_of_w = x_ND.shape[1], w.shape[1 if transpose_rhs else 2]
+    (num_tokens, inner), columns_of_w = x_ND.shape, w.shape[1 if transpose_rhs else 2]
     blocks = _blocks_for_rows(blocks_of(x_ND.dtype), num_rows // group_sizes_E.shape[0])
     tiles_3M = row_tiles(group_sizes_E, num_rows, blocks.rows)
     if slots is not None:
@@ -75,7 +76,9 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
         def tile() -> None:
             rows, columns = numbers(start, blocks.rows), numbers(n * blocks.columns, blocks.columns)
             is_row, is_column = rows < end, columns < num_columns
-            read = load(others[0].at[rows], is_row) if source else rows
+            read = rows
+            if source:  # an empty row is some token, as in `gather_rows`
+                read = jnp.minimum(load(others[0].at[rows], is_row), num_tokens - 1)
 
             def weights(at: jax.Array, is_inner: jax.Array, columns: jax.Array) -> jax.Array:
                 if transpose_rhs:
@@ -159,18 +162,21 @@ def weight_gradient(
     src_N: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return [E, D, F] in x's dtype: x^T dy over each group's rows. src_N: as in
-    `grouped_matmul`.
+    """Return [E, D, F] in x's dtype: x^T dy over each group's rows.
+
+    src_N: as in `grouped_matmul`; here the gathered rows are written to memory first, because rows
+    whose index is loaded in the same step are not copied ahead.
     """
     check_dtypes(x_ND, dy_NF)
+    if src_N is not None:
+        x_ND = gather_rows(x_ND, src_N, interpret=interpret)
     blocks = blocks_of(x_ND.dtype)
     num_groups, d, num_columns = group_sizes_E.shape[0], x_ND.shape[1], dy_NF.shape[1]
     num_m, num_n = pl.cdiv(d, blocks.rows), pl.cdiv(num_columns, blocks.columns)
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     bounds_2E = jnp.stack([ends_E - group_sizes_E.astype(jnp.int32), ends_E])
 
-    def weight_gradient_kernel(bounds: Ref, x: Ref, dy: Ref, *refs: Ref) -> None:
-        *others, out = refs
+    def weight_gradient_kernel(bounds: Ref, x: Ref, dy: Ref, out: Ref) -> None:
         group = pl.program_id(0) // (num_m * num_n)
         m, n = place(pl.program_id(0) - group * (num_m * num_n), num_m, num_n)
         start, end = bounds[0, group], bounds[1, group]
@@ -181,8 +187,7 @@ def weight_gradient(
         def step(k: jax.Array, sums: jax.Array) -> jax.Array:
             rows = numbers(start + k * blocks.inner, blocks.inner)
             is_row = rows < end  # rows beyond the group may hold NaN
-            source = rows if src_N is None else load(others[0].at[rows], is_row)
-            x_KR = load(x.at[source[:, None], inputs[None]], is_row[:, None] & is_input[None])
+            x_KR = load(x.at[rows[:, None], inputs[None]], is_row[:, None] & is_input[None])
             dy_KC = load(dy.at[rows[:, None], columns[None]], is_row[:, None] & is_column[None])
             return sums + dot(x_KR, dy_KC, (0, 0))
 
@@ -192,8 +197,7 @@ def weight_gradient(
         to = out.at[group, inputs[:, None], columns[None]]
         store(to, sums, is_input[:, None] & is_column[None])
 
-    optional = [] if src_N is None else [src_N.astype(jnp.int32)]
     out = jax.ShapeDtypeStruct((num_groups, d, num_columns), x_ND.dtype)
-    operands = (bounds_2E, x_ND, dy_NF, *optional)
+    operands = (bounds_2E, x_ND, dy_NF)
     grid = (num_groups * num_m * num_n,)
     return launch(weight_gradient_kernel, out, grid, operands, blocks=blocks, interpret=interpret)

@@ -131,6 +131,23 @@ def test_our_kernels_by_their_own_flops() -> None:
     assert half.num_bytes == pytest.approx(4 + 4 * 36 + 512 * 64 + 512 * 128 + 2 * 16 * 64 * 128)
 
 
+def test_a_gated_pair_of_products_in_one_launch() -> None:
+    """Two products whose activation leaves half of the columns; a transposed one is one product."""
+    meta = (
+        'custom_call_target="__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/moe/experts/grouped_matmul_kernel/pallas_call"}'
+    )
+    call = (
+        "  %t = s32[3,9]{1,0} parameter(0)\n  %x = bf16[512,64]{1,0} parameter(1)\n"
+        "  %w = bf16[16,64,256]{2,1,0} parameter(2)\n"
+        f"  %y = bf16[512,128]{{1,0}} custom-call(%t, %x, %w), {meta}\n"
+    )
+    (gated,) = estimate(call).kernels
+    assert gated.flops == 2 * 512 * 64 * 256
+    (plain,) = estimate(call.replace("512,64]", "512,256]").replace("64,256]", "128,256]")).kernels
+    assert plain.flops == 2 * 512 * 256 * 128
+
+
 def test_kernels_in_triton() -> None:
     """Operands without a count of tiles, and a rate of their own."""
     meta = (

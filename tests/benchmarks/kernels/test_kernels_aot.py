@@ -28,7 +28,7 @@ def test_without_the_cuda_libraries(
 def test_compiles_for_gpus_that_are_not_here(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    targets = ("h200", "a100", "b200", "rtx-4090", "rtx-5090")
+    targets = ("h200", "a100", "rtx-5090")
     done = run_python(["benchmarks/kernels/aot.py", "--shapes", "tiny", "--targets", *targets])
     assert done.returncode == 0, done.stderr
     programs = json.loads(done.stdout.strip().splitlines()[-1])["programs"]
@@ -41,6 +41,6 @@ def test_compiles_for_gpus_that_are_not_here(
     }
     assert {p["target"] for p in programs} >= set(targets)
     others = [p for p in programs if p["target"] != "h200" and p["shape"] == "tiny"]
-    assert len(others) == 4 * 7 and all(p["triton_kernels"] for p in others)
+    assert len(others) == 2 * 7 and all(p["triton_kernels"] for p in others)
     attention = [p["cudnn"] for p in programs if p["shape"] == "attention"]
-    assert attention == (4 + 4 * 3) * [["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]]
+    assert attention == (4 + 2 * 3) * [["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]]
