@@ -116,7 +116,7 @@ class RouterConfig:
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Return whether training draws_random_numbers random numbers to route."""
+        """Return whether training draws random numbers to route."""
         return self.jitter_noise > 0 or self.second_expert_policy == "random"
 
     def normalizes_weights(self, num_experts_per_tok: int) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from jmoe.data.corpus import Corpus, TextSource
 from jmoe.types import JsonObject
 
-# Minimum size of held-out text for comparable baseline_bits_per_byte. `xz -9` has no prior
+# Minimum size of held-out text for comparable baselines. `xz -9` has no prior
 # knowledge: on 20 kB of source code it needs a sixth more bits per byte than on 500 kB (by chance
 # up to a third less), on 100 kB a tenth more.
 COMPARABLE_BYTES = 100_000

@@ -27,7 +27,7 @@ import numpy as np
 from jmoe.config import check
 from jmoe.data.shards import write_atomic
 
-PATHS_FILE = "wide_expert_dtypes.table"  # beside the checkpoint
+PATHS_FILE = "expert_paths.table"  # beside the checkpoint
 VERSION = 1
 DIGEST_BYTES = 32
 MAX_KEY = 2**63

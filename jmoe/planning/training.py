@@ -206,7 +206,7 @@ class TrainedModel:
 
 
 class ExpertTraffic(NamedTuple):
-    """Bytes traffic_of for one expert: between device and host, read from NVMe, and written to
+    """Bytes moved for one expert: between device and host, read from NVMe, and written to
     NVMe.
     """
 

@@ -296,6 +296,6 @@ class Service:
 
 
 async def wait_for_disconnect(request: Request) -> None:
-    """Return when the client has wait_for_disconnect or the response is complete."""
+    """Return when the client has disconnected or the response is complete."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

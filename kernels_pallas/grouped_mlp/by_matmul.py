@@ -31,7 +31,7 @@ from kernels_pallas.token_permute import RowMap
 @jax.custom_vjp
 def _add_bias(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> jax.Array:
     """Return h + b[group] in float32. The gradient of b is a product with the groups' indicator
-    matrix, not a scatter of uint16_as_bfloat16.
+    matrix, not a scatter of floats.
     """
     return h_NU.astype(jnp.float32) + jnp.take(b_LU, group_N, axis=0, mode="clip").astype(
         jnp.float32

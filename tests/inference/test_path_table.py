@@ -138,7 +138,7 @@ def test_an_unseen_path_is_shortened() -> None:
 def test_a_table_on_disk(tmp_path: Path) -> None:
     table = _counted(*STEPS)
     file = table.save(tmp_path)
-    assert file == tmp_path / PATHS_FILE
+    assert file == tmp_path / PATHS_FILE == tmp_path / "expert_paths.table"
     loaded = PathTable.load(tmp_path, "the model")
     assert loaded.header == table.header
     for name in ("starts", "keys", "tokens", "experts", "counts"):
