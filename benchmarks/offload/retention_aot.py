@@ -89,7 +89,7 @@ def in_host_memory(
     x_BSD, _ = do("embed", parts.embed, outside, part)
     stacks = {STACKS["moe"]: state.params[STACKS["moe"]]}
     params = LayerParams(stacks[STACKS["moe"]], unsharded_RC, state.router_bias)
-    layer, nothing = LayerOptions(number, None, number, number), NeighborWork()
+    layer, nothing = LayerOptions(number, step=number, accumulation=number), NeighborWork()
     options = {"kind": "moe", "train": True, "full_capacity": False, "saves_residuals": True}
     routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
     experts = programs.abstract(
