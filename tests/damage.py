@@ -6,9 +6,11 @@ from pathlib import Path
 from jmoe.models.safetensors_io import DTYPES, read_headers
 
 
-def poison(folder: Path, token: int) -> None:
-    """Make the embedding of one token NaN: what has seen it has no numbers any more."""
-    tensor = read_headers(folder)["model.embed_tokens.weight"]
+def poison(folder: Path, token: int, name: str = "model.embed_tokens.weight") -> None:
+    """Make the embedding of one token, or the row of another tensor, NaN: what has seen it has no
+    numbers any more.
+    """
+    tensor = read_headers(folder)[name]
     row_bytes = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
     with tensor.file.open("r+b") as file:
         file.seek(tensor.offset + token * row_bytes)

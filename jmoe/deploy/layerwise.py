@@ -101,6 +101,17 @@ def _batch_slices(num_windows: int, length: int) -> list[slice]:
     return [slice(i, i + size) for i in range(0, num_windows, size)]
 
 
+def _check_finite(checkpoint: LazyCheckpoint, part: str, *values: np.ndarray) -> None:
+    """Raise ValueError naming a part of the model whose values are not finite: measures of such a
+    model mean nothing.
+    """
+    if not all(np.isfinite(array).all() for array in values):
+        raise ValueError(
+            f"{checkpoint.folder}: {part}: its values for this text are not finite: its weights are"
+            " damaged, or too large for float32"
+        )
+
+
 def hidden_states(
     checkpoint: LazyCheckpoint,
     tokens_BS: NDArray[np.int32],
@@ -110,20 +121,21 @@ def hidden_states(
 
     The device holds all weights except experts, of which it gets one at a time; hidden states of
     the whole text are in host memory. observe: called for each expert of each layer that any token
-    chose.
+    chose. Raises ValueError naming the layer or the expert whose values are not finite.
     """
     config = checkpoint.config
     embed_and_head, layers = checkpoint.load_dense()
     batches = _batch_slices(*tokens_BS.shape)
     embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
-    for layer, module in zip(config.layers, layers, strict=True):
+    for number, (layer, module) in enumerate(zip(config.layers, layers, strict=True)):
         block = split(module)
         parts = [
             jax.device_get(_attend_and_route(*block, jnp.asarray(x[b]), layer.window))
             for b in batches
         ]
         x, *routed = (np.concatenate(part) for part in zip(*parts, strict=True))
+        _check_finite(checkpoint, f"layer {number}", x, *routed)
         if not routed:
             continue
         h_TD, idx_TK, weights_TK = routed
@@ -139,6 +151,7 @@ def hidden_states(
                 weights_TK[tokens_R, choice_R],
                 _expert_outputs(checkpoint, layer.record, expert, h_TD[tokens_R]),
             )
+            _check_finite(checkpoint, f"expert {expert} of layer {number}", use.outputs_RD)
             y_TD[tokens_R] += use.weights_R[:, None] * use.outputs_RD
             if observe is not None:
                 observe(use)

@@ -25,6 +25,7 @@ from jmoe.deploy.similar import align_hidden_units, assign_dropped_experts
 from jmoe.inference.engine import Engine
 from jmoe.models.huggingface import hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from tests.damage import poison
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, random_model, stored_arrays
 from tests.model_configs import CHECKPOINTS
 
@@ -241,6 +242,25 @@ def test_bad_input(
     changed = options(**({"text": text} | changes))
     with pytest.raises(ValueError, match=re.escape(message)):
         prune(folder, tmp_path / "out", changed, lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part"),
+    [
+        ("model.layers.1.mlp.experts.2.up_proj.weight", "expert 2 of layer 1"),
+        ("model.layers.1.mlp.gate.weight", "layer 1"),
+        ("model.embed_tokens.weight", "layer 0"),
+    ],
+)
+def test_a_model_with_a_weight_that_is_no_number(
+    tensor: str, part: str, folder: Path, text: str, tmp_path: Path
+) -> None:
+    """Scores that are no numbers would drop any experts."""
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    poison(damaged, 1, tensor)
+    with pytest.raises(ValueError, match=f"damaged: {part}: its values for this text are not fin"):
+        prune(damaged, tmp_path / "out", options(text), lambda _: None)
     assert not (tmp_path / "out").exists()
 
 
