@@ -66,7 +66,7 @@ def test_it_computes_what_resident_computes(
         expected = resident.generate(PROMPTS, **OPTIONS)
     if slots is None:
 
-        def accelerator(num_slots: int, fields: Any, native: Any) -> DeviceSlots:
+        def accelerator(num_slots: int, fields: Any, **_: bool) -> DeviceSlots:
             return DeviceSlots(num_slots, fields, jax.devices()[0])
 
         monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
