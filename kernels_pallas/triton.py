@@ -45,7 +45,7 @@ WIDE, SMALL = Blocks(), Blocks(inner=32, num_stages=4)
 FLOAT32 = Blocks(rows=64, columns=64, inner=32, num_warps=4, num_stages=2)  # no tensor cores
 
 
-def blocks_of(dtype: jax.typing.DTypeLike) -> Blocks:
+def choose_blocks(dtype: jax.typing.DTypeLike) -> Blocks:
     """Return the blocks of a product of this dtype on the target GPU."""
     if dtype == jnp.float32:
         return FLOAT32
@@ -93,7 +93,7 @@ def store(ref: Ref, value: jax.Array, mask: jax.Array) -> None:
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
-def numbers(start: jax.Array | int, count: int) -> jax.Array:
+def index_range(start: jax.Array | int, count: int) -> jax.Array:
     """Return int32 start, start + 1, .. of `count` numbers."""
     return start + jnp.arange(count, dtype=jnp.int32)
 
@@ -110,7 +110,7 @@ def dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     )
 
 
-def place(index: jax.Array, num_m: int, num_n: int) -> tuple[jax.Array, jax.Array]:
+def tile_in_bands(index: jax.Array, num_m: int, num_n: int) -> tuple[jax.Array, jax.Array]:
     """Return tile (m, n) of an index that runs down BAND rows of tiles, then to the next column, so
     that what neighbours read is still in the cache.
     """

@@ -19,14 +19,14 @@ from kernels_pallas.token_permute.triton import gather_rows
 from kernels_pallas.triton import (
     Blocks,
     Ref,
-    blocks_of,
     check_dtypes,
+    choose_blocks,
     dot,
+    index_range,
     launch,
     load,
-    numbers,
-    place,
     store,
+    tile_in_bands,
 )
 
 MIN_ROWS = 16  # of a tile: the tensor cores' smallest
@@ -53,7 +53,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     _check_operands(x_ND, w, scale_EF, slots)
     num_rows = (x_ND if src_N is None else src_N).shape[0]
     (num_tokens, inner), columns_of_w = x_ND.shape, w.shape[1 if transpose_rhs else 2]
-    blocks = _blocks_for_rows(blocks_of(x_ND.dtype), num_rows // group_sizes_E.shape[0])
+    blocks = _blocks_for_rows(choose_blocks(x_ND.dtype), num_rows // group_sizes_E.shape[0])
     tiles_3M = row_tiles(group_sizes_E, num_rows, blocks.rows)
     if slots is not None:
         tiles_3M = tiles_3M.at[0].set(slots.slot_E.astype(jnp.int32)[tiles_3M[0]])
@@ -69,18 +69,21 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
 
     def grouped_matmul_kernel(tiles: Ref, x: Ref, w: Ref, *refs: Ref) -> None:
         *others, out = refs
-        m, n = place(pl.program_id(0), num_m, num_n)
+        m, n = tile_in_bands(pl.program_id(0), num_m, num_n)
         group, start, end = tiles[0, m], tiles[1, m], tiles[2, m]
 
         @pl.when(start < end)
-        def tile() -> None:
-            rows, columns = numbers(start, blocks.rows), numbers(n * blocks.columns, blocks.columns)
+        def compute_tile() -> None:
+            rows, columns = (
+                index_range(start, blocks.rows),
+                index_range(n * blocks.columns, blocks.columns),
+            )
             is_row, is_column = rows < end, columns < num_columns
             read = rows
             if source:  # an empty row is some token, as in `gather_rows`
                 read = jnp.minimum(load(others[0].at[rows], is_row), num_tokens - 1)
 
-            def weights(at: jax.Array, is_inner: jax.Array, columns: jax.Array) -> jax.Array:
+            def load_weights(at: jax.Array, is_inner: jax.Array, columns: jax.Array) -> jax.Array:
                 if transpose_rhs:
                     mask = is_column[:, None] & is_inner[None]
                     return load(w.at[group, columns[:, None], at[None]], mask)
@@ -88,19 +91,19 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
                     w.at[group, at[:, None], columns[None]], is_inner[:, None] & is_column[None]
                 )
 
-            def step(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-                at = numbers(k * blocks.inner, blocks.inner)
+            def add_products(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+                at = index_range(k * blocks.inner, blocks.inner)
                 is_inner = at < inner
                 x_block = load(x.at[read[:, None], at[None]], is_row[:, None] & is_inner[None])
                 contracted = (1, 1) if transpose_rhs else (1, 0)
                 for part, done in enumerate(sums):
-                    w_block = weights(at, is_inner, columns + part * num_columns)
+                    w_block = load_weights(at, is_inner, columns + part * num_columns)
                     product = dot(x_block, w_block.astype(x_block.dtype), contracted)
                     sums[part] = done + product
                 return sums
 
             sums = [jnp.zeros((blocks.rows, blocks.columns), jnp.float32)] * parts
-            sums = lax.fori_loop(0, pl.cdiv(inner, blocks.inner), step, sums)
+            sums = lax.fori_loop(0, pl.cdiv(inner, blocks.inner), add_products, sums)
             for part in range(parts):
                 for operation, term in zip(operations, others[len(source) :], strict=True):
                     of_columns = term.at[group, columns + part * num_columns]
@@ -170,7 +173,7 @@ def weight_gradient(
     check_dtypes(x_ND, dy_NF)
     if src_N is not None:
         x_ND = gather_rows(x_ND, src_N, interpret=interpret)
-    blocks = blocks_of(x_ND.dtype)
+    blocks = choose_blocks(x_ND.dtype)
     num_groups, d, num_columns = group_sizes_E.shape[0], x_ND.shape[1], dy_NF.shape[1]
     num_m, num_n = pl.cdiv(d, blocks.rows), pl.cdiv(num_columns, blocks.columns)
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
@@ -178,14 +181,14 @@ def weight_gradient(
 
     def weight_gradient_kernel(bounds: Ref, x: Ref, dy: Ref, out: Ref) -> None:
         group = pl.program_id(0) // (num_m * num_n)
-        m, n = place(pl.program_id(0) - group * (num_m * num_n), num_m, num_n)
+        m, n = tile_in_bands(pl.program_id(0) - group * (num_m * num_n), num_m, num_n)
         start, end = bounds[0, group], bounds[1, group]
-        inputs = numbers(m * blocks.rows, blocks.rows)
-        columns = numbers(n * blocks.columns, blocks.columns)
+        inputs = index_range(m * blocks.rows, blocks.rows)
+        columns = index_range(n * blocks.columns, blocks.columns)
         is_input, is_column = inputs < d, columns < num_columns
 
-        def step(k: jax.Array, sums: jax.Array) -> jax.Array:
-            rows = numbers(start + k * blocks.inner, blocks.inner)
+        def add_products(k: jax.Array, sums: jax.Array) -> jax.Array:
+            rows = index_range(start + k * blocks.inner, blocks.inner)
             is_row = rows < end  # rows beyond the group may hold NaN
             x_KR = load(x.at[rows[:, None], inputs[None]], is_row[:, None] & is_input[None])
             dy_KC = load(dy.at[rows[:, None], columns[None]], is_row[:, None] & is_column[None])
@@ -193,7 +196,7 @@ def weight_gradient(
 
         sums = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
         num_steps = (end - start + (blocks.inner - 1)) // blocks.inner
-        sums = lax.fori_loop(0, num_steps, step, sums)
+        sums = lax.fori_loop(0, num_steps, add_products, sums)
         to = out.at[group, inputs[:, None], columns[None]]
         store(to, sums, is_input[:, None] & is_column[None])
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.triton import Blocks, Ref, check_dtypes, launch, load, numbers, store
+from kernels_pallas.triton import Blocks, Ref, check_dtypes, index_range, launch, load, store
 
 COLUMNS = 512
 GATHERED = Blocks(rows=16, columns=COLUMNS, num_warps=4, num_stages=1)
@@ -30,8 +30,8 @@ def gather_rows(
 
     def gather_rows_kernel(x: Ref, src: Ref, *refs: Ref) -> None:
         *scales, out = refs
-        rows = numbers(pl.program_id(0) * blocks.rows, blocks.rows)
-        columns = numbers(pl.program_id(1) * blocks.columns, blocks.columns)
+        rows = index_range(pl.program_id(0) * blocks.rows, blocks.rows)
+        columns = index_range(pl.program_id(1) * blocks.columns, blocks.columns)
         is_row, is_column = rows < num_rows, columns < d
         is_mine = is_row[:, None] & is_column[None]
         token = jnp.minimum(load(src.at[rows], is_row), num_tokens - 1)
@@ -66,11 +66,11 @@ def gather_sum(
 
     def gather_sum_kernel(y: Ref, row: Ref, *refs: Ref) -> None:
         *weights, out = refs
-        tokens = numbers(pl.program_id(0) * blocks.rows, blocks.rows)
-        columns = numbers(pl.program_id(1) * blocks.columns, blocks.columns)
+        tokens = index_range(pl.program_id(0) * blocks.rows, blocks.rows)
+        columns = index_range(pl.program_id(1) * blocks.columns, blocks.columns)
         is_token, is_column = tokens < num_tokens, columns < d
 
-        def add(k: jax.Array, sums: jax.Array) -> jax.Array:
+        def add_choice(k: jax.Array, sums: jax.Array) -> jax.Array:
             at = jnp.where(is_token, load(row.at[tokens, k], is_token), num_rows)
             mask = (at < num_rows)[:, None] & is_column[None]  # a dropped row may hold NaN
             some = load(y.at[at[:, None], columns[None]], mask).astype(jnp.float32)
@@ -79,7 +79,7 @@ def gather_sum(
             return sums + some
 
         sums = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
-        sums = lax.fori_loop(0, num_choices, add, sums)
+        sums = lax.fori_loop(0, num_choices, add_choice, sums)
         store(out.at[tokens[:, None], columns[None]], sums, is_token[:, None] & is_column[None])
 
     optional = () if weights_TK is None else (weights_TK.astype(jnp.float32),)

@@ -29,7 +29,7 @@ from kernels_pallas.grouped_mlp import triton as mlp_triton
 from kernels_pallas.implementations import tracing_for
 from kernels_pallas.shapes import ROUTINGS, group_sizes
 from kernels_pallas.token_permute import triton as tp_triton
-from kernels_pallas.triton import FLOAT32, SMALL, WIDE, blocks_of, place
+from kernels_pallas.triton import FLOAT32, SMALL, WIDE, choose_blocks, tile_in_bands
 from tests.arrays import assert_close
 
 MATMUL = gm.Implementation(
@@ -226,7 +226,7 @@ def test_permutations(t: int, k: int, dtype: Any) -> None:
 
 def test_places_are_each_tile_once() -> None:
     for num_m, num_n in ((1, 1), (20, 3), (8, 5), (9, 1)):
-        found = [place(jnp.int32(i), num_m, num_n) for i in range(num_m * num_n)]
+        found = [tile_in_bands(jnp.int32(i), num_m, num_n) for i in range(num_m * num_n)]
         tiles = {(int(m), int(n)) for m, n in found}
         assert tiles == {(m, n) for m in range(num_m) for n in range(num_n)}
 
@@ -237,7 +237,7 @@ def test_places_are_each_tile_once() -> None:
 def test_blocks_by_the_shared_memory_of_the_gpu(capability: str, blocks: Any) -> None:
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
     with tracing_for(device):
-        assert blocks_of(jnp.bfloat16) == blocks and blocks_of(jnp.float32) == FLOAT32
+        assert choose_blocks(jnp.bfloat16) == blocks and choose_blocks(jnp.float32) == FLOAT32
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
