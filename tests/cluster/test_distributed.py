@@ -329,14 +329,15 @@ def test_one_process_stops_at_once() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_the_shell_lets_a_process_ignore_stays_ignored(number: signal.Signals) -> None:
     """Of a background job Ctrl-C, under nohup the end of the terminal."""
-    before = signal.signal(number, signal.SIG_IGN)
+    before = {each: signal.getsignal(each) for each in PreemptionSignal.SIGNALS}
+    signal.signal(number, signal.SIG_IGN)
     with PreemptionSignal() as preemption:
         signal.raise_signal(number)
         assert not preemption.must_stop_after(1)
         signal.raise_signal(signal.SIGTERM)
         assert preemption.must_stop_after(2)
-    signal.signal(number, before)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 def test_one_process_is_asked_again_and_again() -> None:
