@@ -51,6 +51,7 @@ TITLES = {
     "steps_simulated": ("communication", "Training steps, simulated beside measured"),
     "kernels_cpu": ("kernels", "Grouped matmul and MoE layer beside dense products"),
     "native_cpu": ("kernels", "Native CPU operations beside a read of memory"),
+    "native_activations_cpu": ("kernels", "Experts on a CPU, activations exact and in 8 bits"),
     "kernels_aot": ("kernels", "Every kernel, compiled for an H200"),
     "deploy_path_cpu": ("deployment", "From a trained model to a deployed one, preset `tiny`"),
     "deploy_path_small_cpu": (
