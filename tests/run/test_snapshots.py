@@ -326,7 +326,7 @@ make = jax.jit(lambda n: {"rows": jnp.arange(60.0).reshape(6, 10) + n, "step": n
 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(jnp.float32(0)))
 config = CheckpointConfig(memory_dir=str(folder / str(rank)))
 snapshots = Snapshots(config, "run", ["first"])
-snapshots.check_room(shapes)
+snapshots.check_free_memory(shapes)
 for step in (2, 4, 6):
     assert snapshots.save(step, make(jnp.float32(step)), {"at": step}, {"rank": rank}, -1) == ""
 
