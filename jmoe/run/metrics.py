@@ -454,7 +454,7 @@ def read_run(
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """Return the last record of every step, in ascending order (see `read_run`)."""
+    """Return the last record of every step, in ascending order of steps."""
     return list(read_run(path, lambda record: record)[0].values())
 
 

@@ -348,4 +348,4 @@ class StreamedModel(Protocol[MicroBatchIn]):
     def update_state(
         self, state: TrainState, grads: Params, squares: dict[str, jax.Array], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        """Return (the updated state, the step's metrics); see `finish_step`."""
+        """Clip gradients and apply AdamW; return (the updated state, the step's metrics)."""
