@@ -3,7 +3,8 @@
 `python -m jmoe.cluster.remote_process` is the launcher that runs on that host. The supervisor talks
 to the launcher over its standard streams:
 
-output  one line: a port that the launcher reserves for the run's coordinator
+output  one line, `PORT` and a port that the launcher reserves for the run's coordinator; what a
+        host's shell prints before that line is skipped
 input   one line of JSON, the `LaunchOrder`; then one signal number per line
 
 When the input ends, the launcher kills the process that it started.
@@ -35,6 +36,7 @@ CLOSE_S = 20.0  # SIGKILL takes that long where a process writes to a slow disk
 KILL_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 # exit code: the log cannot be written, so the folder is not writable or not shared (EX_CANTCREAT)
 CANNOT_LOG = 73
+PORT = b"jmoe-port"  # begins the launcher's line with its port
 CANNOT_RUN = 127  # exit code: command not found, as in a shell
 
 
@@ -67,17 +69,20 @@ class RemoteProcess:
             [*prefix, sys.executable, "-m", "jmoe.cluster.remote_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,  # so that `fileno` is readable as long as a line is left
             start_new_session=True,
         )
 
-    def read_port(self) -> None:
-        """Read the launcher's first line, which sets `port`. Call this once the stream is
-        readable.
+    def read_line(self) -> None:
+        """Read a line of the launcher, the port's or one that the host's shell printed before it.
+        Call this once the stream is readable.
         """
-        self.has_answered = True
         assert self._process.stdout is not None
-        words = self._process.stdout.readline().strip()
-        self.port = int(words) if words.isdigit() else None
+        line = self._process.stdout.readline()
+        mark, _, words = line.strip().partition(b" ")
+        if mark == PORT and words.isdigit():
+            self.port = int(words)
+        self.has_answered = not line or self.port is not None
 
     def fileno(self) -> int:
         assert self._process.stdout is not None
@@ -124,9 +129,10 @@ class RemoteProcess:
 
     def _write_line(self, line: str) -> None:
         assert self._process.stdin is not None
+        left = f"{line}\n".encode()
         with contextlib.suppress(OSError):  # the launcher has ended
-            self._process.stdin.write(f"{line}\n".encode())
-            self._process.stdin.flush()
+            while left:  # a signal may cut a write short
+                left = left[self._process.stdin.write(left) :]
 
 
 def wait_for_launchers(remotes: Sequence[RemoteProcess], timeout_s: float) -> list[RemoteProcess]:
@@ -142,9 +148,10 @@ def wait_for_launchers(remotes: Sequence[RemoteProcess], timeout_s: float) -> li
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             for key, _ in ready:
                 assert isinstance(key.fileobj, RemoteProcess)
-                key.fileobj.read_port()
-                selector.unregister(key.fileobj)
-            if not ready and time.monotonic() >= deadline:
+                key.fileobj.read_line()
+                if key.fileobj.has_answered:
+                    selector.unregister(key.fileobj)
+            if time.monotonic() >= deadline:  # also of a host that prints without end
                 break
     return [remote for remote in remotes if remote.port is not None]
 
@@ -263,7 +270,7 @@ def main() -> None:
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
     with reserve_port() as reserved:
-        print(reserved.getsockname()[1], flush=True)
+        print(PORT.decode(), reserved.getsockname()[1], flush=True)
         line = b""
         while not line.endswith(b"\n"):
             byte = os.read(0, 1)

@@ -516,6 +516,22 @@ def test_a_process_ends_with_its_tether(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_what_the_shell_of_a_host_prints_is_skipped(tmp_path: Path) -> None:
+    """A greeting before the launcher's line; its numbers are no ports."""
+    greets = ["sh", "-c", 'echo Welcome; echo 42; exec "$@"', "sh"]
+    mute = ["sh", "-c", "echo 42; echo jmoe-port none", "sh"]
+    remotes = [RemoteProcess("", 0, prefix) for prefix in (greets, mute)]
+    with contextlib.ExitStack() as stack:
+        for remote in remotes:
+            stack.callback(remote.close)
+        (remote,) = wait_for_launchers(remotes, 240)
+        assert remote is remotes[0] and remote.port not in (None, 42)
+        code = [sys.executable, "-c", "raise SystemExit(3)"]
+        remote.start(LaunchOrder(code, str(tmp_path), {}, str(tmp_path / "log"), "a title"))
+        wait_for(lambda: remote.exit_code() is not None)
+        assert remote.exit_code() == 3
+
+
 def test_why_a_process_was_killed() -> None:
     cgroup, machine = Path("/sys/fs/cgroup/job/memory.events"), Path("/proc/vmstat")
     before = {cgroup: 1, machine: 8}
