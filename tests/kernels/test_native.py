@@ -828,7 +828,8 @@ def test_a_library_is_of_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def processor(monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
     monkeypatch.setattr(
-        "kernels_pallas.native.library._processor", lambda: f"model name : one\nflags : {flags}"
+        "kernels_pallas.native.library._processor_features",
+        lambda: f"model name : one\nflags : {flags}",
     )
 
 
