@@ -37,7 +37,7 @@ rank, port, rate, code = sys.argv[1:]
 limits = DistributedConfig(
     coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
 join_processes(limits)
-compatibility._digest_of_code = lambda own=compatibility._digest_of_code: own() + code
+compatibility._hash_of_code = lambda own=compatibility._hash_of_code: own() + code
 config = TrainConfig(
     optimizer=OptimizerConfig(learning_rate=float(rate)), output_dir=rank, distributed=limits)
 try:
