@@ -118,7 +118,7 @@ def in_host_memory(
     )
     kept, choices = (routed, of_route, of_experts), {"topk_idx_TK": routed.topk_idx_TK}
     backward = ForBackward(x_BSD, dx_BSD, choices, kept, scale, totals.counts_NAE)
-    sums = GradAccumulator(None, grads.unbuffered["moe"])
+    sums = GradAccumulator(None, grads.outside_buffer["moe"])
     dx_BSD, sums, _, square, _ = do(
         "moe_gradients",
         *(parts.moe_gradients, params, layer, backward, sums, nothing),
@@ -127,7 +127,9 @@ def in_host_memory(
         last=True,
     )
     doutside = do("embed_gradients", parts.embed_gradients, outside, part, dx_BSD, doutside, [])
-    grads = grads._replace(outside=doutside, unbuffered=grads.unbuffered | {"moe": sums.unbuffered})
+    grads = grads._replace(
+        outside=doutside, outside_buffer=grads.outside_buffer | {"moe": sums.outside_buffer}
+    )
     squares = {"moe": [square] * config.model.num_moe_layers}
     results = StepResults(grads, squares, [loss], stats, totals)
     do("finish", parts.finish_step, state, results)

@@ -23,7 +23,7 @@ from jmoe.config import (
     TiersConfig,
     TrainConfig,
 )
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.version_store import VersionStore
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.training.state import TrainState

@@ -19,7 +19,7 @@ from benchmarks.lib.report import JsonObject, median, progress, ratio
 from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.direct_io import write_file
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, Version, VersionStore
 

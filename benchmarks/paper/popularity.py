@@ -83,7 +83,7 @@ class Listener(Estimator):
 
     def __init__(self, folder: Path) -> None:
         with LazyCheckpoint(folder) as checkpoint:
-            self.config, layers = checkpoint.config, checkpoint.load_dense()[1]
+            self.config, layers = checkpoint.config, checkpoint.load_dense_modules()[1]
         routers = []
         for layer in layers:
             if layer.moe is not None:

@@ -54,7 +54,7 @@ class RankSign:
 
 
 @dataclass(frozen=True)
-class SnapshotSign:
+class SnapshotsInMemory:
     """The newest step with snapshots in this host's memory, and the ranks whose shards the host
     holds.
     """
@@ -89,7 +89,7 @@ class RunOverview:
     step_age_s: float | None
     checkpoint: int | None
     checkpoint_age_s: float | None
-    snapshot: SnapshotSign | None
+    snapshot: SnapshotsInMemory | None
     restarts: int
     last_end: str
     ranks: tuple[RankSign, ...]
@@ -293,7 +293,7 @@ def _read_rank_signs(folder: Path, config: JsonObject, now: float) -> tuple[Rank
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
-def _find_newest_snapshot(config: JsonObject, run: str, now: float) -> SnapshotSign | None:
+def _find_newest_snapshot(config: JsonObject, run: str, now: float) -> SnapshotsInMemory | None:
     """Return the newest snapshot that `jmoe/run/snapshots.py` left in this host's memory, or
     None.
     """
@@ -307,7 +307,9 @@ def _find_newest_snapshot(config: JsonObject, run: str, now: float) -> SnapshotS
     if not times:
         return None
     newest = times[max(times)]
-    return SnapshotSign(max(times), tuple(sorted(newest)), max(0.0, now - max(newest.values())))
+    return SnapshotsInMemory(
+        max(times), tuple(sorted(newest)), max(0.0, now - max(newest.values()))
+    )
 
 
 # Files, any of which may be half-written

@@ -77,19 +77,19 @@ class BufferLayout:
     def __init__(self, tree: PyTree, entries: Sequence[ShardInBuffer | None]) -> None:
         leaves, self._structure = jax.tree.flatten(tree)
         self._in_buffer = [i for i, entry in enumerate(entries) if entry is not None]
-        self._unbuffered = [i for i, entry in enumerate(entries) if entry is None]
+        self._outside_buffer = [i for i, entry in enumerate(entries) if entry is None]
         self.entries = [entry for entry in entries if entry is not None]
         self.num_layers = leaves[0].shape[0]
 
     def split(self, tree: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (arrays of the buffer, other arrays)."""
         leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._unbuffered]
+        return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._outside_buffer]
 
-    def join(self, in_buffer: Sequence[jax.Array], unbuffered: Sequence[jax.Array]) -> PyTree:
+    def join(self, in_buffer: Sequence[jax.Array], outside_buffer: Sequence[jax.Array]) -> PyTree:
         """Return the pytree from the two results of `split`."""
         leaves = dict(
-            zip(self._in_buffer + self._unbuffered, [*in_buffer, *unbuffered], strict=True)
+            zip(self._in_buffer + self._outside_buffer, [*in_buffer, *outside_buffer], strict=True)
         )
         return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(leaves))])
 

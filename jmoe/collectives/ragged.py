@@ -23,6 +23,13 @@ from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
 RaggedAllToAll = Callable[..., jax.Array]
 
 
+def can_send_ragged(device: jax.Device) -> bool:
+    """Return whether a mesh of such devices takes `RaggedExchange`: XLA has the collective on GPUs
+    only.
+    """
+    return device.platform == "gpu"
+
+
 class BlockOffsets(NamedTuple):
     """Offsets and sizes of the blocks of rows, one block per (source device, expert), at sender and
     receiver.

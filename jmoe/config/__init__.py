@@ -13,6 +13,7 @@ from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig
 from jmoe.config.model import Remat as Remat
 from jmoe.config.model import YarnConfig as YarnConfig
+from jmoe.config.optimizer import OptimizerConfig as OptimizerConfig
 from jmoe.config.parallel import CommConfig as CommConfig
 from jmoe.config.parallel import MeshConfig as MeshConfig
 from jmoe.config.router import ROUTERS as ROUTERS
@@ -25,7 +26,6 @@ from jmoe.config.train import DataConfig as DataConfig
 from jmoe.config.train import DistributedConfig as DistributedConfig
 from jmoe.config.train import EvaluationConfig as EvaluationConfig
 from jmoe.config.train import LossScaleConfig as LossScaleConfig
-from jmoe.config.train import OptimizerConfig as OptimizerConfig
 from jmoe.config.train import ProfileConfig as ProfileConfig
 from jmoe.config.train import TrainConfig as TrainConfig
 from jmoe.config.train import differences as differences

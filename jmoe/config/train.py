@@ -26,6 +26,7 @@ from jmoe.config.checks import (
 from jmoe.config.distil import DistilConfig
 from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig, Remat
+from jmoe.config.optimizer import OptimizerConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
@@ -99,48 +100,6 @@ def _is_text_encoding(name: str) -> bool:
         return False
     except UnicodeError:  # one byte is too few for UTF-16
         return True
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with decoupled weight decay, and a learning rate with warm-up, then cosine or constant.
-
-    Norms, biases and router biases are not decayed.
-    """
-
-    learning_rate: float = 1e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = 100
-    final_learning_rate_fraction: float = 0.1  # cosine ends at this fraction of learning_rate
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0  # global norm; 0: no clip
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        check_positive(self, "learning_rate", "eps")
-        check_not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
-        check_step_counts(self, "warmup_steps")
-        for name in ("beta1", "beta2"):
-            check_field(
-                0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"
-            )
-        fraction = self.final_learning_rate_fraction
-        check(
-            0 <= fraction <= 1,
-            "optimizer.final_learning_rate_fraction",
-            fraction,
-            "must be between 0 and 1",
-        )
-        if self.schedule == "constant":
-            check_unset(
-                self,
-                "optimizer",
-                ["final_learning_rate_fraction"],
-                "with optimizer.schedule = 'constant'",
-            )
 
 
 @dataclass(frozen=True)

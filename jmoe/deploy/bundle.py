@@ -25,7 +25,7 @@ from jmoe.config import check
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder, model_file_names
 from jmoe.deploy.model_folder import hugging_face_folder
-from jmoe.deploy.portable import PLAN, check_files, file_sizes_and_hashes, plan_text, read_plan
+from jmoe.deploy.portable import PLAN, check_files, file_sizes_and_hashes, plan_json_text, read_plan
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import (
     open_checkpoint,
@@ -116,7 +116,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
                 "segments": segments,
                 "files": file_sizes_and_hashes(partly),
             }
-        replace_text(partly / PLAN, plan_text(plan))
+        replace_text(partly / PLAN, plan_json_text(plan))
         return len(list((partly / PROGRAMS).glob("*-cache")))
 
 

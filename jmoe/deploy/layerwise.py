@@ -124,7 +124,7 @@ def hidden_states(
     chose. Raises ValueError naming the layer or the expert whose values are not finite.
     """
     config = checkpoint.config
-    embed_and_head, layers = checkpoint.load_dense()
+    embed_and_head, layers = checkpoint.load_dense_modules()
     batches = _batch_slices(*tokens_BS.shape)
     embed = split(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
@@ -163,7 +163,7 @@ def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> floa
     [B, S + 1].
     """
     x_BSD = hidden_states(checkpoint, windows_BS[:, :-1])
-    labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_dense()[0])
+    labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_dense_modules()[0])
     size = x_BSD.shape[-1]
     losses = [
         np.asarray(

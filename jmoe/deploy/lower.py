@@ -100,7 +100,7 @@ class PortablePrograms:
     def __init__(self, checkpoint: LazyCheckpoint) -> None:
         """Read the dense weights."""
         self.checkpoint, self.config = checkpoint, checkpoint.config
-        embed_and_head, blocks = checkpoint.load_dense()
+        embed_and_head, blocks = checkpoint.load_dense_modules()
         self._dense: dict[str, jax.Array] = {}
         self._embed_and_head = self._register_module("ends", embed_and_head)
         self._layers = []
@@ -254,7 +254,7 @@ def lower(
                 "programs": entries,
                 "files": portable.file_sizes_and_hashes(partly),
             }
-            replace_text(partly / portable.PLAN, portable.plan_text(plan))
+            replace_text(partly / portable.PLAN, portable.plan_json_text(plan))
 
 
 def _write_program(

@@ -75,8 +75,10 @@ def _is_valid_entry(name: str, entry: Any) -> bool:
     return inside and kinds == {"bytes": int, "sha256": str}
 
 
-def plan_text(plan: Mapping[str, Any]) -> str:
-    """Return the JSON text of a plan, with a checksum of its other fields."""
+def plan_json_text(plan: Mapping[str, Any]) -> str:
+    """Return the text of `plan.json`, which lists a program folder's files and needs, with a
+    checksum of its other fields.
+    """
     return json.dumps({**plan, SEAL: _plan_checksum(plan)}, indent=2) + "\n"
 
 

@@ -23,7 +23,7 @@ from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
 from jmoe.inference.scheduler import Scheduler
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.mesh import expert_mesh
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -179,7 +179,7 @@ def _make_runner_on_one_device(
         on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
         pin=options.pin_host_memory,
     )
-    embed_and_head, layers = checkpoint.load_dense()
+    embed_and_head, layers = checkpoint.load_dense_modules()
     config, dtype = checkpoint.config, checkpoint.dtype
     # Arguments committed to a device compile another program than uncommitted ones, so everything
     # that a step replaces is committed from the start.

@@ -427,7 +427,7 @@ class ModelRunner:
     ) -> None:
         """Split the modules into structures and arrays.
 
-        embed_and_head, layers: from `LazyCheckpoint.load_dense`.
+        embed_and_head, layers: from `LazyCheckpoint.load_dense_modules`.
         native: use native (C++) operations for few tokens.
         """
         self.native = native

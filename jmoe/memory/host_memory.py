@@ -1,5 +1,5 @@
-"""Reads what the kernel says of this process's memory: what it can still allocate, and which
-processes were killed for lack of it, cgroups included. Standard library only.
+"""Reads from the kernel how much memory this process can still allocate, and how many processes
+were killed for lack of memory, in its cgroups and on the machine. Standard library only.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.memory.buffers import PAGE_BYTES, Allocate, Slots, allocate_slots
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 
 KIND = "pinned_host"
 

@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
 from jmoe.memory.direct_io import Io, choose_io, fsync, try_hard_link, write_file
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.saved_records import (
     Indexed,
     candidate_paths,

@@ -2,7 +2,7 @@
 
 The ring decides which layer goes into which slot and when; a function of the caller moves the
 bytes. After MoESys, section 3.3.2 (arXiv 2205.10034). `offload` uses it for training
-(`expert_state.py`) and for inference (`policies.py`, `mesh_ring.py`).
+(`expert_state.py`) and for inference (`layer_ring.py`, `mesh_ring.py`).
 """
 
 import threading

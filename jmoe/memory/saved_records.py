@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.direct_io import fsync, name_free_space_in_errors
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.version_store import Version, check_version_file, layout_with_seal, write_seal
 from jmoe.types import JsonObject
 

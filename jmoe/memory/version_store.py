@@ -43,12 +43,12 @@ from jmoe.memory.direct_io import (
     write_file,
 )
 from jmoe.memory.hot_set import checked_record_ids
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.record_store import (
     LOCK,
     MANIFEST,
     Fill,
     PackError,
-    RecordLayout,
     check_manifest,
     folder_lock,
     make_manifest,

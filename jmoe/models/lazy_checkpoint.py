@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint whose experts stay on disk and are read one at a time.
 
-The inference engine loads everything but the experts at once (`load_dense`, `load_dense_shard`),
-and fills its expert records from `fill_expert`.
+The inference engine loads everything but the experts at once (`load_dense_modules`,
+`load_dense_shard`), and fills its expert records from `fill_expert`.
 
 Legend:
 T tokens
@@ -332,7 +332,7 @@ class LazyCheckpoint(Closing):
             if not p.experts
         }
 
-    def load_dense(self) -> tuple[EmbedAndHead, list[Block]]:
+    def load_dense_modules(self) -> tuple[EmbedAndHead, list[Block]]:
         """Return all modules but the experts, on the default device."""
         none = {
             p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
 from jmoe.memory.record_handle import Record
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.ring import Ring
 from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore

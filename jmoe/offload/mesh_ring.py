@@ -55,7 +55,7 @@ class MeshRing(MeshExperts):
         ]
         self._weights: list[Arrays] = [{}] * ring_slots
         self._slot_of: dict[int, int] = {}  # only the acquired layer
-        self.ring = Ring(range(index.num_layers), ring_slots, self._load_layer)
+        self.ring = Ring(range(index.num_layers), ring_slots, self._load_local_experts)
 
     def acquire(self, layer: int) -> None:
         next_layer, slot = self.ring.acquire()
@@ -83,7 +83,10 @@ class MeshRing(MeshExperts):
     def close(self) -> None:
         self.ring.close()
 
-    def _load_layer(self, layer: int, ring_slot: int) -> int:
+    def _load_local_experts(self, layer: int, ring_slot: int) -> int:
+        """Copy the layer's experts of this process's devices into a ring slot; return the bytes
+        copied.
+        """
         for ahead in (layer, (layer + 1) % self.index.num_layers):
             self._store.prefetch([record for _, _, record in self._local_expert_slots(ahead)])
         places = self._local_expert_slots(layer)

@@ -19,11 +19,13 @@ from jmoe.config import check
 from jmoe.memory.buffers import Allocate, allocate_slots
 from jmoe.memory.direct_io import UNWRITABLE
 from jmoe.memory.pinned import choose_host_memory
-from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.host_experts import HostExperts, HybridExperts
+from jmoe.offload.layer_ring import LayerRing
 from jmoe.offload.mesh_ring import MeshRing
 from jmoe.offload.placed_experts import (
     MeshExperts,
@@ -32,7 +34,7 @@ from jmoe.offload.placed_experts import (
     even_placement,
     local_expert_numbers,
 )
-from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing, Residency
+from jmoe.offload.policies import AllResident, ChosenExperts, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.placement import Placement

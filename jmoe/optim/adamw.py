@@ -1,4 +1,4 @@
-"""AdamW for the parameter shards of one device, and its learning-rate schedule.
+"""AdamW for the parameter shards of one device.
 
 `training/update.py` applies `adamw_update` to every parameter of a step; `offload/lazy_adamw.py`
 applies it to offloaded experts.
@@ -8,32 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import is_expert, num_stack_dims
-
-
-def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the step.
-
-    The rate rises linearly from `learning_rate / warmup_steps` at step 0 to `learning_rate`. Then
-    it stays constant, or decays along a cosine to `learning_rate * final_learning_rate_fraction` at
-    step `num_steps`.
-    """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    if config.schedule == "constant":
-        after = optax.constant_schedule(peak)
-    else:
-        steps = max(1, num_steps - warmup)
-        after = optax.cosine_decay_schedule(peak, steps, config.final_learning_rate_fraction)
-    if not warmup:
-        return after
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, warmup - 1), after], [warmup]
-    )
 
 
 def has_weight_decay(path: KeyPath, w: jax.Array) -> bool:

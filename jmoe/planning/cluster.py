@@ -103,7 +103,7 @@ def all_to_all_s(training: TrainingPlan, exchanged: LayerExchange, cluster: Clus
     if model.num_devices == 1:
         return 0.0
     tokens = model.step_tokens // model.num_devices // model.micro_batches
-    passes, seconds = sum(training.dense_passes), 0.0
+    passes, seconds = sum(training.dense_products_per_token), 0.0
     for backward, times in ((True, 1), (False, max(0, passes - 3))):
         sent = exchange_traffic(
             exchange,

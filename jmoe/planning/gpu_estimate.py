@@ -284,10 +284,10 @@ class _Pricing:
                     ] = None
                 seconds = collective.duration_s(self.rates.links, self.rates.devices_per_node)
                 added = Communication(
-                    collective.name, times, times * collective.sent_bytes, times * seconds
+                    collective.label, times, times * collective.sent_bytes, times * seconds
                 )
                 self._add_communication(added)
-                under_way[operation.name] = collective.name, seconds
+                under_way[operation.name] = collective.label, seconds
                 ended = "" if operation.kind.endswith("-start") else operation.name
             else:
                 ended = operation.operands[0] if operation.kind.endswith("-done") else ""

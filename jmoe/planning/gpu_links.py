@@ -43,7 +43,8 @@ class Collective:
     held_bytes: float
 
     @property
-    def name(self) -> str:
+    def label(self) -> str:
+        """Its kind and the devices of a group: "all-gather of 8"."""
         return f"{self.kind} of {len(self.groups[0])}" if self.groups else self.kind
 
     @property

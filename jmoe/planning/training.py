@@ -340,16 +340,16 @@ class TrainingPlan:
         return seconds[0], seconds[1]
 
     @property
-    def dense_passes(self) -> tuple[int, int]:
+    def dense_products_per_token(self) -> tuple[int, int]:
         """Return the number of products of a dense weight with a token, (forward, backward);
         recomputation adds one.
         """
         return 1, PASSES - 1 + (not self.model.residual_bytes)
 
     @property
-    def expert_passes(self) -> tuple[int, int]:
+    def expert_products_per_token(self) -> tuple[int, int]:
         """Return the number of products of an expert's weight with a token, (forward, backward)."""
-        forward, back = self.dense_passes
+        forward, back = self.dense_products_per_token
         return forward, back + self.model.experts_again
 
     @property
@@ -358,7 +358,7 @@ class TrainingPlan:
         expert's transfers, in both passes.
         """
         flops = 2 * self.model.expert_parameters  # of a token and a pass
-        both = zip(self.expert_transfer_s, self.expert_passes, strict=True)
+        both = zip(self.expert_transfer_s, self.expert_products_per_token, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     @property
@@ -374,7 +374,7 @@ class TrainingPlan:
         num_active = model.num_layers * model.active_experts
         updated = model.dense_parameters / model.dense_shards
         updated += num_active * model.expert_parameters
-        passes = zip(self.expert_passes, self.dense_passes, strict=True)
+        passes = zip(self.expert_products_per_token, self.dense_products_per_token, strict=True)
         flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)
         return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
@@ -716,7 +716,7 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     """Yield (tier, kind of state, bytes), see `TrainingPlan.rows`; some with 0 bytes."""
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
-    dense_bytes = 4 * WEIGHT_BYTES + _summed_gradient_bytes(model, place)
+    dense_bytes = 4 * WEIGHT_BYTES + _summed_gradient_bytes_per_parameter(model, place)
     yield (
         "device",
         "dense weights, moments, gradients",
@@ -750,10 +750,12 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     if place.is_streamed:
         yield from _streamed_expert_rows(plan)
     else:
-        yield from _resident_expert_rows(model, _summed_gradient_bytes(model, place), cast_bytes)
+        yield from _resident_expert_rows(
+            model, _summed_gradient_bytes_per_parameter(model, place), cast_bytes
+        )
 
 
-def _summed_gradient_bytes(model: TrainedModel, place: StatePlacement) -> int:
+def _summed_gradient_bytes_per_parameter(model: TrainedModel, place: StatePlacement) -> int:
     """Return the bytes per parameter of the gradients summed over earlier micro-batches."""
     return WEIGHT_BYTES if model.micro_batches > 1 and not place.is_streamed else 0
 

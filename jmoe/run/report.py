@@ -66,7 +66,7 @@ class _Curves:
 def _load_run(path: Path) -> _Curves:
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
-    def curve_values(record: JsonObject) -> tuple[list[float], np.ndarray]:
+    def curve_values_and_load(record: JsonObject) -> tuple[list[float], np.ndarray]:
         values = [
             float("nan") if record.get(name) is None else float(record[name]) for name in names
         ]
@@ -75,7 +75,7 @@ def _load_run(path: Path) -> _Curves:
         load_LE = np.asarray(record.get("expert_load") or [], np.float32)
         return values, load_LE * load_LE.shape[-1]
 
-    steps, events = read_run(path, curve_values)
+    steps, events = read_run(path, curve_values_and_load)
     loss, tokens_per_s, dropped_fraction = (
         np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
     )

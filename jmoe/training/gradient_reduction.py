@@ -85,12 +85,12 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
 
 class StreamedGradients(NamedTuple):
     """The gradients of a layer-by-layer step, for all parameters except experts.
-    `unbuffered` and `rows_G` are by kind of layer.
+    `outside_buffer` and `rows_G` are by kind of layer.
     """
 
     outside: PyTree  # [R, ...], parameters outside the layers, not yet summed
     # [R, N, ...], not in the flat buffer, not yet summed
-    unbuffered: dict[LayerKind, list[jax.Array]]
+    outside_buffer: dict[LayerKind, list[jax.Array]]
     rows_G: dict[LayerKind, list[jax.Array]]  # flat buffers, one per layer, summed already
 
 
@@ -102,14 +102,14 @@ def reduce_streamed_gradients_local(
     """
     outside = {name: tree for name, tree in params.items() if name not in STACKS.values()}
     layout, split = model.buffer_layout(outside), model.embedding.split_dims
-    fused, unbuffered = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
+    fused, outside_buffer = layout.split(jax.tree.map(lambda g: g[0], grads.outside))
     stays_split = jax.tree_util.tree_map_with_path(
         lambda path, _: path_names(path)[0] in split, outside
     )
     # A parameter that stays split in use has the gradients of all devices' tokens already.
     is_summed = layout.split(stays_split)[1]
-    partial_sums = {"": [g for g, done in zip(unbuffered, is_summed, strict=True) if not done]}
-    for kind, leaves in grads.unbuffered.items():
+    partial_sums = {"": [g for g, done in zip(outside_buffer, is_summed, strict=True) if not done]}
+    for kind, leaves in grads.outside_buffer.items():
         partial_sums[STACKS[kind]] = [g[0] for g in leaves]
     if model.mesh.size > 1:
         partial_sums = all_reduce_local(partial_sums, model.hierarchy)
@@ -120,7 +120,8 @@ def reduce_streamed_gradients_local(
         fused = unflatten_gradients(row_G, layout.entries)
     others = iter(partial_sums.pop(""))
     reduced = layout.join(
-        fused, [g if done else next(others) for g, done in zip(unbuffered, is_summed, strict=True)]
+        fused,
+        [g if done else next(others) for g, done in zip(outside_buffer, is_summed, strict=True)],
     )
     for kind, rows_G in grads.rows_G.items():
         name = STACKS[kind]

@@ -147,7 +147,7 @@ class ShardedModel(ABC):
         outside the layers.
         """
         layout = self.buffer_layout(tree)
-        shards, unbuffered = layout.split(tree)[0], layout.split(self.cast_params(tree))[1]
+        shards, outside_buffer = layout.split(tree)[0], layout.split(self.cast_params(tree))[1]
         if shards and self.fused:
             unsharded = gather_parameters_fused_local(shards, tuple(layout.entries), self.hierarchy)
         else:
@@ -155,7 +155,7 @@ class ShardedModel(ABC):
             unsharded = [
                 gather_parameter_local(w, entry.dim, entry.dtype, ALL) for w, entry in pairs
             ]
-        return layout.join(unsharded, unbuffered)
+        return layout.join(unsharded, outside_buffer)
 
     # The state of training
 

@@ -19,7 +19,8 @@ from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
-from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay, learning_rate_schedule
+from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay
+from jmoe.optim.learning_rate import learning_rate_schedule
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscale
 from jmoe.training.state import TrainState
 from jmoe.types import PyTree

@@ -108,7 +108,7 @@ def _matmul_kernel(
         refs = Refs(tiles, x, w, operands, out, x_smem, w_smem, out_smem, buffers)
         wg = tile.warpgroup(lax.axis_index("wg"))
 
-        def steps_of(i: jax.Array) -> tuple[int, Place]:
+        def steps_and_place_of(i: jax.Array) -> tuple[int, Place]:
             return form.num_steps, snake_tile(launch.piece_index(i), count[0], tile.tiles_across)
 
         def copy_step(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
@@ -129,7 +129,13 @@ def _matmul_kernel(
         num_products = tile.parts * form.num_halves
         num_tiles = launch.num_pieces(count[0] * tile.tiles_across)
         Pipeline(
-            num_tiles, steps_of, copy_step, multiply_step, store_sums, sums_shapes, num_products
+            num_tiles,
+            steps_and_place_of,
+            copy_step,
+            multiply_step,
+            store_sums,
+            sums_shapes,
+            num_products,
         ).run(wg.number, full, empty)
 
     out_type = jax.ShapeDtypeStruct(
@@ -278,7 +284,7 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
         x_smem, dy_smem, out_smem, masked, full, empty = refs
         wg = lax.axis_index("wg")
 
-        def steps_of(i: jax.Array) -> tuple[jax.Array, Place]:
+        def steps_and_place_of(i: jax.Array) -> tuple[jax.Array, Place]:
             return tiles.steps_and_place(launch.piece_index(i), bounds)
 
         def copy_step(place: Place, k: jax.Array, stage: jax.Array, barrier: Ref) -> None:
@@ -314,9 +320,9 @@ def _gradient_body(tiles: _GradientTiles, launch: Launch) -> Callable[..., None]
                 plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[group, pl.ds(m * ROWS, ROWS), to])
 
         num_tiles = launch.num_pieces(len(tiles))
-        Pipeline(num_tiles, steps_of, copy_step, multiply_step, store_sums, [(ROWS, columns)]).run(
-            wg, full, empty
-        )
+        Pipeline(
+            num_tiles, steps_and_place_of, copy_step, multiply_step, store_sums, [(ROWS, columns)]
+        ).run(wg, full, empty)
 
     return weight_gradient_kernel
 

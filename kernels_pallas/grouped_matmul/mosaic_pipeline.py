@@ -29,13 +29,13 @@ Place = tuple[jax.Array, ...]  # the location of a tile, as a kernel describes i
 class Pipeline:
     """The tiles of one block, and what its warpgroups do with them.
 
-    steps_of(i): (number of steps, place) of the block's i-th tile. copy(place, k, stage, barrier):
-    starts the copies of step k into buffer `stage`. multiply(accumulators, place, k, stage): starts
-    `num_products` products into accumulators of `sums_shapes`. store(sums, place): stores a tile.
+    steps_and_place_of(i): (number of steps, place) of the block's i-th tile.
+    copy(place, k, stage, barrier): starts the copies of step k into buffer `stage`.
+    multiply(accumulators, place, k, stage): starts `num_products` products into accumulators of `sums_shapes`. store(sums, place): stores a tile.
     """
 
     num_tiles: jax.Array
-    steps_of: Callable[[jax.Array], tuple[jax.Array | int, Place]]
+    steps_and_place_of: Callable[[jax.Array], tuple[jax.Array | int, Place]]
     copy: Callable[[Place, jax.Array, jax.Array, Ref], None]
     multiply: Callable[[Sequence[Ref], Place, jax.Array, jax.Array], None]
     store: Callable[[list[jax.Array], Place], None]
@@ -61,7 +61,7 @@ class Pipeline:
         plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
         def copy_tile(i: jax.Array, done: jax.Array) -> jax.Array:
-            num_steps, place = self.steps_of(i)
+            num_steps, place = self.steps_and_place_of(i)
 
             def copy_step(k: jax.Array, done: jax.Array) -> jax.Array:
                 stage = lax.rem(done, jnp.int32(num_stages))
@@ -85,7 +85,7 @@ class Pipeline:
         num_stages = full.shape[0]
 
         def multiply_tile(i: jax.Array, done: jax.Array) -> jax.Array:
-            num_steps, place = self.steps_of(i)
+            num_steps, place = self.steps_and_place_of(i)
 
             def accumulate_steps(*accs: Ref) -> list[jax.Array]:
                 def multiply_step(k: jax.Array, done: jax.Array) -> jax.Array:

@@ -63,14 +63,14 @@ def _pad_to_min_rows(
     return jnp.pad(x_ND, ((0, MIN_ROWS - x_ND.shape[0]), (0, 0))), None
 
 
-def _run_cheapest_layout(
+def _run_even_or_cheapest_layout(
     group_sizes_E: jax.Array,
     num_rows: int,
-    even: Callable[[], jax.Array],
-    run: Callable[[Layout, int, list[Tiles]], jax.Array],
+    run_even: Callable[[], jax.Array],
+    run_layout: Callable[[Layout, int, list[Tiles]], jax.Array],
 ) -> jax.Array:
-    """Return even() if all groups have one size and cover all rows, else run(layout, slots, tiles)
-    with the cheapest number of slots.
+    """Return run_even() if all groups have one size and cover all rows, else run_layout(layout,
+    slots, tiles) with the cheapest number of slots.
     """
     num_groups = group_sizes_E.shape[0]
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
@@ -79,7 +79,7 @@ def _run_cheapest_layout(
 
     def runner_with_slots(slots: int) -> Callable[[], jax.Array]:
         def run_with_slots() -> jax.Array:
-            return run(
+            return run_layout(
                 slot_layout(group_sizes_E, num_rows, slots),
                 slots,
                 _large_and_small_tiles(starts_E, ends_E, slots, num_rows),
@@ -99,7 +99,7 @@ def _run_cheapest_layout(
     if num_rows % num_groups == 0:
         is_even = (group_sizes_E == num_rows // num_groups).all()
         cheapest = jnp.where(is_even, len(branches), cheapest)
-        branches.append(even)
+        branches.append(run_even)
     return lax.switch(cheapest, branches)
 
 
@@ -155,7 +155,7 @@ def grouped_matmul(
             out = lax.fori_loop(0, some.num_tiles(), write_tile, out)
         return lax.bitcast_convert_type(out, x_ND.dtype)
 
-    return _run_cheapest_layout(
+    return _run_even_or_cheapest_layout(
         group_sizes_E, num_rows, multiply_equal_groups, multiply_slots_and_tiles
     )
 
@@ -195,6 +195,6 @@ def weight_gradient(
             dw_EDF = lax.fori_loop(0, some.num_tiles(), add_tile, dw_EDF)
         return dw_EDF.astype(x_ND.dtype)
 
-    return _run_cheapest_layout(
+    return _run_even_or_cheapest_layout(
         group_sizes_E, num_rows, multiply_equal_groups, multiply_slots_and_tiles
     )

@@ -24,7 +24,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy import bundle as stage
 from jmoe.deploy.bundle import OpenBundle, Segments, bundle
 from jmoe.deploy.model_folder import hugging_face_folder
-from jmoe.deploy.portable import PLAN, plan_text, read_plan
+from jmoe.deploy.portable import PLAN, plan_json_text, read_plan
 from jmoe.inference.engine import Engine
 from tests.damage import flip
 from tests.deploy.gpt_moe_models import gpt_moe_config, in_numpy, stored_arrays, write_model
@@ -88,7 +88,7 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 
 
 def change_plan(folder: Path, **changes: Any) -> None:
-    (folder / PLAN).write_text(plan_text(read_plan(folder) | changes))
+    (folder / PLAN).write_text(plan_json_text(read_plan(folder) | changes))
 
 
 def greedy_text(folder: Path, prompt: str, length: int) -> str:

@@ -26,7 +26,7 @@ from jmoe.deploy.portable import (
     PortableModel,
     _open_tokenizer,
     file_sizes_and_hashes,
-    plan_text,
+    plan_json_text,
     read_plan,
 )
 from jmoe.inference.engine import Engine
@@ -75,7 +75,7 @@ def copied(portable: Path, tmp_path: Path) -> Path:
 
 
 def change_plan(folder: Path, **changes: Any) -> None:
-    (folder / PLAN).write_text(plan_text(read_plan(folder) | changes))
+    (folder / PLAN).write_text(plan_json_text(read_plan(folder) | changes))
 
 
 def tokens_of_engine(folder: Path, **options: Any) -> list[list[int]]:

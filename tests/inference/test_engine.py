@@ -28,7 +28,7 @@ from jmoe.memory import record_store
 from jmoe.memory.pinned import PinnedSlots
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.safetensors_io import DTYPES, read_headers
-from jmoe.offload.policies import LayerRing
+from jmoe.offload.layer_ring import LayerRing
 from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
 from tests.compiled import compilations

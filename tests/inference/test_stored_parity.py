@@ -18,7 +18,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.runner import ModelRunner, TokenBatch
 from jmoe.memory.buffers import PAGE_BYTES
-from jmoe.memory.record_store import FIELD_ALIGNMENT_BYTES
+from jmoe.memory.record_layout import FIELD_ALIGNMENT_BYTES
 from kernels_pallas.formats import FORMATS
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "compressed"

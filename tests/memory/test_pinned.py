@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from jmoe.memory import pinned
 from jmoe.memory.buffers import allocate_slots
 from jmoe.memory.pinned import PinnedSlots, choose_host_memory
-from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jmoe.memory.record_store import PackError, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import PackError, RecordStore
 from jmoe.memory.version_store import VersionStore
 from tests.power_cut import Image, PowerCut
 from tests.records import got, missing, pinned, put

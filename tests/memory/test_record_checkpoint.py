@@ -20,7 +20,8 @@ from jmoe.memory.record_checkpoint import (
     RecordsHandler,
     RecordsSave,
 )
-from jmoe.memory.record_store import MANIFEST, RecordLayout
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import MANIFEST
 from jmoe.memory.saved_records import read_record_lists
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import PINS, SEAL, VersionStore

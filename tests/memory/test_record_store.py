@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from jmoe.memory import record_store
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
-from jmoe.memory.record_store import MANIFEST, PackError, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import MANIFEST, PackError, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from tests.damage import flip
 from tests.fakes import run_in_threads

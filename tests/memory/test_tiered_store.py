@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from jmoe.memory.link import SLACK_S
 from jmoe.memory.record_handle import Record
-from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.ring import Ring
 from jmoe.memory.tiered_store import TieredStore
 from tests.fakes import Gate, run_in_threads, wait_for

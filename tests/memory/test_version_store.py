@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from jmoe.memory import direct_io, version_store
-from jmoe.memory.record_store import PackError, RecordLayout
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import PackError
 from jmoe.memory.version_store import PINS, SEAL, SYNC_EVERY, Version, VersionStore
 from tests.damage import flip
 from tests.fakes import run_in_threads

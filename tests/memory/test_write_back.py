@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from jmoe.memory import version_store
 from jmoe.memory.link import SLACK_S
-from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from tests.damage import flip

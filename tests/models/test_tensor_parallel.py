@@ -79,7 +79,7 @@ def test_parts_are_the_whole() -> None:
     device.
     """
     with LazyCheckpoint(CHECKPOINTS / "gpt_oss", "float32") as checkpoint:
-        embed_and_head, layers = checkpoint.load_dense()
+        embed_and_head, layers = checkpoint.load_dense_modules()
         parts = [checkpoint.load_dense_shard(n, 2) for n in range(2)]
     whole, pieces = layers[0].attention, [part[1][0].attention for part in parts]
     q, k, v = jnp.split(whole.b_qkv[...], [48, 72])
@@ -98,7 +98,7 @@ def test_parts_are_the_whole() -> None:
 def test_a_vocabulary_that_does_not_divide_ends_in_zeros() -> None:
     """64 entries on 5 devices; heads do not matter here."""
     with LazyCheckpoint(CHECKPOINTS / "mixtral", "float32") as checkpoint:
-        table = checkpoint.load_dense()[0].embedding[...]
+        table = checkpoint.load_dense_modules()[0].embedding[...]
         parameter = next(p for p in checkpoint._parameters if p.path == ("embedding",))
         parts = [checkpoint._load_shard(parameter, n, 5) for n in range(5)]
     assert {part.shape for part in parts} == {(13, 32)}

@@ -14,7 +14,7 @@ import pytest
 
 from jmoe.config import OptimizerConfig
 from jmoe.offload.lazy_adamw import History, catch_up
-from jmoe.optim.adamw import learning_rate_schedule
+from jmoe.optim.learning_rate import learning_rate_schedule
 from tests.arrays import differing
 
 T = 80  # more than one call takes

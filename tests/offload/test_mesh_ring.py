@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.memory.record_store import HostRecords, RecordLayout
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.mesh import expert_mesh
 from jmoe.offload import mesh_ring

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jmoe.memory.record_store import HostRecords, RecordLayout, RecordStore
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.policies import AllResident, ChosenExperts, LayerRing
+from jmoe.offload.layer_ring import LayerRing
+from jmoe.offload.policies import AllResident, ChosenExperts
 from jmoe.offload.slots import HostSlots
 
 LAYERS, E = 3, 8

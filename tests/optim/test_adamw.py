@@ -13,7 +13,8 @@ from flax import nnx
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import path_names
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay, learning_rate_schedule
+from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay
+from jmoe.optim.learning_rate import learning_rate_schedule
 from tests.model_configs import MODEL
 
 

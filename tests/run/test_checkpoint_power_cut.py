@@ -17,7 +17,7 @@ import pytest
 
 from jmoe.config import CheckpointConfig
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import Checkpoints
 from tests.power_cut import Image, PowerCut

@@ -14,7 +14,7 @@ import pytest
 
 from jmoe.config import CheckpointConfig
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints
-from jmoe.memory.record_store import RecordLayout
+from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.saved_records import read_record_lists
 from jmoe.memory.version_store import VersionStore
 from jmoe.run.checkpoint import MANIFEST, Checkpoints

@@ -46,10 +46,11 @@ AXES = (EXPERT_INTRA,)
 
 
 class MeshBatch(NamedTuple):
-    """A group's chunks as host arrays in the order of the devices; position S marks padding.
+    """A `ChunkGroup` as host arrays of M rows, in the order of the devices; rows without a chunk
+    have position S.
 
-    rows_M: rows of the cache, as the owning device numbers them.
-    place_Q: each chunk's index among the M rows.
+    rows_M: each row's number in the cache of its device. place_Q: the row, of the M, that holds
+    each chunk.
     """
 
     tokens_MC: np.ndarray

@@ -185,7 +185,7 @@ class ExpertPlacer:
         if not counts_E.any():
             return
         if self._thought_of is not None:
-            self._record_savings(layer, counts_E, *self._thought_of)
+            self._record_promised_and_kept_tokens(layer, counts_E, *self._thought_of)
         if self._mesh.placement == "lina" and not self._estimate_was_right(layer, counts_E):
             self._replans += self._estimated_E is not None
             begun, planning_s = time.perf_counter(), self._planning_s
@@ -241,7 +241,7 @@ class ExpertPlacer:
         promised = self._promised_L[layer]
         return float(self._kept_L[layer] / promised) if promised > 0 else 1.0
 
-    def _record_savings(
+    def _record_promised_and_kept_tokens(
         self, layer: int, counts_E: np.ndarray, held: Placement, planned: Placement
     ) -> None:
         """Record what phase one's plan, applied or not, promised to save in this step and what it

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jmoe.collectives.ragged import can_send_ragged
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import KVCache, empty_caches
@@ -116,8 +117,7 @@ class MeshRunner:
         """
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
-        # XLA supports a ragged all-to-all on GPUs only
-        self.ragged = self.mesh.devices.flat[0].platform == "gpu"
+        self.ragged = can_send_ragged(self.mesh.devices.flat[0])
         self.leader: Leader | None = None  # rank 0's connection to other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # [step][layer]
@@ -412,7 +412,7 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers, replicated on every device."""
-    embed_and_head, layers = checkpoint.load_dense()
+    embed_and_head, layers = checkpoint.load_dense_modules()
     modules = [split(module) for module in (embed_and_head, *layers)]
     return [
         (graph, tuple(put_sharded(np.asarray(w), mesh, REPLICATED) for w in arrays))

@@ -197,7 +197,7 @@ class _SavedForward:
     """The values that the forward pass saves for the backward pass."""
 
     flat: dict[LayerKind, jax.Array]  # [N, C]
-    unbuffered: dict[LayerKind, list[jax.Array]]
+    outside_buffer: dict[LayerKind, list[jax.Array]]
     keys: dict[LayerKind, Keys]
     unsharded: jax.Array  # [R, C], the last layer's parameters
     residuals: list[PyTree]  # per pattern: (of all repeats but the last, of the last)
@@ -358,7 +358,7 @@ class _Scan:
         self.config, self.apply_block = config, apply_block
         self.axis_names, self.num_devices = config.axis_names, lax.axis_size(config.axis_names)
         self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
-        self.unbuffered = {
+        self.outside_buffer = {
             k: _UnbufferedParams(layers, states[k], reduces=config.reduces)
             for k, layers in self.kinds.items()
         }
@@ -369,7 +369,7 @@ class _Scan:
     def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * (
             self.num_devices * sum(entry.num_elements for entry in self.kinds[kind].entries)
-            + self.unbuffered[kind].num_all_reduced()
+            + self.outside_buffer[kind].num_all_reduced()
         )
 
     def _bucket_reductions(self, bucket: _Bucket) -> list[list[Work]]:
@@ -401,7 +401,7 @@ class _Scan:
             mine = [row[start:end] for row, start, end in zip(rows, starts, stops, strict=True)]
             own = _ReducedGradients(*mine)
             sums[kind] = _set_at(sums[kind], index, own.row)
-            others[kind] = self.unbuffered[kind].store_reduced(others[kind], index, own)
+            others[kind] = self.outside_buffer[kind].store_reduced(others[kind], index, own)
             starts = stops
         return state._replace(pending=_Bucket(), sums=sums, others=others)
 
@@ -415,13 +415,13 @@ class _Scan:
         x: jax.Array,
     ) -> tuple[tuple[jax.Array, MoEStats | None], _SavedForward]:
         """Return ((x, statistics), the values that `backward` needs)."""
-        flat, unbuffered = {}, {}
+        flat, outside_buffer = {}, {}
         for kind, layers in self.kinds.items():
-            fused, unbuffered[kind] = layers.split(states[kind])
+            fused, outside_buffer[kind] = layers.split(states[kind])
             flat[kind] = jax.vmap(
                 partial(flatten, entries=layers.entries), axis_size=layers.num_layers
             )(fused)
-        run = partial(self._forward_repeat, flat, unbuffered, keys)
+        run = partial(self._forward_repeat, flat, outside_buffer, keys)
         firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
             self.config.join_gathered_chunks(
@@ -445,7 +445,7 @@ class _Scan:
             stats.append((pattern, None if early is None else early[1], last[1]))
         unsharded, x = carry
         return (x, self._stack_in_layer_order(stats)), _SavedForward(
-            flat, unbuffered, keys, unsharded, residuals, summed
+            flat, outside_buffer, keys, unsharded, residuals, summed
         )
 
     @staticmethod
@@ -458,7 +458,7 @@ class _Scan:
     def _forward_repeat(
         self,
         flat: dict[LayerKind, jax.Array],
-        unbuffered: dict[LayerKind, list[jax.Array]],
+        outside_buffer: dict[LayerKind, list[jax.Array]],
         keys: dict[LayerKind, Keys],
         pattern: LayerPattern,
         repeat: Index,
@@ -476,7 +476,7 @@ class _Scan:
             if position + 1 < pattern.period:
                 following = self._layer_shard(flat, pattern, position + 1, repeat)
             index = pattern.layer_index(position, repeat)
-            own = layer_slice(unbuffered[kind], index)
+            own = layer_slice(outside_buffer[kind], index)
             args = unsharded, own, layer_slice(keys[kind], index), x
             (x, layer_stats, layer_residuals), gathered = interleave(
                 partial(self._forward_layer, kind, pattern.windows[position]),
@@ -500,7 +500,7 @@ class _Scan:
         kind: LayerKind,
         window: int | None,
         unsharded: jax.Array,
-        unbuffered: list[jax.Array],
+        outside_buffer: list[jax.Array],
         key: Keys,
         x: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None, PyTree]:
@@ -509,16 +509,16 @@ class _Scan:
         params = unflatten(unsharded, layers.entries, self.config.hierarchy)
 
         def apply_layer(
-            params: list[jax.Array], unbuffered: list[jax.Array], x: jax.Array
+            params: list[jax.Array], outside_buffer: list[jax.Array], x: jax.Array
         ) -> PyTree:
-            y, stats = self.apply_block(kind, layers.join(params, unbuffered), key, window, x)
+            y, stats = self.apply_block(kind, layers.join(params, outside_buffer), key, window, x)
             return (
                 y,
                 [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)],
             ), stats
 
-        (y, _), vjp, stats = jax.vjp(apply_layer, params, unbuffered, x, has_aux=True)
-        return y, stats, replace_known(vjp, [*params, *unbuffered, *jax.tree.leaves(key)])
+        (y, _), vjp, stats = jax.vjp(apply_layer, params, outside_buffer, x, has_aux=True)
+        return y, stats, replace_known(vjp, [*params, *outside_buffer, *jax.tree.leaves(key)])
 
     def _stack_in_layer_order(
         self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
@@ -553,7 +553,7 @@ class _Scan:
             )
             for kind, layers in self.kinds.items()
         }
-        others = jax.tree.map(jnp.zeros_like, saved.unbuffered)
+        others = jax.tree.map(jnp.zeros_like, saved.outside_buffer)
         state = _BackwardState(saved.unsharded, dx, _Bucket(), sums, others)
         run = partial(self._backward_repeat, saved, dstats)
         for number in reversed(range(len(self.patterns))):
@@ -641,7 +641,7 @@ class _Scan:
         )
         args = (
             state.unsharded,
-            layer_slice(saved.unbuffered[kind], index),
+            layer_slice(saved.outside_buffer[kind], index),
             layer_slice(saved.keys[kind], index),
             residuals,
             state.dx,
@@ -666,7 +666,7 @@ class _Scan:
         if saved.summed is not None:
             earlier = layer_slice(self.kinds[kind].split(saved.summed[kind])[1], index)
             gradients = jax.tree.map(jnp.add, gradients, earlier)
-        own = self.unbuffered[kind]
+        own = self.outside_buffer[kind]
         others = state.others | {kind: own.store_unreduced(state.others[kind], index, gradients)}
         return state._replace(others=others), _PendingGradients(rows_RG, *own.flatten(gradients))
 
@@ -674,7 +674,7 @@ class _Scan:
         self,
         kind: LayerKind,
         unsharded: jax.Array,
-        unbuffered: list[jax.Array],
+        outside_buffer: list[jax.Array],
         key: Keys,
         residuals: PyTree,
         dx: jax.Array,
@@ -683,6 +683,6 @@ class _Scan:
         """Return (the gradients of the flat buffer [R, G], of the other parameters, of x)."""
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
         params = unflatten(unsharded, layers.entries, hierarchy)
-        known = [*params, *unbuffered, *jax.tree.leaves(key)]
-        dparams, dunbuffered, dx = restore_known(residuals, known)((dx, dstats))
-        return flatten_gradients(dparams, layers.entries, hierarchy), dunbuffered, dx
+        known = [*params, *outside_buffer, *jax.tree.leaves(key)]
+        dparams, doutside_buffer, dx = restore_known(residuals, known)((dx, dstats))
+        return flatten_gradients(dparams, layers.entries, hierarchy), doutside_buffer, dx

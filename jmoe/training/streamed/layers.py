@@ -379,7 +379,7 @@ class LayerFunctions:
     ) -> GradAccumulator:
         """Return `sums` with one micro-batch's gradients of a layer added."""
         layout, rows_RG = self.buffer_layout(params.stack), sums.rows_RG
-        fused, unbuffered = layout.split(dparams)
+        fused, outside_buffer = layout.split(dparams)
         if self._scan is not None and self._sharded.fused:
             new_RG = flatten_gradients(fused, layout.entries, self._scan.hierarchy)
             rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
@@ -387,7 +387,7 @@ class LayerFunctions:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [
             total.at[0, layer.number].add(g.astype(jnp.float32))
-            for total, g in zip(sums.unbuffered, unbuffered, strict=True)
+            for total, g in zip(sums.outside_buffer, outside_buffer, strict=True)
         ]
         ids_M = None if params.chosen is None or dexperts is None else params.chosen.ids_M
         return GradAccumulator(rows_RG, totals, dexperts, ids_M)

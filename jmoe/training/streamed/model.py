@@ -159,7 +159,7 @@ class GradAccumulator(NamedTuple):
     """A layer's gradients, summed over micro-batches but not over devices."""
 
     rows_RG: jax.Array | None  # None before the first micro-batch, or without a flat buffer
-    unbuffered: list[jax.Array]  # gradients outside the flat buffer, [R, N, ...], of all layers
+    outside_buffer: list[jax.Array]  # gradients outside the flat buffer, [R, N, ...], of all layers
     experts: ExpertStacks | None = None  # None before the first micro-batch, or without experts
     ids_M: jax.Array | None = None  # the experts' ids, see `ChosenRows`; None: all in order
 

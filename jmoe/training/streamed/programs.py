@@ -146,12 +146,12 @@ class _StepFunctions:
         parameters outside the layers.
         """
         own = {kind: stacks[name] for kind, name in STACKS.items() if name in stacks}
-        unbuffered = {
+        outside_buffer = {
             kind: _device_zeros_like(self._layers.buffer_layout(w).split(w)[1])
             for kind, w in own.items()
         }
         return StreamedGradients(
-            _device_zeros_like(outside), unbuffered, {kind: [] for kind in own}
+            _device_zeros_like(outside), outside_buffer, {kind: [] for kind in own}
         )
 
     def loss_gradients(

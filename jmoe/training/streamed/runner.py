@@ -394,7 +394,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         squares: Squares = {layer.kind: [] for layer in self._record_layers}
         pending: _PendingLayer | None = None
         for i, layer in reversed(list(enumerate(self._layers))):
-            sums = GradAccumulator(None, grads.unbuffered[layer.kind])
+            sums = GradAccumulator(None, grads.outside_buffer[layer.kind])
             unreduced = PendingGradients() if pending is None else pending.gradients
             work, square = NeighborWork(self._layer_to_gather(run, i - 1), unreduced), None
             if layer.kind == "dense":
@@ -402,7 +402,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             else:
                 results = self._backward_experts(run, i, dxs, sums, work, counts_NAE)
                 sums, overlapped, square = results
-            grads.unbuffered[layer.kind] = sums.unbuffered
+            grads.outside_buffer[layer.kind] = sums.outside_buffer
             if pending is not None:
                 self._store_reduced(pending, overlapped.summed, grads, squares)
             run.unsharded_RC = overlapped.unsharded_RC
@@ -413,13 +413,13 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             run.passed.pop()  # frees the layer's residuals
             # No layer follows to overlap with; with slots, no program reduces for a neighbour.
             if i == 0 or self.streamed.slots is not None:
-                self._reduce_alone(pending, grads, squares)
+                self._reduce_without_overlap(pending, grads, squares)
                 pending = None
         for last_layer_first in (*grads.rows_G.values(), *squares.values()):
             last_layer_first.reverse()
         return squares
 
-    def _reduce_alone(
+    def _reduce_without_overlap(
         self, pending: _PendingLayer, grads: StreamedGradients, squares: Squares
     ) -> None:
         """Reduce a layer's gradients over devices without other work to overlap with, and store

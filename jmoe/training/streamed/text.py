@@ -96,10 +96,12 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
                 flatten_layers = jax.vmap(row, axis_size=layout.num_layers)
                 flat[kind] = flatten_layers(layout.split(params[name])[0])
         layout = model.buffer_layout(outside)
-        shards, unbuffered = layout.split(outside)
+        shards, outside_buffer = layout.split(outside)
         if shards:
             rows_RC = all_gather_buffer_local(flatten(shards, layout.entries), scan.hierarchy)
-            outside = layout.join(unflatten(rows_RC, layout.entries, scan.hierarchy), unbuffered)
+            outside = layout.join(
+                unflatten(rows_RC, layout.entries, scan.hierarchy), outside_buffer
+            )
         row_C = flat[first_kind][0]
         gathered = [gather(lambda row: row) for gather in scan.chunk_gathers(row_C)]
         return Unsharded(outside, None, flat, scan.join_gathered_chunks(gathered, row_C))

@@ -266,9 +266,11 @@ class LayoutController:
         self.num_devices = num_devices
 
 
-def layout_plan_text(config: VisionTrainConfig) -> list[str]:
-    """Return the text of `--plan`: the layout on the devices that `mesh` names, elastic unless the
-    mesh splits experts.
+def layout_plan_lines(config: VisionTrainConfig) -> list[str]:
+    """Return the lines that `--plan` prints: each device's tasks, images and bytes on the devices
+    that `mesh` names.
+
+    Images are divided by load (layout = elastic), unless the mesh splits experts.
     """
     mesh = config.mesh
     groups = mesh.expert_inter * max(1, mesh.expert_intra)

@@ -167,7 +167,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         gathered, scatter = jax.vjp(self.vision.gather_all_params, params)
         stacks = {
             STACKS[kind]: jax.tree.unflatten(jax.tree.structure(gathered[STACKS[kind]]), leaves)
-            for kind, leaves in grads.unbuffered.items()
+            for kind, leaves in grads.outside_buffer.items()
         }
         own = grads.outside | stacks
         (reduced,) = scatter(jax.tree.map(lambda g, w: g[0].astype(w.dtype), own, gathered))

@@ -18,7 +18,7 @@ from jmoe.run.compatibility import has_checkpoint
 from jmoe.run.snapshots import Snapshots
 from jmoe.training.session import print_on_rank_0
 from jmoe.training.task import Setup, TrainingData, open_session
-from jmoe.training.tasks.layouts import layout_plan_text, plan_task_layout
+from jmoe.training.tasks.layouts import layout_plan_lines, plan_task_layout
 from jmoe.training.tasks.run import CLASSES
 from jmoe.training.tasks.session import VisionSession
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -43,7 +43,7 @@ class ImageTasks:
         """Return (the planned layout as text, True). Raises ValueError if device memory is too
         small.
         """
-        return "\n".join(layout_plan_text(self.config)), True
+        return "\n".join(layout_plan_lines(self.config)), True
 
     def prepare_on_mesh(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
         """Plan the layout, and install the handler of SIGUSR2, which asks for another number of

@@ -327,7 +327,8 @@ def test_bad_settings_are_refused_before_weights_are_read(
     options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "jmoe.models.lazy_checkpoint.LazyCheckpoint.load_dense", lambda _: pytest.fail("were read")
+        "jmoe.models.lazy_checkpoint.LazyCheckpoint.load_dense_modules",
+        lambda _: pytest.fail("were read"),
     )
     monkeypatch.setattr(
         "jmoe.models.lazy_checkpoint.LazyCheckpoint.load_dense_shard",

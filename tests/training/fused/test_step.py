@@ -23,7 +23,8 @@ from jmoe.config import CommConfig, RouterConfig, TrainConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, is_expert, path_names, split_over
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import has_weight_decay, learning_rate_schedule
+from jmoe.optim.adamw import has_weight_decay
+from jmoe.optim.learning_rate import learning_rate_schedule
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer

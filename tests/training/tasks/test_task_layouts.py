@@ -17,7 +17,7 @@ from jmoe.training.tasks.layouts import (
     allocated_bytes,
     check_future_layouts,
     count_own_experts,
-    layout_plan_text,
+    layout_plan_lines,
     memory_by_task,
     plan_task_layout,
     slots_line,
@@ -155,18 +155,18 @@ def test_seventeen_billion_parameters_are_planned() -> None:
     assert parameters == pytest.approx(total, rel=1e-4)
     assert (round(total / 1e9, 1), round(active / 1e9, 2)) == (17.0, 0.63)
     on_h100 = dataclasses.replace(ufo_17b, machine=MachineConfig("h100"))
-    lines = layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(data=40)))
+    lines = layout_plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=40)))
     assert len(lines) == 41 and lines[0].endswith(" GB  face-0 0:64")
-    split = layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=8)))
+    split = layout_plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=8)))
     assert len(split) == 8 and all("GB  " in line for line in split)
     with pytest.raises(
         ValueError, match="device_bytes = 80000000000: must be more for 40 tasks on 2 devices"
     ):
-        layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(data=2)))
+        layout_plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(data=2)))
     with pytest.raises(
         ValueError, match=r"machine\.device_bytes = 80000000000: must be at least \d+ for face-0"
     ):
-        layout_plan_text(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=2)))
+        layout_plan_lines(dataclasses.replace(on_h100, mesh=MeshConfig(expert_intra=2)))
 
 
 def test_what_devices_keep_in_fact_is_said() -> None:
@@ -209,7 +209,7 @@ def test_experts_on_tiers_are_planned() -> None:
     )
     total = 3 * experts * of_expert
     assert (
-        layout_plan_text(config)[-1]
+        layout_plan_lines(config)[-1]
         == "experts on tiers: a device has its part of 2 of 3 layers at one time; for each replica"
         f" of all experts: weights {4 * total / 1e6:.2f} MB (host), moments"
         f" {8 * total / 1e6:.2f} MB (nvme), gradients {4 * total / 1e6:.2f} MB (host)"

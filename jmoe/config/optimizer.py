@@ -1,0 +1,58 @@
+"""The optimizer's settings. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_not_negative,
+    check_positive,
+    check_step_counts,
+    check_unset,
+)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, and a learning rate with warm-up, then cosine or constant.
+
+    Norms, biases and router biases are not decayed.
+    """
+
+    learning_rate: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 100
+    final_learning_rate_fraction: float = 0.1  # cosine ends at this fraction of learning_rate
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # global norm; 0: no clip
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_positive(self, "learning_rate", "eps")
+        check_not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
+        check_step_counts(self, "warmup_steps")
+        for name in ("beta1", "beta2"):
+            check_field(
+                0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"
+            )
+        fraction = self.final_learning_rate_fraction
+        check(
+            0 <= fraction <= 1,
+            "optimizer.final_learning_rate_fraction",
+            fraction,
+            "must be between 0 and 1",
+        )
+        if self.schedule == "constant":
+            check_unset(
+                self,
+                "optimizer",
+                ["final_learning_rate_fraction"],
+                "with optimizer.schedule = 'constant'",
+            )
