@@ -31,7 +31,8 @@ class Pipeline:
 
     steps_and_place_of(i): (number of steps, place) of the block's i-th tile.
     copy(place, k, stage, barrier): starts the copies of step k into buffer `stage`.
-    multiply(accumulators, place, k, stage): starts `num_products` products into accumulators of `sums_shapes`. store(sums, place): stores a tile.
+    multiply(accumulators, place, k, stage): starts `num_products` products into
+    accumulators of `sums_shapes`. store(sums, place): stores a tile.
     """
 
     num_tiles: jax.Array
