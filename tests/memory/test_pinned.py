@@ -166,7 +166,7 @@ def test_where_it_fails_ordinary_memory_is_used(
         monkeypatch.setattr(jax, "device_put", refuse)
     else:  # what is written is elsewhere than what is sent
         monkeypatch.setattr(
-            pinned.PinnedSlots, "send", lambda *_: {"probe": np.zeros(4096, np.uint8)}
+            pinned.PinnedSlots, "copy_to_device", lambda *_: {"probe": np.zeros(4096, np.uint8)}
         )
     slots = pinned_here()(2, 4096)
     assert isinstance(slots, np.ndarray) and slots.shape == (2, 4096)
