@@ -101,7 +101,7 @@ class StepAhead:
 
 
 def warm_up_token_handover(max_batch: int, num_rows: int) -> None:
-    """Compile the program that passes tokens sampled in `max_batch` rows to a step of `num_rows`
-    rows.
+    """Compile the program that cuts the sampled tokens of `max_batch` rows to `num_rows` rows, the
+    input of the next step.
     """
     _first_rows(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)

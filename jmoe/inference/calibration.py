@@ -175,7 +175,7 @@ def _measure_copies(
     num_filled, begun, empty = 0, time.perf_counter(), store.stats()
     with ThreadPoolExecutor(COPY_THREADS) as threads:
 
-        def copy_slots(first: int, end: int) -> None:
+        def copy_records_to_slots(first: int, end: int) -> None:
             store.prefetch(np.arange(first, end))
             list(threads.map(lambda i: copy_record(store, i, slots, i), range(first, end)))
 
@@ -183,11 +183,11 @@ def _measure_copies(
             num_filled < wanted and time.perf_counter() - begun < FILL_S
         ):
             filled = min(num_filled + num_experts, wanted)
-            copy_slots(num_filled, filled)
+            copy_records_to_slots(num_filled, filled)
             num_filled = filled
         before, begun = store.stats(), time.perf_counter()
         while time.perf_counter() - begun < COPY_S:
-            copy_slots(0, num_filled)
+            copy_records_to_slots(0, num_filled)
     nvme, host = (
         _bytes_per_s(empty.nvme, before.nvme),
         _bytes_per_s(before.host, store.stats().host),

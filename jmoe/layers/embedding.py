@@ -108,8 +108,8 @@ class _RowExchange:
     def buffer_index(
         self, owner_T: jax.Array, place_T: jax.Array, round_index: jax.Array
     ) -> jax.Array:
-        """Return int32 [T], the index of each token's row in the buffer of round i; the buffer's
-        length for rows of other rounds.
+        """Return int32 [T], the index of each token's row in the buffer of this round, or the
+        buffer's length if the row comes in another round.
         """
         place_T = place_T - round_index * self.rows
         here_T = (place_T >= 0) & (place_T < self.rows)

@@ -48,8 +48,8 @@ ROUNDS = 5
 def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int) -> int:
     """Return the expert packing that a run starts with.
 
-    `comm.packing` if that is a number. With `auto`, the newest checkpoint's packing, limited to the
-    mesh's largest. Every process must call this.
+    `comm.packing` if that is a number. With `auto`, the newest checkpoint's packing (1 without a
+    checkpoint), limited to the mesh's largest. Every process must call this.
     """
     if config.comm.packing != "auto":
         return config.comm.packing

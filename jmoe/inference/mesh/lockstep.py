@@ -165,7 +165,9 @@ class Leader:
             thread.join()  # ends at the latest when the channel's receive times out
 
     def _handle_messages(self, rank: int, channel: Channel) -> None:
-        """Handle a follower's messages until it ends."""
+        """Handle a follower's messages (beats, stop requests, errors) until its connection ends,
+        then report it as lost.
+        """
         try:
             while (message := channel.receive()) is not None:
                 kind, *rest = message

@@ -117,7 +117,7 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
     compiled = lower_step(config, config.estimate).compile()
     rates = replace(gpu_rates(config.estimate), devices_per_node=each)
     gpu = estimate_module(
-        parse_hlo(compiled.as_text() or ""), rates, estimate_filled_expert_rows(config)
+        parse_hlo(compiled.as_text() or ""), rates, assumed_expert_kernel_facts(config)
     )
     return StepEstimate(config, hosts * each, gpu, step_memory(compiled))
 
@@ -138,9 +138,9 @@ def hosts_and_devices_per_host(config: TrainConfig) -> tuple[int, int]:
     return devices // each, each
 
 
-def estimate_filled_expert_rows(config: TrainConfig) -> ExpertKernelFacts:
-    """Return the fraction of a device's expert buffer rows that hold tokens, assuming balanced
-    routing.
+def assumed_expert_kernel_facts(config: TrainConfig) -> ExpertKernelFacts:
+    """Return what the estimate assumes of the expert kernels: the fraction of a device's buffer
+    rows that hold tokens under balanced routing.
     """
     devices = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     factor = config.model.capacity_factor or DROPLESS_BUFFER

@@ -159,8 +159,8 @@ class TaskLosses:
         )
 
     def weighted_z_loss(self, z_sum: jax.Array) -> jax.Array:
-        """Return an addend to the routers' weighted z-loss. z_sum: sums of squared log-partition
-        functions, by layer.
+        """Return this device's and micro-batch's addend to the weighted z-loss, a mean over the
+        step's patches and the MoE layers. z_sum: sums of squared log-partition functions, by layer.
         """
         model = self._config.model
         return model.router.z_loss_coef * z_sum.sum() / self.patches_per_step / model.num_moe_layers
