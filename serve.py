@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     """Serve the model that the command line names until a signal arrives; process 0 answers
     requests, other processes follow it.
     """
-    from jmoe.cluster.distributed import check_gpus, start_backend
+    from jmoe.cluster.distributed import check_gpus_found_and_used, start_jax_backend
     from jmoe.cluster.job import describe_hosts
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join_lockstep
@@ -81,9 +81,9 @@ def run(arguments: Sequence[str]) -> None:
             stack.enter_context(opened)
             config = replace(config, engine=opened.engine)
         if config.dry_run:
-            start_backend()
+            start_jax_backend()
         else:
-            check_gpus(config.distributed, config.engine.mesh.devices)
+            check_gpus_found_and_used(config.distributed, config.engine.mesh.devices)
         if opened is not None:
             folder = opened.model
         else:

@@ -50,7 +50,7 @@ from jmoe.run.compatibility import (
     raise_data_changed,
 )
 from jmoe.run.compile_cache import enable_compile_cache
-from jmoe.run.metrics import CompiledPrograms, ProgressBar, make_progress_bar, make_step_record
+from jmoe.run.metrics import CompilationCounter, ProgressBar, make_progress_bar, make_step_record
 from jmoe.run.planner import packing_summary, tier_counts, training_plan, with_chosen_tiers
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
@@ -99,7 +99,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
     config, start = run.config, int(state.step)
     progress = make_progress_bar(config, run.mesh) if run.log is not None else None
     profile_from, profile_to = config.profile.traced_steps() or (-1, -1)
-    stopped, compiled = False, CompiledPrograms()
+    stopped, compiled = False, CompilationCounter()
     with distributed.PreemptionSignal(steps_in_flight=0) as stop:
         for step in range(start, config.num_steps):
             if max(profile_from, start) == step < profile_to:
@@ -336,7 +336,7 @@ def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> 
     mesh = make_mesh(shape)
     task.prepare_on_mesh(mesh, stack)
     output_dir, limits = Path(config.output_dir), config.distributed
-    total, active = config.model.num_parameters()
+    total, active = config.model.total_and_active_parameters()
     print_on_rank_0(
         f"{total / 1e6:.1f}M parameters, {active / 1e6:.1f}M active; {mesh.size}"
         f" {mesh.devices.flat[0].device_kind} device(s) as (data, expert_inter, expert_intra) ="

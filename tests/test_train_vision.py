@@ -10,7 +10,7 @@ import pytest
 from jmoe.command_line import parse_train
 from jmoe.configs import PRESETS
 from jmoe.deploy.merge import merge_run_to_hugging_face
-from jmoe.run.metrics import read_events, read_metrics
+from jmoe.run.metrics import read_events, read_step_records
 from tests.train_runs import Run, TrainRuns
 
 # Glyphs and fonts come with matplotlib; with a few small layers a step takes milliseconds.
@@ -54,7 +54,7 @@ NO_PATHS = [f"--tasks.{task}.path" for task in ("glyphs", "digits", "fonts", "ph
 
 
 def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+    return [line["loss"] for line in read_step_records(folder / "metrics.jsonl")]
 
 
 def test_a_run_resumes_and_ends_with_a_table_and_a_picture(

@@ -57,7 +57,7 @@ def make_program(
     import jax
     import jax.numpy as jnp
 
-    from jmoe.collectives.exchange import Choices, make_exchange
+    from jmoe.collectives.exchange import TokenChoices, make_exchange
     from jmoe.mesh import BATCH, EXPERT
 
     exchange = make_exchange(plan, EXPERT, capacity_factor)
@@ -66,7 +66,7 @@ def make_program(
         counts = (idx.reshape(-1, 1) == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
 
         def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-            dispatched = exchange.dispatch(x, Choices(idx, weights, counts))
+            dispatched = exchange.dispatch(x, TokenChoices(idx, weights, counts))
             outs = [arrived.rows_MD for arrived in dispatched.chunks]
             return exchange.combine(outs, dispatched.handle), dispatched.dropped[None]
 

@@ -272,9 +272,9 @@ def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:
 def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
     """(product behind an all-to-all's input, whether its run of the loop's round before counts).
 
-    Without those that only wait for another collective: what waits lies behind `interleave`'s scope
-    "order", or belongs to the sending itself. A native operation that the input comes from counts:
-    it is not computed in parts.
+    Without those that only wait for another collective: what waits lies behind the scope "order" of
+    `interleave_collectives`, or belongs to the sending itself. A native operation that the input
+    comes from counts: it is not computed in parts.
     """
     behind: set[tuple[str, bool]] = set()
     todo = [(at, False) for at in ops[name].inputs]

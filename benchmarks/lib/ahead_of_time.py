@@ -14,16 +14,23 @@ from jax.typing import DTypeLike
 
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
-from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda, lower_for_device
+from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda_plugin, lower_for_device
 
-__all__ = ["Jitted", "Programs", "abstract_gpu_devices", "has_cuda", "lower_for_device", "skipped"]
+__all__ = [
+    "Jitted",
+    "Programs",
+    "abstract_gpu_devices",
+    "has_cuda_plugin",
+    "lower_for_device",
+    "skipped",
+]
 Jitted = Callable[..., object]  # what `jax.jit` returns
 MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed"
 
 
 def skipped() -> bool:
     """Return whether JAX's CUDA libraries are missing; if so, print that as the result."""
-    if has_cuda():
+    if has_cuda_plugin():
         return False
     print(f"skipped: {MISSING}")
     report.finish({"skipped": True})

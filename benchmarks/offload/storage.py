@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import fio
 from benchmarks.lib.report import JsonObject, median, progress, ratio
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.direct_io import write_file
+from jmoe.memory.direct_io import write_file_durably
 from jmoe.memory.record_checkpoint import ITEM, RecordCheckpoints, RecordsHandler, RecordsSave
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.tiered_store import TieredStore
@@ -73,10 +73,10 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
             slots_MR = allocate_slots(threads, record_bytes, huge_pages=huge_pages)
             scratch = [folder / f"plain-{index}" for index in range(num_records)]
             for path in scratch:
-                write_file(path, slots_MR[0], it.io)
+                write_file_durably(path, slots_MR[0], it.io)
 
             def in_place(index: int, record_R: np.ndarray) -> None:
-                write_file(scratch[index], record_R, it.io)  # noqa: B023
+                write_file_durably(scratch[index], record_R, it.io)  # noqa: B023
 
             times: dict[str, list[float]] = {}
             before = it.stats()

@@ -44,7 +44,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import ImageTask, Split
-from jmoe.planning.elastic import Layout, Share, TaskLoad, plan_layout
+from jmoe.planning.elastic import ImageShare, TaskLayout, TaskLoad, plan_layout
 
 NUM_DEVICES = 2
 MICRO_BATCH = 16  # images at once, the same for all, so that only who has how many of them differs
@@ -87,16 +87,16 @@ def loads(config: VisionTrainConfig) -> tuple[TaskLoad, ...]:
     return tuple(TaskLoad(name, task.batch_size) for name, task in config.tasks.items())
 
 
-def imbalanced_layout(tasks: tuple[TaskLoad, ...], num_devices: int) -> Layout:
+def imbalanced_layout(tasks: tuple[TaskLoad, ...], num_devices: int) -> TaskLayout:
     """Return the layout that gives each device whole tasks in order, regardless of size."""
     shares = [
-        [Share(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices]
+        [ImageShare(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices]
         for d in range(num_devices)
     ]
-    return Layout(tasks, tuple(map(tuple, shares)))
+    return TaskLayout(tasks, tuple(map(tuple, shares)))
 
 
-def layouts(config: VisionTrainConfig) -> dict[str, tuple[VisionTrainConfig, Layout]]:
+def layouts(config: VisionTrainConfig) -> dict[str, tuple[VisionTrainConfig, TaskLayout]]:
     tasks, half = loads(config), halved(config)
     return {
         "imbalanced": (config, imbalanced_layout(tasks, NUM_DEVICES)),
@@ -117,7 +117,9 @@ def random_task(name: str, config: VisionTrainConfig, seed: int) -> ImageTask:
 class Training:
     """The program of one layout, its state and the seconds of its steps."""
 
-    def __init__(self, config: VisionTrainConfig, layout: Layout, mesh: Mesh, rank: int) -> None:
+    def __init__(
+        self, config: VisionTrainConfig, layout: TaskLayout, mesh: Mesh, rank: int
+    ) -> None:
         import jax
         from jax.sharding import NamedSharding
 

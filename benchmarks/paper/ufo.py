@@ -51,7 +51,7 @@ from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches, held_out_batches
 from jmoe.data.images import ImageTask, load_task
 from jmoe.deploy.extract import path_model_config
-from jmoe.planning.elastic import Layout, plan_layout
+from jmoe.planning.elastic import TaskLayout, plan_layout
 
 WIDE_STEPS = 4
 PARTS = ("speeds", "accuracies")
@@ -110,7 +110,7 @@ class Training:
         self,
         config: VisionTrainConfig,
         tasks: Sequence[ImageTask],
-        layout: Layout,
+        layout: TaskLayout,
         mesh: Mesh,
         first: int,
     ) -> None:

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
-from jmoe.run.metrics import read_metrics
+from jmoe.run.metrics import read_step_records
 
 GSHARD = ("--model.num-experts-per-tok", "2", "--model.router.kind", "gshard")
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -70,7 +70,7 @@ def run(a: argparse.Namespace, options: tuple[str, ...], folder: Path) -> list[J
         str(a.steps),
     ]
     subprocess.run([*command, "--output-dir", str(folder)], check=True, stdout=sys.stderr)
-    return read_metrics(folder / "metrics.jsonl")
+    return read_step_records(folder / "metrics.jsonl")
 
 
 def compare(steps: Mapping[str, list[JsonObject]], mean: int) -> JsonObject:

@@ -42,7 +42,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_17b
 from jmoe.data.image_batches import ImageBatch
 from jmoe.mesh import BATCH, make_mesh
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.training.tasks.layouts import STATE_BYTES, allocated_bytes, plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 
@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
 
 def mesh_of(num_devices: int) -> Mesh:
     """Return a mesh of H200 for compiling alone, or of CPU devices."""
-    if not ahead_of_time.has_cuda():
+    if not ahead_of_time.has_cuda_plugin():
         jax.config.update("jax_num_cpu_devices", num_devices)
         return make_mesh((num_devices, 1, 1))
     return make_mesh(
@@ -82,11 +82,11 @@ def batch_of(config: VisionTrainConfig, trainer: VisionTrainer) -> ImageBatch:
     return ImageBatch(pixels, of(jnp.int32), of(jnp.int32), of(jnp.float32))
 
 
-def planned_state_bytes(config: VisionTrainConfig, layout: Layout, slots_a_layer: int) -> int:
+def planned_state_bytes(config: VisionTrainConfig, layout: TaskLayout, slots_a_layer: int) -> int:
     """Return the plan's bytes of parameters and optimizer state, with heads, which it omits."""
     model, devices = config.model, len(layout.shares)
-    layers, expert = len(model.task_layers), model.expert_parameters
-    dense = model.num_parameters()[0] - model.num_experts * layers * expert
+    layers, expert = len(model.task_layers), model.parameters_per_expert
+    dense = model.total_and_active_parameters()[0] - model.num_experts * layers * expert
     dense += len(config.tasks) * NUM_CLASSES * model.hidden_size
     return STATE_BYTES * (slots_a_layer * layers * expert + dense // devices)
 
@@ -104,13 +104,13 @@ def main() -> None:
     lowered = traced.lower(lowering_platforms=("cuda",))
     lowered_s = time.perf_counter() - begun
     begun = time.perf_counter()
-    compiled = (lowered if ahead_of_time.has_cuda() else traced.lower()).compile()
+    compiled = (lowered if ahead_of_time.has_cuda_plugin() else traced.lower()).compile()
     memory = compiled.memory_analysis()
     batch_bytes = sum(math.prod(part.shape) * part.dtype.itemsize for part in batch) // a.devices
     slots = config.model.num_experts if trainer.slots is None else trainer.slots.num_slots
     row = {
         "devices": a.devices,
-        "compiled_for": "H200" if ahead_of_time.has_cuda() else "CPU",
+        "compiled_for": "H200" if ahead_of_time.has_cuda_plugin() else "CPU",
         "experts_a_layer_and_device": slots,
         "planned_bytes": allocated_bytes(config, layout),
         "planned_state_bytes": planned_state_bytes(config, layout, slots),

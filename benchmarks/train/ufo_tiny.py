@@ -36,7 +36,7 @@ from benchmarks.lib.train_processes import environment
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.images import ImageTask, load_task
-from jmoe.run.metrics import METRICS_FILE, read_events, read_metrics
+from jmoe.run.metrics import METRICS_FILE, read_events, read_step_records
 from jmoe.training.tasks.summary import linear_baseline_accuracy
 
 RUNS = {1: (), 2: ("--layout", "elastic")}  # options by number of processes
@@ -99,7 +99,7 @@ def rows_of(
     first, *_, last = [event for event in events if event["event"] == "evaluation"]
     idle = [event for event in events if event["event"] == "idle"][-1]
     step_s = report.median(
-        line["step_s"] for line in read_metrics(metrics) if not line.get("compiled")
+        line["step_s"] for line in read_step_records(metrics) if not line.get("compiled")
     )
     images = sum(task.batch_size for task in config.tasks.values())
     run = {

@@ -77,7 +77,7 @@ class HostClocks:
         self._named: set[int] = set()
         self._last_look_s: float | None = None
 
-    def skew_warnings(
+    def new_skew_warnings(
         self, reports: Mapping[int, Mapping[str, Json]], begun_s: float
     ) -> Iterator[str]:
         """Yield a warning, once per rank, for each rank whose clock differs by more than `SKEW_S`

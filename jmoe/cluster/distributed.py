@@ -1,7 +1,7 @@
 """Start the processes of a run, name the missing, dead or stuck ones, and stop all of them after
 the same step.
 
-`train.py` and `serve.py` call `join_processes` or `join_with_connections`, then work inside a
+`train.py` and `serve.py` call `join_processes` or `join_and_connect_processes`, then work inside a
 `Watchdog`; the training loop adds a `PreemptionSignal`. Ranks exchange reports through the
 key-value store of JAX's coordination service, from background threads, so no device collective is
 involved.
@@ -43,7 +43,7 @@ from jmoe.types import Json, JsonObject
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
 NOTICES = "jmoe/notice/"  # + rank: a line for everyone
-ANSWERS = "jmoe/answer/"  # + name: rank 0's result of a `from_rank_0` call
+ANSWERS = "jmoe/answer/"  # + name: rank 0's result of a `result_from_rank_0` call
 STOPS = "jmoe/stop/"  # + rank: the step at whose end the rank learned that the run is to stop
 # + number of earlier requests + / + rank: the step before which the rank saw the request
 ASKED = "jmoe/asked/"
@@ -69,12 +69,12 @@ def join_processes(config: DistributedConfig) -> None:
     `start_timeout_s`, on every rank that is present, naming the missing ranks. Raises `ValueError`
     if two processes claim the same rank, or if the job has more GPUs than the run uses.
     """
-    for line in join_with_connections(config).values():
+    for line in join_and_connect_processes(config).values():
         line.close()
-    check_gpus(config)
+    check_gpus_found_and_used(config)
 
 
-def start_backend() -> None:
+def start_jax_backend() -> None:
     """Let JAX find its devices. Raises `ValueError` with the reason if it finds none."""
     try:
         jax.devices()
@@ -87,7 +87,7 @@ def start_backend() -> None:
         ) from error
 
 
-def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
+def check_gpus_found_and_used(config: DistributedConfig, devices: int | None = None) -> None:
     """Raise `ValueError` if JAX finds no devices, or if the job was given more GPUs than the run
     uses.
 
@@ -95,7 +95,7 @@ def check_gpus(config: DistributedConfig, devices: int | None = None) -> None:
     check is skipped under `jmoe-supervise` (`heartbeat_folder` is set), which has already assigned
     GPUs to its processes.
     """
-    start_backend()
+    start_jax_backend()
     if config.heartbeat_folder is not None:
         return
     alone = jax.process_count() == 1
@@ -111,7 +111,7 @@ def _num_local_gpus() -> int:
     return 0 if jax.default_backend() == "cpu" else jax.local_device_count()
 
 
-def join_with_connections(
+def join_and_connect_processes(
     config: DistributedConfig, *, rank_0_outlives: bool = False
 ) -> dict[int, socket.socket]:
     """Join the other processes like `join_processes`, without the GPU check, and return the open
@@ -127,7 +127,7 @@ def join_with_connections(
         processes = config.num_processes
         rank = config.process_id
     else:
-        detected = _detect_job(config.start_timeout_s)
+        detected = _detect_address_size_and_rank(config.start_timeout_s)
         if detected is None:
             return {}
         address, processes, rank = detected
@@ -165,7 +165,7 @@ def _exit_if_failed(code: int = 0, linger_s: float = 0.0) -> None:
         os._exit(code or 1)
 
 
-def _detect_job(
+def _detect_address_size_and_rank(
     timeout_s: float, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, int, int] | None:
     """Return (coordinator address, processes, rank) of the cluster job that JAX detects, or None
@@ -508,7 +508,7 @@ class Watchdog:
         """
         now, begun_s = self._clock.now(), time.time()
         reports = self._read_reports()
-        for line in self._clocks.skew_warnings(reports, begun_s):
+        for line in self._clocks.new_skew_warnings(reports, begun_s):
             _print_to_stderr(line)
         for rank, report in reports.items():
             if rank not in changed or changed[rank][0] != report["beat"]:
@@ -572,7 +572,7 @@ class _Wait:
         return f"{self.label}, {now}" if isinstance(now, str) and now else self.label
 
 
-def from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
+def result_from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> str:
     """Run `call` on rank 0 and return its result on every rank. Each `name` may be used once per
     run.
 

@@ -59,7 +59,7 @@ class Heartbeat:
         self.beat(CLOSED)
 
 
-class Listener:
+class HeartbeatListener:
     """Watches the heartbeat files of one attempt's ranks, from the attempt's start."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Listener:
         # (time stamp of the file, when that was first seen)
         self._changed = [(0, clock())] * processes
 
-    def read_time_stamps(self) -> None:
+    def update_beat_times(self) -> None:
         now = self._clock()
         for rank, path in enumerate(self._paths):
             try:

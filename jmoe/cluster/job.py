@@ -95,7 +95,7 @@ def _parse_number(name: str, environment: Mapping[str, str]) -> int:
     return int(value)
 
 
-class NodeTask(NamedTuple):
+class PlaceOnNode(NamedTuple):
     """Index of this process among the job's processes on its node (`number`, from 0), and their
     count (`processes`).
     """
@@ -104,7 +104,7 @@ class NodeTask(NamedTuple):
     processes: int
 
 
-def node_task(environment: Mapping[str, str]) -> NodeTask:
+def place_on_node(environment: Mapping[str, str]) -> PlaceOnNode:
     """Return this process's place on its node, from the variables of SLURM or Open MPI; (0, 1)
     without them.
     """
@@ -113,12 +113,12 @@ def node_task(environment: Mapping[str, str]) -> NodeTask:
         missing, told_by = (size, rank) if rank in environment else (rank, size)
         raise _missing_variable_error(missing, told_by, environment)
     if size in environment:
-        return NodeTask(_parse_number(rank, environment), _parse_number(size, environment))
+        return PlaceOnNode(_parse_number(rank, environment), _parse_number(size, environment))
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_LOCALID" in environment:
-        return NodeTask(
+        return PlaceOnNode(
             _parse_number("SLURM_LOCALID", environment), _slurm_processes_on_node(environment)
         )
-    return NodeTask(0, 1)
+    return PlaceOnNode(0, 1)
 
 
 def _slurm_processes_on_node(environment: Mapping[str, str]) -> int:
@@ -154,7 +154,7 @@ def count_visible_gpus() -> int:
     return 0 if failed else count.value
 
 
-def node_gpus(environment: Mapping[str, str]) -> tuple[int, str] | None:
+def num_node_gpus_and_variable(environment: Mapping[str, str]) -> tuple[int, str] | None:
     """Return (number of GPUs that the job has on this node, name of the variable that says so), or
     None if no variable does.
     """
@@ -177,7 +177,7 @@ def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] 
     all of them. Processes that see the same GPUs use equal shares. Raises `ValueError` if equal
     shares are impossible, or if it is unclear which GPUs are shared.
     """
-    task, job = node_task(environment), node_gpus(environment)
+    task, job = place_on_node(environment), num_node_gpus_and_variable(environment)
     if environment.get(LOCAL_IDS):
         return None
     if not visible:  # CPU only, or GPUs of another vendor
@@ -230,7 +230,7 @@ def check_all_gpus_used(
     command-line option that would make the run use more, for the message.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
-    job, tasks = node_gpus(environment), node_task(environment).processes
+    job, tasks = num_node_gpus_and_variable(environment), place_on_node(environment).processes
     if (
         job is None
         or job[0] <= used * tasks
@@ -263,7 +263,7 @@ def check_all_nodes_used(environment: Mapping[str, str] = os.environ) -> None:
     if (
         nodes > 1
         and "SLURM_STEP_NODELIST" not in environment
-        and node_gpus(environment) is not None
+        and num_node_gpus_and_variable(environment) is not None
     ):
         raise ValueError(
             f"SLURM_JOB_NUM_NODES = {nodes}: this process was not started by srun, and would use"

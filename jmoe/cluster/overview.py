@@ -37,7 +37,7 @@ State = Literal["starting", "running", "ended", "stopped", "dead"]
 
 
 @dataclass(frozen=True)
-class RankSign:
+class RankHeartbeat:
     """A rank's last heartbeat.
 
     at: what the rank was doing. waits: number of waits begun; all ranks begin the same waits, so
@@ -92,7 +92,7 @@ class RunOverview:
     snapshot: SnapshotsInMemory | None
     restarts: int
     last_end: str
-    ranks: tuple[RankSign, ...]
+    ranks: tuple[RankHeartbeat, ...]
     slowest_rank: int | None
     tiers: dict[str, float] | None
     clock_ahead_s: float
@@ -113,7 +113,7 @@ def read_overview(folder: Path) -> RunOverview:
     checkpoint_time = (
         None if checkpoint is None else _modification_time(folder / "checkpoints" / str(checkpoint))
     )
-    ranks, starts = _read_rank_signs(folder, config, now), _start_events(events)
+    ranks, starts = _read_rank_heartbeats(folder, config, now), _start_events(events)
     num_steps, steps_done = config.get("num_steps"), progress.step + 1
     seen = _Evidence(config, events, ranks, now)
     state, why = _state_and_reason(folder, seen, steps_done, num_steps, checkpoint)
@@ -169,7 +169,7 @@ def _last_end_reason(events: list[JsonObject]) -> str:
     return ends[-1] if ends else ""
 
 
-def find_slowest_rank(ranks: tuple[RankSign, ...]) -> int | None:
+def find_slowest_rank(ranks: tuple[RankHeartbeat, ...]) -> int | None:
     """Return the rank that holds up the others, or None.
 
     It is the rank that has been silent longest, or else the rank that began its current wait last.
@@ -183,7 +183,7 @@ def find_slowest_rank(ranks: tuple[RankSign, ...]) -> int | None:
     return min(late, key=lambda rank: (rank.waits, -late_s[rank.rank])).rank if late else None
 
 
-def _seconds_behind(rank: RankSign, other: RankSign) -> float:
+def _seconds_behind(rank: RankHeartbeat, other: RankHeartbeat) -> float:
     """Return how many seconds later than `other` this rank began the same wait, or has still not
     begun it.
 
@@ -200,9 +200,13 @@ def _seconds_behind(rank: RankSign, other: RankSign) -> float:
 
 @dataclass(frozen=True)
 class _Evidence:
+    """What the run's folder shows at the Unix time `now`: configuration, supervisor's events, and
+    ranks.
+    """
+
     config: JsonObject
     events: list[JsonObject]
-    ranks: tuple[RankSign, ...]
+    ranks: tuple[RankHeartbeat, ...]
     now: float
 
 
@@ -272,7 +276,9 @@ def _silence_and_limit_s(folder: Path, seen: _Evidence) -> tuple[float, float]:
     )
 
 
-def _read_rank_signs(folder: Path, config: JsonObject, now: float) -> tuple[RankSign, ...]:
+def _read_rank_heartbeats(
+    folder: Path, config: JsonObject, now: float
+) -> tuple[RankHeartbeat, ...]:
     """Return the heartbeats of the most recent attempt that left any, sorted by rank."""
     beats = sorted(
         folder.glob(f"{SUPERVISE}/heartbeat-*"), key=lambda path: int(path.name.rpartition("-")[2])
@@ -288,7 +294,7 @@ def _read_rank_signs(folder: Path, config: JsonObject, now: float) -> tuple[Rank
             begun_time = beat_time - float(beat.get("since_s", 0.0))
             waits = int(beat.get("waits", 0))
             ranks.append(
-                RankSign(rank, str(beat.get("at", "")), waits, begun_time, beat_time, silent_s)
+                RankHeartbeat(rank, str(beat.get("at", "")), waits, begun_time, beat_time, silent_s)
             )
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 

@@ -73,7 +73,7 @@ class RemoteProcess:
             start_new_session=True,
         )
 
-    def read_line(self) -> None:
+    def read_launcher_line(self) -> None:
         """Read a line of the launcher, the port's or one that the host's shell printed before it.
         Call this once the stream is readable.
         """
@@ -148,7 +148,7 @@ def wait_for_launchers(remotes: Sequence[RemoteProcess], timeout_s: float) -> li
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             for key, _ in ready:
                 assert isinstance(key.fileobj, RemoteProcess)
-                key.fileobj.read_line()
+                key.fileobj.read_launcher_line()
                 if key.fileobj.has_answered:
                     selector.unregister(key.fileobj)
             if time.monotonic() >= deadline:  # also of a host that prints without end
@@ -173,12 +173,12 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def run_order(order: LaunchOrder, commands: int) -> int:
+def run_ordered_command(order: LaunchOrder, signals_fd: int) -> int:
     """Run the ordered command to its end; return its exit code, or 128 + the number of the signal
     that killed it.
 
     Child processes that the command left behind are killed as well, because they would hold its
-    devices and locks. commands: file descriptor with one signal number per line. Returns
+    devices and locks. signals_fd: file descriptor with one signal number per line. Returns
     `CANNOT_LOG` or `CANNOT_RUN` if the command could not be started.
     """
     log = Path(order.log)
@@ -211,15 +211,15 @@ def run_order(order: LaunchOrder, commands: int) -> int:
             flush=True,
         )
         return CANNOT_RUN if there and error.filename != order.log else CANNOT_LOG
-    threading.Thread(target=_forward_signals, args=(commands, process), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(signals_fd, process), daemon=True).start()
     code = process.wait()
     _kill_group(process.pid)
     if code == -signal.SIGKILL:
-        print(why_killed(before, count_oom_kills()), flush=True)
+        print(describe_oom_kill(before, count_oom_kills()), flush=True)
     return code if code >= 0 else 128 - code
 
 
-def why_killed(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
+def describe_oom_kill(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
     """Return what the kernel's counts of processes killed for lack of memory (`count_oom_kills`)
     say of a process that SIGKILL ended between them.
     """
@@ -251,8 +251,8 @@ def _prepare_child() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _forward_signals(commands: int, process: subprocess.Popen[bytes]) -> None:
-    with os.fdopen(commands, "rb", closefd=False) as lines:
+def _forward_signals(signals_fd: int, process: subprocess.Popen[bytes]) -> None:
+    with os.fdopen(signals_fd, "rb", closefd=False) as lines:
         for line in lines:
             process.send_signal(int(line))
     _kill_group(process.pid)
@@ -277,7 +277,7 @@ def main() -> None:
             if not byte:
                 return  # the supervisor does not need this process
             line += byte
-        code = run_order(LaunchOrder(**json.loads(line)), 0)
+        code = run_ordered_command(LaunchOrder(**json.loads(line)), 0)
     sys.stdout.flush()
     os._exit(code)  # a thread may still be reading
 

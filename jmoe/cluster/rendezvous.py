@@ -1,7 +1,7 @@
 """TCP meeting of all ranks before JAX connects them, so that an error can name the missing ranks.
 
 `jax.distributed.initialize` also waits for all ranks, but aborts the process without naming the
-missing ones. `jmoe.cluster.distributed.join_with_connections` calls `connect_all_ranks`.
+missing ones. `jmoe.cluster.distributed.join_and_connect_processes` calls `connect_all_ranks`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def connect_all_ranks(
 def _accept_ranks(
     address: str, port: int, processes: int, timeout_s: float
 ) -> tuple[str, dict[int, socket.socket]]:
+    """Return (`go` or the reason why the run cannot start, the ranks' connections by rank), on rank
+    0.
+    """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -102,6 +105,10 @@ def _send_verdict(caller: socket.socket, verdict: str) -> None:
 def _connect_to_rank_0(
     address: tuple[str, int], processes: int, rank: int, timeout_s: float
 ) -> tuple[str, socket.socket]:
+    """Return (rank 0's verdict: `go` or the reason why the run cannot start, the open connection).
+
+    Raises `TimeoutError` if rank 0 does not answer within `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     problem: OSError | None = None
     while (left_s := deadline - time.monotonic()) > 0:

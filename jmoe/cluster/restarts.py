@@ -69,7 +69,7 @@ def _last_finished_step(metrics: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptEnding:
     """How the processes of one attempt ended.
 
     kind: `lost` if a rank was lost, killed or stuck; `mistake` if a rank ended with an error of its
@@ -95,7 +95,7 @@ def failure_kind(code: int) -> Literal["lost", "mistake"]:
     return "lost" if code == EXIT_LOST or code > 128 else "mistake"
 
 
-class Restarts:
+class RestartPolicy:
     """Decides whether and when another attempt follows a failed one."""
 
     def __init__(self, config: SuperviseConfig, now: RunProgress) -> None:
@@ -104,7 +104,7 @@ class Restarts:
         self.in_a_row = 0  # restarts without a new checkpoint
         self._at_same_step = 0
 
-    def decide_next_attempt(self, ending: Ending, now: RunProgress) -> float | str:
+    def delay_s_or_stop_reason(self, ending: AttemptEnding, now: RunProgress) -> float | str:
         """Return the seconds to wait before the next attempt, or a text that says why there is
         none.
         """

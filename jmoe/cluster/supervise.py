@@ -22,14 +22,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jmoe.cluster.clocks import RunningClock, probe_disk_time
-from jmoe.cluster.heartbeat import CLOSED, Listener
+from jmoe.cluster.heartbeat import CLOSED, HeartbeatListener
 from jmoe.cluster.job import check_all_gpus_used
 from jmoe.cluster.remote_process import PASSED_ON, LaunchOrder, RemoteProcess, wait_for_launchers
 from jmoe.cluster.rendezvous import ranks_text
 from jmoe.cluster.restarts import (
     ABORTED,
-    Ending,
-    Restarts,
+    AttemptEnding,
+    RestartPolicy,
     exit_code_text,
     failure_kind,
     read_progress,
@@ -53,7 +53,7 @@ UNHEARD = re.compile(r"tasks are unhealthy[^\n]*:\n((?:[^\n]*\d\n)+)")
 PASSED_DOWN = ("CUDA_", "GLOO_", "JAX_", "JMOE_", "NCCL_", "NPROC", "PYTHON", "XLA_")
 
 
-def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_program_and_arguments(command: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (words that start a process, arguments of train.py) of a command such as `train.py
     tiny`.
     """
@@ -109,7 +109,7 @@ class Supervisor:
 
     def __init__(self, config: SuperviseConfig, command: Sequence[str]) -> None:
         self._config = config
-        self._program, self._arguments = split_command(command)
+        self._program, self._arguments = split_program_and_arguments(command)
         self._train: TrainConfig = parse_train(self._arguments, PRESETS)
         limits = self._train.distributed
         for name in ("coordinator_address", "num_processes", "process_id", "heartbeat_folder"):
@@ -150,13 +150,13 @@ class Supervisor:
                     number,
                     signal.signal(number, lambda n, _: self._signals.append(n)),
                 )
-            restarts = Restarts(self._config, read_progress(self.output_dir))
+            restarts = RestartPolicy(self._config, read_progress(self.output_dir))
             while True:
                 with contextlib.ExitStack() as ranks_stack:
                     ranks = self._launch_ranks(ranks_stack)
                     if not ranks:
                         return 128 + self._signals[-1]
-                    poller = ranks_stack.enter_context(self._host_poller(ranks))
+                    poller = ranks_stack.enter_context(self._make_absent_host_poller(ranks))
                     ending = self._watch_attempt(ranks, self._start_attempt(ranks), poller)
                 code = self._decide_after_attempt(ending, restarts)
                 if code is not None:
@@ -179,7 +179,7 @@ class Supervisor:
                 f"output_dir = {str(self.output_dir)!r}: has a supervisor already"
             ) from error
 
-    def _decide_after_attempt(self, ending: Ending, restarts: Restarts) -> int | None:
+    def _decide_after_attempt(self, ending: AttemptEnding, restarts: RestartPolicy) -> int | None:
         """Return the supervisor's exit code after an attempt ended; or wait out the back-off and
         return None, for another attempt.
         """
@@ -203,7 +203,7 @@ class Supervisor:
         if self._growing and ending.kind == "stopped":
             return None
         self._delete_recent_cache_entries()
-        decision = restarts.decide_next_attempt(ending, now)
+        decision = restarts.delay_s_or_stop_reason(ending, now)
         checkpoint = f"checkpoint {now.checkpoint}" if now.checkpoint >= 0 else "the start"
         checkpoint += (
             " or a newer snapshot" if self._train.checkpoint.memory_dir is not None else ""
@@ -236,7 +236,7 @@ class Supervisor:
                     self._start_launchers(trying, self._host_of_each_process()),
                     config.host_timeout_s,
                 )
-                number = self._largest_fitting_count(len(present))
+                number = self._largest_usable_process_count(len(present))
                 if number:
                     stack.push(trying.pop_all())
                     for remote in present[number:]:
@@ -276,7 +276,7 @@ class Supervisor:
             stack.callback(remotes[-1].close)
         return remotes
 
-    def _largest_fitting_count(self, available: int) -> int:
+    def _largest_usable_process_count(self, available: int) -> int:
         """Return the largest number of processes, at most `available`, over which the run can be
         split; 0 if there are too few.
 
@@ -296,7 +296,7 @@ class Supervisor:
             raise problem
         return 0
 
-    def _start_attempt(self, ranks: Sequence[RemoteProcess]) -> Listener:
+    def _start_attempt(self, ranks: Sequence[RemoteProcess]) -> HeartbeatListener:
         """Start a new attempt: send every rank its `LaunchOrder` with a new coordinator port;
         return the listener for the heartbeats.
         """
@@ -347,7 +347,7 @@ class Supervisor:
                 )
             )
         self._clock = RunningClock(POLL_S)
-        return Listener(heartbeats, len(ranks), self._clock.now)
+        return HeartbeatListener(heartbeats, len(ranks), self._clock.now)
 
     def _environment_changes(self, remote: RemoteProcess) -> dict[str, str]:
         """Return a rank's environment changes: the shared compile cache, and the rank's own GPU if
@@ -391,13 +391,13 @@ class Supervisor:
     # Watch
 
     def _watch_attempt(
-        self, ranks: Sequence[RemoteProcess], listener: Listener, poller: HostPoller
-    ) -> Ending:
+        self, ranks: Sequence[RemoteProcess], listener: HeartbeatListener, poller: HostPoller
+    ) -> AttemptEnding:
         """Watch one attempt to its end; return how it ended, after all of its processes have
         ended.
         """
         began, position = self._clock.now(), self._rank_0_log_bytes()
-        first: Ending | None = None
+        first: AttemptEnding | None = None
         deadline = float("inf")
         # 0: a signal may have arrived while the processes were started
         passed = 0
@@ -405,11 +405,12 @@ class Supervisor:
             self._clock.skip_suspension()
             passed = self._pass_on_signals(ranks, passed)
             position = self._copy_new_log(position)
-            listener.read_time_stamps()
+            listener.update_beat_times()
             codes = [remote.exit_code() for remote in ranks]
             if (
                 first is None
-                and (first := self._first_ending(ranks, codes, listener, began)) is not None
+                and (first := self._kill_silent_and_find_ending(ranks, codes, listener, began))
+                is not None
             ):
                 says_why = any(
                     code not in (None, 0, EXIT_STOPPED) for code in codes
@@ -433,12 +434,16 @@ class Supervisor:
                     remote.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
         self._local_devices = listener.devices_per_process() or self._local_devices
-        self._end_processes(ranks)
+        self._kill_and_wait_for_processes(ranks)
         self._copy_new_log(position)
         left = [rank for rank, code in enumerate(codes) if code is None]
         if first is None and left:
-            first = Ending("lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had")
-        return first or (Ending("done", 0) if codes[0] == 0 else Ending("stopped", EXIT_STOPPED))
+            first = AttemptEnding(
+                "lost", EXIT_LOST, f"rank {left[0]} has not ended after the others had"
+            )
+        return first or (
+            AttemptEnding("done", 0) if codes[0] == 0 else AttemptEnding("stopped", EXIT_STOPPED)
+        )
 
     def _pass_on_signals(self, ranks: Sequence[RemoteProcess], passed: int) -> int:
         """Send all processes the signals after the first `passed`; return the number sent so
@@ -451,20 +456,20 @@ class Supervisor:
         return passed + len(new)
 
     @staticmethod
-    def _end_processes(ranks: Sequence[RemoteProcess]) -> None:
+    def _kill_and_wait_for_processes(ranks: Sequence[RemoteProcess]) -> None:
         """Kill the processes that are left, and wait for the end of each."""
         for remote in ranks:
             remote.kill()
         for remote in ranks:
             remote.close()
 
-    def _first_ending(
+    def _kill_silent_and_find_ending(
         self,
         ranks: Sequence[RemoteProcess],
         codes: Sequence[int | None],
-        listener: Listener,
+        listener: HeartbeatListener,
         began: float,
-    ) -> Ending | None:
+    ) -> AttemptEnding | None:
         """Return the ending of the rank that caused the attempt to fail, or None; a rank that is
         silent too long is killed first.
         """
@@ -484,7 +489,7 @@ class Supervisor:
                     else f"no sign of life for {silent_s:.0f} s"
                 )
                 remote.close()
-                return Ending(
+                return AttemptEnding(
                     "lost",
                     EXIT_LOST,
                     f"{self._rank_and_host(rank, remote)}: {what}, dead or stopped{at}",
@@ -499,9 +504,9 @@ class Supervisor:
         if not words and not _is_killed_by_signal(code):
             words = self._last_log_line(rank)
         why = f"{self._rank_and_host(rank, ranks[rank])}: {exit_code_text(code)}{at}"
-        return Ending(failure_kind(code), code, f"{why}: {words}" if words else why)
+        return AttemptEnding(failure_kind(code), code, f"{why}: {words}" if words else why)
 
-    def _host_poller(self, ranks: Sequence[RemoteProcess]) -> HostPoller:
+    def _make_absent_host_poller(self, ranks: Sequence[RemoteProcess]) -> HostPoller:
         """Return a `HostPoller` for the hosts that this attempt runs without."""
         hosts = sorted(self._absent_hosts(ranks))
         return HostPoller(lambda stack: self._start_launchers(stack, hosts), self._config)
@@ -512,7 +517,7 @@ class Supervisor:
             return False
         more = len(ranks) + len(returned) * self._config.processes_per_host
         with contextlib.suppress(ValueError):
-            if self._largest_fitting_count(more) > len(ranks):
+            if self._largest_usable_process_count(more) > len(ranks):
                 self._print_line(
                     f"back: {', '.join(returned)}; the run is saved and goes on with more processes"
                 )

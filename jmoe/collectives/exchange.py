@@ -71,7 +71,7 @@ class DispatchedTokens:
     handle: PyTree
 
 
-class Choices(NamedTuple):
+class TokenChoices(NamedTuple):
     """Each token's experts (E for no expert), their weights, and the number of assignments per
     expert.
     """
@@ -83,8 +83,8 @@ class Choices(NamedTuple):
     @classmethod
     def from_topk(
         cls, topk_idx_TK: jax.Array, topk_weights_TK: jax.Array, num_experts: int
-    ) -> "Choices":
-        """Return `Choices` with the number of assignments per expert computed from
+    ) -> "TokenChoices":
+        """Return `TokenChoices` with the number of assignments per expert computed from
         `topk_idx_TK`.
         """
         experts = jnp.arange(num_experts, dtype=topk_idx_TK.dtype)
@@ -96,7 +96,11 @@ class Exchange(Protocol):
     """A way to move rows to the devices of their experts and outputs back."""
 
     def dispatch(
-        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+        self,
+        x_TD: jax.Array,
+        chosen: TokenChoices,
+        full_capacity: bool = False,
+        num_chunks: int = 1,
     ) -> DispatchedTokens:
         """Send each token's row to the devices of its experts.
 
@@ -112,7 +116,7 @@ class Exchange(Protocol):
         """
 
 
-def _order_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+def _order_and_rank_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Return (order, rank): the assignments stably sorted by expert, and the position of each
     assignment in that order.
     """
@@ -131,11 +135,15 @@ class OneDeviceExchange:
     complete: bool = True
 
     def dispatch(
-        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+        self,
+        x_TD: jax.Array,
+        chosen: TokenChoices,
+        full_capacity: bool = False,
+        num_chunks: int = 1,
     ) -> DispatchedTokens:
         with jax.named_scope("dispatch"):
             topk_idx_TK, topk_weights_TK, counts_E = chosen
-            order_N, rank_N = _order_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
+            order_N, rank_N = _order_and_rank_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
             token_N, row_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
             if not self.complete:
                 used_N = jnp.arange(token_N.size, dtype=jnp.int32) < counts_E.sum(dtype=jnp.int32)
@@ -169,7 +177,11 @@ class PerDeviceExchange:
     capacity_factor: float | None
 
     def dispatch(
-        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+        self,
+        x_TD: jax.Array,
+        chosen: TokenChoices,
+        full_capacity: bool = False,
+        num_chunks: int = 1,
     ) -> DispatchedTokens:
         num_assignments = chosen.topk_idx_TK.size
         fair_rows = num_assignments / self.num_devices
@@ -177,7 +189,12 @@ class PerDeviceExchange:
         return self.dispatch_rows(x_TD, chosen, rows, num_assignments, num_chunks)
 
     def dispatch_rows(
-        self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int, num_chunks: int = 1
+        self,
+        x_TD: jax.Array,
+        chosen: TokenChoices,
+        rows: int,
+        expected_rows: int,
+        num_chunks: int = 1,
     ) -> DispatchedTokens:
         """Dispatch with buffers of `rows` rows per destination device, in at most `num_chunks`
         chunks.
@@ -188,7 +205,7 @@ class PerDeviceExchange:
         num_chunks, width = _num_chunks_and_width(rows, num_chunks)
         with jax.named_scope("dispatch"):
             idx_N, kept_E = _drop_lightest(chosen, num_devices, rows)
-            order_N, rank_N = _order_by_expert(idx_N, kept_E.size)
+            order_N, rank_N = _order_and_rank_by_expert(idx_N, kept_E.size)
             kept_RL = kept_E.reshape(num_devices, -1)
             totals_R = kept_RL.sum(axis=1, dtype=jnp.int32)
             starts_R = jnp.cumsum(totals_R) - totals_R
@@ -214,7 +231,7 @@ class PerDeviceExchange:
                 recv_RCD = saved(recv_RCD, "expert_rows")
                 recv_RL = saved_residual(recv_RL, "routing")
             with jax.named_scope("sort_by_expert"):
-                sorts.append(sort := _sort_arrivals_by_expert(recv_RL, width))
+                sorts.append(sort := _order_and_rank_of_arrivals(recv_RL, width))
                 recv_MD = recv_RCD.reshape(num_devices * width, -1)
                 rows_MD = dispatch(recv_MD, sort[0], sort[1][:, None], True)
                 group_sizes_L = recv_RL.sum(axis=0, dtype=jnp.int32)
@@ -313,7 +330,9 @@ def _is_among_heaviest(
     return (key_N < limit_N) | (is_tie_N & (tie_N < jnp.take(room_R, dest_N, mode="clip")))
 
 
-def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Array, jax.Array]:
+def _drop_lightest(
+    chosen: TokenChoices, num_devices: int, rows: int
+) -> tuple[jax.Array, jax.Array]:
     """Return (idx_N, counts_E) of the assignments that fit into `rows` rows per device; dropped
     assignments have idx E.
 
@@ -341,7 +360,7 @@ def _drop_lightest(chosen: Choices, num_devices: int, rows: int) -> tuple[jax.Ar
     return saved_residual(idx_N, "routing"), saved_residual(counts_E, "routing")
 
 
-def _sort_arrivals_by_expert(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+def _order_and_rank_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """Return (order, rank) that sort arrived rows by local expert, empty rows last.
 
     sizes_RL: rows from each source device for each local expert; they arrive in this order.
@@ -351,7 +370,7 @@ def _sort_arrivals_by_expert(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array,
     expert_M = (
         (at_C[None, :, None] >= ends_RL[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1)
     )
-    return _order_by_expert(expert_M, sizes_RL.shape[1])
+    return _order_and_rank_by_expert(expert_M, sizes_RL.shape[1])
 
 
 @dataclass(frozen=True)
@@ -374,7 +393,11 @@ class PerNodeExchange:
     capacity_factor: float | None
 
     def dispatch(
-        self, x_TD: jax.Array, chosen: Choices, full_capacity: bool = False, num_chunks: int = 1
+        self,
+        x_TD: jax.Array,
+        chosen: TokenChoices,
+        full_capacity: bool = False,
+        num_chunks: int = 1,
     ) -> DispatchedTokens:
         topk_idx_TK, topk_weights_TK, counts_E = chosen
         (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
@@ -402,7 +425,7 @@ class PerNodeExchange:
             )
             weights_MK = saved(weights_MK, "routing").reshape(-1, k)
             idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
-        there = Choices.from_topk(idx_MK, weights_MK, node_size)
+        there = TokenChoices.from_topk(idx_MK, weights_MK, node_size)
         fair_rows = num_tokens * k / self.inside.num_devices
         expected_rows = -(-num_tokens * k // len(send_XPCD))
         by_chunk, device_rows, lost = self._choices_per_chunk(
@@ -418,8 +441,8 @@ class PerNodeExchange:
         return DispatchedTokens(tuple(part.chunks[0] for part in arrived), dropped, handle)
 
     def _choices_per_chunk(
-        self, arrived_choices: Choices, num_chunks: int, fair_rows: float, full_capacity: bool
-    ) -> tuple[list[Choices], int, jax.Array]:
+        self, arrived_choices: TokenChoices, num_chunks: int, fair_rows: float, full_capacity: bool
+    ) -> tuple[list[TokenChoices], int, jax.Array]:
         """Return (choices per chunk, buffer rows per device of the node, number of choices dropped
         by all chunks together).
 
@@ -445,7 +468,7 @@ class PerNodeExchange:
             strict=True,
         )
         by_chunk = [
-            Choices.from_topk(idx_MK, weights_MK, node_size) for idx_MK, weights_MK in chunks
+            TokenChoices.from_topk(idx_MK, weights_MK, node_size) for idx_MK, weights_MK in chunks
         ]
         most_rows = idx_XPCK[0].size
         if self.capacity_factor is None:
@@ -541,7 +564,7 @@ def make_exchange(
 
 
 def trace_dispatch_all_to_alls(
-    exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: Choices, num_chunks: int = 1
+    exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: TokenChoices, num_chunks: int = 1
 ) -> list[tuple[AllToAll, PyTree]]:
     """Return the all-to-alls that `exchange.dispatch` calls, each with the shapes of its operands.
 

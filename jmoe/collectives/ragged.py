@@ -16,17 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.collectives.exchange import ArrivedRows, Choices, DispatchedTokens
+from jmoe.collectives.exchange import ArrivedRows, DispatchedTokens, TokenChoices
 from jmoe.types import PyTree
 from kernels_pallas.token_permute import combine, dispatch, sort_by_expert
 
 RaggedAllToAll = Callable[..., jax.Array]
 
 
-def can_send_ragged(device: jax.Device) -> bool:
-    """Return whether a mesh of such devices takes `RaggedExchange`: XLA has the collective on GPUs
-    only.
-    """
+def supports_ragged_exchange(device: jax.Device) -> bool:
+    """Return True if `RaggedExchange` runs on such devices; its collective exists on GPUs only."""
     return device.platform == "gpu"
 
 
@@ -75,7 +73,7 @@ class RaggedExchange:
     move: RaggedAllToAll = lax.ragged_all_to_all
 
     def dispatch_rows(
-        self, x_TD: jax.Array, chosen: Choices, rows: int, expected_rows: int
+        self, x_TD: jax.Array, chosen: TokenChoices, rows: int, expected_rows: int
     ) -> DispatchedTokens:
         """Send each token's row to the devices of its experts.
 

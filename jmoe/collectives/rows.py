@@ -17,7 +17,7 @@ from jmoe.collectives.all_to_all import make_all_to_all
 from kernels_pallas.saved import bits
 
 
-def _levels_of(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _axes_of_levels(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return [axes across nodes, axes within a node], without levels of one device."""
     return [level for level in (axes[:-1], axes[-1:]) if level and lax.axis_size(level) > 1]
 
@@ -27,7 +27,7 @@ def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     within it.
     """
     rows = bits(x_TD)
-    for level in _levels_of(axes):
+    for level in _axes_of_levels(axes):
         rows = lax.all_gather(rows, level, tiled=True)
     return lax.bitcast_convert_type(rows, x_TD.dtype)
 
@@ -39,7 +39,7 @@ def reduce_scatter_rows_local(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Arr
     Each level transfers in x's dtype and sums in float32.
     """
     sum_MD = x_MD.astype(jnp.float32)
-    for level in reversed(_levels_of(axes)):
+    for level in reversed(_axes_of_levels(axes)):
         parts = sum_MD.astype(x_MD.dtype).reshape(lax.axis_size(level), -1, x_MD.shape[1])
         sum_MD = make_all_to_all(level)(parts).astype(jnp.float32).sum(axis=0)
     return sum_MD

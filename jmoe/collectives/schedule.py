@@ -3,7 +3,7 @@ while no all-to-all can start.
 
 An all-to-all that queues behind a long reduction delays the whole step (Lina, USENIX ATC '23,
 section 4). Reductions, and here also the gathers of the next layer's parameters, are therefore cut
-into chunks that run while experts or attention compute. `interleave`, which training's
+into chunks that run while experts or attention compute. `interleave_collectives`, which training's
 `reverse_scan.py` calls, imposes this order on the traced function of a layer; the layer's own code
 is not involved.
 """
@@ -32,7 +32,7 @@ MAX_CHUNK_BYTES = 30_000_000
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CollectiveSchedule:
     """How a layer's all-to-alls share the network with its other collectives.
 
     ordered: collectives run in program order; otherwise XLA orders them. all_to_alls_first: matrix
@@ -53,22 +53,22 @@ class Schedule:
 # frameworks do. fixed: after the layer's all-to-alls. priority: after the layer's first
 # all-to-alls. chunks, pipelined: Lina.
 SCHEDULES = {
-    "none": Schedule(
+    "none": CollectiveSchedule(
         ordered=False, all_to_alls_first=False, places=slice(None), chunked=False, num_chunks=1
     ),
-    "ready": Schedule(
+    "ready": CollectiveSchedule(
         ordered=True, all_to_alls_first=False, places=slice(1), chunked=False, num_chunks=1
     ),
-    "fixed": Schedule(
+    "fixed": CollectiveSchedule(
         ordered=True, all_to_alls_first=False, places=slice(-1, None), chunked=False, num_chunks=1
     ),
-    "priority": Schedule(
+    "priority": CollectiveSchedule(
         ordered=True, all_to_alls_first=True, places=slice(1, 2), chunked=False, num_chunks=1
     ),
-    "chunks": Schedule(
+    "chunks": CollectiveSchedule(
         ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=1
     ),
-    "pipelined": Schedule(
+    "pipelined": CollectiveSchedule(
         ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=2
     ),
 }
@@ -355,7 +355,7 @@ class _CollectiveOrder:
             )
 
     def zero_after(self, y: jax.Array) -> jax.Array:
-        """Return 0, known only once y is."""
+        """Return an int32 0 that XLA cannot know before y is computed."""
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
             first = y[(slice(0, 1),) * y.ndim].reshape(())
@@ -372,15 +372,17 @@ class _CollectiveOrder:
         self.last = available_after(self.last, arrays)
         return self.after_last_collective(result) if at_end else result
 
-    def mark_done(self, y: jax.Array) -> None:
+    def set_last_collective(self, y: jax.Array) -> None:
+        """Make every later collective wait for y, the result of the last one."""
         self.last = self.zero_after(y)
 
     def also_wait_for(self, y: jax.Array) -> None:
+        """Make later collectives wait for y as well as for the last collective."""
         self.last = self.last | self.zero_after(y)
 
 
 def _assign_work(
-    work: Sequence[Work], places: dict[int, int], schedule: Schedule
+    work: Sequence[Work], places: dict[int, int], schedule: CollectiveSchedule
 ) -> dict[int, list[int]]:
     """Return {place: indices of the work that runs there}, in proportion to the multiplications
     that can hide it.
@@ -394,11 +396,11 @@ def _assign_work(
     return shares
 
 
-def interleave(
+def interleave_collectives(
     function: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     work: Sequence[Work],
-    schedule: Schedule,
+    schedule: CollectiveSchedule,
     axes: tuple[str, ...],
     begin: jax.Array,
 ) -> tuple[PyTree, list[jax.Array]]:
@@ -415,7 +417,7 @@ def interleave(
     gathered in the forward pass for the backward pass.
     """
     order = _CollectiveOrder(axes)
-    order.mark_done(begin)
+    order.set_last_collective(begin)
     if not schedule.ordered:
         return function(*args), [send(order.after_last_collective) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -475,7 +477,7 @@ class _InterleavedRun:
                 )
             outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
             if equation.is_all_to_all:
-                order.mark_done(outputs[0])
+                order.set_last_collective(outputs[0])
             self._values.update(zip(equation.outputs, outputs, strict=True))
         self._run_work(len(program.equations))
         results = [self._results[i] for i in range(len(self._work))]
@@ -494,7 +496,7 @@ class _InterleavedRun:
             order.also_wait_for(self._values[operand])
         for i in share:
             self._results[i] = self._work[i](order.after_last_collective)
-            order.mark_done(self._results[i])
+            order.set_last_collective(self._results[i])
         if runs_in_background():
             begun = [i for i in self._places[place] if i < place]
             arrays = [self._values[x] for x in program.native_operands(begun)]

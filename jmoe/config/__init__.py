@@ -6,7 +6,6 @@ from jmoe.config.layers import EXPERT_STACKS as EXPERT_STACKS
 from jmoe.config.layers import STACKS as STACKS
 from jmoe.config.layers import Layer as Layer
 from jmoe.config.layers import LayerKind as LayerKind
-from jmoe.config.metrics import MetricsConfig as MetricsConfig
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import ModelConfig as ModelConfig
@@ -16,6 +15,7 @@ from jmoe.config.model import YarnConfig as YarnConfig
 from jmoe.config.optimizer import OptimizerConfig as OptimizerConfig
 from jmoe.config.parallel import CommConfig as CommConfig
 from jmoe.config.parallel import MeshConfig as MeshConfig
+from jmoe.config.prometheus import MetricsConfig as MetricsConfig
 from jmoe.config.router import ROUTERS as ROUTERS
 from jmoe.config.router import RouterConfig as RouterConfig
 from jmoe.config.router import check_routing as check_routing
@@ -28,7 +28,7 @@ from jmoe.config.train import EvaluationConfig as EvaluationConfig
 from jmoe.config.train import LossScaleConfig as LossScaleConfig
 from jmoe.config.train import ProfileConfig as ProfileConfig
 from jmoe.config.train import TrainConfig as TrainConfig
-from jmoe.config.train import differences as differences
+from jmoe.config.train import describe_differences as describe_differences
 from jmoe.config.vision import TaskConfig as TaskConfig
 from jmoe.config.vision import VisionModelConfig as VisionModelConfig
 from jmoe.config.vision import VisionTrainConfig as VisionTrainConfig

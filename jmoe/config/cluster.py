@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """Links, with rates in each direction.
+    """Links of the devices inside a node, and of a node to other nodes.
 
     inside: from a device to the other devices of its node. between: from a whole node to other
     nodes.

@@ -316,7 +316,7 @@ class ModelConfig:
         )
 
     @property
-    def causal(self) -> bool:
+    def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier tokens."""
         return True
 
@@ -385,7 +385,7 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         return sum(layer.kind == "moe" for layer in self.layers)
 
-    def _attention_parameters(self) -> int:
+    def _num_attention_parameters(self) -> int:
         d, dh, heads = self.hidden_size, self.dim_per_head, self.num_attention_heads
         if self.kv_lora_rank is None:
             q, kv = heads * dh, self.num_key_value_heads * dh
@@ -404,24 +404,24 @@ class ModelConfig:
             + bias
         )
 
-    def _mlp_parameters(self, hidden_units: int) -> int:
+    def _num_mlp_parameters(self, hidden_units: int) -> int:
         up, d = 1 if self.hidden_act == "gelu" else 2, self.hidden_size
         return (up + 1) * d * hidden_units + (up * hidden_units + d if self.mlp_bias else 0)
 
     @property
-    def expert_parameters(self) -> int:
+    def parameters_per_expert(self) -> int:
         """Return the number of parameters of one expert."""
-        return self._mlp_parameters(self.moe_intermediate_size)
+        return self._num_mlp_parameters(self.moe_intermediate_size)
 
-    def num_parameters(self) -> tuple[int, int]:
+    def total_and_active_parameters(self) -> tuple[int, int]:
         """Return (total, active per token) parameters, embeddings included."""
         d = self.hidden_size
         norm = d * (2 if self.norm == "layernorm" else 1)
-        attention = self._attention_parameters()
+        attention = self._num_attention_parameters()
         moe_layers, experts, k = self.num_moe_layers, self.num_experts, self.num_experts_per_tok
         dense_layers = self.num_hidden_layers - moe_layers
         shared = (
-            self._mlp_parameters(self.shared_expert_intermediate_size)
+            self._num_mlp_parameters(self.shared_expert_intermediate_size)
             if self.shared_expert_intermediate_size
             else 0
         )
@@ -431,16 +431,16 @@ class ModelConfig:
         common += self.max_position_embeddings * d if self.position == "learned" else 0
         common += self.num_hidden_layers * (
             attention + 2 * norm
-        ) + dense_layers * self._mlp_parameters(self.intermediate_size)
+        ) + dense_layers * self._num_mlp_parameters(self.intermediate_size)
         common += moe_layers * (d * experts + bias + shared)
-        expert = self.expert_parameters
+        expert = self.parameters_per_expert
         return common + moe_layers * experts * expert, common + moe_layers * k * expert
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the model FLOPs of one trained token: 6 per active matrix parameter, plus
         causal attention.
         """
-        _, active = self.num_parameters()
+        _, active = self.total_and_active_parameters()
         lookup = self.vocab_size * self.hidden_size if not self.tie_word_embeddings else 0
         lookup += (
             self.max_position_embeddings * self.hidden_size if self.position == "learned" else 0

@@ -82,14 +82,16 @@ class TiersConfig:
                 self.optimizer,
                 f"must be {allowed} with tiers.experts = {self.experts!r}",
             )
-        for name, why in _unused_options(self.experts, self.optimizer, self.gradients).items():
+        for name, why in _unused_options_with_reasons(
+            self.experts, self.optimizer, self.gradients
+        ).items():
             check_unset(self, "tiers", [name], why)
 
     def with_tiers(self, experts: Tier, optimizer: Tier) -> TiersConfig:
         """Return a copy with these tiers in place of `auto`, and options that the tiers do not use
         reset to their defaults.
         """
-        idle = _unused_options(experts, optimizer, self.gradients)
+        idle = _unused_options_with_reasons(experts, optimizer, self.gradients)
         options: dict[str, Any] = {
             f.name: f.default for f in dataclasses.fields(self) if f.name in idle
         }
@@ -108,7 +110,7 @@ EstimatedGpu = Literal["", "a100", "h100", "h200", "b200", "rtx-4090", "rtx-5090
 AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "b200", "rtx-4090", "rtx-5090"]
 
 
-def _unused_options(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
+def _unused_options_with_reasons(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
     """Return the options that no code uses on these tiers, with the reason of each.
 
     Empty while a tier is `auto`.
@@ -132,7 +134,7 @@ def _unused_options(experts: str, optimizer: str, gradients: str) -> dict[str, s
 
 
 @dataclass(frozen=True)
-class Accelerator:
+class AcceleratorPeaks:
     """Peak figures from a device's data sheet, which programs do not reach."""
 
     device_bytes: int
@@ -145,15 +147,15 @@ class Accelerator:
 # PCIe both ways together; of cards the rate with float32 sums, which is half of that with sums in
 # float16.
 ACCELERATORS = {
-    "a100-40gb": Accelerator(40_000_000_000, 312e12, 32e9, 1.555e12),
-    "a100": Accelerator(80_000_000_000, 312e12, 32e9, 2.039e12),
-    "h100": Accelerator(80_000_000_000, 989e12, 64e9, 3.35e12),
-    "h200": Accelerator(141_000_000_000, 989e12, 64e9, 4.8e12),
-    "b200": Accelerator(180_000_000_000, 2250e12, 64e9, 8e12),
-    "rtx-4090": Accelerator(24_000_000_000, 165e12, 32e9, 1.008e12),
-    "rtx-5090": Accelerator(32_000_000_000, 210e12, 64e9, 1.792e12),
+    "a100-40gb": AcceleratorPeaks(40_000_000_000, 312e12, 32e9, 1.555e12),
+    "a100": AcceleratorPeaks(80_000_000_000, 312e12, 32e9, 2.039e12),
+    "h100": AcceleratorPeaks(80_000_000_000, 989e12, 64e9, 3.35e12),
+    "h200": AcceleratorPeaks(141_000_000_000, 989e12, 64e9, 4.8e12),
+    "b200": AcceleratorPeaks(180_000_000_000, 2250e12, 64e9, 8e12),
+    "rtx-4090": AcceleratorPeaks(24_000_000_000, 165e12, 32e9, 1.008e12),
+    "rtx-5090": AcceleratorPeaks(32_000_000_000, 210e12, 64e9, 1.792e12),
 }
-TWO_CORES = Accelerator(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
+TWO_CORES = AcceleratorPeaks(0, 2e11, 5e10, 1.5e10)  # what two CPU cores reach
 
 
 @dataclass(frozen=True)
@@ -179,9 +181,9 @@ class MachineConfig:
         check_not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
         check_positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
 
-    def device_figures(self) -> Accelerator:
+    def device_figures(self) -> AcceleratorPeaks:
         """The device's figures: those given explicitly, else the accelerator's."""
         nominal = dataclasses.asdict(ACCELERATORS.get(self.accelerator, TWO_CORES))
-        return Accelerator(
+        return AcceleratorPeaks(
             **{name: getattr(self, name) or figure for name, figure in nominal.items()}
         )

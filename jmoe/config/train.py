@@ -24,10 +24,10 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.distil import DistilConfig
-from jmoe.config.metrics import MetricsConfig
 from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
+from jmoe.config.prometheus import MetricsConfig
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -504,7 +504,7 @@ class TrainConfig:
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
 
-def differences(
+def describe_differences(
     saved: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> list[str]:
     """Return a line `field: saved -> now` for every value that differs between two resolved
@@ -514,7 +514,7 @@ def differences(
     for key in sorted(set(saved) | set(now)):
         a, b = saved.get(key), now.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            lines += differences(a, b, f"{prefix}{key}.")
+            lines += describe_differences(a, b, f"{prefix}{key}.")
         elif a != b and not (
             isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b)
         ):

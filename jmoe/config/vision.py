@@ -85,7 +85,7 @@ class VisionModelConfig(ModelConfig):
         _ = self.moe  # raises `ValueError` for what does not fit
 
     @property
-    def causal(self) -> bool:
+    def is_causal(self) -> bool:
         """False: every patch attends to all patches."""
         return False
 
@@ -102,7 +102,7 @@ class VisionModelConfig(ModelConfig):
         """Experts per image in a task-routed layer in training: 2 with learned paths, else 1."""
         return 2 if self.learn_paths else 1
 
-    def num_parameters(self) -> tuple[int, int]:
+    def total_and_active_parameters(self) -> tuple[int, int]:
         """Return (total, active per patch) parameters without the task heads.
 
         Each task's head adds hidden_size x classes.
@@ -113,8 +113,8 @@ class VisionModelConfig(ModelConfig):
             + self.max_position_embeddings * d
         )
         own = (self.patch_size**2 * self.channels + 1 + 2 * side) * d
-        dense, expert = self._mlp_parameters(self.intermediate_size), self.expert_parameters
-        total, active = (count - text + own for count in super().num_parameters())
+        dense, expert = self._num_mlp_parameters(self.intermediate_size), self.parameters_per_expert
+        total, active = (count - text + own for count in super().total_and_active_parameters())
         return total + tasks * (self.num_experts * expert - dense), active + tasks * (
             expert - dense
         )
@@ -128,7 +128,7 @@ class VisionModelConfig(ModelConfig):
             * self.dim_per_head
             * sequence_length
         )
-        return 6.0 * self.num_parameters()[1] + attention
+        return 6.0 * self.total_and_active_parameters()[1] + attention
 
     @property
     def num_patches(self) -> int:
@@ -222,7 +222,7 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
-class PathsConfig:
+class PathLearningConfig:
     """Temperature of the Gumbel-softmax (arXiv:1611.01144) that learns tasks' paths
     (`model.learn_paths`).
 
@@ -255,7 +255,7 @@ class VisionTrainConfig(TrainConfig):
     )
     tasks: dict[str, TaskConfig] = field(default_factory=dict)  # by name, at least one
     images: ImagesConfig = field(default_factory=ImagesConfig)
-    paths: PathsConfig = field(default_factory=PathsConfig)
+    paths: PathLearningConfig = field(default_factory=PathLearningConfig)
     # distribution of images over devices. even: equal shares of the joint batch; elastic: heavy
     # tasks get several devices, light ones share one (SE-MoE, section 4.1)
     layout: LayoutKind = "even"

@@ -59,7 +59,7 @@ from jmoe.data.tokenizer import (
     train_bpe,
 )
 from jmoe.memory.direct_io import fsync, name_file_in_errors
-from jmoe.memory.identity import content_identity
+from jmoe.memory.identity import sampled_content_hash
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import call_repeatedly
 from jmoe.types import JsonObject
@@ -441,7 +441,7 @@ def _text_identity(inputs: Sequence[TextInput], report: Report) -> str:
     files = {
         f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files
     }
-    return content_identity(files, report=partial(report, "comparing the text"))
+    return sampled_content_hash(files, report=partial(report, "comparing the text"))
 
 
 @dataclass(frozen=True, eq=False)

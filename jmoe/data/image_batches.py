@@ -1,4 +1,4 @@
-"""Batches of images of several tasks, distributed over devices by an elastic `Layout`.
+"""Batches of images of several tasks, distributed over devices by an elastic `TaskLayout`.
 
 Legend: R devices of this process, M micro-batches a device may have, B images of a micro-batch, P
 pixels a side, C channels. Row i of a task's batch at step s depends only on the seed, the task and
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.images import ImageTask, Split
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.types import JsonObject
 
 
@@ -53,7 +53,7 @@ class ImageBatches:
         self,
         tasks: Sequence[ImageTask],
         config: VisionTrainConfig,
-        layout: Layout,
+        layout: TaskLayout,
         first: int,
         last: int,
     ) -> None:
@@ -64,7 +64,7 @@ class ImageBatches:
         ]
         self.fingerprint = digest
 
-    def set_layout(self, layout: Layout, first: int, last: int) -> None:
+    def set_layout(self, layout: TaskLayout, first: int, last: int) -> None:
         """Switch to another layout and device range, from the next batch on."""
         self._layout, self._devices = layout, range(first, last)
 

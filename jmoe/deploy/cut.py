@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import STACKS, ModelConfig, check
-from jmoe.memory.direct_io import fsync, fsync_all
+from jmoe.memory.direct_io import fsync, fsync_tree
 from jmoe.models.huggingface import updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
@@ -65,7 +65,7 @@ def creating_folder(out: Path) -> Iterator[Path]:
     """
     with scratch_folder(out.with_name(f".{out.name}.partial"), out) as partial:
         yield partial
-        fsync_all(partial)
+        fsync_tree(partial)
         if out.exists():
             out.rmdir()  # it is empty
         partial.rename(out)

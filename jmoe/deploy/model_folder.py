@@ -19,8 +19,8 @@ from pathlib import Path
 
 from jmoe.config import CheckpointConfig
 from jmoe.deploy.merge import merge_run_to_hugging_face
-from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE, fsync, fsync_all
-from jmoe.memory.identity import content_identity
+from jmoe.memory.direct_io import NOT_SUPPORTED, UNWRITABLE, fsync, fsync_tree
+from jmoe.memory.identity import sampled_content_hash
 from jmoe.memory.record_store import folder_lock
 from jmoe.models.pretrained import unreadable_model_hint
 from jmoe.run.checkpoint import MANIFEST, Checkpoints
@@ -110,7 +110,7 @@ def _merged_folder_name(run_dir: Path, step: int) -> str:
     deleted step may be trained again.
     """
     manifest = run_dir / "checkpoints" / str(step) / MANIFEST  # checksums of all files of the step
-    return f"step-{step}-{content_identity({MANIFEST: manifest})[:12]}"
+    return f"step-{step}-{sampled_content_hash({MANIFEST: manifest})[:12]}"
 
 
 def _first_writable_folder(places: Sequence[Path], run_dir: Path, setting: str) -> Path:
@@ -162,7 +162,7 @@ def _merge_newest_step(run_dir: Path, merges: Path) -> Path:
     if merged.is_dir():  # the newest step changed meanwhile to one that is merged already
         shutil.rmtree(partial)
     else:
-        fsync_all(partial)
+        fsync_tree(partial)
         partial.rename(merged)
         fsync(merges)
     return merged

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmoe.config.engine import EngineConfig
-from jmoe.config.tiers import ACCELERATORS, Accelerator
+from jmoe.config.tiers import ACCELERATORS, AcceleratorPeaks
 from jmoe.inference import runner, sampler
 from jmoe.inference.kv_cache import BLOCK, empty_caches
 from jmoe.inference.loading import model_bytes
@@ -129,7 +129,7 @@ class EngineEstimate:
 
 
 def plan_memory_on_gpu(
-    checkpoint: LazyCheckpoint, options: EngineConfig, gpu: Accelerator
+    checkpoint: LazyCheckpoint, options: EngineConfig, gpu: AcceleratorPeaks
 ) -> MemoryPlan:
     """Return where an engine on such a GPU would put its bytes.
 

@@ -38,7 +38,7 @@ from jmoe.planning.memory_plan import (
     plan_mesh_memory,
 )
 from jmoe.planning.placement import Placement, slot_rows_and_sizes
-from jmoe.planning.roofline import ExpertWeights
+from jmoe.planning.roofline import ExpertWeightSizes
 from jmoe.run.compatibility import check_same_options
 from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.status import status
@@ -276,7 +276,7 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     """Return the bytes that an engine needs per device, from the checkpoint's headers alone."""
     config, devices = checkpoint.config, options.mesh.devices
     caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
-    weights = ExpertWeights(
+    weights = ExpertWeightSizes(
         config.num_moe_layers,
         config.num_experts,
         config.num_experts_per_tok,

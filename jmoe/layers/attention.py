@@ -356,8 +356,8 @@ def full_attention(
 class Attention(nnx.Module):
     """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads.
 
-    Causal if `config.causal`. The other fields of `config` choose biases, the norms of queries and
-    keys (per head or over all heads), clipping, rotary positions and sinks.
+    Causal if `config.is_causal`. The other fields of `config` choose biases, the norms of queries
+    and keys (per head or over all heads), clipping, rotary positions and sinks.
 
     out_std: standard deviation of the initial output projection.
     """
@@ -423,7 +423,7 @@ class Attention(nnx.Module):
         tokens.
         """
         q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
-        if not self.config.causal:
+        if not self.config.is_causal:
             return self.output(full_attention(q, k, v, scale=self.scale))
         sinks_H = None if self.sinks is None else self.sinks[...]
         return self.output(

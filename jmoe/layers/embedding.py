@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.collectives.rows import reduce_scatter_rows_local
 from jmoe.layers.loss import OutputHead, VocabularyShard
-from jmoe.planning.embedding import EmbeddingPlan, round_rows
+from jmoe.planning.embedding import EmbeddingPlan, rows_per_round
 from jmoe.types import PyTree
 
 Lookup = Callable[[jax.Array, jax.Array, DTypeLike], jax.Array]
@@ -191,7 +191,10 @@ def lookup_rows_local(
     """
     devices = lax.axis_size(axes)
     return _lookup_rows(
-        table_VD, tokens_T, dtype, _RowExchange(axes, devices, round_rows(tokens_T.size, devices))
+        table_VD,
+        tokens_T,
+        dtype,
+        _RowExchange(axes, devices, rows_per_round(tokens_T.size, devices)),
     )
 
 

@@ -23,10 +23,10 @@ from jax.tree_util import KeyPath
 
 from jmoe.collectives.exchange import (
     ArrivedRows,
-    Choices,
     DispatchedTokens,
     Exchange,
     OneDeviceExchange,
+    TokenChoices,
     make_exchange,
 )
 from jmoe.config import MoEConfig, RouterConfig, check
@@ -94,7 +94,7 @@ def dispatch_local(
 
     Runs inside `shard_map`. The arguments are those of `moe`; `combine_local` takes the result.
     """
-    chosen = Choices.from_topk(
+    chosen = TokenChoices.from_topk(
         routing.topk_idx_TK, routing.topk_weights_TK, routing.counts_E.shape[0]
     )
     return exchange.dispatch(x_TD, chosen, full_capacity, num_chunks)

@@ -39,7 +39,9 @@ def checksum(record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> int
     return _combine_page_sums(_splitmix64(page_sums(record_R, zeroed_word)))
 
 
-def is_checksum(value: int, record_R: NDArray[np.uint8], zeroed_word: int | None = None) -> bool:
+def matches_checksum(
+    value: int, record_R: NDArray[np.uint8], zeroed_word: int | None = None
+) -> bool:
     """Return True if `value` is the record's checksum.
 
     The checksum of versions up to 0.1.0, which did not mix page sums, is accepted too.

@@ -50,14 +50,14 @@ def choose_io(folder: Path) -> Io:
         return "mapped"
     probe = folder / f".direct-{os.getpid()}"
     try:
-        fd, direct = open_direct(probe, os.O_RDWR | os.O_CREAT)
+        fd, direct = open_direct_if_possible(probe, os.O_RDWR | os.O_CREAT)
         os.close(fd)
     finally:
         probe.unlink(missing_ok=True)
     return "O_DIRECT" if direct else "buffered"
 
 
-def open_direct(path: Path, flags: int) -> tuple[int, bool]:
+def open_direct_if_possible(path: Path, flags: int) -> tuple[int, bool]:
     """Open a file with O_DIRECT, or without if the file system refuses; return (descriptor, whether
     O_DIRECT).
     """
@@ -69,7 +69,7 @@ def open_direct(path: Path, flags: int) -> tuple[int, bool]:
         return os.open(path, flags | os.O_CLOEXEC, 0o666), False
 
 
-def reserve_space(fd: int, size_bytes: int) -> None:
+def set_size_and_reserve_space(fd: int, size_bytes: int) -> None:
     """Set a file's size, and reserve its disk space if the file system can.
 
     FUSE, vfat and old NFS cannot reserve space. Raises `OSError` (ENOSPC) if the disk is full.
@@ -111,7 +111,7 @@ def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
         return
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if io == "O_DIRECT" else 0))
     try:
-        read_all(fd, record_R, 0, path, "reading")
+        read_fully_at(fd, record_R, 0, path, "reading")
     finally:
         os.close(fd)
 
@@ -136,7 +136,7 @@ def map_file(path: Path, num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
-def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
+def write_file_durably(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     """Write `record_R` as the whole content of a file, in place if the file exists, and flush it to
     the device.
 
@@ -148,19 +148,21 @@ def write_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     try:
         with name_free_space_in_errors(path, f"{path.name} needs {record_R.nbytes} bytes"):
             if os.fstat(fd).st_size != record_R.nbytes:
-                reserve_space(fd, record_R.nbytes)
+                set_size_and_reserve_space(fd, record_R.nbytes)
             if io == "mapped":
                 with mmap.mmap(fd, record_R.nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE) as memory:
                     np.copyto(np.frombuffer(memory, np.uint8), record_R)
                     memory.flush()
             else:
-                write_all(fd, record_R, 0)
+                write_fully_at(fd, record_R, 0)
                 os.fdatasync(fd)
     finally:
         os.close(fd)
 
 
-def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, what: str) -> None:
+def read_fully_at(
+    fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, what: str
+) -> None:
     """Fill `record_R` from byte `first_byte` of an open file on.
 
     what: the action, for error messages. Raises `OSError` naming the action, the byte and the file
@@ -180,7 +182,7 @@ def read_all(fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, 
         done_bytes += count
 
 
-def write_all(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
+def write_fully_at(fd: int, record_R: NDArray[np.uint8], first_byte: int) -> None:
     """Write `record_R` to an open file from byte `first_byte` on."""
     memory, done_bytes = record_R.data, 0
     while done_bytes < record_R.nbytes:
@@ -214,7 +216,7 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def fsync_all(folder: Path) -> None:
+def fsync_tree(folder: Path) -> None:
     """Make everything in a folder durable, before a rename publishes the folder."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
@@ -259,7 +261,7 @@ def check_hard_links(folder: Path, file: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def make_folder(folder: Path) -> None:
+def make_folder_durably(folder: Path) -> None:
     """Create a folder and its missing parents, with durable names, unless the folder exists."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)

@@ -52,11 +52,11 @@ def count_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> dict[Path, in
     counts: dict[Path, int] = {}
     for files, folders in _memory_cgroups(proc, cgroups):
         innermost = [folder / files.events for folder in folders if folder.is_dir()][:1]
-        counts |= _oom_kill_fields(innermost)
-    return counts | _oom_kill_fields([proc / "vmstat"])
+        counts |= _read_oom_kill_counts(innermost)
+    return counts | _read_oom_kill_counts([proc / "vmstat"])
 
 
-def _oom_kill_fields(paths: list[Path]) -> dict[Path, int]:
+def _read_oom_kill_counts(paths: list[Path]) -> dict[Path, int]:
     fields = {}
     for path in paths:
         with contextlib.suppress(OSError):  # absent, or hidden from this process

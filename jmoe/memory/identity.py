@@ -25,7 +25,7 @@ Block = tuple[Path, int, int]  # file, first byte, number of bytes
 Report = Callable[[int, int], None]
 
 
-def content_identity(
+def sampled_content_hash(
     files: Mapping[str, Path],
     marks: Mapping[Path, Sequence[int]] | None = None,
     report: Report = lambda done, all_: None,

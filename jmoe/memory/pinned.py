@@ -1,7 +1,7 @@
 """Pinned host memory, from which a device copies directly.
 
 XLA copies ordinary host memory to a pinned buffer of its own first. `offload/residency.py` and
-`offload/train_stores.py` call `choose_host_memory`.
+`offload/train_stores.py` call `choose_host_allocator`.
 
 Legend:
   M  slots
@@ -92,16 +92,16 @@ def _unpack_fields(
     return arrays
 
 
-class HostMemory(NamedTuple):
+class HostAllocator(NamedTuple):
     """An allocator of host memory for records, and a log note that names the kind of memory."""
 
     allocate: Allocate
     note: str
 
 
-def choose_host_memory(
+def choose_host_allocator(
     setting: Literal["auto", "on", "off"], field: str, devices: Sequence[jax.Device]
-) -> HostMemory:
+) -> HostAllocator:
     """Return pinned or ordinary host memory for records.
 
     setting: "auto" pins if that is possible and the device is not a CPU. field: the setting's name,
@@ -118,13 +118,13 @@ def choose_host_memory(
     )
     check(can_pin or setting != "on", field, setting, needed)
     if setting == "off" or not can_pin or (setting == "auto" and device.platform == "cpu"):
-        return HostMemory(allocate_slots, "records in ordinary host memory")
-    return HostMemory(
-        partial(_allocate_pinned, device), f"records in pinned host memory of {device}"
+        return HostAllocator(allocate_slots, "records in ordinary host memory")
+    return HostAllocator(
+        partial(_allocate_pinned_or_ordinary, device), f"records in pinned host memory of {device}"
     )
 
 
-def _allocate_pinned(device: jax.Device, num_slots: int, slot_bytes: int) -> Slots:
+def _allocate_pinned_or_ordinary(device: jax.Device, num_slots: int, slot_bytes: int) -> Slots:
     """Return pinned memory; if there is not enough, ordinary memory with a warning."""
     try:
         return PinnedSlots(num_slots, slot_bytes, device)

@@ -27,7 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
-from jmoe.memory.direct_io import Io, choose_io, fsync, try_hard_link, write_file
+from jmoe.memory.direct_io import Io, choose_io, fsync, try_hard_link, write_file_durably
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.saved_records import (
     Indexed,
@@ -64,7 +64,7 @@ class StepRecords:
     missing: list[str]
 
 
-def is_record(path: Path) -> bool:
+def is_record_path(path: Path) -> bool:
     """Return True if a path, relative to the folder of a step, is the file of a record."""
     return (
         len(path.parts) == 3
@@ -416,7 +416,7 @@ def _copy_record(
 ) -> None:
     store.read_version(source, record_R)
     half = target.with_name(f"{target.name}.tmp")
-    write_file(half, record_R, io)
+    write_file_durably(half, record_R, io)
     half.rename(target)
 
 

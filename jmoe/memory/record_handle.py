@@ -46,7 +46,7 @@ class Record(Closing):
     def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]
 
-    def on_device(self, names: Collection[str], device: jax.Device) -> dict[str, jax.Array]:
+    def copy_to_device(self, names: Collection[str], device: jax.Device) -> dict[str, jax.Array]:
         """Return arrays, by name, in the device's memory, after the transfer has ended.
 
         On CPU they may alias the record's memory.

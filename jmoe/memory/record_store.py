@@ -40,13 +40,13 @@ from jmoe.memory.direct_io import (
     check_buffer,
     fsync,
     is_byte_addressable,
-    make_folder,
+    make_folder_durably,
     map_file,
     name_free_space_in_errors,
-    open_direct,
-    read_all,
-    reserve_space,
-    write_all,
+    open_direct_if_possible,
+    read_fully_at,
+    set_size_and_reserve_space,
+    write_fully_at,
 )
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.types import JsonObject
@@ -201,7 +201,7 @@ class RecordStore(Closing):
         folder = Path(folder)
         with contextlib.suppress(PackError):  # before any write: the folder may be read-only
             return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
-        make_folder(folder)
+        make_folder_durably(folder)
         with folder_lock(folder, lock_limit_s):
             with contextlib.suppress(PackError):  # another process made it meanwhile
                 return cls.open(folder, layout, num_records, fingerprint=fingerprint, repair=repair)
@@ -238,7 +238,7 @@ class RecordStore(Closing):
                 return
             why = "its content is not what was written"
         except OSError as error:
-            if self._repair is None or self._was_cut():
+            if self._repair is None or self._has_wrong_size():
                 raise
             why = str(error.strerror)
         self._repair_record(index, record_R, why)
@@ -246,17 +246,17 @@ class RecordStore(Closing):
     def _read(self, index: int, record_R: NDArray[np.uint8]) -> None:
         where = index * self.layout.record_bytes, self.path, f"reading record {index}"
         try:
-            read_all(self._fd, record_R, *where)
+            read_fully_at(self._fd, record_R, *where)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
             again, _ = _open_for_reading(self.path)
             os.dup2(again, self._fd, inheritable=False)  # at once for all threads
             os.close(again)
-            read_all(self._fd, record_R, *where)
+            read_fully_at(self._fd, record_R, *where)
 
-    def _was_cut(self) -> bool:
-        """Return whether the file has not its size any more; False if nobody can tell."""
+    def _has_wrong_size(self) -> bool:
+        """Return True if the file's size is not that of its records; False if it is unreadable."""
         try:
             return os.fstat(self._fd).st_size != self.num_records * self.layout.record_bytes
         except OSError:
@@ -315,7 +315,7 @@ class RecordStore(Closing):
                 os.O_WRONLY | os.O_CLOEXEC | (os.O_DIRECT if self.io == "O_DIRECT" else 0),
             )
             try:
-                write_all(fd, record_R, index * self.layout.record_bytes)
+                write_fully_at(fd, record_R, index * self.layout.record_bytes)
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
@@ -337,7 +337,7 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
     """Return (descriptor, how it reads), after a test read with O_DIRECT."""
     if is_byte_addressable(path.parent):
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC), "mapped"
-    fd, direct = open_direct(path, os.O_RDONLY)
+    fd, direct = open_direct_if_possible(path, os.O_RDONLY)
     if not direct:
         return fd, "buffered: the file system refuses O_DIRECT"
     try:
@@ -427,16 +427,16 @@ def _write_records(
         raise OSError(errno.ENOSPC, f"{needs}, {free_bytes} are free", str(path.parent))
     record_R = layout.zeros()
     views = layout.views(record_R)
-    fd, _ = open_direct(path, os.O_WRONLY | os.O_CREAT)
+    fd, _ = open_direct_if_possible(path, os.O_WRONLY | os.O_CREAT)
     try:
         with name_free_space_in_errors(path, needs):
-            reserve_space(fd, total_bytes)
+            set_size_and_reserve_space(fd, total_bytes)
         for index in range(num_records):
             record_R[:] = 0
             fill(index, views)
             sums_N[index] = checksum(record_R)
             with name_free_space_in_errors(path, needs):
-                write_all(fd, record_R, index * layout.record_bytes)
+                write_fully_at(fd, record_R, index * layout.record_bytes)
         with name_free_space_in_errors(path, needs):
             os.fsync(fd)
     finally:

@@ -1,8 +1,8 @@
 """A ring of K slots over a cyclic order of layers: the next layers load while one is in use.
 
-The ring decides which layer goes into which slot and when; a function of the caller moves the
-bytes. After MoESys, section 3.3.2 (arXiv 2205.10034). `offload` uses it for training
-(`expert_state.py`) and for inference (`layer_ring.py`, `mesh_ring.py`).
+The caller gives the order: for training `offload/expert_state.py`, for inference
+`offload/layer_ring.py` and `mesh_ring.py`. The ring decides which layer goes into which slot and
+when; a function of the caller moves the bytes. After MoESys, section 3.3.2 (arXiv 2205.10034).
 """
 
 import threading
@@ -18,7 +18,7 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.link import Link, LinkStats
 
 
-class Acquired(NamedTuple):
+class AcquiredLayer(NamedTuple):
     """A layer, and the slot that holds it until `release`."""
 
     layer: int
@@ -93,7 +93,7 @@ class Ring(Closing):
         with self._changed:
             return list(self._layer_in)
 
-    def acquire(self) -> Acquired:
+    def acquire(self) -> AcquiredLayer:
         """Return the next layer of the order and its slot, once it is loaded.
 
         Raises `TimeoutError` if that takes longer than `wait_limit_s`, `RuntimeError` if all slots
@@ -111,7 +111,7 @@ class Ring(Closing):
             slot = self._planned[self._acquired - self._released]
             self._acquired += 1
             self._plan_slots()
-            return Acquired(layer, slot)
+            return AcquiredLayer(layer, slot)
 
     def release(self) -> None:
         """Release the layer that was acquired first; nothing may read its slot any more, neither
@@ -137,7 +137,7 @@ class Ring(Closing):
             for slot in range(self.num_slots):
                 self._uses[slot] = 0
                 if not self._loaded[slot] and slot != self._loading:
-                    self._empty_slot(slot)
+                    self._clear_slot(slot)
             self._start_round(self._order if order is None else order)
 
     def reload_slots(self) -> None:
@@ -227,7 +227,7 @@ class Ring(Closing):
                 slot = self._find_free_slot()
                 if slot is None:
                     break
-                self._empty_slot(slot)
+                self._clear_slot(slot)
                 self._layer_in[slot] = layer
                 self._slot_of[layer] = slot
                 self._to_load.append(slot)
@@ -255,7 +255,7 @@ class Ring(Closing):
         )
         return next(uses, len(self._order))
 
-    def _empty_slot(self, slot: int) -> None:
+    def _clear_slot(self, slot: int) -> None:
         layer = self._layer_in[slot]
         if layer is not None:
             del self._slot_of[layer]
@@ -300,6 +300,6 @@ class Ring(Closing):
                 else:
                     self._error = error
                     if not self._loaded[slot]:
-                        self._empty_slot(slot)
+                        self._clear_slot(slot)
                     self._to_load.clear()
                 self._plan_slots()  # the slot just loaded may be free now

@@ -14,9 +14,9 @@ class SlotPool(HotSet):
 
     Every needed record gets a slot. To free one, the record with the lowest hit count is evicted;
     among equal counts the last to come, so that fetched records pass through few slots and the hot
-    set stays. Pinned records, and records of the same `plan`, are never evicted. The host plans
-    ahead of the device, so pin the records of a step, and unpin them when the device has finished
-    it.
+    set stays. Pinned records, and records of the same `plan_loads` call, are never evicted. The
+    host plans ahead of the device, so pin the records of a step, and unpin them when the device has
+    finished it.
 
     A plan costs O(needed), plus a heap operation per record to load. Not thread-safe.
     """

@@ -55,7 +55,7 @@ class TieredStats:
 
 
 @dataclass(eq=False)
-class _Read:
+class _RecordRead:
     """A read of one record from NVMe that is queued or under way."""
 
     index: int
@@ -124,8 +124,8 @@ class TieredStore(Closing):
         self._waits, self._waited_s = 0, 0.0
         self._error: Exception | None = None  # the first error that no caller waited for
         self._write_error = False  # after a failed write-back nothing more is written
-        self._reads: dict[int, _Read] = {}
-        self._demanded, self._prefetches = deque[_Read](), deque[_Read]()
+        self._reads: dict[int, _RecordRead] = {}
+        self._demanded, self._prefetches = deque[_RecordRead](), deque[_RecordRead]()
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records that are open as writable
         self._unwritten: set[int] = set()  # writable records that were not read and are not put yet
@@ -232,7 +232,7 @@ class TieredStore(Closing):
                 return
             for index in ids:
                 if index not in self._reads and self._cache.slot_of(index) is None:
-                    self._reads[index] = read = _Read(index)
+                    self._reads[index] = read = _RecordRead(index)
                     self._prefetches.append(read)
                     self._to_do.notify()
 
@@ -469,7 +469,7 @@ class TieredStore(Closing):
         """
         read = self._reads.get(index)
         if read is None:
-            self._reads[index] = read = _Read(index, empty)
+            self._reads[index] = read = _RecordRead(index, empty)
         elif read.slot is None:
             read.empty = read.empty and empty
         if not read.demanded:
@@ -539,12 +539,12 @@ class TieredStore(Closing):
                 woken.wait()
             return None
 
-    def _next_read(self) -> _Read | None:
+    def _next_read(self) -> _RecordRead | None:
         return self._next_startable(self._demanded, demanded=True) or self._next_startable(
             self._prefetches, demanded=False
         )
 
-    def _next_startable(self, queue: deque[_Read], *, demanded: bool) -> _Read | None:
+    def _next_startable(self, queue: deque[_RecordRead], *, demanded: bool) -> _RecordRead | None:
         assert self._cache is not None
         while queue:
             read = queue[0]
@@ -558,7 +558,7 @@ class TieredStore(Closing):
             return queue.popleft()
         return None
 
-    def _finish_read(self, read: _Read, error: Exception | None) -> None:
+    def _finish_read(self, read: _RecordRead, error: Exception | None) -> None:
         with self._lock:
             assert self._cache is not None and read.slot is not None
             del self._reads[read.index]

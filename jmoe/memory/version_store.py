@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import check
-from jmoe.memory.checksum import checksum, is_checksum
+from jmoe.memory.checksum import checksum, matches_checksum
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import (
     Io,
@@ -35,12 +35,12 @@ from jmoe.memory.direct_io import (
     check_hard_links,
     choose_io,
     fsync,
-    make_folder,
+    make_folder_durably,
     map_file,
     read_file,
     remove_folder,
     try_hard_link,
-    write_file,
+    write_file_durably,
 )
 from jmoe.memory.hot_set import checked_record_ids
 from jmoe.memory.record_layout import RecordLayout
@@ -144,7 +144,7 @@ def check_seal(path: Path, layout: RecordLayout, record_R: NDArray[np.uint8]) ->
     *name, value = (int(word) for word in layout.views(record_R)[SEAL])
     (seal,) = (f for f in layout.fields if f.name == SEAL)
     zeroed_word = seal.offset_bytes // seal.dtype.itemsize + 3  # the checksum itself counts as 0
-    if name != [version.index, version.counter, version.token] or not is_checksum(
+    if name != [version.index, version.counter, version.token] or not matches_checksum(
         value, record_R, zeroed_word
     ):
         why = (
@@ -285,7 +285,7 @@ class VersionStore(Closing):
         check(num_records > 0, "num_records", num_records, "must be greater than 0")
         folder, with_seal = Path(folder), layout_with_seal(layout)
         expected = make_manifest(with_seal, num_records, fingerprint) | {"kind": "versions"}
-        make_folder(folder)
+        make_folder_durably(folder)
         with contextlib.ExitStack() as held:
             held.enter_context(folder_lock(folder, lock_limit_s))
             try:
@@ -388,7 +388,7 @@ class VersionStore(Closing):
             )
         write_seal(version, self.layout, record_R)
         try:
-            write_file(path, record_R, self.io)
+            write_file_durably(path, record_R, self.io)
             path.rename(self.path / version.name)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -437,7 +437,7 @@ class VersionStore(Closing):
         for leftover in (half, folder):  # left by a save that was interrupted
             if leftover.exists():
                 remove_folder(leftover)
-        make_folder(half.parent)
+        make_folder_durably(half.parent)
         half.mkdir()
         with self._sync_lock:
             with self._lock:
@@ -480,7 +480,7 @@ class VersionStore(Closing):
                         record_R = self.layout.zeros()
                     self.read_version(source, record_R)
                     copy = self.path / "new-0"
-                    write_file(copy, record_R, self.io)
+                    write_file_durably(copy, record_R, self.io)
                     copy.rename(target)
             fsync(self.path)
             for entry in self.path.iterdir():
@@ -546,7 +546,7 @@ class VersionStore(Closing):
         self._spare = [
             path
             for path in (self.path / version.name for version in older)
-            if self._unlink_unless_last_link(path)
+            if self._keep_if_only_link_else_unlink(path)
         ]
 
     def _keep_for_recycling(self, version: Version) -> None:
@@ -560,12 +560,14 @@ class VersionStore(Closing):
         path = self.path / version.name
         # another process removed it; the record has a newer version
         with contextlib.suppress(FileNotFoundError):
-            if self._unlink_unless_last_link(path):
+            if self._keep_if_only_link_else_unlink(path):
                 with self._lock:
                     self._spare.append(path)
 
-    def _unlink_unless_last_link(self, path: Path) -> bool:
-        """Return True if the file has no other hard link; otherwise unlink it in this folder."""
+    def _keep_if_only_link_else_unlink(self, path: Path) -> bool:
+        """Unlink the file in this folder and return False if it has another hard link; otherwise
+        keep it and return True.
+        """
         if path.stat().st_nlink == 1:
             return True
         path.unlink()

@@ -8,7 +8,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-from jmoe.config import MODEL_LIMITS, ModelConfig, RouterConfig, YarnConfig, check, differences
+from jmoe.config import (
+    MODEL_LIMITS,
+    ModelConfig,
+    RouterConfig,
+    YarnConfig,
+    check,
+    describe_differences,
+)
 from jmoe.models.config_fields import check_supported
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
 from jmoe.types import Json, JsonObject
@@ -587,7 +594,9 @@ def hf_config(config: ModelConfig) -> JsonObject:
     for family in _READERS:
         hf = _family_config_json(config, family)
         try:
-            tried[family] = differences(_normal_form(config), _normal_form(model_config(hf)))
+            tried[family] = describe_differences(
+                _normal_form(config), _normal_form(model_config(hf))
+            )
         except ValueError:  # the family has no such sizes at all
             continue
         if not tried[family]:
@@ -621,7 +630,7 @@ def updated_hf_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
     changed = {
         name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS
     } | written
-    unlike = differences(_normal_form(config), _normal_form(model_config(changed)))
+    unlike = describe_differences(_normal_form(config), _normal_form(model_config(changed)))
     if unlike:
         raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")
     return changed

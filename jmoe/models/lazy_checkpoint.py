@@ -245,7 +245,7 @@ class LazyCheckpoint(Closing):
     def content_hash(self) -> str:
         """A hash of configuration and weights, equal for all copies of a checkpoint.
 
-        Large files are sampled; see `content_identity`.
+        Large files are sampled; see `sampled_content_hash`.
         """
         what = [self.fields, weights_identity(self._stored)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -21,7 +21,7 @@ import numpy as np
 from jmoe.config import check
 from jmoe.memory.closing import Closing
 from jmoe.memory.direct_io import fsync, name_file_in_errors
-from jmoe.memory.identity import content_identity
+from jmoe.memory.identity import sampled_content_hash
 from jmoe.models.folder import has_file
 from jmoe.types import Json, JsonObject
 
@@ -206,7 +206,7 @@ def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
     """Return a hash of all tensors' headers and sampled contents, equal for all copies of the
     files.
 
-    See `content_identity`.
+    See `sampled_content_hash`.
     """
     files = {tensor.file.name: tensor.file for tensor in stored.values()}
     marks: dict[Path, list[int]] = {file: [] for file in files.values()}
@@ -214,7 +214,7 @@ def weights_identity(stored: Mapping[str, StoredTensor]) -> str:
         marks[tensor.file] += tensor.matrix_offsets()
     headers = sorted([t.name, t.dtype, t.shape, t.file.name, t.offset] for t in stored.values())
     return hashlib.sha256(
-        json.dumps([headers, content_identity(files, marks)]).encode()
+        json.dumps([headers, sampled_content_hash(files, marks)]).encode()
     ).hexdigest()
 
 

@@ -363,13 +363,15 @@ class ExpertState:
             g: Mapping[str, np.ndarray | jax.Array] = self._no_gradient
             if pending:
                 gradient = held.enter_context(stores.gradients.get(index))
-                g = gradient.on_device(names, device)
+                g = gradient.copy_to_device(names, device)
                 fetched_bytes += gradient.data_R.nbytes
             weights: Record | None = None
             if stores.weights is not None:
                 weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
             self.slots.set_present(slot, expert, False)  # until slot and records agree
-            both = moments.on_device([f"{part}.{name}" for part in "mv" for name in names], device)
+            both = moments.copy_to_device(
+                [f"{part}.{name}" for part in "mv" for name in names], device
+            )
             m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
             missed = self.skipped.missed_windows(steps, pending=pending)
             w, m, v = self.slots.catch_up_expert(slot, places, (m, v), g, missed, self._optimizer)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jmoe.config import check
 from jmoe.memory.buffers import Allocate, allocate_slots
 from jmoe.memory.direct_io import UNWRITABLE
-from jmoe.memory.pinned import choose_host_memory
+from jmoe.memory.pinned import choose_host_allocator
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.tiered_store import LinkName, TieredStore
@@ -60,7 +60,7 @@ def open_experts(
     The store is None if all experts are on the device. native: use native CPU operations for few
     tokens. int8_activations: they round the experts' inputs to 8 bits (`SlotLayout`). on_host: the
     CPU may compute experts in host memory, which is then not pinned. pin: whether to pin host
-    memory (`memory.pinned.choose_host_memory`). bandwidth_limit_bytes_per_s: by link, see
+    memory (`memory.pinned.choose_host_allocator`). bandwidth_limit_bytes_per_s: by link, see
     `TieredStore`.
 
     Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
@@ -79,7 +79,7 @@ def open_experts(
             checkpoint.fill_expert(*index.locate(number), record)
             slots.write(number, record)
         return AllResident(slots, index), None
-    memory = choose_host_memory(
+    memory = choose_host_allocator(
         "off" if on_host and plan.expert_tier == "host" else pin, "pin_host_memory", [device]
     )
     log.info("experts off the device: %s", memory.note)

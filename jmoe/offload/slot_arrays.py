@@ -79,7 +79,7 @@ class DeviceSlotArrays:
     def copy_to_device(self, record: NamedArrays) -> Arrays:
         """Return one expert's arrays in the device's memory, after the transfer has ended."""
         if self._as_bits and isinstance(record, Record):
-            return record.on_device(self.arrays, self._device)
+            return record.copy_to_device(self.arrays, self._device)
         values = {name: record[name] for name in self.arrays}
         if not self._as_bits:
             values = {name: v.view(dtype_of_stored_bits(v.dtype)) for name, v in values.items()}

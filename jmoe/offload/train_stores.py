@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jmoe.config import TrainConfig, check
-from jmoe.memory.pinned import choose_host_memory
+from jmoe.memory.pinned import choose_host_allocator
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
@@ -62,7 +62,7 @@ class ExpertStores:
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
         assert index.local_experts is not None
         devices = [device for replicas in index.local_experts.devices for device in replicas]
-        self._allocate, self.note = choose_host_memory(
+        self._allocate, self.note = choose_host_allocator(
             self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
         )
         self._open_stores = contextlib.ExitStack()

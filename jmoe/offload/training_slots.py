@@ -189,7 +189,7 @@ class TrainingSlots:
         """Copy an expert's weights into its rows of the slot; return the bytes copied."""
         stacks, places = self.stacks[slot], self.replica_rows(slot, layer, expert)
         for d, row in places:
-            sent = record.on_device(self.shapes, self.devices[d])
+            sent = record.copy_to_device(self.shapes, self.devices[d])
             stacks[d] = put_record(stacks[d], sent, np.int32(row))
         jax.block_until_ready([stacks[d] for d, _ in places])
         return record.data_R.nbytes * len(places)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jmoe.config.cluster import ClusterConfig, NetworkConfig
 from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic
-from jmoe.planning.training import TrainedModel, TrainingPlan
+from jmoe.planning.training import TrainingPlan, TrainingSizes
 
 SAVED_BYTES = 12  # per parameter in a checkpoint: weight and two moments
 GRADIENT_BYTES = 4  # per parameter, where gradients are summed
@@ -52,7 +52,7 @@ class ClusterPlan:
     @property
     def tier_transfers_s(self) -> float:
         """Return the seconds of a step's transfers between device, host memory and disk."""
-        return sum(self.training.step_transfers_s)
+        return sum(self.training.transfers_s_by_pass)
 
     @property
     def step_s(self) -> float:
@@ -80,14 +80,14 @@ def plan_cluster(
     batch_tokens: tokens of a step on all nodes.
     """
     model = training.model
-    nodes = model.all_devices // cluster.devices_per_node
+    nodes = model.num_all_devices // cluster.devices_per_node
     return ClusterPlan(
         training,
         nodes,
         batch_tokens,
         all_to_all_s(training, exchanged, cluster),
         dense_collectives_s(model, nodes, cluster) + expert_all_reduce_s(model, nodes, cluster),
-        SAVED_BYTES * (model.dense_parameters + model.all_expert_parameters),
+        SAVED_BYTES * (model.dense_parameters + model.num_all_expert_parameters),
         checkpoint_s(model, nodes, training.machine.link_bytes_per_s, cluster),
     )
 
@@ -103,7 +103,7 @@ def all_to_all_s(training: TrainingPlan, exchanged: LayerExchange, cluster: Clus
     if model.num_devices == 1:
         return 0.0
     tokens = model.step_tokens // model.num_devices // model.micro_batches
-    passes, seconds = sum(training.dense_products_per_token), 0.0
+    passes, seconds = sum(training.dense_products_by_pass), 0.0
     for backward, times in ((True, 1), (False, max(0, passes - 3))):
         sent = exchange_traffic(
             exchange,
@@ -134,7 +134,7 @@ def _exchange_s(
     return max(between_s, inside_s) if exchange.kind == "flat" else between_s + inside_s
 
 
-def dense_collectives_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
+def dense_collectives_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig) -> float:
     """Return the seconds of a step's all-gathers of dense parameters (forward and backward) and
     reductions of their gradients.
 
@@ -173,7 +173,7 @@ def _log2_hops(members: int) -> int:
     return math.ceil(math.log2(members))
 
 
-def expert_all_reduce_s(model: TrainedModel, nodes: int, cluster: ClusterConfig) -> float:
+def expert_all_reduce_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig) -> float:
     """Return the seconds in which replicas all-reduce the gradients of their experts, with one ring
     per device of a group.
 
@@ -183,7 +183,7 @@ def expert_all_reduce_s(model: TrainedModel, nodes: int, cluster: ClusterConfig)
     replicas, network = model.replicas, cluster.network
     if replicas == 1:
         return 0.0
-    ring_bytes = 2 * GRADIENT_BYTES * model.device_expert_parameters * (replicas - 1) / replicas
+    ring_bytes = 2 * GRADIENT_BYTES * model.num_device_expert_parameters * (replicas - 1) / replicas
     rings = min(model.num_devices, cluster.devices_per_node)
     if nodes == 1:
         return (
@@ -197,16 +197,19 @@ def expert_all_reduce_s(model: TrainedModel, nodes: int, cluster: ClusterConfig)
 
 
 def checkpoint_s(
-    model: TrainedModel, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig
+    model: TrainingSizes, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig
 ) -> float:
     """Return the seconds until a checkpoint is on the shared disk, limited by the disk, the busiest
     node's link, or a device's link to its host.
     """
-    dense, experts = SAVED_BYTES * model.dense_parameters, SAVED_BYTES * model.all_expert_parameters
+    dense, experts = (
+        SAVED_BYTES * model.dense_parameters,
+        SAVED_BYTES * model.num_all_expert_parameters,
+    )
     # one group writes the experts
     group_nodes = max(1, model.num_devices // cluster.devices_per_node)
     of_node = dense / (nodes if model.shard_dense else 1) + experts / group_nodes
-    of_device = dense / model.dense_shards + SAVED_BYTES * model.device_expert_parameters
+    of_device = dense / model.num_dense_shards + SAVED_BYTES * model.num_device_expert_parameters
     return max(
         (dense + experts) / cluster.storage.write_bytes_per_s,
         of_node / cluster.network.between_bytes_per_s,

@@ -57,7 +57,7 @@ class TaskLoad:
 
 
 @dataclass(frozen=True)
-class Share:
+class ImageShare:
     """The images `start` (included) to `stop` (excluded) of the batch of task number `task`."""
 
     task: int
@@ -70,7 +70,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TaskLayout:
     """Assignment of images to devices: device d runs the shares in `shares[d]` one after the other,
     in every step.
 
@@ -78,7 +78,7 @@ class Layout:
     """
 
     tasks: tuple[TaskLoad, ...]
-    shares: tuple[tuple[Share, ...], ...]
+    shares: tuple[tuple[ImageShare, ...], ...]
     shared_bytes: int = 0
 
     @property
@@ -175,7 +175,7 @@ def plan_layout(
     *,
     mode: LayoutKind = "elastic",
     memory: DeviceMemory = ANY_MEMORY,
-) -> Layout:
+) -> TaskLayout:
     """Return the assignment of images to devices.
 
     mode `even`: every device runs the same number of images of the joint batch. mode `elastic` with
@@ -190,15 +190,15 @@ def plan_layout(
     if mode == "even":
         shares = _even_shares(tasks, num_devices, memory)
     else:
-        shares = _divide_tasks(tasks, num_devices, memory) or _pack_tasks(
+        shares = _shares_of_divided_tasks(tasks, num_devices, memory) or _shares_of_whole_tasks(
             tasks, num_devices, memory
         )
-    return Layout(tasks, shares, memory.shared_bytes)
+    return TaskLayout(tasks, shares, memory.shared_bytes)
 
 
 def _even_shares(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
-) -> tuple[tuple[Share, ...], ...]:
+) -> tuple[tuple[ImageShare, ...], ...]:
     total = sum(task.batch_size for task in tasks)
     check(
         total % num_devices == 0,
@@ -212,16 +212,16 @@ def _even_shares(
         first = 0  # index of the task's first image in the joint batch
         for number, task in enumerate(tasks):
             start, stop = max(begin - first, 0), min(begin + each - first, task.batch_size)
-            own += [Share(number, start, stop)] if start < stop else []
+            own += [ImageShare(number, start, stop)] if start < stop else []
             first += task.batch_size
         memory.check_fits([tasks[share.task] for share in own])
         shares.append(tuple(own))
     return tuple(shares)
 
 
-def _divide_tasks(
+def _shares_of_divided_tasks(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
-) -> tuple[tuple[Share, ...], ...] | None:
+) -> tuple[tuple[ImageShare, ...], ...] | None:
     """Return the shares of each device, with at least one device per task; None if there are fewer
     devices than tasks.
 
@@ -248,13 +248,13 @@ def _divide_tasks(
     shares = []
     for number, (task, count) in enumerate(zip(tasks, counts, strict=True)):
         ends = [task.batch_size * i // count for i in range(count + 1)]
-        shares += [(Share(number, start, stop),) for start, stop in itertools.pairwise(ends)]
+        shares += [(ImageShare(number, start, stop),) for start, stop in itertools.pairwise(ends)]
     return tuple(shares)
 
 
-def _pack_tasks(
+def _shares_of_whole_tasks(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
-) -> tuple[tuple[Share, ...], ...]:
+) -> tuple[tuple[ImageShare, ...], ...]:
     """Return the shares of each device if every task runs on a single device.
 
     Tasks are assigned by load, the heaviest first (Graham's rule: at most 4/3 of the optimum). If a
@@ -272,7 +272,9 @@ def _pack_tasks(
                 break
             min(free, key=lambda d: sum(tasks[i].batch_s for i in d)).append(number)
         else:
-            return tuple(tuple(Share(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own)
+            return tuple(
+                tuple(ImageShare(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own
+            )
     need = max(
         math.ceil(sum(task.num_bytes for task in tasks) / num_devices),
         *(task.num_bytes for task in tasks),

@@ -64,7 +64,7 @@ class EmbeddingSizes:
     sharded: bool
 
 
-def round_rows(num_tokens: int, num_devices: int) -> int:
+def rows_per_round(num_tokens: int, num_devices: int) -> int:
     """Return the rows that a device fetches from each other device in one round: a multiple of 8,
     at most `num_tokens`.
     """
@@ -93,7 +93,7 @@ def embedding_traffic(plan: EmbeddingPlan, vocabulary: EmbeddingSizes, rounds: i
     elif plan.kind == "columns":
         block_bytes += tokens * (ID_BYTES + 2 * v.hidden_size // r * c)
     else:
-        block_bytes += rounds * round_rows(tokens, r) * (ID_BYTES + 2 * v.hidden_size * c)
+        block_bytes += rounds * rows_per_round(tokens, r) * (ID_BYTES + 2 * v.hidden_size * c)
     if plan.parallel_head:
         row_bytes = 2 * v.hidden_size * c + 2 * 4 + r * 3 * 4
         across_bytes += (p - 1) * tokens * row_bytes

@@ -29,7 +29,7 @@ class MemoryShortfall:
 
 @dataclass(frozen=True)
 class PackingDecision:
-    """Result of `next_packing`. done: no further measurement is needed. reason: one sentence with
+    """Result of `decide_packing`. done: no further measurement is needed. reason: one sentence with
     the measured times.
     """
 
@@ -38,12 +38,12 @@ class PackingDecision:
     reason: str
 
 
-def is_decided_at(step: int) -> bool:
+def is_packing_decided_at(step: int) -> bool:
     """Return True if packing is decided before `step`: step 10, then every 4 steps."""
     return step >= FIRST_STEP and (step - FIRST_STEP) % EVERY_STEPS == 0
 
 
-def next_packing(
+def decide_packing(
     all_to_all_s: float,
     ffn_s: float,
     experts_per_device: int,
@@ -55,7 +55,7 @@ def next_packing(
 ) -> PackingDecision:
     """Return the decision on the experts per device from `step` on: unchanged, doubled, or halved.
 
-    The number changes only at steps for which `is_decided_at` is true.
+    The number changes only at steps for which `is_packing_decided_at` is true.
 
     all_to_all_s, ffn_s: forward seconds of one layer's dispatch all-to-alls, and of its experts,
     with `experts_per_device`. most_experts: the most that the mesh allows. shortfall: bytes lacking
@@ -80,7 +80,7 @@ def next_packing(
         return PackingDecision(experts, done, f"{times}: {why}")
 
     now, times_s = experts_per_device, step_s or {}
-    if not is_decided_at(step):
+    if not is_packing_decided_at(step):
         return decision_with_times(
             now,
             False,

@@ -23,7 +23,7 @@ LAUNCH_S = 2.5e-6  # time of an empty kernel, with the gap before the next one
 
 
 @dataclass(frozen=True)
-class ReachedShare:
+class ReachedFractions:
     """Fractions that a kind of kernel reaches of a copy's bytes/s (`copy`) and of one large
     product's FLOP/s (`product`).
     """
@@ -34,19 +34,19 @@ class ReachedShare:
 
 # Measurements on an H100 in a training step of OLMoE's shape, kernel by kernel.
 SHARES = {
-    "pass": ReachedShare(1.0),  # elementwise operations, reductions, copies
-    "product": ReachedShare(0.85, 0.9),
-    "sum of products": ReachedShare(0.71, 0.9),  # a product that is added to an array in memory
-    "grouped_matmul": ReachedShare(0.8, 0.86),
-    "weight_gradient": ReachedShare(0.8, 0.78),
-    "gather_rows": ReachedShare(0.64),
-    "gather_sum": ReachedShare(0.86),
-    "attention": ReachedShare(0.8, 0.6),
+    "pass": ReachedFractions(1.0),  # elementwise operations, reductions, copies
+    "product": ReachedFractions(0.85, 0.9),
+    "sum of products": ReachedFractions(0.71, 0.9),  # a product that is added to an array in memory
+    "grouped_matmul": ReachedFractions(0.8, 0.86),
+    "weight_gradient": ReachedFractions(0.8, 0.78),
+    "gather_rows": ReachedFractions(0.64),
+    "gather_sum": ReachedFractions(0.86),
+    "attention": ReachedFractions(0.8, 0.6),
     # Assumed: no kernel in Triton was measured.
-    "grouped_matmul in Triton": ReachedShare(0.8, 0.7),
-    "weight_gradient in Triton": ReachedShare(0.8, 0.65),
-    "gather_rows in Triton": ReachedShare(0.64),
-    "gather_sum in Triton": ReachedShare(0.86),
+    "grouped_matmul in Triton": ReachedFractions(0.8, 0.7),
+    "weight_gradient in Triton": ReachedFractions(0.8, 0.65),
+    "gather_rows in Triton": ReachedFractions(0.64),
+    "gather_sum in Triton": ReachedFractions(0.86),
 }
 TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
 # Product rates of other dtypes relative to bfloat16, on data-centre GPUs. float32 means TF32;

@@ -10,7 +10,7 @@ from typing import Literal
 
 from jmoe.config.checks import check
 from jmoe.config.engine import EngineConfig, EngineMesh, Policy
-from jmoe.planning.roofline import ExpertWeights
+from jmoe.planning.roofline import ExpertWeightSizes
 
 # Fraction of free memory left for temporaries of programs and for other processes of the
 # system.
@@ -30,7 +30,7 @@ class ModelBytes:
     without experts. cache_bytes: a device's KV cache.
     """
 
-    weights: ExpertWeights
+    weights: ExpertWeightSizes
     record_bytes: int
     dense_bytes: int
     cache_bytes: int
@@ -119,7 +119,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
         if fits:
             return MemoryPlan("resident", None, model, model.num_experts, 0, 0, 0)
     if device_bytes is None:
-        device_bytes = _default_slot_bytes(model, free, options)
+        device_bytes = _default_bytes_of_all_slots(model, free, options)
     layers, e = model.weights.num_layers, model.weights.num_experts
     fit = device_bytes // model.weights.expert_bytes
     needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
@@ -332,7 +332,7 @@ def _free_device_bytes(model: ModelBytes, free: FreeMemory) -> int:
     return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
 
 
-def _default_slot_bytes(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:
+def _default_bytes_of_all_slots(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:
     """Return the default number of bytes for expert slots."""
     if options.ring_slots is not None:
         return options.ring_slots * model.weights.layer_bytes

@@ -54,7 +54,7 @@ def lina_parts_and_devices(
             whole = np.append(np.ones(copies - 1), needed - (copies - 1))
         shares.append(whole)
 
-    def choose_device(
+    def first_fitting_device(
         weight: float, devices: np.ndarray, loads_N: np.ndarray, counts_N: np.ndarray
     ) -> int:
         if weight == 0:
@@ -63,7 +63,7 @@ def lina_parts_and_devices(
         return int(fitting[0] if fitting.size else devices[np.argmin(loads_N[devices])])
 
     parts = _make_parts(shares)
-    return parts, _assign_devices(parts, num_devices, capacity, choose_device)
+    return parts, _assign_devices(parts, num_devices, capacity, first_fitting_device)
 
 
 def _eplb_parts_within_node(
@@ -82,12 +82,12 @@ def _eplb_parts_within_node(
     )
     room = -(-len(parts.experts) // num_devices)
 
-    def choose_device(
+    def least_loaded_device(
         weight: float, devices: np.ndarray, loads_N: np.ndarray, counts_N: np.ndarray
     ) -> int:
         return int(devices[np.lexsort((counts_N[devices], loads_N[devices]))[0]])
 
-    return parts, _assign_devices(parts, num_devices, room, choose_device)
+    return parts, _assign_devices(parts, num_devices, room, least_loaded_device)
 
 
 def eplb_parts_and_devices(
@@ -103,12 +103,12 @@ def eplb_parts_and_devices(
         np.arange(num_groups), np.zeros(num_groups), popularity_E[experts_GE].sum(axis=1)
     )
 
-    def choose_node(
+    def least_loaded_node(
         weight: float, nodes: np.ndarray, loads_P: np.ndarray, counts_P: np.ndarray
     ) -> int:
         return int(nodes[np.argmin(loads_P[nodes])])
 
-    node_G = _assign_devices(groups, num_nodes, num_groups // num_nodes, choose_node)
+    node_G = _assign_devices(groups, num_nodes, num_groups // num_nodes, least_loaded_node)
     rows = []
     for node in range(num_nodes):
         experts = experts_GE[node_G == node].ravel()

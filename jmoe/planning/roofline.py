@@ -54,7 +54,7 @@ def scale_chosen_share(
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeightSizes:
     """Size of the weights to stream: `num_layers` layers of `num_experts` experts of `expert_bytes`
     each.
     """
@@ -82,7 +82,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements times and rates of the machine, and routing of one phase (prefill or decode).
+    """Measured times and rates of the machine, and routing of one phase (prefill or decode).
 
     bandwidth_bytes_per_s: from the experts' tier to the device. compute_s: one layer with its
     weights on the device. sync_s: reading the router's choice back to the host, per layer.
@@ -125,7 +125,7 @@ class StepPrediction:
 
 
 def predict_resident(
-    weights: ExpertWeights, measured: Measurements, device_bytes: int
+    weights: ExpertWeightSizes, measured: Measurements, device_bytes: int
 ) -> StepPrediction:
     """Predict a step with all experts on the device: N c seconds. Fits if N E s_e bytes fit."""
     return StepPrediction(
@@ -137,7 +137,7 @@ def predict_resident(
 
 
 def predict_ring(
-    weights: ExpertWeights, measured: Measurements, device_bytes: int
+    weights: ExpertWeightSizes, measured: Measurements, device_bytes: int
 ) -> StepPrediction:
     """Predict a step in which layers pass through two slots, and layers that fit besides stay
     resident.
@@ -156,7 +156,7 @@ def predict_ring(
 
 
 def predict_experts(
-    weights: ExpertWeights, measured: Measurements, device_bytes: int
+    weights: ExpertWeightSizes, measured: Measurements, device_bytes: int
 ) -> StepPrediction:
     """Predict a step that fetches only the chosen experts, into slots shared with a resident set of
     frequent experts.
@@ -186,7 +186,7 @@ def predict_experts(
 
 
 def predict_hybrid(
-    weights: ExpertWeights, measured: Measurements, device_bytes: int
+    weights: ExpertWeightSizes, measured: Measurements, device_bytes: int
 ) -> StepPrediction:
     """Predict a step like `predict_experts` in which the CPU computes with some of the missing
     experts.

@@ -211,7 +211,7 @@ def _place_layer(
             _reached_token_share(n, model.weights.num_experts, model.weights.num_experts_per_tok)
             for n in experts_N
         ]
-        link_s = 2 * _send_tokens_s(needed_N, sizes, described.network, tokens)
+        link_s = 2 * _token_transfer_s(needed_N, sizes, described.network, tokens)
     return LayerPlace(tuple(experts_N), read_s, link_s)
 
 
@@ -222,7 +222,7 @@ def _reached_token_share(experts: int, num_experts: int, k: int) -> float:
     return 1 - math.comb(num_experts - experts, k) / math.comb(num_experts, k)
 
 
-def _send_tokens_s(
+def _token_transfer_s(
     needed_N: Sequence[float], sizes: Sequence[int], network: NetworkConfig, tokens: StepTokens
 ) -> float:
     """Return the seconds to send tokens, one way, to the devices that need them. Tokens are evenly

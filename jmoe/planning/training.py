@@ -53,7 +53,7 @@ class Machine:
         return {"device": self.device_bytes, "host": self.host_bytes, "nvme": self.nvme_bytes}[tier]
 
     @property
-    def free_bytes_note(self) -> list[str]:
+    def free_bytes_notes(self) -> list[str]:
         """Return a line about the tiers whose free bytes were read from this machine, and the
         options that set them; [] if there are none.
         """
@@ -76,7 +76,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainingSizes:
     """Sizes of the model to train, of a step, and of the devices that share the experts.
 
     Of one replica's step: step_tokens, and dense_flops (FLOPs of everything but the experts).
@@ -98,7 +98,7 @@ class TrainedModel:
     num_layers: int
     num_experts: int
     num_experts_per_tok: int
-    expert_parameters: int
+    parameters_per_expert: int
     dense_parameters: int
     step_tokens: int
     dense_flops: float
@@ -144,28 +144,28 @@ class TrainedModel:
 
         GPUs do so if no other gradients are added to these (`training.sharded_decoder`).
         """
-        alone = self.all_devices == 1 or (self.replicas == 1 and self.micro_batches == 1)
+        alone = self.num_all_devices == 1 or (self.replicas == 1 and self.micro_batches == 1)
         return self.on_gpu and alone and self.compute_bytes < WEIGHT_BYTES
 
     @property
-    def all_devices(self) -> int:
+    def num_all_devices(self) -> int:
         """Return the number of devices of all replicas together."""
         return self.num_devices * self.replicas
 
     @property
-    def dense_shards(self) -> int:
+    def num_dense_shards(self) -> int:
         """Return the number of shards of the dense parameters and their state."""
-        return self.all_devices if self.shard_dense else 1
+        return self.num_all_devices if self.shard_dense else 1
 
     @property
-    def all_expert_parameters(self) -> int:
+    def num_all_expert_parameters(self) -> int:
         """Return the number of parameters of all experts."""
-        return self.num_layers * self.num_experts * self.expert_parameters
+        return self.num_layers * self.num_experts * self.parameters_per_expert
 
     @property
-    def device_expert_parameters(self) -> int:
+    def num_device_expert_parameters(self) -> int:
         """Return the number of parameters of one device's experts."""
-        return self.all_expert_parameters // self.num_devices
+        return self.num_all_expert_parameters // self.num_devices
 
     @property
     def uniform_active_experts(self) -> float:
@@ -189,7 +189,7 @@ class TrainedModel:
         )
 
     @property
-    def peak_experts(self) -> float:
+    def peak_active_experts(self) -> float:
         """Return the number of a device's experts of a layer to plan slots for: single steps may
         choose more experts than the mean.
         """
@@ -242,7 +242,7 @@ class TrainingPlan:
     `device`, per host for the others.
     """
 
-    model: TrainedModel
+    model: TrainingSizes
     placement: StatePlacement
     machine: Machine
     rows: tuple[tuple[Tier, str, int], ...]
@@ -277,7 +277,7 @@ class TrainingPlan:
         if self.placement.experts == "device":
             return experts
         slots = math.ceil(self.placement.device_experts * experts)
-        return min(experts, max(slots, math.ceil(self.model.peak_experts)))
+        return min(experts, max(slots, math.ceil(self.model.peak_active_experts)))
 
     @property
     def host_cache_bytes(self) -> int:
@@ -286,7 +286,7 @@ class TrainingPlan:
         """
         on_disk = (
             _nvme_bytes_per_parameter(self.model, self.placement)
-            * self.model.device_expert_parameters
+            * self.model.num_device_expert_parameters
         )
         cache_bytes = self.placement.host_cache_bytes
         return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
@@ -299,7 +299,7 @@ class TrainingPlan:
 
     # Time
 
-    def expert_traffic(self) -> tuple[ExpertTraffic, ExpertTraffic]:
+    def expert_traffic_by_pass(self) -> tuple[ExpertTraffic, ExpertTraffic]:
         """Return the bytes that a step moves per chosen expert: (forward pass with update, backward
         pass).
         """
@@ -307,10 +307,10 @@ class TrainingPlan:
         if not place.is_streamed:
             return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
         weights, moments, gradients = (
-            n * model.expert_parameters for n in (4, 8, model.gradient_bytes)
+            n * model.parameters_per_expert for n in (4, 8, model.gradient_bytes)
         )
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
-        on_disk = _nvme_bytes_per_parameter(model, place) * model.device_expert_parameters
+        on_disk = _nvme_bytes_per_parameter(model, place) * model.num_device_expert_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
         # the last layers' weights are still on the device
         again = 1 - min(1.0, place.device_layers / model.num_layers)
@@ -327,12 +327,12 @@ class TrainingPlan:
         return traffic_of([(1, 1), (1, 1), (1, 0)]), traffic_of([(again, 0), (0, 0), (0, 1)])
 
     @property
-    def expert_transfer_s(self) -> tuple[float, float]:
+    def expert_transfer_s_by_pass(self) -> tuple[float, float]:
         """Return the seconds of one expert's transfers, (forward, backward), each on the slower of
         link and disk.
         """
         machine, seconds = self.machine, []
-        for traffic in self.expert_traffic():
+        for traffic in self.expert_traffic_by_pass():
             over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
             disk = traffic.read_bytes / machine.nvme_read_bytes_per_s
             disk += traffic.written_bytes / machine.nvme_write_bytes_per_s
@@ -340,25 +340,25 @@ class TrainingPlan:
         return seconds[0], seconds[1]
 
     @property
-    def dense_products_per_token(self) -> tuple[int, int]:
+    def dense_products_by_pass(self) -> tuple[int, int]:
         """Return the number of products of a dense weight with a token, (forward, backward);
         recomputation adds one.
         """
         return 1, PASSES - 1 + (not self.model.residual_bytes)
 
     @property
-    def expert_products_per_token(self) -> tuple[int, int]:
+    def expert_products_by_pass(self) -> tuple[int, int]:
         """Return the number of products of an expert's weight with a token, (forward, backward)."""
-        forward, back = self.dense_products_per_token
+        forward, back = self.dense_products_by_pass
         return forward, back + self.model.experts_again
 
     @property
-    def break_even_tokens(self) -> float:
+    def break_even_tokens_per_expert(self) -> float:
         """Return the tokens per expert and step above which computation takes longer than the
         expert's transfers, in both passes.
         """
-        flops = 2 * self.model.expert_parameters  # of a token and a pass
-        both = zip(self.expert_transfer_s, self.expert_products_per_token, strict=True)
+        flops = 2 * self.model.parameters_per_expert  # of a token and a pass
+        both = zip(self.expert_transfer_s_by_pass, self.expert_products_by_pass, strict=True)
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     @property
@@ -369,20 +369,20 @@ class TrainingPlan:
         model, machine = self.model, self.machine
         choices = model.num_layers * model.step_tokens * model.num_experts_per_tok
         # of a pass
-        expert_flops = 2 * model.expert_parameters * choices
+        expert_flops = 2 * model.parameters_per_expert * choices
         dense_flops = model.dense_flops / PASSES
         num_active = model.num_layers * model.active_experts
-        updated = model.dense_parameters / model.dense_shards
-        updated += num_active * model.expert_parameters
-        passes = zip(self.expert_products_per_token, self.dense_products_per_token, strict=True)
+        updated = model.dense_parameters / model.num_dense_shards
+        updated += num_active * model.parameters_per_expert
+        passes = zip(self.expert_products_by_pass, self.dense_products_by_pass, strict=True)
         flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)
         return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
 
     @property
-    def step_transfers_s(self) -> tuple[float, float]:
+    def transfers_s_by_pass(self) -> tuple[float, float]:
         """Return the seconds of a step's expert transfers, (forward, backward)."""
-        forward, back = self.expert_transfer_s
+        forward, back = self.expert_transfer_s_by_pass
         experts = self.model.num_layers * self.model.active_experts
         return experts * forward, experts * back
 
@@ -392,7 +392,7 @@ class TrainingPlan:
         """
         longer = max if overlapped else operator.add
         return sum(
-            longer(*both) for both in zip(self.compute_s, self.step_transfers_s, strict=True)
+            longer(*both) for both in zip(self.compute_s, self.transfers_s_by_pass, strict=True)
         )
 
     def advice(self) -> list[str]:
@@ -450,14 +450,14 @@ class TrainingPlan:
         fits = [f"it does not fit ({100 * RESERVE:g} % of each stay free)", *advice]
         lines = [
             *self._table_lines(),
-            *self.machine.free_bytes_note,
+            *self.machine.free_bytes_notes,
             *(fits if advice else ["it fits"]),
         ]
         return "\n".join([*lines, *self._prediction_lines()])
 
     def _table_lines(self) -> list[str]:
         """Return lines with the bytes of each kind of state on each tier."""
-        num_devices = self.model.all_devices
+        num_devices = self.model.num_all_devices
         hosts = num_devices // self.model.devices_per_host
         table: dict[str, list[str]] = {"": list(TIERS)}
         for kind in dict.fromkeys(kind for _, kind, _ in self.rows):
@@ -487,13 +487,14 @@ class TrainingPlan:
         if self.placement.is_streamed:
             lines.append(
                 f"an expert chosen in a step gets {model.tokens_per_expert:,.0f} tokens; transfers"
-                f" hide behind computing from {math.ceil(self.break_even_tokens):,} tokens on"
+                " hide behind computing from"
+                f" {math.ceil(self.break_even_tokens_per_expert):,} tokens on"
             )
             predicted += f" ({self.step_s(overlapped=False):.2f} s if nothing overlapped)"
-        if model.all_devices > 1:
+        if model.num_all_devices > 1:
             predicted += (
-                f", without the traffic between the {model.all_devices} devices, which --cluster"
-                " FILE adds"
+                f", without the traffic between the {model.num_all_devices} devices, which"
+                " --cluster FILE adds"
             )
         lines.append(predicted)
         figures = (
@@ -519,7 +520,7 @@ class SettingChange(NamedTuple):
 
     setting: str
     value: object
-    model: TrainedModel
+    model: TrainingSizes
     placement: StatePlacement
 
 
@@ -527,7 +528,7 @@ def _gigabytes_text(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _possible_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
+def _possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
     """Yield the changes of settings that may save memory, those with the least effect on the run
     first.
     """
@@ -547,7 +548,7 @@ def _possible_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Se
     number = model.micro_batches
     while number * 2 <= model.max_micro_batches:
         number *= 2
-        smaller = _scale_micro_batch(
+        smaller = _with_micro_batch_scaled(
             replace(model, micro_batches=number), model.micro_batches / number
         )
         yield SettingChange("gradient_accumulation_steps", number, smaller, place)
@@ -560,12 +561,12 @@ def _possible_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Se
     yield from _device_changes(model, place)
 
 
-def _tier_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
+def _tier_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
     if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.is_streamed:
         yield SettingChange(
             "tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place
         )
-    for experts, optimizer in candidate_tiers("auto", "auto"):
+    for experts, optimizer in candidate_tier_pairs("auto", "auto"):
         if experts != place.experts and optimizer != place.optimizer:
             both = f"{experts} and tiers.optimizer = {optimizer}"
             yield SettingChange(
@@ -584,14 +585,14 @@ def _tier_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Settin
         )
     if place.is_streamed and place.experts != "device" and place.device_layers > 1:
         yield SettingChange("tiers.device_layers", 1, model, replace(place, device_layers=1))
-    share = math.ceil(8 * model.peak_experts * model.num_devices / model.num_experts) / 8
+    share = math.ceil(8 * model.peak_active_experts * model.num_devices / model.num_experts) / 8
     if place.is_streamed and place.experts != "device" and share < place.device_experts:
         yield SettingChange(
             "tiers.device_experts", share, model, replace(place, device_experts=share)
         )
     for share in (8, 16, 64):
         cache_bytes = (
-            _nvme_bytes_per_parameter(model, place) * model.device_expert_parameters // share
+            _nvme_bytes_per_parameter(model, place) * model.num_device_expert_parameters // share
         )
         if cache_bytes:
             yield SettingChange(
@@ -602,7 +603,7 @@ def _tier_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Settin
             )
 
 
-def _device_changes(model: TrainedModel, place: StatePlacement) -> Iterator[SettingChange]:
+def _device_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
     hosts = model.num_devices * model.packing // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
@@ -622,21 +623,24 @@ def _device_changes(model: TrainedModel, place: StatePlacement) -> Iterator[Sett
     for times in (2, 4, 8, 16):
         if model.max_micro_batches >= model.micro_batches * times:
             more = _with_replicas(model, times)
-            value = f"{more.replicas // more.packing}, on {more.all_devices} devices"
+            value = f"{more.replicas // more.packing}, on {more.num_all_devices} devices"
             yield SettingChange("mesh.data", value, more, place)
     sequences = model.max_micro_batches
     while sequences // 2 >= model.micro_batches:
         sequences //= 2
         yield SettingChange(
-            "batch_size", sequences * model.all_devices, _with_sequences(model, sequences), place
+            "batch_size",
+            sequences * model.num_all_devices,
+            _with_sequences(model, sequences),
+            place,
         )
 
 
-def _with_half_packing(model: TrainedModel) -> TrainedModel:
+def _with_half_packing(model: TrainingSizes) -> TrainingSizes:
     """Return the model with half the experts per device: half the replicas, each with twice the
     tokens.
     """
-    half = _scale_micro_batch(model, 2.0)
+    half = _with_micro_batch_scaled(model, 2.0)
     return replace(
         half,
         packing=model.packing // 2,
@@ -647,12 +651,12 @@ def _with_half_packing(model: TrainedModel) -> TrainedModel:
     )
 
 
-def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
+def _with_replicas(model: TrainingSizes, times: int) -> TrainingSizes:
     """Return the model on `times` as many replicas, which each hold all experts and share the
     step's tokens.
     """
     return replace(
-        _scale_micro_batch(model, 1 / times),
+        _with_micro_batch_scaled(model, 1 / times),
         replicas=model.replicas * times,
         step_tokens=model.step_tokens // times,
         dense_flops=model.dense_flops / times,
@@ -660,10 +664,10 @@ def _with_replicas(model: TrainedModel, times: int) -> TrainedModel:
     )
 
 
-def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
+def _with_sequences(model: TrainingSizes, sequences: int) -> TrainingSizes:
     """Return the model with a step of `sequences` sequences per device."""
     share = sequences / model.max_micro_batches
-    smaller = _scale_micro_batch(replace(model, max_micro_batches=sequences), share)
+    smaller = _with_micro_batch_scaled(replace(model, max_micro_batches=sequences), share)
     smaller = replace(
         smaller, step_tokens=int(model.step_tokens * share), dense_flops=model.dense_flops * share
     )
@@ -673,7 +677,7 @@ def _with_sequences(model: TrainedModel, sequences: int) -> TrainedModel:
     return replace(smaller, chosen_share=chosen)
 
 
-def _scale_micro_batch(model: TrainedModel, share: float) -> TrainedModel:
+def _with_micro_batch_scaled(model: TrainingSizes, share: float) -> TrainingSizes:
     """Return the model with the sizes of a micro-batch multiplied by `share`."""
     return replace(
         model,
@@ -686,7 +690,9 @@ def _scale_micro_batch(model: TrainedModel, share: float) -> TrainedModel:
     )
 
 
-def plan_training(model: TrainedModel, placement: StatePlacement, machine: Machine) -> TrainingPlan:
+def plan_training(
+    model: TrainingSizes, placement: StatePlacement, machine: Machine
+) -> TrainingPlan:
     """Return the plan with the bytes of every kind of state on every tier."""
     plan = TrainingPlan(model, placement, machine, ())
     return replace(
@@ -694,21 +700,21 @@ def plan_training(model: TrainedModel, placement: StatePlacement, machine: Machi
     )
 
 
-def _nvme_bytes_per_parameter(model: TrainedModel, place: StatePlacement) -> int:
+def _nvme_bytes_per_parameter(model: TrainingSizes, place: StatePlacement) -> int:
     """Return the bytes on the tier nvme per expert parameter."""
     kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
     return sum(size for tier, size in kinds if tier == "nvme") if place.is_streamed else 0
 
 
-def _save_copy_bytes(model: TrainedModel, place: StatePlacement) -> int:
+def _save_copy_bytes(model: TrainingSizes, place: StatePlacement) -> int:
     """Return the bytes of host memory that a save needs per device: a copy of its arrays, and a few
     expert records at a time if experts are streamed.
     """
-    dense = 12 * model.dense_parameters // model.dense_shards
+    dense = 12 * model.dense_parameters // model.num_dense_shards
     return dense + 12 * (
-        SAVED_AT_ONCE * model.expert_parameters
+        SAVED_AT_ONCE * model.parameters_per_expert
         if place.is_streamed
-        else model.device_expert_parameters
+        else model.num_device_expert_parameters
     )
 
 
@@ -720,9 +726,9 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     yield (
         "device",
         "dense weights, moments, gradients",
-        dense_bytes * model.dense_parameters // model.dense_shards,
+        dense_bytes * model.dense_parameters // model.num_dense_shards,
     )
-    if model.dense_shards > 1:  # the current layer and the next, with their gradients
+    if model.num_dense_shards > 1:  # the current layer and the next, with their gradients
         layer_bytes = 2 * (model.compute_bytes + 4)
         yield (
             "device",
@@ -732,7 +738,7 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     times = model.micro_batches if place.is_streamed else 1
     yield "device", "activations: inputs of layers", model.input_bytes * times // devices
     yield "device", "activations: in use", model.layer_activation_bytes
-    layer = model.num_experts // devices * model.expert_parameters
+    layer = model.num_experts // devices * model.parameters_per_expert
     cast_bytes = (
         0
         if place.is_streamed or model.casts_all_experts_at_once
@@ -755,27 +761,27 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         )
 
 
-def _summed_gradient_bytes_per_parameter(model: TrainedModel, place: StatePlacement) -> int:
+def _summed_gradient_bytes_per_parameter(model: TrainingSizes, place: StatePlacement) -> int:
     """Return the bytes per parameter of the gradients summed over earlier micro-batches."""
     return WEIGHT_BYTES if model.micro_batches > 1 and not place.is_streamed else 0
 
 
 def _resident_expert_rows(
-    model: TrainedModel, summed_bytes: int, cast_bytes: int
+    model: TrainingSizes, summed_bytes: int, cast_bytes: int
 ) -> Iterator[tuple[Tier, str, int]]:
     """Yield the rows of experts that are all on the device. cast_bytes: of a layer's weights and
     gradients in the compute dtype, if layers are cast one by one.
     """
-    yield "device", "experts: weights", 4 * model.device_expert_parameters
-    yield "device", "experts: moments", 8 * model.device_expert_parameters
+    yield "device", "experts: weights", 4 * model.num_device_expert_parameters
+    yield "device", "experts: moments", 8 * model.num_device_expert_parameters
     gradient_bytes = summed_bytes + (
         model.compute_bytes if model.casts_all_experts_at_once else WEIGHT_BYTES
     )
-    yield "device", "experts: gradients", gradient_bytes * model.device_expert_parameters
+    yield "device", "experts: gradients", gradient_bytes * model.num_device_expert_parameters
     yield "device", "experts: in use", cast_bytes
     if model.casts_all_experts_at_once:
-        copied = model.device_expert_parameters + (
-            model.dense_parameters if model.all_devices == 1 else 0
+        copied = model.num_device_expert_parameters + (
+            model.dense_parameters if model.num_all_devices == 1 else 0
         )
         yield "device", "weights in the products' dtype", model.compute_bytes * copied
 
@@ -783,7 +789,7 @@ def _resident_expert_rows(
 def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     """Yield the rows of experts whose state is on several tiers."""
     model, place, per_host = plan.model, plan.placement, plan.model.devices_per_host
-    layer = plan.experts_per_slot * model.expert_parameters
+    layer = plan.experts_per_slot * model.parameters_per_expert
     slots = (
         model.num_layers
         if place.experts == "device"
@@ -802,16 +808,17 @@ def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]
         (place.optimizer, "experts: moments", 8, place.checkpoints),
         (place.gradients, "experts: gradients", model.gradient_bytes, 0),
     )
-    saved = -(-model.device_expert_parameters // model.replicas)  # replicas share the saving
+    saved = -(-model.num_device_expert_parameters // model.replicas)  # replicas share the saving
     for tier, kind, size, checkpoints in kinds:
         if tier != "device":
-            yield tier, kind, size * model.device_expert_parameters * per_host
+            yield tier, kind, size * model.num_device_expert_parameters * per_host
         if tier == "nvme":
             yield "nvme", "older versions in checkpoints", checkpoints * size * saved * per_host
     # a checkpoint contains every gradient not yet applied, including those in host memory
     if place.optimizer == "nvme":
         own = (
-            place.checkpoints * saved + (place.gradients != "nvme") * model.device_expert_parameters
+            place.checkpoints * saved
+            + (place.gradients != "nvme") * model.num_device_expert_parameters
         )
         yield "nvme", "gradients in checkpoints", model.gradient_bytes * own * per_host
     if "nvme" in (place.experts, place.optimizer, place.gradients):
@@ -819,7 +826,7 @@ def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]
 
 
 def first_fitting_plan(
-    model: TrainedModel, machine: Machine, placements: list[StatePlacement]
+    model: TrainingSizes, machine: Machine, placements: list[StatePlacement]
 ) -> TrainingPlan:
     """Return the plan of the first placement that fits. Raises `ValueError`, with advice for the
     last placement, if none fits.
@@ -833,7 +840,7 @@ def first_fitting_plan(
     return fitting[0]
 
 
-def candidate_tiers(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
+def candidate_tier_pairs(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
     """Return pairs of tiers (experts, optimizer), fastest first. `experts` and `optimizer` name a
     tier or `auto`.
     """

@@ -22,7 +22,7 @@ TARGETS = Path(__file__).with_name("targets")
 INSTALL = "pip install 'jmoe[cuda13]'"
 
 
-def has_cuda() -> bool:
+def has_cuda_plugin() -> bool:
     """Return True if JAX's CUDA plugin is installed."""
     return any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
@@ -31,7 +31,7 @@ def check_cuda_installed(option: str, value: str) -> None:
     """Raise `ValueError`, naming the option and the package to install, if JAX's CUDA plugin is
     missing.
     """
-    check(has_cuda(), option, value, f"needs JAX's CUDA libraries, though no GPU: {INSTALL}")
+    check(has_cuda_plugin(), option, value, f"needs JAX's CUDA libraries, though no GPU: {INSTALL}")
 
 
 def abstract_gpu_devices(
@@ -56,13 +56,13 @@ def lower_for_device(
     """Return (shapes of the results, lowered program) of a jitted function for `device`. The
     program is not compiled yet.
     """
-    with tracing_for(device), _triton_for(device):
+    with tracing_for(device), _lowering_triton_for(device):
         traced = function.trace(*operands, **options)
         return traced.out_info, traced.lower(lowering_platforms=("cuda",))
 
 
 @contextlib.contextmanager
-def _triton_for(device: jax.Device) -> Iterator[None]:
+def _lowering_triton_for(device: jax.Device) -> Iterator[None]:
     """Lower Pallas-Triton kernels for `device`.
 
     From JAX 0.11 on they are lowered for the process's own GPU, or for a kind of GPU from JAX's

@@ -34,21 +34,21 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jmoe.config import CheckpointConfig, check
-from jmoe.memory.direct_io import fsync, make_folder
+from jmoe.memory.direct_io import fsync, make_folder_durably
 from jmoe.memory.record_checkpoint import (
     ITEM,
     RecordCheckpoints,
     RecordsHandler,
     RecordsSave,
-    is_record,
+    is_record_path,
 )
 from jmoe.run.checkpoint_contents import (
     PACKING,
     crc32,
     dtype_and_shape,
-    entry_text,
+    dtype_and_shape_text,
     files_in_folder,
-    named_leaves,
+    names_leaves_and_structure,
     read_step_manifest,
     shape_with_sharding,
     split_files_over_readers,
@@ -255,7 +255,7 @@ class Checkpoints:
         or if the saved arrays do not match `abstract_state`.
         """
         self._verify_files(step)
-        names, leaves, tree = named_leaves(abstract_state)
+        names, leaves, tree = names_leaves_and_structure(abstract_state)
         self._check_arrays(step, dict(zip(names, leaves, strict=True)), skipped_arrays)
         targets = {
             name: shape_with_sharding(leaf) for name, leaf in zip(names, leaves, strict=True)
@@ -364,7 +364,8 @@ class Checkpoints:
         for name in sorted(saved.keys() | wanted.keys()):
             now = dtype_and_shape(wanted[name]) if name in wanted else None
             if saved.get(name) != now:
-                lines.append(f"{name}: {entry_text(saved.get(name))} -> {entry_text(now)}")
+                before = dtype_and_shape_text(saved.get(name))
+                lines.append(f"{name}: {before} -> {dtype_and_shape_text(now)}")
         if lines:
             shown = "; ".join(lines[:8]) + (
                 f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
@@ -417,7 +418,7 @@ class Checkpoints:
             f"{self.directory} has got step {newest} meanwhile, which this run did not save"
         )
         check(newest <= step, "step", step, constraint)  # else Orbax would delete this step
-        names, leaves, _ = named_leaves(state)
+        names, leaves, _ = names_leaves_and_structure(state)
         self._files, self._packing = dict(files or {}), packing
         self._step, self._arrays = (
             step,
@@ -491,11 +492,11 @@ class Checkpoints:
         problem = ""
         if jax.process_index() == 0:
             try:
-                make_folder(self.directory)
+                make_folder_durably(self.directory)
                 self._set_incomplete_aside()
             except OSError as error:
                 problem = f"checkpoint folder {self.directory} cannot be written: {error}"
-        self._check_shared(problem)
+        self._check_folder_shared(problem)
         options = ocp.CheckpointManagerOptions(
             create=False,  # made above; Orbax cannot make it with active_processes set
             cleanup_tmp_directories=True,
@@ -555,7 +556,7 @@ class Checkpoints:
                     flush=True,
                 )
 
-    def _check_shared(self, problem: str) -> None:
+    def _check_folder_shared(self, problem: str) -> None:
         """Raise `OSError` on all processes unless process 0 can write the folder and every process
         sees its files.
 
@@ -658,7 +659,7 @@ class Checkpoints:
         written_once_more = ("_CHECKPOINT_METADATA", "commit_success.txt")
         for path in files_in_folder(folder):
             name = str(path.relative_to(folder))
-            has_own_sum = name in files or is_record(path.relative_to(folder))
+            has_own_sum = name in files or is_record_path(path.relative_to(folder))
             if not has_own_sum and name not in written_once_more:
                 files[name] = [path.stat().st_size, crc32(path)]
         manifest = {

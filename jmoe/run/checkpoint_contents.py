@@ -56,7 +56,7 @@ def split_files_over_readers(files: Mapping[str, Sequence[int]], readers: int) -
 
 def write_step_manifest(path: Path, manifest: JsonObject) -> None:
     """Write a step's manifest as JSON, with a CRC-32 sum of the manifest itself."""
-    path.write_text(json.dumps(manifest | {CRC: _own_crc32(manifest)}, sort_keys=True))
+    path.write_text(json.dumps(manifest | {CRC: _manifest_crc32(manifest)}, sort_keys=True))
 
 
 def read_step_manifest(path: Path) -> JsonObject:
@@ -73,29 +73,29 @@ def read_step_manifest(path: Path) -> JsonObject:
     }:
         raise ValueError(f"{path}: must have a step, files and arrays")
     crc = manifest.pop(CRC, None)
-    if crc is not None and crc != _own_crc32(manifest):
+    if crc is not None and crc != _manifest_crc32(manifest):
         raise ValueError(f"{path}: its content has changed since it was written")
     tables = [manifest["files"], manifest["arrays"]]
     packing = manifest.get(PACKING, 1)
     if not isinstance(packing, int) or packing < 1:
         raise ValueError(f"{path}: {PACKING} = {packing!r}: must be a positive integer")
     if not all(
-        isinstance(table, dict) and all(_is_pair(entry) for entry in table.values())
+        isinstance(table, dict) and all(_is_size_and_crc32(entry) for entry in table.values())
         for table in tables
     ):
         raise ValueError(f"{path}: must have sizes and sums of files, dtypes and shapes of arrays")
     return manifest
 
 
-def _own_crc32(manifest: JsonObject) -> int:
+def _manifest_crc32(manifest: JsonObject) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
-def _is_pair(entry: Json) -> bool:
+def _is_size_and_crc32(entry: Json) -> bool:
     return isinstance(entry, list) and len(entry) == 2
 
 
-def named_leaves(tree: PyTree) -> tuple[list[str], list[Any], PyTree]:
+def names_leaves_and_structure(tree: PyTree) -> tuple[list[str], list[Any], PyTree]:
     """Return (names such as `params.layers.w`, leaves, tree structure).
 
     Checkpoints store a flat dict by name, so that container types may change between versions.
@@ -113,7 +113,7 @@ def dtype_and_shape(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Json]:
     return [str(leaf.dtype), list(leaf.shape)]
 
 
-def entry_text(entry: list[Json] | None) -> str:
+def dtype_and_shape_text(entry: list[Json] | None) -> str:
     """Return a manifest entry (dtype and shape) as text, or `absent` for None."""
     return "absent" if entry is None else f"{entry[0]}{entry[1]}"
 

@@ -16,7 +16,7 @@ from jmoe.planning.cluster import ClusterPlan, LayerExchange, describe_bandwidth
 from jmoe.planning.exchange import ExchangeLoad, plan_exchange
 from jmoe.planning.roofline import scale_chosen_share
 from jmoe.planning.training import plan_training
-from jmoe.run.planner import trained_model, training_plan, with_chosen_tiers
+from jmoe.run.planner import training_plan, training_sizes, with_chosen_tiers
 from jmoe.types import JsonObject
 
 COMPUTED = "computed from the figures of the file by formulae, not measured"
@@ -124,7 +124,7 @@ def _plan_on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> C
     per_node = cluster.devices_per_node
     model = config.model
     own = training_plan(split)
-    trained = dataclasses.replace(trained_model(split), devices_per_host=per_node)
+    trained = dataclasses.replace(training_sizes(split), devices_per_host=per_node)
     training = plan_training(trained, own.placement, own.machine)
     data, inter, intra = split.checked_mesh_shape(nodes * per_node, per_node)
     row_bytes, load = trained.compute_bytes * model.hidden_size, None
@@ -162,7 +162,7 @@ def _row_as_json(row: ClusterRow) -> JsonObject:
     training = plan.training
     return {
         "nodes": row.nodes,
-        "devices": training.model.all_devices,
+        "devices": training.model.num_all_devices,
         "mesh": row.mesh,
         "batch_tokens": plan.batch_tokens,
         "tiers": {"experts": training.placement.experts, "optimizer": training.placement.optimizer},
@@ -205,7 +205,7 @@ def table_lines(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]
         )
         cells = [
             str(row.nodes),
-            str(training.model.all_devices),
+            str(training.model.num_all_devices),
             "x".join(map(str, row.mesh or ())),
             *sizes,
         ]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import jax
 
-from jmoe.cluster.distributed import from_rank_0
+from jmoe.cluster.distributed import result_from_rank_0
 from jmoe.cluster.processes import gather_json
-from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, differences
+from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, describe_differences
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.types import JsonObject
 
@@ -122,7 +122,7 @@ def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> Non
     code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _hash_of_code()}
     first, *others = gather_json({"code": code, **options})
     for rank, other in enumerate(others, 1):
-        lines = [line for line in differences(first, other) if not line.startswith(places)]
+        lines = [line for line in describe_differences(first, other) if not line.startswith(places)]
         if lines:
             raise ValueError(
                 f"every process must be started with the same options and code (process 0 ->"
@@ -159,13 +159,13 @@ def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
             " anew"
         )
         check(config.num_steps >= done, "num_steps", config.num_steps, constraint)
-        check_compatible(
+        check_and_list_differences(
             saved, resolved | {name: saved[name] for name in (FINGERPRINT,) if name in saved}
         )
         return "resumes"
 
     return bool(
-        from_rank_0("configuration", check_newest_config, config.distributed.start_timeout_s)
+        result_from_rank_0("configuration", check_newest_config, config.distributed.start_timeout_s)
     )
 
 
@@ -175,10 +175,10 @@ def raise_data_changed(config: TrainConfig, resolved: JsonObject) -> None:
     """
     saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
     if saved is not None:
-        check_compatible(saved, resolved | {FINGERPRINT: "of other data"})
+        check_and_list_differences(saved, resolved | {FINGERPRINT: "of other data"})
 
 
-def check_compatible(saved: JsonObject, now: JsonObject) -> list[str]:
+def check_and_list_differences(saved: JsonObject, now: JsonObject) -> list[str]:
     """Return lines to print about allowed differences between a checkpoint's configuration and the
     current one.
 
@@ -199,7 +199,7 @@ def check_compatible(saved: JsonObject, now: JsonObject) -> list[str]:
     if saved.get(TEACHER) and saved[TEACHER] == now.get(TEACHER):
         noted |= NOTED_WITH_TEACHER
     notes, refused = [], []
-    changed = {line.partition(":")[0]: line for line in differences(saved, now)}
+    changed = {line.partition(":")[0]: line for line in describe_differences(saved, now)}
     if changed.pop(TEACHER, "") and saved.get(TEACHER) and now.get(TEACHER):
         refused.append(f"distil.teacher: {saved['distil']['teacher']!r} -> other weights")
     other_data = changed.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now

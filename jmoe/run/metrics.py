@@ -3,8 +3,8 @@
 `train.py` creates a `MetricsLog` and a `ProgressBar`, on process 0 only. Steps are numbered from 0.
 Each line of `metrics.jsonl` is a JSON object: the record of a step, or an event (`resume`,
 `evaluation`, …). Floats keep full precision, so equal records mean bit-identical losses. A
-non-finite float is written as null, with its value under `non_finite`, and `read_metrics` restores
-it:
+non-finite float is written as null, with its value under `non_finite`, and `read_step_records`
+restores it:
 
     {"step": 7, "loss": null, "non_finite": {"loss": "nan"}}
 
@@ -176,7 +176,7 @@ def _drop_repeated_steps(path: Path, start_step: int) -> None:
         write_atomic(path.resolve(), bytes(kept))  # keeps a symbolic link
 
 
-class CompiledPrograms:
+class CompilationCounter:
     """Counts the programs that JAX has compiled in this process, or loaded from its compilation
     cache, in `count`.
     """
@@ -430,7 +430,7 @@ def _read_records(path: Path) -> Iterator[JsonObject]:
                 yield record
 
 
-def read_run(
+def read_steps_and_events(
     path: Path, convert: Callable[[JsonObject], T]
 ) -> tuple[dict[int, T], list[JsonObject]]:
     """Return (converted records by step, in ascending order; events in the order of the file).
@@ -453,23 +453,23 @@ def read_run(
     return dict(sorted(steps.items())), events
 
 
-def read_metrics(path: Path) -> list[JsonObject]:
+def read_step_records(path: Path) -> list[JsonObject]:
     """Return the last record of every step, in ascending order of steps."""
-    return list(read_run(path, lambda record: record)[0].values())
+    return list(read_steps_and_events(path, lambda record: record)[0].values())
 
 
 def read_events(path: Path) -> list[JsonObject]:
     """Return the events (resume, evaluation, and other events of `write_event`) in the order of the
     file, without superseded evaluations.
     """
-    return read_run(path, lambda record: None)[1]
+    return read_steps_and_events(path, lambda record: None)[1]
 
 
 def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
     """Return the mean expert load [L, E] over the last `steps` steps that recorded one, or None if
     no step did.
     """
-    loads, _ = read_run(
+    loads, _ = read_steps_and_events(
         path, lambda record: np.asarray(record.get("expert_load") or [], np.float32)
     )
     last = [load_LE.astype(np.float64) for load_LE in list(loads.values())[-steps:] if load_LE.size]

@@ -28,17 +28,17 @@ from jmoe.planning.expert_packing import MemoryShortfall
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
-    TrainedModel,
     TrainingPlan,
-    candidate_tiers,
+    TrainingSizes,
+    candidate_tier_pairs,
     first_fitting_plan,
     plan_training,
 )
-from jmoe.run.metrics import MetricsLog, read_metrics
+from jmoe.run.metrics import MetricsLog, read_step_records
 from jmoe.runtime import MEMORY_SHARE, device_memory_share
 
 
-def trained_model(config: TrainConfig) -> TrainedModel:
+def training_sizes(config: TrainConfig) -> TrainingSizes:
     """Return the run's model and step as numbers for the planner. Mesh axes left open count as 1,
     because devices are not known yet.
     """
@@ -48,17 +48,17 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     _, *shared = packed_shape((1, mesh.expert_inter, inside), packing)
     devices, replicas = math.prod(shared), max(1, mesh.data) * packing
     tokens = config.batch_size * config.sequence_length // replicas
-    expert, experts = model.expert_parameters, model.num_moe_layers * model.num_experts
+    expert, experts = model.parameters_per_expert, model.num_moe_layers * model.num_experts
     micro_batches = config.gradient_accumulation_steps
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
     activations = _activation_bytes(config, tokens // micro_batches, devices)
-    return TrainedModel(
+    return TrainingSizes(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
-        expert_parameters=expert,
-        dense_parameters=model.num_parameters()[0] - experts * expert,
+        parameters_per_expert=expert,
+        dense_parameters=model.total_and_active_parameters()[0] - experts * expert,
         step_tokens=tokens,
         dense_flops=flops * tokens,
         compute_bytes=_compute_dtype_bytes(config),
@@ -77,8 +77,8 @@ def trained_model(config: TrainConfig) -> TrainedModel:
     )
 
 
-class _Activations(NamedTuple):
-    """The fields of `TrainedModel` that count the bytes of a micro-batch's activations."""
+class _ActivationBytes(NamedTuple):
+    """The fields of `TrainingSizes` that count the bytes of a micro-batch's activations."""
 
     input_bytes: int
     working_bytes: int
@@ -89,7 +89,7 @@ class _Activations(NamedTuple):
     loss_chunk_bytes: int
 
 
-def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) -> _Activations:
+def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) -> _ActivationBytes:
     """Return the bytes of the activations of a micro-batch of one replica."""
     model, compute_bytes, on_gpu = (
         config.model,
@@ -102,7 +102,7 @@ def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) ->
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
-    return _Activations(
+    return _ActivationBytes(
         input_bytes=compute_bytes * model.num_hidden_layers * num_tokens * model.hidden_size,
         working_bytes=number_bytes * working,
         recomputed_bytes=number_bytes * recomputed,
@@ -276,7 +276,7 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
         )
     mesh, inside = config.mesh, max(1, config.mesh.expert_intra)
     config.checked_mesh_shape(max(1, mesh.data) * mesh.expert_inter * inside, inside)
-    model, tiers = trained_model(config), config.tiers
+    model, tiers = training_sizes(config), config.tiers
     assert tiers.experts != "auto" and tiers.optimizer != "auto"
     return plan_training(
         model, _state_placement(config, tiers.experts, tiers.optimizer), described_machine(config)
@@ -287,7 +287,7 @@ def packing_shortfall(config: TrainConfig, machine: Machine) -> MemoryShortfall:
     """Return the bytes that a run with this expert packing lacks on `machine`: with experts on the
     device, and with experts in host memory; 0 if it fits.
     """
-    model = trained_model(config)
+    model = training_sizes(config)
     host = dataclasses.replace(_state_placement(config, "host", "host"), gradients="host")
     plans = [
         plan_training(model, place, machine)
@@ -322,8 +322,8 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     tiers = config.tiers
     if "auto" not in (tiers.experts, tiers.optimizer):
         return config
-    model = trained_model(config)
-    pairs = candidate_tiers(tiers.experts, tiers.optimizer)
+    model = training_sizes(config)
+    pairs = candidate_tier_pairs(tiers.experts, tiers.optimizer)
     place = first_fitting_plan(
         model, described_machine(config), [_state_placement(config, *pair) for pair in pairs]
     ).placement
@@ -382,13 +382,13 @@ def tier_totals(stats: ExpertStats) -> dict[str, float]:
     )
 
 
-def tiers_summary(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
+def summarize_and_log_tiers(config: TrainConfig, totals: dict[str, float], log: MetricsLog) -> str:
     """Return text that compares predicted and measured step time and lists `tier_totals`; also
     write an event `tiers` to the log.
 
     The prediction is repeated with the measured share of chosen experts, if any step ran.
     """
-    steps = read_metrics(log.path)
+    steps = read_step_records(log.path)
     measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
     plan = training_plan(config)
     predicted = {"predicted_step_s": plan.step_s()}

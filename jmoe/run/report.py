@@ -27,7 +27,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from jmoe.data.shards import write_atomic
-from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded_expert, read_run
+from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded_expert, read_steps_and_events
 from jmoe.types import JsonObject
 
 # per curve; a longer curve is drawn as the range of values of groups of steps
@@ -75,7 +75,7 @@ def _load_run(path: Path) -> _Curves:
         load_LE = np.asarray(record.get("expert_load") or [], np.float32)
         return values, load_LE * load_LE.shape[-1]
 
-    steps, events = read_run(path, curve_values_and_load)
+    steps, events = read_steps_and_events(path, curve_values_and_load)
     loss, tokens_per_s, dropped_fraction = (
         np.array([values for values, _ in steps.values()]).reshape(-1, len(names)).T
     )
@@ -192,7 +192,7 @@ def _style_axes(ax: Axes, title: str, unit: str, run: _Curves) -> None:
         )
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def _smoothed(values: np.ndarray) -> np.ndarray:
     """Return the centred triangular mean of the finite values, over a window of about 4 % of the
     series.
     """
@@ -241,7 +241,7 @@ def _draw_curve(
     y: np.ndarray,
     color: str,
     label: str,
-    smooth: Callable[[np.ndarray], np.ndarray] = _smooth,
+    smooth: Callable[[np.ndarray], np.ndarray] = _smoothed,
 ) -> None:
     """Draw every step in a light colour and the smoothed curve in a strong one; a short run as
     points.

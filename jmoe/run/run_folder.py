@@ -56,7 +56,9 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         self._owner = json.loads(
-            distributed.from_rank_0("output folder", self._lock_for_run, 2 * self._wait_s + 60)
+            distributed.result_from_rank_0(
+                "output folder", self._lock_and_describe_run, 2 * self._wait_s + 60
+            )
         )
         if self._file is None:
             self._lock_shared()
@@ -137,7 +139,7 @@ class RunFolder:
         """Return the owner as it is written to `run.lock`."""
         return {name: value for name, value in self._owner.items() if name not in ("run", "starts")}
 
-    def _lock_for_run(self) -> str:
+    def _lock_and_describe_run(self) -> str:
         """Lock the folder for this run, on process 0; return the owner, the run's name and its
         starts as JSON.
         """
@@ -262,7 +264,7 @@ class RunFolder:
 
 
 @dataclass(frozen=True)
-class _Identity:
+class _RunIdentity:
     """Content of `run.json`: the run's name, its folder, whether this very file was written by the
     run, and its starts.
     """
@@ -273,8 +275,8 @@ class _Identity:
     starts: list[str] = field(default_factory=list)
 
 
-def _read_identity(folder: Path) -> _Identity:
-    """Return the content of `run.json` in `folder`; an empty `_Identity` if it is missing or
+def _read_identity(folder: Path) -> _RunIdentity:
+    """Return the content of `run.json` in `folder`; an empty `_RunIdentity` if it is missing or
     damaged.
     """
     path = folder / IDENTITY
@@ -282,11 +284,11 @@ def _read_identity(folder: Path) -> _Identity:
         noted, status = json.loads(path.read_bytes()), path.stat()
         # Earlier versions lack "file"; of several hard links (`cp -al`) at most one is the run's.
         is_own_file = noted.get("file", status.st_ino) == status.st_ino and status.st_nlink == 1
-        return _Identity(
+        return _RunIdentity(
             str(noted["run"]), str(noted["output_dir"]), is_own_file, list(noted.get("starts", []))
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _Identity()
+        return _RunIdentity()
 
 
 def _write_identity(folder: Path, run: str, starts: list[str]) -> None:

@@ -20,7 +20,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.run.checkpoint_contents import CRC_BLOCK_BYTES, named_leaves, shape_with_sharding
+from jmoe.run.checkpoint_contents import (
+    CRC_BLOCK_BYTES,
+    names_leaves_and_structure,
+    shape_with_sharding,
+)
 from jmoe.types import Json, JsonObject, PyTree
 
 MAGIC, VERSION = b"jmoesnap", 1
@@ -35,7 +39,7 @@ def layout_of_shards(state: PyTree) -> ShardLayout:
 
     state: tree of arrays, or of `jax.ShapeDtypeStruct` with shardings.
     """
-    names, leaves, _ = named_leaves(state)
+    names, leaves, _ = names_leaves_and_structure(state)
     return [
         [
             name,
@@ -47,7 +51,7 @@ def layout_of_shards(state: PyTree) -> ShardLayout:
     ]
 
 
-def shards_bytes(layout: ShardLayout) -> int:
+def total_shard_bytes(layout: ShardLayout) -> int:
     """Return the total size in bytes of the shards in a layout."""
     return sum(
         np.dtype(dtype).itemsize * sum(_num_elements(bounds) for bounds in shards)
@@ -55,11 +59,11 @@ def shards_bytes(layout: ShardLayout) -> int:
     )
 
 
-def file_bytes(layout: ShardLayout, about: JsonObject) -> int:
+def snapshot_file_bytes(layout: ShardLayout, about: JsonObject) -> int:
     """Return the size in bytes of the file that `write_snapshot` makes for this layout and
     description.
     """
-    return _HEADER.size + len(_description_bytes(layout, about)) + shards_bytes(layout)
+    return _HEADER.size + len(_description_bytes(layout, about)) + total_shard_bytes(layout)
 
 
 def allocate_file(path: Path, size_bytes: int) -> NDArray[np.uint8]:
@@ -81,11 +85,11 @@ def write_snapshot(
 ) -> None:
     """Fill `file` with this process's shards of `state` and with the JSON description `about`.
 
-    file: bytes of the size that `file_bytes` returns. layout: `layout_of_shards(state)`.
+    file: bytes of the size that `snapshot_file_bytes` returns. layout: `layout_of_shards(state)`.
     """
     text = _description_bytes(layout, about)
     begin = position = _HEADER.size + len(text)
-    for leaf in named_leaves(state)[1]:
+    for leaf in names_leaves_and_structure(state)[1]:
         shards = {
             str(_slices_to_bounds(_explicit_slices(shard.index, leaf.shape))): shard.data
             for shard in leaf.addressable_shards
@@ -163,7 +167,7 @@ def read_state(file: NDArray[np.uint8], abstract_state: PyTree) -> PyTree:
     """
     _, _, text_bytes, *_ = _HEADER.unpack(file[: _HEADER.size].tobytes())
     position = _HEADER.size + text_bytes
-    _, leaves, tree = named_leaves(abstract_state)
+    _, leaves, tree = names_leaves_and_structure(abstract_state)
     arrays = []
     for leaf in leaves:
         pieces = dict[str, np.ndarray]()

@@ -25,12 +25,12 @@ from jmoe.config import CheckpointConfig
 from jmoe.run.snapshot_file import (
     ShardLayout,
     allocate_file,
-    file_bytes,
     layout_of_shards,
     map_verified_snapshot,
     read_description,
     read_state,
-    shards_bytes,
+    snapshot_file_bytes,
+    total_shard_bytes,
     verify_snapshot,
     write_snapshot,
 )
@@ -133,7 +133,7 @@ class Snapshots:
         """Raise `ValueError` on every process if a host has too little free memory for `KEPT`
         snapshots of its processes and their copies.
         """
-        own_bytes = shards_bytes(layout_of_shards(abstract_state)) + DESCRIPTION_BYTES
+        own_bytes = total_shard_bytes(layout_of_shards(abstract_state)) + DESCRIPTION_BYTES
         sizes, place = gather_json(own_bytes), self._places[self._rank]
         written = [rank for rank in range(self._processes) if self._places[rank] == place]
         written += [source for source, target in self._pairs if self._places[target] == place]
@@ -168,7 +168,7 @@ class Snapshots:
             "processes": self._processes,
         }
         about |= {"data": data, "config": dict(config), "checkpoint": checkpoint}
-        sizes = gather_json(file_bytes(layout, about))
+        sizes = gather_json(snapshot_file_bytes(layout, about))
         source = next((a for a, b in self._pairs if b == self._rank), None)
         files, problem = {}, ""
         try:

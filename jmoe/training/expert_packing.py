@@ -22,8 +22,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jmoe.cluster.distributed import from_rank_0
-from jmoe.collectives.exchange import Choices, trace_dispatch_all_to_alls
+from jmoe.cluster.distributed import result_from_rank_0
+from jmoe.collectives.exchange import TokenChoices, trace_dispatch_all_to_alls
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
@@ -31,8 +31,8 @@ from jmoe.planning.expert_packing import (
     EVERY_STEPS,
     MemoryShortfall,
     PackingDecision,
-    is_decided_at,
-    next_packing,
+    decide_packing,
+    is_packing_decided_at,
 )
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.planner import described_machine, packing_shortfall
@@ -59,7 +59,9 @@ def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int
             Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_packing()
         )
 
-    saved = int(from_rank_0("packing", read_newest_packing, config.distributed.start_timeout_s))
+    saved = int(
+        result_from_rank_0("packing", read_newest_packing, config.distributed.start_timeout_s)
+    )
     return min(saved, largest_packing(config.mesh.shape(num_devices, devices_per_host)))
 
 
@@ -121,7 +123,7 @@ class PackingController:
         """Return whether to call `choose_packing` before `step`; False until `EVERY_STEPS` steps
         have been noted since the start or the last decision.
         """
-        return not self.done and is_decided_at(step) and self._steps >= EVERY_STEPS
+        return not self.done and is_packing_decided_at(step) and self._steps >= EVERY_STEPS
 
     def choose_packing(
         self, step: int, trainer: FusedTrainer, state: TrainState
@@ -143,7 +145,7 @@ class PackingController:
         all_to_all_s, ffn_s, step_s = measured
         if step_s:
             self._step_s[self.experts_per_device] = step_s
-        decision = next_packing(
+        decision = decide_packing(
             all_to_all_s,
             ffn_s,
             self.experts_per_device,
@@ -264,7 +266,7 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes) -> 
     mesh, split, choices = model.mesh, split_over(ALL), (sizes.tokens, sizes.top_k)
     shape: PyTree = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
-    chosen = Choices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
+    chosen = TokenChoices(shape(choices, jnp.int32), shape(choices, jnp.float32), counts)
     sent = trace_dispatch_all_to_alls(
         layer.exchange, shape((sizes.tokens, sizes.hidden), sizes.dtype), chosen, layer.num_chunks
     )

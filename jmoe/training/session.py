@@ -20,13 +20,13 @@ from jmoe.config import TrainConfig
 from jmoe.data.loader import COMPARABLE_BYTES, baseline_bits_per_byte
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.compatibility import FINGERPRINT, check_compatible
+from jmoe.run.compatibility import FINGERPRINT, check_and_list_differences
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
-from jmoe.run.planner import tier_totals, tiers_summary
+from jmoe.run.planner import summarize_and_log_tiers, tier_totals
 from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import RunFolder
 from jmoe.run.snapshots import Snapshots
-from jmoe.run.summary import HeldOutLoss, Summary, print_final_summary
+from jmoe.run.summary import HeldOutLoss, RunSummary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
 from jmoe.training.expert_packing import PackingController, move_state
@@ -170,7 +170,7 @@ class Session:
         """Print the settings that differ from a saved state's. Raises ValueError if one differs
         that must not change.
         """
-        self.changes = check_compatible(saved, self.resolved)
+        self.changes = check_and_list_differences(saved, self.resolved)
         for change in self.changes:
             print_on_rank_0(f"changed: {change}")
 
@@ -349,7 +349,9 @@ class Session:
                 f" and a unigram model\n({COMPARABLE_BYTES:,}; see data.held_out_bytes and"
                 " data.held_out_fraction)"
             )
-        summary = Summary(first_loss, after, unigram, xz, recent_expert_load(self.log.path), sample)
+        summary = RunSummary(
+            first_loss, after, unigram, xz, recent_expert_load(self.log.path), sample
+        )
         print_final_summary(summary, self.output_dir)
         if totals:
-            print_on_rank_0(tiers_summary(self.config, totals, self.log))
+            print_on_rank_0(summarize_and_log_tiers(self.config, totals, self.log))

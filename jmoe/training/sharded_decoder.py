@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
-from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, Schedule
+from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, CollectiveSchedule
 from jmoe.config import STACKS, Remat, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.embedding import Embedding
@@ -90,7 +90,7 @@ class ShardedDecoder(ShardedModel):
         return Decoder(config.model, parallel, rngs=nnx.Rngs(config.seed))
 
     @property
-    def comm_schedule(self) -> Schedule:
+    def comm_schedule(self) -> CollectiveSchedule:
         """How the expert exchange and the other collectives share the network."""
         schedule, chunks = SCHEDULES[self.config.comm.schedule], self.config.comm.exchange_chunks
         return replace(schedule, num_chunks=chunks) if chunks else schedule

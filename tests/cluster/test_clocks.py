@@ -24,7 +24,7 @@ class Rank0:
         read: dict[int, dict[str, Any]] = {
             r: {"beat": b, "time": t, "host": f"h{r}"} for r, b, t in reports
         }
-        return list(self._clocks.skew_warnings(read, now))
+        return list(self._clocks.new_skew_warnings(read, now))
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ print("end", flush=True)
 ANSWERING = """
 import errno, json, sys
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import from_rank_0, join_processes
+from jmoe.cluster.distributed import result_from_rank_0, join_processes
 
 rank, processes, port = map(int, sys.argv[1:4])
 join_processes(DistributedConfig(
@@ -96,7 +96,7 @@ for name, call in {
     "bug": lambda: {}["x"],
 }.items():
     try:
-        said = from_rank_0(name, call, 60)
+        said = result_from_rank_0(name, call, 60)
     except Exception as error:
         kind = next(k for k in (FileNotFoundError, OSError, ValueError, Exception) if isinstance(error, k))
         said = f"{kind.__name__}: {error}"
@@ -303,7 +303,7 @@ def test_devices_that_jax_does_not_find_are_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(distributed.jax, "devices", none_found)
     with pytest.raises(ValueError, match=r"JAX_PLATFORMS = 'cuda': must name .* plugin for it is"):
-        distributed.start_backend()
+        distributed.start_jax_backend()
 
 
 def test_one_process_stops_at_once() -> None:
@@ -464,12 +464,15 @@ def test_waits_in_time_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_launcher_means_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.join_processes(DistributedConfig())
     alone = {"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}
-    assert distributed._detect_job(1, alone) is None
+    assert distributed._detect_address_size_and_rank(1, alone) is None
     # not a pod of an indexed job
-    assert distributed._detect_job(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None
+    assert (
+        distributed._detect_address_size_and_rank(1, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+        is None
+    )
     for name, value in {"NTASKS": "4", "PROCID": "0", "LOCALID": "0"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)  # inside sbatch, but not started by srun
-    assert distributed._detect_job(1) is None
+    assert distributed._detect_address_size_and_rank(1) is None
 
 
 def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,13 +486,13 @@ def test_slurm_and_open_mpi_jobs_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert distributed._detect_job(1) == (f"node007:{61440 + 42}", 6, 5)
+    assert distributed._detect_address_size_and_rank(1) == (f"node007:{61440 + 42}", 6, 5)
     for name in slurm:
         monkeypatch.delenv(f"SLURM_{name}")
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1314521088.0;tcp://10.96.0.1,10.148.0.1:34911")
     for name, value in {"SIZE": "8", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    address, processes, rank = distributed._detect_job(1) or ("", 0, 0)
+    address, processes, rank = distributed._detect_address_size_and_rank(1) or ("", 0, 0)
     assert (address.partition(":")[0], processes, rank) == ("10.96.0.1", 8, 3)
 
 

@@ -94,7 +94,7 @@ def jax_is_given(
     )
     before = {name: getattr(jax.config, name) for name in options}
     try:
-        distributed.join_with_connections(DistributedConfig())
+        distributed.join_and_connect_processes(DistributedConfig())
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
@@ -187,7 +187,9 @@ def test_pods_take_all_that_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifests' own options; JAX's detection of an indexed job has no number on the node
     either.
     """
-    monkeypatch.setattr(distributed, "_detect_job", lambda _: ("job-0.pods:55527", 8, 3))
+    monkeypatch.setattr(
+        distributed, "_detect_address_size_and_rank", lambda _: ("job-0.pods:55527", 8, 3)
+    )
     told = jax_is_given(
         monkeypatch, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, 8
     )
@@ -248,8 +250,8 @@ def test_on_a_processor_jax_has_no_use_for_numbers() -> None:
 def test_tasks_of_unequal_nodes() -> None:
     """Four tasks on three nodes: SLURM counts those of the process's own node."""
     words = slurm(2, 1) | {"SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}
-    assert job.node_task(words) == (1, 2)
-    assert job.node_task(words | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"}) == (0, 1)
+    assert job.place_on_node(words) == (1, 2)
+    assert job.place_on_node(words | {"SLURM_NODEID": "2", "SLURM_LOCALID": "0"}) == (0, 1)
 
 
 # More GPUs than the run uses
@@ -311,8 +313,8 @@ def test_a_server_on_one_of_a_jobs_devices_is_refused(monkeypatch: pytest.Monkey
         ValueError,
         match=r"would use 1 of the job's GPUs on this node: give --devices 8; or ask",
     ):
-        distributed.check_gpus(DistributedConfig(), 1)
-    distributed.check_gpus(DistributedConfig(), 8)
+        distributed.check_gpus_found_and_used(DistributedConfig(), 1)
+    distributed.check_gpus_found_and_used(DistributedConfig(), 8)
 
 
 def test_a_process_alone_in_a_job_of_several_nodes_is_refused(

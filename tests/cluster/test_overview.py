@@ -17,7 +17,7 @@ import pytest
 
 from jmoe.cluster import show_status
 from jmoe.cluster.heartbeat import CLOSED, Heartbeat, heartbeat_file
-from jmoe.cluster.overview import RankSign, find_slowest_rank, overview_lines, read_overview
+from jmoe.cluster.overview import RankHeartbeat, find_slowest_rank, overview_lines, read_overview
 from tests.train_runs import Run, TrainRuns
 
 Hold = Callable[[str], None]
@@ -226,14 +226,18 @@ def test_the_slowest_rank(
     signs: list[tuple[int, int, float, float, float]], rank: int | None
 ) -> None:
     assert (
-        find_slowest_rank(tuple(RankSign(number, "step", *rest) for number, *rest in signs)) == rank
+        find_slowest_rank(tuple(RankHeartbeat(number, "step", *rest) for number, *rest in signs))
+        == rank
     )  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_done_is_not_slow() -> None:
     assert (
         find_slowest_rank(
-            (RankSign(0, CLOSED, 0, 1.0, 2.0, 100.0), RankSign(1, "step 3", 9, 1.0, 1.0, 0.1))
+            (
+                RankHeartbeat(0, CLOSED, 0, 1.0, 2.0, 100.0),
+                RankHeartbeat(1, "step 3", 9, 1.0, 1.0, 0.1),
+            )
         )
         is None
     )

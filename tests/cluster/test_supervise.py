@@ -16,24 +16,24 @@ import pytest
 
 from jmoe.cluster import supervise
 from jmoe.cluster.distributed import Watchdog
-from jmoe.cluster.heartbeat import Heartbeat, Listener, heartbeat_file, read_heartbeat
+from jmoe.cluster.heartbeat import Heartbeat, HeartbeatListener, heartbeat_file, read_heartbeat
 from jmoe.cluster.overview import read_overview
 from jmoe.cluster.remote_process import (
     LaunchOrder,
     RemoteProcess,
+    describe_oom_kill,
     reserve_port,
     wait_for_launchers,
-    why_killed,
 )
 from jmoe.cluster.restarts import (
-    Ending,
-    Restarts,
+    AttemptEnding,
+    RestartPolicy,
     RunProgress,
     exit_code_text,
     failure_kind,
     read_progress,
 )
-from jmoe.cluster.supervise import Supervisor, split_command
+from jmoe.cluster.supervise import Supervisor, split_program_and_arguments
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from tests.fakes import wait_for, wait_for_text
@@ -354,7 +354,7 @@ def test_commands_of_every_form() -> None:
         "python -m jmoe.x": ["python", "-m", "jmoe.x"],
     }
     for words, program in forms.items():
-        assert split_command([*words.split(), "tiny", "--plan"]) == (
+        assert split_program_and_arguments([*words.split(), "tiny", "--plan"]) == (
             program,
             ["tiny", "--plan"],
         )
@@ -365,9 +365,9 @@ def test_restarts_and_their_waits() -> None:
     row.
     """
     config = SuperviseConfig(max_restarts=4, same_step_limit=3, backoff_s=5.0, max_backoff_s=15.0)
-    lost, restarts = Ending("lost", 70), Restarts(config, RunProgress(9, 10))
+    lost, restarts = AttemptEnding("lost", 70), RestartPolicy(config, RunProgress(9, 10))
     assert [
-        restarts.decide_next_attempt(lost, RunProgress(step, 10)) for step in (11, 12, 12, 13)
+        restarts.delay_s_or_stop_reason(lost, RunProgress(step, 10)) for step in (11, 12, 12, 13)
     ] == [
         0.0,
         5.0,
@@ -375,20 +375,25 @@ def test_restarts_and_their_waits() -> None:
         15.0,
     ]
     assert (
-        restarts.decide_next_attempt(lost, RunProgress(14, 10))
+        restarts.delay_s_or_stop_reason(lost, RunProgress(14, 10))
         == "given up: 4 restarts in a row have made no checkpoint (max_restarts)"
     )
-    assert [restarts.decide_next_attempt(lost, RunProgress(14, 15)) for _ in range(2)] == [0.0, 5.0]
+    assert [restarts.delay_s_or_stop_reason(lost, RunProgress(14, 15)) for _ in range(2)] == [
+        0.0,
+        5.0,
+    ]
     assert "3 attempts in a row have ended after step 14" in str(
-        restarts.decide_next_attempt(lost, RunProgress(14, 15))
+        restarts.delay_s_or_stop_reason(lost, RunProgress(14, 15))
     )
     assert "before the first step" in str(
-        Restarts(SuperviseConfig(same_step_limit=1), RunProgress()).decide_next_attempt(
+        RestartPolicy(SuperviseConfig(same_step_limit=1), RunProgress()).delay_s_or_stop_reason(
             lost, RunProgress()
         )
     )
     assert (
-        Restarts(config, RunProgress()).decide_next_attempt(Ending("mistake", 1), RunProgress(5, 5))
+        RestartPolicy(config, RunProgress()).delay_s_or_stop_reason(
+            AttemptEnding("mistake", 1), RunProgress(5, 5)
+        )
         == "which a new start does not mend"
     )
 
@@ -421,8 +426,8 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
 
 def test_signs_of_life(tmp_path: Path) -> None:
     """A rank is silent only after its first sign, and says that it is at its end."""
-    listener = Listener(tmp_path, 2)
-    listener.read_time_stamps()
+    listener = HeartbeatListener(tmp_path, 2)
+    listener.update_beat_times()
     assert (
         not listener.has_begun(1)
         and listener.silence_s(1) == 0.0
@@ -430,7 +435,7 @@ def test_signs_of_life(tmp_path: Path) -> None:
     )
     rank = Heartbeat(tmp_path, 1, 4)
     rank.beat("step 3")
-    listener.read_time_stamps()
+    listener.update_beat_times()
     assert (
         listener.has_begun(1)
         and listener.last_activity(1) == "step 3"
@@ -448,14 +453,14 @@ def test_a_full_disk_is_no_silence(tmp_path: Path) -> None:
     """Ranks that run on would be killed as dead."""
     with full_disk(tmp_path) as fill:
         now = [100.0]
-        listener, rank = Listener(tmp_path, 1, lambda: now[0]), Heartbeat(tmp_path, 0, 1)
+        listener, rank = HeartbeatListener(tmp_path, 1, lambda: now[0]), Heartbeat(tmp_path, 0, 1)
         rank.beat("step 1")
-        listener.read_time_stamps()
+        listener.update_beat_times()
         fill()
         for _ in range(3):
             now[0] += 50.0
             rank.beat("step 2")
-            listener.read_time_stamps()
+            listener.update_beat_times()
             assert listener.silence_s(0) == 0.0
         assert listener.last_activity(0) == "step 1"
         (tmp_path / "filler").unlink()
@@ -475,15 +480,15 @@ def test_events_that_cannot_be_written_end_nothing(supervised_run: Supervised) -
 def test_the_clocks_of_hosts_need_not_agree(tmp_path: Path) -> None:
     """A beat that is dated years ago, or ahead, is as good a sign of life as any other."""
     now = [100.0]
-    listener, rank = Listener(tmp_path, 1, lambda: now[0]), Heartbeat(tmp_path, 0, 1)
+    listener, rank = HeartbeatListener(tmp_path, 1, lambda: now[0]), Heartbeat(tmp_path, 0, 1)
     for dated in (1.0, 4e9, 2.0):
         rank.beat("step 1")
         os.utime(heartbeat_file(tmp_path, 0), (dated, dated))
         now[0] += 50.0
-        listener.read_time_stamps()
+        listener.update_beat_times()
         assert listener.has_begun(0) and listener.silence_s(0) == 0.0
     now[0] += 7.0
-    listener.read_time_stamps()
+    listener.update_beat_times()
     assert listener.silence_s(0) == 7.0
 
 
@@ -544,7 +549,7 @@ def test_why_a_process_was_killed() -> None:
         (before, f"(oom_kill of {cgroup} and {machine} did not rise): ask who else ends"),
         ({}, "perhaps by the kernel for lack of memory: dmesg or the job's accounting"),
     ):
-        assert words in why_killed(before, after)
+        assert words in describe_oom_kill(before, after)
 
 
 def test_a_process_that_its_cgroup_kills_is_named(tmp_path: Path) -> None:

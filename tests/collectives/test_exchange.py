@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jmoe.collectives.exchange import Choices, OneDeviceExchange, make_exchange
+from jmoe.collectives.exchange import OneDeviceExchange, TokenChoices, make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
@@ -76,7 +76,9 @@ def program(
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
 
         def layer(x: jax.Array, weights: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-            there = exchange.dispatch(x, Choices(idx, weights, counts_E), full_capacity, num_chunks)
+            there = exchange.dispatch(
+                x, TokenChoices(idx, weights, counts_E), full_capacity, num_chunks
+            )
             assert len(there.chunks) == num_chunks
             assert there.chunks[0].expected_rows == -(-T * k // num_chunks)
             outs = [experts(arrived.rows_MD, arrived.group_sizes_L, w) for arrived in there.chunks]
@@ -398,7 +400,7 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
     def body(idx_TK: jax.Array) -> jax.Array:
         counts_E = (idx_TK.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
         there = exchange.dispatch(
-            jnp.ones((T, D)), Choices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True
+            jnp.ones((T, D)), TokenChoices(idx_TK, jnp.ones(idx_TK.shape), counts_E), True
         )
         _, src_M, _ = there.handle
         # rows that this device sent to each node

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from jmoe.collectives.exchange import Choices
+from jmoe.collectives.exchange import TokenChoices
 from jmoe.collectives.ragged import RaggedExchange, block_offsets
 from jmoe.mesh import split_over
 from tests.arrays import ragged_all_to_all
@@ -25,7 +25,7 @@ def program(move: Any, rows: int) -> Any:
     def body(x: jax.Array, idx: jax.Array, weights: jax.Array, w: jax.Array) -> Any:
         counts_E = (idx.reshape(-1, 1) == jnp.arange(E)).sum(axis=0, dtype=jnp.int32)
         exchange = RaggedExchange("gpu", DEVICES, move)
-        there = exchange.dispatch_rows(x, Choices(idx, weights, counts_E), rows, idx.size)
+        there = exchange.dispatch_rows(x, TokenChoices(idx, weights, counts_E), rows, idx.size)
         (arrived,) = there.chunks
         out_MD = experts(arrived.rows_MD, arrived.group_sizes_L, w)
         return exchange.combine([out_MD], there.handle), arrived.group_sizes_L

@@ -15,7 +15,7 @@ from jmoe.collectives.schedule import (
     After,
     chunk_bytes,
     cut_ranges,
-    interleave,
+    interleave_collectives,
 )
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
 from kernels_pallas import native
@@ -71,7 +71,7 @@ def test_interleave(name: str, order: str | None) -> None:
             return lax.all_gather(after(piece), ALL, tiled=True)
 
         work = [lambda after, i=i: send(rows[:, 3 * i : 3 * i + 3], after) for i in range(4)]
-        return interleave(layer, (x, w), work, SCHEDULES[name], ALL, x)
+        return interleave_collectives(layer, (x, w), work, SCHEDULES[name], ALL, x)
 
     def plain(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
         return layer(x, w), [
@@ -109,7 +109,7 @@ def test_work_is_hidden_behind_experts(experts: str) -> None:
 
     def body(*args: jax.Array) -> Any:
         work = [lambda after: lax.all_gather(after(args[0]), ALL, tiled=True)] * 4
-        return interleave(run, args, work, SCHEDULES["chunks"], ALL, args[0])
+        return interleave_collectives(run, args, work, SCHEDULES["chunks"], ALL, args[0])
 
     specs: Any = (BATCH, REPLICATED, REPLICATED)
     mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
@@ -136,7 +136,7 @@ def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -
     def body(*args: jax.Array) -> Any:
         work = [lambda after: lax.all_gather(after(args[0]), ALL, tiled=True)] * 4
         with native.allow_native_training(True, background=True):
-            return interleave(run, args, work, SCHEDULES["chunks"], ALL, args[0])
+            return interleave_collectives(run, args, work, SCHEDULES["chunks"], ALL, args[0])
 
     specs: Any = (BATCH, REPLICATED, REPLICATED)
     mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
@@ -155,7 +155,7 @@ def test_a_product_that_no_all_to_all_waits_for_begins_when_one_can(
     name: str, deferred: bool
 ) -> None:
     def body(x: jax.Array, w: jax.Array) -> Any:
-        return interleave(layer, (x, w), [], SCHEDULES[name], ALL, x)
+        return interleave_collectives(layer, (x, w), [], SCHEDULES[name], ALL, x)
 
     specs: Any = (BATCH, REPLICATED)
     mapped = jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=(BATCH, []), check_vma=False)

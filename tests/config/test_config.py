@@ -24,7 +24,7 @@ from jmoe.config import (
     TiersConfig,
     TrainConfig,
     YarnConfig,
-    differences,
+    describe_differences,
 )
 from jmoe.config.distil import DistilConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
@@ -533,7 +533,7 @@ def test_a_share_of_chosen_experts_is_at_least_what_a_token_chooses() -> None:
 def test_dense_model_needs_no_expert_settings() -> None:
     model = ModelConfig(num_experts=0, num_experts_per_tok=0)
     assert model.num_moe_layers == 0
-    assert model.num_parameters()[0] == model.num_parameters()[1]
+    assert model.total_and_active_parameters()[0] == model.total_and_active_parameters()[1]
 
 
 @pytest.mark.parametrize(
@@ -689,11 +689,11 @@ def test_check_devices_names_what_does_not_split(
 def test_differences_name_each_changed_field() -> None:
     saved = json.loads(TrainConfig(data=DataConfig(path=("a",))).to_json())
     now = TrainConfig(data=DataConfig(path=("a",)), model=ModelConfig(hidden_size=512), seed=1)
-    assert differences(saved, dataclasses.asdict(now)) == [
+    assert describe_differences(saved, dataclasses.asdict(now)) == [
         "model.hidden_size: 256 -> 512",
         "seed: 0 -> 1",
     ]
-    assert differences(saved, saved) == []
+    assert describe_differences(saved, saved) == []
 
 
 # total: half the bytes of the published bfloat16 weights. active: in billions as published, to its
@@ -707,7 +707,7 @@ def test_differences_name_each_changed_field() -> None:
     ],
 )
 def test_published_sizes(name: str, total: int, active: float, last_digit: float) -> None:
-    computed_total, computed_active = PRESETS[name][1].model.num_parameters()
+    computed_total, computed_active = PRESETS[name][1].model.total_and_active_parameters()
     assert computed_total == total
     assert abs(computed_active / 1e9 - active) < last_digit
 
@@ -720,7 +720,7 @@ def test_published_sizes(name: str, total: int, active: float, last_digit: float
 def test_gpt_moe_has_the_sizes_of_moesys_table_2(num_experts: int, total: float) -> None:
     config = PRESETS[f"gpt-moe-{num_experts}e"][1]
     assert config.model.num_experts == num_experts
-    assert config.model.num_parameters()[0] / 1e9 == pytest.approx(total, abs=0.06)
+    assert config.model.total_and_active_parameters()[0] / 1e9 == pytest.approx(total, abs=0.06)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])

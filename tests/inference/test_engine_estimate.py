@@ -82,7 +82,7 @@ def test_copies_of_experts_that_the_device_lacks() -> None:
 
 
 def test_nothing_is_compiled_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: False)
+    monkeypatch.setattr(ahead_of_time, "has_cuda_plugin", lambda: False)
     with pytest.raises(
         ValueError, match=r"estimate = 'rtx-4090': needs .* pip install 'jmoe\[cuda13\]'"
     ):

@@ -19,7 +19,7 @@ from jmoe.layers import loss
 from jmoe.layers.embedding import Embedding, lookup, lookup_row_block_local
 from jmoe.layers.loss import cross_entropy
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh, split_over
-from jmoe.planning.embedding import EmbeddingPlan, round_rows
+from jmoe.planning.embedding import EmbeddingPlan, rows_per_round
 from tests.arrays import assert_near
 
 R, T, V, D = 8, 24, 64, 16
@@ -96,7 +96,9 @@ def test_lookup(shape: tuple[int, int, int], kind: EmbeddingKind, dtype: Any) ->
 
 
 def test_rows_of_a_round() -> None:
-    assert round_rows(T, R) == 8 and round_rows(4096, R) == 256 and round_rows(3, R) == 3
+    assert (
+        rows_per_round(T, R) == 8 and rows_per_round(4096, R) == 256 and rows_per_round(3, R) == 3
+    )
 
 
 @pytest.mark.parametrize(("kind", "gathers", "reduces"), [("columns", 1, 0), ("rows", 0, 1)])

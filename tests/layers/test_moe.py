@@ -32,7 +32,7 @@ from jmoe import (
     Routing,
     moe_metrics,
 )
-from jmoe.collectives.exchange import Choices
+from jmoe.collectives.exchange import TokenChoices
 from jmoe.mesh import ALL, EXPERT, make_mesh, split_over
 from tests.arrays import assert_near, assert_trees_close
 from tests.compiled import compilations
@@ -432,7 +432,7 @@ def test_our_experts_gather_rows_that_a_users_are_given() -> None:
     assert_trees_close(a.dx, b.dx)
     for name in ("w_up", "w_down"):
         assert_trees_close(a.dparams["experts"][name], b.dparams["experts"]["experts"][name])
-    chosen = Choices(jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
+    chosen = TokenChoices(jnp.zeros((T, 2), jnp.int32), jnp.ones((T, 2)), jnp.zeros(E, jnp.int32))
     (arrived,) = ours.exchange.dispatch(x, chosen).chunks
     assert arrived.rows_or_tokens is x
     assert arrived.rows_MD.shape == (2 * T, D)

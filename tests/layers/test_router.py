@@ -476,13 +476,16 @@ def test_a_router_needs_its_row_and_its_scores_alone(monkeypatch: pytest.MonkeyP
         scores_TE = jnp.square(logits_TE)
         return scores_TE, scores_TE / jnp.sum(scores_TE, axis=1, keepdims=True)
 
-    one_bias = ModelConfig(router=RouterConfig(kind="sigmoid")).num_parameters()
+    one_bias = ModelConfig(router=RouterConfig(kind="sigmoid")).total_and_active_parameters()
     monkeypatch.setitem(SCORES, "squared", squared)
     rules = RouterRules("squared", num_experts_per_tok=3, normalizes=True, has_bias=True)
     monkeypatch.setitem(ROUTERS, "softmax", rules)
     with pytest.raises(ValueError, match=r"= 2: must be 3 for router\.kind = 'softmax'"):
         ModelConfig(num_experts_per_tok=2)
-    ours, theirs = (ModelConfig(num_experts_per_tok=3).num_parameters()[0], one_bias[0])
+    ours, theirs = (
+        ModelConfig(num_experts_per_tok=3).total_and_active_parameters()[0],
+        one_bias[0],
+    )
     assert ours == theirs
     router = Router(D, E, 3, RouterConfig(), rngs=nnx.Rngs(0))
     bias_E = jnp.asarray(np.random.default_rng(1).normal(size=E), jnp.float32)

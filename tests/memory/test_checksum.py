@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.checksum import checksum, is_checksum, page_sums
+from jmoe.memory.checksum import checksum, matches_checksum, page_sums
 
 
 def test_checksum_of_every_bit() -> None:
@@ -56,6 +56,6 @@ def test_seals_of_earlier_versions_are_known() -> None:
     first, second = (int(page_sum) for page_sum in page_sums(record_R))
     unmixed = (first + 3 * second) % 2**64
     assert unmixed != checksum(record_R)
-    assert is_checksum(unmixed, record_R) and is_checksum(checksum(record_R), record_R)
+    assert matches_checksum(unmixed, record_R) and matches_checksum(checksum(record_R), record_R)
     record_R[5000] ^= 1
-    assert not is_checksum(unmixed, record_R)
+    assert not matches_checksum(unmixed, record_R)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jmoe.memory.identity import BLOCK_BYTES, STRIDE_BYTES, WHOLE_BYTES, content_identity
+from jmoe.memory.identity import BLOCK_BYTES, STRIDE_BYTES, WHOLE_BYTES, sampled_content_hash
 
 
 def written(path: Path, content: bytes) -> Path:
@@ -22,12 +22,12 @@ def flipped(content: bytes, at: int) -> bytes:
 
 def test_every_byte_of_a_small_file_counts(tmp_path: Path) -> None:
     content = bytes(range(256)) * 40
-    one = content_identity({"a": written(tmp_path / "one", content)})
-    assert content_identity({"a": written(tmp_path / "copy", content)}) == one
+    one = sampled_content_hash({"a": written(tmp_path / "one", content)})
+    assert sampled_content_hash({"a": written(tmp_path / "copy", content)}) == one
     for at in (0, 5000, len(content) - 1):
-        assert content_identity({"a": written(tmp_path / "other", flipped(content, at))}) != one
-    assert content_identity({"b": tmp_path / "one"}) != one
-    assert content_identity({"a": tmp_path / "one", "b": tmp_path / "one"}) != one
+        assert sampled_content_hash({"a": written(tmp_path / "other", flipped(content, at))}) != one
+    assert sampled_content_hash({"b": tmp_path / "one"}) != one
+    assert sampled_content_hash({"a": tmp_path / "one", "b": tmp_path / "one"}) != one
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_blocks_of_a_large_file_count(
     first = at if isinstance(at, int) else at(len(content))
     one, other = written(tmp_path / "one", content), tmp_path / "other"
     written(other, flipped(content, first) if first < len(content) else content + b"?")
-    same = content_identity({"a": one}, {one: marks}) == content_identity(
+    same = sampled_content_hash({"a": one}, {one: marks}) == sampled_content_hash(
         {"a": other}, {other: marks}
     )
     assert same == (not seen)
@@ -60,15 +60,15 @@ def test_of_many_files_each_counts(tmp_path: Path) -> None:
     files = {
         str(number): written(tmp_path / str(number), b"%d" % (number % 10)) for number in range(600)
     }
-    before = content_identity(files)
+    before = sampled_content_hash(files)
     written(files["577"], b"8")
-    assert content_identity(files) != before
+    assert sampled_content_hash(files) != before
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """One that is not there, and one that opens and then gives an error: here a folder."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        content_identity({"a": tmp_path / "nowhere"})
+        sampled_content_hash({"a": tmp_path / "nowhere"})
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError, match="folder"):
-        content_identity({"a": tmp_path / "folder"})
+        sampled_content_hash({"a": tmp_path / "folder"})

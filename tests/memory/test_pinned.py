@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jmoe.memory import pinned
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.pinned import PinnedSlots, choose_host_memory
+from jmoe.memory.pinned import PinnedSlots, choose_host_allocator
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.tiered_store import TieredStore
@@ -54,7 +54,7 @@ def check_sent(sent: dict[str, jax.Array], index: int, names: Any = ARRAYS) -> N
 
 
 def pinned_here(setting: Any = "on") -> Any:
-    return choose_host_memory(setting, "pin_host_memory", [CPU]).allocate
+    return choose_host_allocator(setting, "pin_host_memory", [CPU]).allocate
 
 
 def test_what_is_sent_is_a_copy() -> None:
@@ -88,7 +88,7 @@ def test_records_in_pinned_memory(kind: str, tmp_path: Path) -> None:
             with tiers.get(index) as record:
                 assert not record.data_R.flags.writeable
                 np.testing.assert_array_equal(record["w"], content(index)["w"])
-                check_sent(record.on_device(ARRAYS, CPU), index)
+                check_sent(record.copy_to_device(ARRAYS, CPU), index)
 
 
 def test_records_that_change_in_pinned_memory(tmp_path: Path) -> None:
@@ -99,12 +99,12 @@ def test_records_that_change_in_pinned_memory(tmp_path: Path) -> None:
         ) as tiers:
             for index in range(NUM_RECORDS):
                 with tiers.get(index, writable=True) as record:
-                    check_sent(record.on_device(ARRAYS, CPU), index)
+                    check_sent(record.copy_to_device(ARRAYS, CPU), index)
                     record["s"][...] = -index
                     record.put()
             for index in range(NUM_RECORDS):
                 with tiers.get(index) as record:
-                    assert int(record.on_device(["s"], CPU)["s"]) == -index
+                    assert int(record.copy_to_device(["s"], CPU)["s"]) == -index
 
 
 def test_ordinary_memory_is_sent_too() -> None:
@@ -112,7 +112,7 @@ def test_ordinary_memory_is_sent_too() -> None:
         TieredStore(HostRecords.allocate_and_fill(LAYOUT, NUM_RECORDS, fill)) as tiers,
         tiers.get(2) as record,
     ):
-        check_sent(record.on_device(["w", "s"], CPU), 2, ("w", "s"))
+        check_sent(record.copy_to_device(["w", "s"], CPU), 2, ("w", "s"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ PINS = Accelerator(("device", "pinned_host"))
     ],
 )
 def test_which_memory_is_used(setting: Any, devices: Any, is_pinned: bool) -> None:
-    chosen = choose_host_memory(setting, "pin", devices)
+    chosen = choose_host_allocator(setting, "pin", devices)
     assert (chosen.allocate is not allocate_slots) == is_pinned
     assert chosen.note.startswith("records in pinned" if is_pinned else "records in ordinary")
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_pinned_is_refused(devices: Any) -> None:
         ValueError,
         match=r"tiers\.pin_host_memory = 'on': must be auto or off unless a process has one",
     ):
-        choose_host_memory("on", "tiers.pin_host_memory", devices)
+        choose_host_allocator("on", "tiers.pin_host_memory", devices)
 
 
 @pytest.mark.parametrize("why", ["no memory", "no address"])

@@ -330,14 +330,14 @@ def test_number_of_parameters(name: str) -> None:
     config = config_of(**OPTIONS[name])
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    assert total == config.num_parameters()[0]
+    assert total == config.total_and_active_parameters()[0]
     experts = [
         leaf.size
         for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model))
         if is_expert(path)
     ]
     idle = 1 - config.num_experts_per_tok / max(1, config.num_experts)
-    assert total - idle * sum(experts) == config.num_parameters()[1]
+    assert total - idle * sum(experts) == config.total_and_active_parameters()[1]
 
 
 @pytest.mark.parametrize("name", ["default", "everything"])

@@ -23,8 +23,8 @@ LOCAL = LocalExperts(np.arange(P), ((FIRST, SECOND), (THIRD,)), np.arange(P))
 
 def record(value: float) -> Any:
     w = np.full(SHAPES["w"], value, np.float32)
-    on_device = lambda names, device: {name: jax.device_put(w, device) for name in names}  # noqa: E731
-    return SimpleNamespace(data_R=w.view(np.uint8).reshape(-1), on_device=on_device)
+    copy_to_device = lambda names, device: {name: jax.device_put(w, device) for name in names}  # noqa: E731
+    return SimpleNamespace(data_R=w.view(np.uint8).reshape(-1), copy_to_device=copy_to_device)
 
 
 def weights(slots: TrainingSlots, slot: int) -> list[list[float]]:

@@ -17,8 +17,8 @@ from jmoe.planning.exchange import plan_exchange
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
-    TrainedModel,
     TrainingPlan,
+    TrainingSizes,
     plan_training,
 )
 
@@ -30,11 +30,11 @@ CLUSTER = ClusterConfig(
     storage=StorageConfig(1e3),
     machine=MachineConfig(accelerator="h100", host_bytes=1, nvme_bytes=1),
 )
-MODEL = TrainedModel(
+MODEL = TrainingSizes(
     num_layers=3,
     num_experts=4,
     num_experts_per_tok=1,
-    expert_parameters=5,
+    parameters_per_expert=5,
     dense_parameters=100,
     step_tokens=64,
     dense_flops=1e3,
@@ -50,7 +50,7 @@ ON_DEVICE = StatePlacement("device", "device", "host", 2, None, 2)
 LATE = replace(CLUSTER, network=NetworkConfig(1e3, 2e3, 0.5, 0.25))
 
 
-def training(model: TrainedModel) -> TrainingPlan:
+def training(model: TrainingSizes) -> TrainingPlan:
     return plan_training(
         model, ON_DEVICE, Machine(10**9, 10**9, 10**9, False, 1e3, 1e2, 1e9, 1e9, 1e9)
     )

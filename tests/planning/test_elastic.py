@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.planning.elastic import DeviceMemory, Layout, Share, TaskLoad, plan_layout
+from jmoe.planning.elastic import DeviceMemory, ImageShare, TaskLayout, TaskLoad, plan_layout
 
 PAPER = tuple(TaskLoad(str(i), size) for i, size in enumerate((512, 256, 128, 128)))
 loads = st.builds(
@@ -19,11 +19,11 @@ loads = st.builds(
 tasks_of = st.lists(loads, min_size=1, max_size=6)
 
 
-def counts(layout: Layout) -> list[int]:
+def counts(layout: TaskLayout) -> list[int]:
     return [len(layout.devices_of(task)) for task in range(len(layout.tasks))]
 
 
-def assert_covers(layout: Layout) -> None:
+def assert_covers(layout: TaskLayout) -> None:
     """Every image of every task is on one device."""
     for number, task in enumerate(layout.tasks):
         images = [
@@ -42,7 +42,7 @@ def test_the_paper_s_layouts() -> None:
     assert counts(plan_layout(PAPER, 4)) == [1, 1, 1, 1]
     assert plan_layout(PAPER, 4).idle_fractions() == (0, 0.5, 0.75, 0.75)
     two = plan_layout([TaskLoad("a", 1), TaskLoad("b", 1), TaskLoad("c", 2)], 2)
-    assert two.shares == ((Share(2, 0, 2),), (Share(0, 0, 1), Share(1, 0, 1)))
+    assert two.shares == ((ImageShare(2, 0, 2),), (ImageShare(0, 0, 1), ImageShare(1, 0, 1)))
     assert plan_layout(PAPER, 1).images_per_device == (1024,)
     assert plan_layout(PAPER, 4).largest_micro_batch == 128
 

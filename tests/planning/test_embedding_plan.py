@@ -12,7 +12,7 @@ from jmoe.planning.embedding import (
     EmbeddingSizes,
     embedding_traffic,
     plan_embedding,
-    round_rows,
+    rows_per_round,
 )
 
 V, H, T = 50304, 1024, 256
@@ -116,7 +116,7 @@ def test_bytes_of_rows() -> None:
     found = dataclasses.replace(plan("rows"), parallel_head=True)
     block, row = 2 * 32 * (4 + 2 * H * 2), 2 * H * 2 + 8 + 4 * 12
     sent = embedding_traffic(found, GPT)
-    assert round_rows(T, 4) == 32
+    assert rows_per_round(T, 4) == 32
     assert (sent.across_bytes, sent.inside_bytes) == (2 * block + T * row, block + 2 * T * row)
     assert embedding_traffic(found, GPT, rounds=1).across_bytes == block + T * row
 

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from jmoe.planning.expert_packing import (
     MemoryShortfall,
     PackingDecision,
-    is_decided_at,
-    next_packing,
+    decide_packing,
+    is_packing_decided_at,
 )
 
 
 def decide(all_to_all_s: float, ffn_s: float, now: int = 1, **options: Any) -> PackingDecision:
-    return next_packing(all_to_all_s, ffn_s, now, **{"step": 10, "most_experts": 16} | options)
+    return decide_packing(all_to_all_s, ffn_s, now, **{"step": 10, "most_experts": 16} | options)
 
 
 def test_the_steps_of_lina() -> None:
-    assert [step for step in range(24) if is_decided_at(step)] == [10, 14, 18, 22]
+    assert [step for step in range(24) if is_packing_decided_at(step)] == [10, 14, 18, 22]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,16 @@ def test_it_doubles_only_where_it_may(
     a: float, f: float, now: int, above: int, step: int, shortfall: MemoryShortfall
 ) -> None:
     most = 2 ** (now + above)
-    decision = next_packing(a, f, 2**now, step=step, most_experts=most, shortfall=shortfall)
+    decision = decide_packing(a, f, 2**now, step=step, most_experts=most, shortfall=shortfall)
     assert (
         decision.experts_per_device in (2**now, 2 ** (now + 1))
         and decision.experts_per_device <= most
     )
     doubled = decision.experts_per_device > 2**now
-    assert doubled == (is_decided_at(step) and a > f and above > 0 and not shortfall.lacking_bytes)
-    assert decision.done == (is_decided_at(step) and not doubled)
+    assert doubled == (
+        is_packing_decided_at(step) and a > f and above > 0 and not shortfall.lacking_bytes
+    )
+    assert decision.done == (is_packing_decided_at(step) and not doubled)
 
 
 @given(
@@ -160,7 +162,7 @@ def test_it_comes_to_an_end(measured: list[tuple[float, float, float]], most: in
     experts, step, step_s = 1, 10, dict[int, float]()
     for all_to_all_s, ffn_s, whole_s in measured:
         step_s[experts] = whole_s
-        decision = next_packing(
+        decision = decide_packing(
             all_to_all_s, ffn_s, experts, step=step, most_experts=2**most, step_s=step_s
         )
         experts, step = decision.experts_per_device, step + 4

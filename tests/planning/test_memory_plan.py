@@ -13,13 +13,13 @@ from jmoe.planning.memory_plan import (
     plan_memory,
     plan_mesh_memory,
 )
-from jmoe.planning.roofline import ExpertWeights
+from jmoe.planning.roofline import ExpertWeightSizes
 
 MB = 10**6
 # 4 layers of 8 experts of 1 MB, records of 1.1 MB, 2 MB of other weights and 1 MB of keys and
 # values
 MODEL = ModelBytes(
-    ExpertWeights(4, 8, 2, MB), record_bytes=1_100_000, dense_bytes=2 * MB, cache_bytes=MB
+    ExpertWeightSizes(4, 8, 2, MB), record_bytes=1_100_000, dense_bytes=2 * MB, cache_bytes=MB
 )
 GPU = FreeMemory(device_bytes=40 * MB, host_bytes=100 * MB, shared=False)
 SMALL_GPU = dataclasses.replace(GPU, device_bytes=20 * MB)

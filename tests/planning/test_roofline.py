@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jmoe.planning.roofline import (
-    ExpertWeights,
+    ExpertWeightSizes,
     Measurements,
     distinct_experts,
     predict_experts,
@@ -18,7 +18,7 @@ from jmoe.planning.roofline import (
 )
 
 # 8 layers of 64 experts of 1 MB, top-2; a link of 1 GB/s: a layer takes 64 ms, an expert 1 ms.
-WEIGHTS = ExpertWeights(num_layers=8, num_experts=64, num_experts_per_tok=2, expert_bytes=10**6)
+WEIGHTS = ExpertWeightSizes(num_layers=8, num_experts=64, num_experts_per_tok=2, expert_bytes=10**6)
 DECODE = Measurements(bandwidth_bytes_per_s=1e9, compute_s=0.002, num_tokens=1)
 PREFILL = Measurements(bandwidth_bytes_per_s=1e9, compute_s=0.100, num_tokens=4096)
 
@@ -116,8 +116,8 @@ def test_hybrid() -> None:
         ),
         (lambda: distinct_experts(8, 2, -1), "num_tokens = -1"),
         (lambda: Measurements(0, 0.1, 1), "bandwidth_bytes_per_s = 0"),
-        (lambda: ExpertWeights(0, 1, 1, 1), "num_layers = 0"),
-        (lambda: ExpertWeights(1, 2, 3, 1), "num_experts_per_tok = 3"),
+        (lambda: ExpertWeightSizes(0, 1, 1, 1), "num_layers = 0"),
+        (lambda: ExpertWeightSizes(1, 2, 3, 1), "num_experts_per_tok = 3"),
         (lambda: Measurements(1e9, 0.1, 1, hit_rate=1.5), "hit_rate = 1.5"),
         (lambda: Measurements(1e9, -0.1, 1), "compute_s = -0.1"),
     ],

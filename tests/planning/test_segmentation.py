@@ -15,7 +15,7 @@ from jmoe.config.engine import EngineMesh
 from jmoe.offload.segments import placements_to_segments, read_segments
 from jmoe.planning.memory_plan import ModelBytes
 from jmoe.planning.placement import slot_rows_and_sizes
-from jmoe.planning.roofline import ExpertWeights
+from jmoe.planning.roofline import ExpertWeightSizes
 from jmoe.planning.segmentation import SegmentBy, SegmentPlan, StepTokens, plan_segments
 
 MUCH = 10**12
@@ -23,7 +23,7 @@ FEW = StepTokens(8, 10)
 
 
 def model(num_experts: int, rest_bytes: int = 0, layers: int = 2, k: int = 1) -> ModelBytes:
-    return ModelBytes(ExpertWeights(layers, num_experts, k, 100), 4096, rest_bytes, 0)
+    return ModelBytes(ExpertWeightSizes(layers, num_experts, k, 100), 4096, rest_bytes, 0)
 
 
 def plan(

@@ -8,12 +8,14 @@ import pytest
 
 from jmoe.config.engine import EngineConfig
 from jmoe.planning.memory_plan import FreeMemory, ModelBytes, plan_memory
-from jmoe.planning.roofline import ExpertWeights
+from jmoe.planning.roofline import ExpertWeightSizes
 from jmoe.planning.streaming import MOST_TOKENS_ON_HOST, Calibration, RoutingStats, StreamingPlan
 from kernels_pallas.native import MAX_ROWS
 
 # 8 layers of 64 experts of 1 MB; half of them fit
-MODEL = ModelBytes(ExpertWeights(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0)
+MODEL = ModelBytes(
+    ExpertWeightSizes(8, 64, 2, 10**6), record_bytes=10**6, dense_bytes=0, cache_bytes=0
+)
 FREE = FreeMemory(10**10, 10**10, shared=False)
 HALF = plan_memory(MODEL, FREE, EngineConfig(device_bytes=256 * 10**6))
 SPEEDS = Calibration(

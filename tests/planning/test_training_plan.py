@@ -9,21 +9,21 @@ from jmoe.config.tiers import TIERS
 from jmoe.planning.training import (
     Machine,
     StatePlacement,
-    TrainedModel,
     TrainingPlan,
+    TrainingSizes,
     _possible_changes,
-    candidate_tiers,
+    candidate_tier_pairs,
     first_fitting_plan,
     plan_training,
 )
 
 GB = 10**9
 # 1 billion parameters in 16 x 64 experts
-MODEL = TrainedModel(
+MODEL = TrainingSizes(
     num_layers=16,
     num_experts=64,
     num_experts_per_tok=2,
-    expert_parameters=10**6,
+    parameters_per_expert=10**6,
     dense_parameters=10**7,
     step_tokens=4096,
     dense_flops=1e11,
@@ -57,7 +57,7 @@ def test_room_for_a_share_of_a_layers_experts() -> None:
     says how few.
     """
 
-    def slots(model: TrainedModel, share: float) -> int:
+    def slots(model: TrainingSizes, share: float) -> int:
         rows = plan_training(model, replace(NVME, device_experts=share), MACHINE).rows
         return sum(
             size for tier, kind, size in rows if (tier, kind) == ("device", "experts: weights")
@@ -92,7 +92,7 @@ def test_a_measured_share_of_chosen_experts() -> None:
 
     def moved(plan: TrainingPlan) -> float:
         experts = plan.model.num_layers * plan.model.active_experts
-        return experts * sum(sum(traffic) for traffic in plan.expert_traffic())
+        return experts * sum(sum(traffic) for traffic in plan.expert_traffic_by_pass())
 
     assert MODEL.active_experts == pytest.approx(64)
     estimated = plan_training(MODEL, replace(NVME, device_experts=0.25), MACHINE)
@@ -113,7 +113,7 @@ def test_a_measured_share_of_chosen_experts() -> None:
     )
     assert half.step_s() == pytest.approx(estimated.step_s() / 2)  # all of it transfers
     assert half.step_s(overlapped=False) == pytest.approx(
-        sum(half.compute_s) + sum(half.step_transfers_s)
+        sum(half.compute_s) + sum(half.transfers_s_by_pass)
     )
     # updates of those chosen
     assert estimated.compute_s[0] > half.compute_s[0] > quarter.compute_s[0]
@@ -174,14 +174,14 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     plan = plan_training(MODEL, replace(NVME, experts="device", optimizer="device"), MACHINE)
-    parameters = MODEL.all_expert_parameters + MODEL.dense_parameters
+    parameters = MODEL.num_all_expert_parameters + MODEL.dense_parameters
     assert plan.bytes_on("device") >= 16 * parameters
     assert plan.bytes_on("nvme") == 0
     assert set(plan.lacking_bytes) == {"device"}
     assert "the most is experts: moments, 8.19 GB. Take " in plan.advice()[0]
     assert "tiers.experts = host and tiers.optimizer = host" in plan.advice()[0]
     # nothing moves, whatever tiers.gradients says
-    assert plan.expert_traffic() == ((0, 0, 0), (0, 0, 0))
+    assert plan.expert_traffic_by_pass() == ((0, 0, 0), (0, 0, 0))
 
 
 def test_a_shared_memory_is_counted_once() -> None:
@@ -277,7 +277,7 @@ def test_replicas_repeat_the_experts_and_share_the_saving() -> None:
         assert two[kind] == alone[kind] > 0
     for kind in ("older versions in checkpoints", "gradients in checkpoints"):
         assert 2 * two[kind] == alone[kind] > 0
-    layer_bytes = 4 * MODEL.num_experts * MODEL.expert_parameters
+    layer_bytes = 4 * MODEL.num_experts * MODEL.parameters_per_expert
     # gradients that are being summed
     assert two["experts: in use"] == alone["experts: in use"] + layer_bytes
     assert plans[0].model.active_experts < plans[1].model.active_experts <= MODEL.num_experts
@@ -297,21 +297,22 @@ def test_only_a_streamed_step_keeps_the_inputs_of_all_its_micro_batches() -> Non
 
 
 def test_traffic_of_an_expert() -> None:
-    forward, back = plan_training(MODEL, NVME, MACHINE).expert_traffic()
+    forward, back = plan_training(MODEL, NVME, MACHINE).expert_traffic_by_pass()
     again = 1 - 2 / 16  # two layers are still there on the way back
     assert forward == pytest.approx((28e6, 16e6, 12e6))  # everything comes, weights and moments go
     # weights come, gradients go
     assert back == pytest.approx((4e6 * again + 4e6, 4e6 * again, 4e6))
-    whole = replace(NVME, host_cache_bytes=16 * MODEL.all_expert_parameters)
+    whole = replace(NVME, host_cache_bytes=16 * MODEL.num_all_expert_parameters)
     assert all(
-        traffic[1:] == (0, 0) for traffic in plan_training(MODEL, whole, MACHINE).expert_traffic()
+        traffic[1:] == (0, 0)
+        for traffic in plan_training(MODEL, whole, MACHINE).expert_traffic_by_pass()
     )
 
 
 def test_a_step_takes_the_longer_of_computing_and_moving() -> None:
     plan = plan_training(MODEL, NVME, MACHINE)
     experts = 16 * MODEL.active_experts
-    assert plan.step_s() == pytest.approx(experts * sum(plan.expert_transfer_s))
+    assert plan.step_s() == pytest.approx(experts * sum(plan.expert_transfer_s_by_pass))
     assert plan.step_s(overlapped=False) > plan.step_s()
     fast = replace(
         MACHINE, nvme_read_bytes_per_s=1e15, nvme_write_bytes_per_s=1e15, link_bytes_per_s=1e15
@@ -343,7 +344,7 @@ def test_experts_products_computed_again() -> None:
     again = replace(kept, residual_bytes=3 * GB, experts_residual_bytes=0, experts_again=True)
     once, twice = (plan_training(model, resident, fast) for model in (kept, again))
     choices = MODEL.num_layers * MODEL.step_tokens * MODEL.num_experts_per_tok
-    product_s = 2 * MODEL.expert_parameters * choices / MODEL.num_devices / fast.flops
+    product_s = 2 * MODEL.parameters_per_expert * choices / MODEL.num_devices / fast.flops
     assert twice.step_s() - once.step_s() == pytest.approx(product_s)
     assert once.bytes_on("device") - twice.bytes_on("device") == 6 * GB // MODEL.num_devices
     tight = replace(fast, device_bytes=once.bytes_on("device") - GB)
@@ -359,7 +360,7 @@ def test_each_way_takes_the_longer_of_computing_and_moving() -> None:
         replace(MODEL, residual_bytes=1), NVME, replace(MACHINE, memory_bytes_per_s=1e18)
     )
     experts, computing_s = 16 * MODEL.active_experts, plan.step_s(overlapped=False)
-    forward_s, back_s = (experts * seconds for seconds in plan.expert_transfer_s)
+    forward_s, back_s = (experts * seconds for seconds in plan.expert_transfer_s_by_pass)
     computing_s -= forward_s + back_s
     # computing then takes 1 and 2 times what moving takes back
     flops = MACHINE.flops * computing_s / (3 * back_s)
@@ -371,20 +372,24 @@ def test_each_way_takes_the_longer_of_computing_and_moving() -> None:
 
 def test_break_even() -> None:
     plan = plan_training(MODEL, NVME, MACHINE)
-    tokens = plan.break_even_tokens * MODEL.num_experts / MODEL.num_experts_per_tok
+    tokens = plan.break_even_tokens_per_expert * MODEL.num_experts / MODEL.num_experts_per_tok
     there = plan_training(replace(MODEL, step_tokens=int(tokens)), NVME, MACHINE)
-    assert there.model.tokens_per_expert == pytest.approx(plan.break_even_tokens, rel=1e-3)
+    assert there.model.tokens_per_expert == pytest.approx(
+        plan.break_even_tokens_per_expert, rel=1e-3
+    )
     assert (
         there.step_s(overlapped=False) - there.step_s()
-        >= 0.99 * sum(there.expert_transfer_s) * 16 * 64
+        >= 0.99 * sum(there.expert_transfer_s_by_pass) * 16 * 64
     )
 
 
 def test_auto_takes_the_fastest_that_fits() -> None:
-    assert candidate_tiers("auto", "auto")[0] == ("device", "device")
-    assert candidate_tiers("auto", "auto")[-1] == ("nvme", "nvme")
-    assert candidate_tiers("host", "auto") == [("host", "host"), ("host", "nvme")]
-    places = [replace(NVME, experts=a, optimizer=b) for a, b in candidate_tiers("auto", "auto")]
+    assert candidate_tier_pairs("auto", "auto")[0] == ("device", "device")
+    assert candidate_tier_pairs("auto", "auto")[-1] == ("nvme", "nvme")
+    assert candidate_tier_pairs("host", "auto") == [("host", "host"), ("host", "nvme")]
+    places = [
+        replace(NVME, experts=a, optimizer=b) for a, b in candidate_tier_pairs("auto", "auto")
+    ]
     assert (
         first_fitting_plan(MODEL, replace(MACHINE, device_bytes=30 * GB), places).placement.experts
         == "device"

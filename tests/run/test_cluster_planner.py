@@ -57,7 +57,7 @@ def test_one_node_is_the_ordinary_plan() -> None:
 
 
 def test_bytes_on_all_devices_are_the_models() -> None:
-    total, _ = QWEN.model.num_parameters()
+    total, _ = QWEN.model.total_and_active_parameters()
     for plan in planned(QWEN, cluster()):
         model, devices = plan.training.model, 8 * plan.nodes
         dense = devices * kinds(plan, "device", "dense weights")
@@ -67,8 +67,8 @@ def test_bytes_on_all_devices_are_the_models() -> None:
             kinds(plan, "device", f"experts: {kind}")
             for kind in ("weights", "moments", "gradients")
         )
-        assert devices * state == 16 * model.all_expert_parameters * model.replicas
-        assert model.dense_parameters + model.all_expert_parameters == total
+        assert devices * state == 16 * model.num_all_expert_parameters * model.replicas
+        assert model.dense_parameters + model.num_all_expert_parameters == total
         assert plan.checkpoint_bytes == 12 * total
 
 
@@ -79,7 +79,7 @@ def test_bytes_on_all_disks_are_the_models() -> None:
         model = plan.training.model
         assert model.replicas == 1 and model.num_devices == 8 * plan.nodes
         for kind, size in (("experts: weights", 4), ("experts: moments", 8)):
-            assert plan.nodes * kinds(plan, "nvme", kind) == size * model.all_expert_parameters
+            assert plan.nodes * kinds(plan, "nvme", kind) == size * model.num_all_expert_parameters
     assert [
         row.mesh for row in cluster_rows(STREAMED, cluster(nodes=(1, 2, 4), grows="experts"))
     ] == [(1, nodes, 8) for nodes in (1, 2, 4)]

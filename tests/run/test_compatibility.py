@@ -20,7 +20,7 @@ from jmoe.config import (
 )
 from jmoe.config.distil import DistilConfig
 from jmoe.configs.ufo import ufo_tiny
-from jmoe.run.compatibility import check_compatible
+from jmoe.run.compatibility import check_and_list_differences
 from tests.train_runs import Start, free_port
 
 CONFIG = TrainConfig(num_steps=7)
@@ -81,9 +81,9 @@ def test_what_may_change_between_checkpoint_and_run() -> None:
         remat="layer",
         tiers=TiersConfig(chosen_share=0.5),
     )
-    assert check_compatible(configured(), configured()) == []
-    assert check_compatible(configured(), free) == []
-    notes = check_compatible(configured(), configured(num_steps=9))
+    assert check_and_list_differences(configured(), configured()) == []
+    assert check_and_list_differences(configured(), free) == []
+    notes = check_and_list_differences(configured(), configured(num_steps=9))
     assert notes == ["num_steps: 7 -> 9 (a cosine schedule now ends at another step)"]
 
 
@@ -98,25 +98,29 @@ def test_what_may_change_between_checkpoint_and_run() -> None:
 )
 def test_what_must_not_change(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
-        check_compatible(configured(), configured(**changes))
+        check_and_list_differences(configured(), configured(**changes))
     assert "num_steps" not in str(caught.value)
 
 
 def test_a_field_that_the_checkpoint_does_not_know_has_its_default() -> None:
     saved = configured()
     del saved["model"]["router"]["n_group"], saved["seed"]
-    assert check_compatible(saved, configured()) == []
+    assert check_and_list_differences(saved, configured()) == []
     with pytest.raises(ValueError, match="seed: 0 -> 1"):
-        check_compatible(saved, configured(seed=1))
+        check_and_list_differences(saved, configured(seed=1))
 
 
 def test_a_fingerprint_stands_for_the_data() -> None:
     saved, now = configured(), configured()
     now["data"] = {**now["data"], "path": ["/moved/text"]}
     with pytest.raises(ValueError, match=r"data.path: \[\] -> \['/moved/text'\]"):
-        check_compatible(saved, now)
+        check_and_list_differences(saved, now)
     assert (
-        len(check_compatible({**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"}))
+        len(
+            check_and_list_differences(
+                {**saved, "data_fingerprint": "a"}, {**now, "data_fingerprint": "a"}
+            )
+        )
         == 1
     )
     changed = {**now, "data_fingerprint": "b"}
@@ -124,11 +128,13 @@ def test_a_fingerprint_stands_for_the_data() -> None:
         ValueError,
         match=r"the data has changed .*: data.path: \[\] -> \['/moved/text'\]; give the text",
     ):
-        check_compatible({**saved, "data_fingerprint": "a"}, changed)
+        check_and_list_differences({**saved, "data_fingerprint": "a"}, changed)
     with pytest.raises(
         ValueError, match=r"the data has changed .*: data.path = \[\] names other text now"
     ):
-        check_compatible({**saved, "data_fingerprint": "a"}, {**saved, "data_fingerprint": "b"})
+        check_and_list_differences(
+            {**saved, "data_fingerprint": "a"}, {**saved, "data_fingerprint": "b"}
+        )
 
 
 def test_a_fingerprint_stands_for_the_teacher() -> None:
@@ -140,13 +146,17 @@ def test_a_fingerprint_stands_for_the_teacher() -> None:
     )
     a, b = {"teacher_fingerprint": "a"}, {"teacher_fingerprint": "b"}
     with pytest.raises(ValueError, match=r"distil\.teacher: 'teacher' -> other weights"):
-        check_compatible(saved | a, saved | b)
-    assert check_compatible(saved, saved | a) == check_compatible(saved | a, saved | a) == []
-    (note,) = check_compatible(saved | a, moved | a)
+        check_and_list_differences(saved | a, saved | b)
+    assert (
+        check_and_list_differences(saved, saved | a)
+        == check_and_list_differences(saved | a, saved | a)
+        == []
+    )
+    (note,) = check_and_list_differences(saved | a, moved | a)
     assert note == "distil.teacher: 'teacher' -> 'moved' (the teacher itself is the same)"
     for before, now in ((saved, moved | a), (saved | a, moved | b)):
         with pytest.raises(ValueError, match=r"distil\.teacher: 'teacher' -> 'moved'"):
-            check_compatible(before, now)
+            check_and_list_differences(before, now)
 
 
 def test_fields_of_earlier_versions_are_understood() -> None:
@@ -167,9 +177,9 @@ def test_fields_of_earlier_versions_are_understood() -> None:
     }
     saved["tiers"] |= {"beta": 0.8, "decay_every_steps": 4}
     saved["data"]["num_threads"] = 2
-    assert check_compatible(saved, configured(comm=CommConfig(schedule="ready"))) == []
+    assert check_and_list_differences(saved, configured(comm=CommConfig(schedule="ready"))) == []
     with pytest.raises(ValueError, match="seed: 0 -> 1"):
-        check_compatible(saved, configured(seed=1))
+        check_and_list_differences(saved, configured(seed=1))
 
 
 def test_tasks_may_end_at_another_step() -> None:
@@ -177,14 +187,14 @@ def test_tasks_may_end_at_another_step() -> None:
     before = json.loads(ufo_tiny.to_json())
     for task in before["tasks"].values():  # as saved when tasks could not end
         del task["num_steps"]
-    assert check_compatible(before, config) == []
+    assert check_and_list_differences(before, config) == []
     config["tasks"]["fonts"]["num_steps"] = 9
     config["elastic"]["max_imbalance"] = 1.5
-    (note,) = check_compatible(before, config)
+    (note,) = check_and_list_differences(before, config)
     assert note.startswith("tasks.fonts.num_steps: 0 -> 9 (the task takes part until another step")
     config["tasks"]["fonts"]["batch_size"] = 8
     with pytest.raises(ValueError, match=r"tasks\.fonts\.batch_size: 16 -> 8"):
-        check_compatible(before, config)
+        check_and_list_differences(before, config)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +220,10 @@ def test_tasks_may_end_at_another_step() -> None:
     ],
 )
 def test_what_the_next_steps_go_by_may_change(changes: dict[str, Any], line: str) -> None:
-    (note,) = check_compatible(configured(), configured(**changes))
+    (note,) = check_and_list_differences(configured(), configured(**changes))
     assert note.startswith(line)
 
 
 def test_a_refusal_names_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"--init-from RUN with another --output-dir"):
-        check_compatible(configured(), configured(seed=1))
+        check_and_list_differences(configured(), configured(seed=1))

@@ -27,10 +27,10 @@ SIZES = "device_memory_size", "memory_bandwidth"
 
 
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: False)
+    monkeypatch.setattr(ahead_of_time, "has_cuda_plugin", lambda: False)
     with pytest.raises(
         ValueError, match=r"estimate = 'h100': needs .*: pip install 'jmoe\[cuda13\]'"
     ):
         ahead_of_time.check_cuda_installed("estimate", "h100")
-    monkeypatch.setattr(ahead_of_time, "has_cuda", lambda: True)
+    monkeypatch.setattr(ahead_of_time, "has_cuda_plugin", lambda: True)
     ahead_of_time.check_cuda_installed("estimate", "h100")

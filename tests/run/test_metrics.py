@@ -30,11 +30,11 @@ from jmoe.run.metrics import (
     least_loaded_expert,
     peak_flops,
     read_events,
-    read_metrics,
+    read_step_records,
     recent_expert_load,
 )
 from jmoe.run.report import write_report
-from jmoe.run.summary import HeldOutLoss, Summary, print_final_summary
+from jmoe.run.summary import HeldOutLoss, RunSummary, print_final_summary
 
 
 def metrics(
@@ -110,7 +110,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path) -> None:
             )
         log.write_evaluation(len(losses), loss=np.float32(2.5), bits_per_byte=1.25)
     path = tmp_path / "run" / "metrics.jsonl"
-    records = read_metrics(path)
+    records = read_step_records(path)
     assert [record["step"] for record in records] == list(range(len(losses)))
     assert np.array([r["loss"] for r in records]).astype(np.float32).tobytes() == losses.tobytes()
     assert records[0] == {
@@ -143,7 +143,7 @@ def test_a_step_can_be_read_while_the_log_is_open(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, start_step=0) as log:
         log.write_step(0, metrics(0))
         assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
-        assert read_metrics(log.path)[0]["step"] == 0
+        assert read_step_records(log.path)[0]["step"] == 0
 
 
 def test_resumed_steps_replace_older_ones(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_resumed_steps_replace_older_ones(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, start_step=10) as log:
         log.write_step(10, metrics(10, loss=np.float32(1.5)))
         log.write_step(11, metrics(11, loss=np.float32(1.25)))
-    records = read_metrics(tmp_path / "metrics.jsonl")
+    records = read_step_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(12))
     assert [record["loss"] for record in records[10:]] == [1.5, 1.25]
     events = read_events(tmp_path / "metrics.jsonl")
@@ -169,7 +169,7 @@ def test_resumed_steps_replace_older_ones(tmp_path: Path) -> None:
 def test_a_run_from_the_start_voids_what_the_file_held(tmp_path: Path) -> None:
     write_run(tmp_path, 0, 7)
     write_run(tmp_path, 0, 3)
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [record["step"] for record in read_step_records(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert read_events(tmp_path / "metrics.jsonl") == [{"event": "resume", "step": 0}]
 
 
@@ -186,10 +186,10 @@ def test_a_torn_last_line_is_skipped_and_cut(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + tail.encode())
-    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2]
+    assert [record["step"] for record in read_step_records(path)] == [0, 1, 2]
     write_run(tmp_path, 3, 4)
     assert path.read_bytes().startswith(whole + b'{"event": "resume", "step": 3}\n')
-    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_step_records(path)] == [0, 1, 2, 3]
 
 
 def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
     write_run(tmp_path, 3, 4)
-    assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_step_records(path)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("bad", ["not JSON", "[1]", "3", '{"loss": 1.0}', '{"step": "a"}'])
@@ -207,7 +207,7 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str) -> None:
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], bad, lines[1]]) + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: must be .*; delete the line"):
-        read_metrics(path)
+        read_step_records(path)
 
 
 WRITER = """
@@ -239,9 +239,9 @@ def test_kill_and_resume(
             time.sleep(0.02)
         process.kill()
         process.wait()
-        start = read_metrics(path)[-1]["step"] - 7
+        start = read_step_records(path)[-1]["step"] - 7
         assert start > 20
-    records = read_metrics(path)
+    records = read_step_records(path)
     assert [record["step"] for record in records] == list(range(len(records)))
     assert all(record["loss"] == 1 / (1 + record["step"]) for record in records)
     assert (
@@ -274,7 +274,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         "expert_load[0][1]": "nan",
     }
     assert strict_json(second)["non_finite"] == {"loss": "nan", "bits_per_byte": "inf"}
-    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    (read,) = read_step_records(tmp_path / "metrics.jsonl")
     assert (
         math.isnan(read["loss"])
         and read["grad_norm"] == math.inf
@@ -288,7 +288,7 @@ def test_load_of_a_large_model_is_recorded_on_some_steps(tmp_path: Path) -> None
     layers, experts = 8, EXPERT_LOAD_VALUES_PER_STEP // 2  # four times what a step may hold
     write_run(tmp_path, 0, 10, layers=layers, experts=experts)
     write_run(tmp_path, 6, 10, layers=layers, experts=experts)
-    records = read_metrics(tmp_path / "metrics.jsonl")
+    records = read_step_records(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in records if "expert_load" in r] == [0, 4, 6]
     assert np.asarray(records[0]["expert_load"]).shape == (layers, experts)
     assert_png(write_report(tmp_path))
@@ -659,7 +659,7 @@ def test_a_strip_shows_load_by_colour(tmp_path: Path) -> None:
 
 
 def summary_text(stream: Any, folder: Path, **changes: Any) -> None:
-    summary = Summary(
+    summary = RunSummary(
         before=HeldOutLoss(8.31, 3.6),
         after=HeldOutLoss(2.9012, 1.31),
         unigram_bits_per_byte=2.62,

@@ -14,9 +14,9 @@ from jmoe.run.planner import (
     described_machine,
     packing_shortfall,
     packing_summary,
-    tiers_summary,
-    trained_model,
+    summarize_and_log_tiers,
     training_plan,
+    training_sizes,
     with_chosen_tiers,
 )
 from jmoe.runtime import MEMORY_SHARE
@@ -27,11 +27,13 @@ TINY = PRESETS["tiny"][1]
 @pytest.mark.parametrize("name", ["tiny", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-moe-8e"])
 def test_parameters_add_up(name: str) -> None:
     config = PRESETS[name][1]
-    model = trained_model(config)
-    total, active = config.model.num_parameters()
-    assert model.all_expert_parameters + model.dense_parameters == total
+    model = training_sizes(config)
+    total, active = config.model.total_and_active_parameters()
+    assert model.num_all_expert_parameters + model.dense_parameters == total
     inactive = (
-        (model.num_experts - model.num_experts_per_tok) * model.num_layers * model.expert_parameters
+        (model.num_experts - model.num_experts_per_tok)
+        * model.num_layers
+        * model.parameters_per_expert
     )
     assert total - active == inactive
 
@@ -83,7 +85,7 @@ def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
         with MetricsLog(tmp_path / f"{config.tiers.chosen_share}-{share}", start_step=0) as log:
             for step in range(4):
                 log.write_step(step, dict.fromkeys(REQUIRED, 0.0) | {"step_s": 2.5})
-            line = tiers_summary(config, totals, log).splitlines()[0]
+            line = summarize_and_log_tiers(config, totals, log).splitlines()[0]
             (event,) = read_events(log.path)
         assert event["measured_step_s"] == 2.5
         return line, event
@@ -146,7 +148,7 @@ def test_chunks_of_dedup_have_whole_buffers_under_capacity() -> None:
     def residual_bytes(factor: float | None, inter: int = 2, **comm: Any) -> int:
         model = dataclasses.replace(TINY.model, capacity_factor=factor)
         mesh = MeshConfig(1, inter, 2)
-        return trained_model(
+        return training_sizes(
             dataclasses.replace(TINY, model=model, mesh=mesh, comm=CommConfig(**comm))
         ).residual_bytes
 
@@ -175,7 +177,7 @@ def packed(packing: Any, device_bytes: int = 10**12) -> TrainConfig:
 
 def test_packing_multiplies_what_a_device_has_of_the_experts() -> None:
     alone, four = training_plan(packed(1)), training_plan(packed(4))
-    assert (four.model.num_devices, four.model.replicas, four.model.all_devices) == (2, 4, 8)
+    assert (four.model.num_devices, four.model.replicas, four.model.num_all_devices) == (2, 4, 8)
     rows = [
         {kind: size for tier, kind, size in plan.rows if tier == "device"} for plan in (alone, four)
     ]
@@ -297,7 +299,7 @@ def test_advice_names_devices_that_help_and_no_others() -> None:
     )
     shared = training_plan(dataclasses.replace(MIXTRAL, mesh=MeshConfig(16, 1, 8)))
     assert 16 * shared.model.layer_activation_bytes == plan.model.layer_activation_bytes
-    assert shared.model.device_expert_parameters == plan.model.device_expert_parameters
+    assert shared.model.num_device_expert_parameters == plan.model.num_device_expert_parameters
 
 
 def test_a_predicted_step_says_that_traffic_is_left_out() -> None:
@@ -323,7 +325,10 @@ def test_what_one_gpu_and_several_have_of_the_weights() -> None:
         plan = training_plan(dataclasses.replace(TINY, **(base | changes)))
         return {kind: size for tier, kind, size in plan.rows if tier == "device"}
 
-    total, experts = TINY.model.num_parameters()[0], trained_model(TINY).all_expert_parameters
+    total, experts = (
+        TINY.model.total_and_active_parameters()[0],
+        training_sizes(TINY).num_all_expert_parameters,
+    )
     one, cpu = rows(), rows(machine=MachineConfig())
     copies, gradients = "weights in the products' dtype", "experts: gradients"
     assert (
@@ -346,7 +351,7 @@ def test_the_exchange_has_buffers_and_a_layer_that_is_computed_again_has_more() 
             "batch_size": 16,
             "machine": MachineConfig(accelerator="h100"),
         }
-        return trained_model(
+        return training_sizes(
             dataclasses.replace(TINY, mesh=MeshConfig(**mesh), **base)
         ).layer_activation_bytes
 

@@ -19,11 +19,11 @@ from jmoe.config.tiers import TiersConfig
 from jmoe.run import snapshots
 from jmoe.run.snapshot_file import (
     allocate_file,
-    file_bytes,
     layout_of_shards,
     map_verified_snapshot,
     read_description,
     read_state,
+    snapshot_file_bytes,
     verify_snapshot,
     write_snapshot,
 )
@@ -80,7 +80,7 @@ def is_step(state: dict[str, jax.Array], step: int) -> bool:
 def test_file_has_what_was_written(tmp_path: Path) -> None:
     state = state_of(7)
     layout, path = layout_of_shards(state), tmp_path / "file"
-    size_bytes = file_bytes(layout, {"data": [1]})
+    size_bytes = snapshot_file_bytes(layout, {"data": [1]})
     write_snapshot(allocate_file(path, size_bytes), state, layout, {"data": [1]})
     assert path.stat().st_size == size_bytes
     assert read_description(path) == {"data": [1], "layout": layout}
@@ -105,7 +105,7 @@ def test_file_has_what_was_written(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], reason: str) -> None:
     state = state_of(7)
     layout, path = layout_of_shards(state), tmp_path / "file"
-    write_snapshot(allocate_file(path, file_bytes(layout, {})), state, layout, {})
+    write_snapshot(allocate_file(path, snapshot_file_bytes(layout, {})), state, layout, {})
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=reason):
         map_verified_snapshot(path)
@@ -114,7 +114,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], reaso
 def test_bytes_are_checked_as_a_file_is(tmp_path: Path) -> None:
     state = state_of(7)
     layout, path = layout_of_shards(state), tmp_path / "file"
-    file = allocate_file(path, file_bytes(layout, {}))
+    file = allocate_file(path, snapshot_file_bytes(layout, {}))
     write_snapshot(file, state, layout, {})
     assert verify_snapshot(file) == {"layout": layout}
     file[-1] ^= 1

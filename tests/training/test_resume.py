@@ -140,7 +140,7 @@ def test_a_merge_reads_experts_one_by_one(
         count.look()
     # brought up to date: gradient, weights and moments, before and after, of one
     behind = before in ("half", "nvme")
-    assert count.most_bytes <= (7 * 4 * CONFIG.model.expert_parameters if behind else 0)
+    assert count.most_bytes <= (7 * 4 * CONFIG.model.parameters_per_expert if behind else 0)
 
 
 class ExpertsOnDevices:
@@ -150,7 +150,9 @@ class ExpertsOnDevices:
 
     def __init__(self, config: ModelConfig = CONFIG.model) -> None:
         h, f = config.hidden_size, config.moe_intermediate_size
-        self.all_bytes = 12 * config.num_moe_layers * config.num_experts * config.expert_parameters
+        self.all_bytes = (
+            12 * config.num_moe_layers * config.num_experts * config.parameters_per_expert
+        )
         self._shapes = ((h, 2 * f), (f, h))
         self.most_bytes = 0
         self._before: dict[int, jax.Array] = {}

@@ -72,7 +72,7 @@ def call_on_all_ranks(method: Method) -> Method:
 def join_lockstep(config: DistributedConfig) -> "Leader | Follower | None":
     """Connect to the other processes and return this rank's side; None if this process is alone."""
     silence_s = config.heartbeat_timeout_s
-    connections = distributed.join_with_connections(config, rank_0_outlives=True)
+    connections = distributed.join_and_connect_processes(config, rank_0_outlives=True)
     channels = {rank: Channel(connection, silence_s) for rank, connection in connections.items()}
     if not channels:
         return None

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
-from jmoe.collectives.exchange import Choices, PerDeviceExchange
+from jmoe.collectives.exchange import PerDeviceExchange, TokenChoices
 from jmoe.collectives.ragged import RaggedExchange
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
@@ -185,7 +185,7 @@ def experts_on_mesh(
         sent: RaggedExchange | PerDeviceExchange = RaggedExchange(EXPERT_INTRA, num_devices)
         if not exchange.ragged:
             sent = PerDeviceExchange(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
-        chosen = Choices(physical_TK, weights_TK, counts)
+        chosen = TokenChoices(physical_TK, weights_TK, counts)
         there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
         slots = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":

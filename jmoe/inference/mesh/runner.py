@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.collectives.ragged import can_send_ragged
+from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import KVCache, empty_caches
@@ -117,7 +117,7 @@ class MeshRunner:
         """
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
-        self.ragged = can_send_ragged(self.mesh.devices.flat[0])
+        self.ragged = supports_ragged_exchange(self.mesh.devices.flat[0])
         self.leader: Leader | None = None  # rank 0's connection to other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # [step][layer]

@@ -41,7 +41,13 @@ from jmoe.collectives.fusion import (
     unflatten,
     unflatten_gradients,
 )
-from jmoe.collectives.schedule import After, Schedule, Work, cut_ranges, interleave
+from jmoe.collectives.schedule import (
+    After,
+    CollectiveSchedule,
+    Work,
+    cut_ranges,
+    interleave_collectives,
+)
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
@@ -228,7 +234,7 @@ class ReverseScan:
     # maps a stack of layers to the parameters that travel in the flat buffer
     layout_of: Callable[[PyTree], BufferLayout]
     hierarchy: Hierarchy
-    schedule: Schedule
+    schedule: CollectiveSchedule
     bucket_bytes: int  # float32 gradients that one reduction sums; 0: one layer's
     chunk_bytes: int  # of one collective, see `collectives.schedule`
     # Whether gradients outside the flat buffer are summed over devices. False in all accumulation
@@ -236,7 +242,7 @@ class ReverseScan:
     reduces: bool = True
     summed: PyTree = None  # the earlier accumulation steps' gradients, by kind, to add to
 
-    # Work: the gathers and reductions that `interleave` places
+    # Work: the gathers and reductions that `interleave_collectives` places
 
     def chunk_gathers(self, row_C: jax.Array | None) -> list[Work]:
         """Return the all-gathers of a layer's parameters, one for each chunk of its shard `row_C`;
@@ -478,7 +484,7 @@ class _Scan:
             index = pattern.layer_index(position, repeat)
             own = layer_slice(outside_buffer[kind], index)
             args = unsharded, own, layer_slice(keys[kind], index), x
-            (x, layer_stats, layer_residuals), gathered = interleave(
+            (x, layer_stats, layer_residuals), gathered = interleave_collectives(
                 partial(self._forward_layer, kind, pattern.windows[position]),
                 args,
                 self.config.chunk_gathers(following),
@@ -647,7 +653,7 @@ class _Scan:
             state.dx,
             layer_slice(dstats, index) if kind == "moe" else [],
         )
-        (rows_RG, gradients, dx), results = interleave(
+        (rows_RG, gradients, dx), results = interleave_collectives(
             partial(self._backward_layer, kind),
             args,
             gathers + list(itertools.chain(*reductions)),

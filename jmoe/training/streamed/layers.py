@@ -43,7 +43,7 @@ from jmoe.collectives.fusion import (
     unflatten,
     unflatten_gradients,
 )
-from jmoe.collectives.schedule import interleave
+from jmoe.collectives.schedule import interleave_collectives
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats, moe_stats
 from jmoe.layers.router import Routing
@@ -162,7 +162,7 @@ class LayerFunctions:
         flat = None if experts is None else _flatten_experts(experts)
         all_reductions = [] if flat is None else scan.chunk_all_reduces(flat, ((DATA,),))
         works = gathers + reductions + all_reductions
-        result, received = interleave(function, args, works, scan.schedule, ALL, begin)
+        result, received = interleave_collectives(function, args, works, scan.schedule, ALL, begin)
         num_gathers, num_reductions = len(gathers), len(reductions)
         gathered, reduced = received[:num_gathers], received[num_gathers:]
         unsharded_RC = None
@@ -281,9 +281,11 @@ class LayerFunctions:
         else:
             row_C, model = layer_slice(*work.next_layer), self.config.model
             gathers, dense = scan.chunk_gathers(row_C), row_C.size * self.mesh.size
-            multiplied = dense + model.num_experts_per_tok * model.expert_parameters
+            multiplied = dense + model.num_experts_per_tok * model.parameters_per_expert
             early = gathers[: len(gathers) * dense // multiplied]
-            (routed, residuals), gathered = interleave(run, args, early, scan.schedule, ALL, x_BSD)
+            (routed, residuals), gathered = interleave_collectives(
+                run, args, early, scan.schedule, ALL, x_BSD
+            )
         # All replicas of an expert fetch it if one needs it, so that all apply its pending update
         # in the same step.
         arrived_E = routed.arrived_E

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from jmoe.config import VisionTrainConfig
 from jmoe.mesh import ALL, EXPERTS_PATH
 from jmoe.models.vision import SHARED_EXPERT
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.types import PyTree
 
 NONE = -1  # an empty slot
@@ -237,7 +237,7 @@ def places_experts_by_task(config: VisionTrainConfig, num_devices: int) -> bool:
     return elastic and (config.tiers.all_on_device or (stay and not config.model.num_moe_layers))
 
 
-def task_slots(config: VisionTrainConfig, layout: Layout) -> TaskSlots | None:
+def task_slots(config: VisionTrainConfig, layout: TaskLayout) -> TaskSlots | None:
     """Return the placement of the experts of task-routed layers; None if the mesh splits them
     evenly.
 

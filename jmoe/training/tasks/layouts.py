@@ -13,7 +13,7 @@ import jax
 
 from jmoe.config import VisionTrainConfig, check
 from jmoe.models.vision import SHARED_EXPERT
-from jmoe.planning.elastic import DeviceMemory, Layout, TaskLoad, plan_layout, size_text
+from jmoe.planning.elastic import DeviceMemory, TaskLayout, TaskLoad, plan_layout, size_text
 from jmoe.training.tasks.experts import places_experts_by_task, task_slots
 
 LEAST_GAIN = 1.05  # the speedup of a step that justifies compiling again
@@ -49,7 +49,7 @@ def expert_bytes(config: VisionTrainConfig) -> int:
     """Return the device bytes of one expert: weights, moments, gradient, and a copy in the compute
     dtype.
     """
-    return config.model.expert_parameters * (
+    return config.model.parameters_per_expert * (
         STATE_BYTES + GRADIENT_BYTES + _cast_bytes_per_element(config)
     )
 
@@ -67,7 +67,7 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     model, mesh = config.model, config.mesh
     in_use_bytes = GRADIENT_BYTES + _cast_bytes_per_element(config)
     routed = model.num_experts * len(model.expert_layers)
-    dense = model.num_parameters()[0] - routed * model.expert_parameters
+    dense = model.total_and_active_parameters()[0] - routed * model.parameters_per_expert
     parts = num_devices if config.comm.shard_dense else 1
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
@@ -96,7 +96,7 @@ def slot_bytes_per_expert(config: VisionTrainConfig, num_devices: int) -> int:
     groups = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     gradients = GRADIENT_BYTES * (2 if num_devices > groups else 1) + written
     in_use = 4 * _num_layers_on_device(config) + gradients + _cast_bytes_per_element(config)
-    return config.model.expert_parameters * in_use
+    return config.model.parameters_per_expert * in_use
 
 
 def _count_slots_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
@@ -156,7 +156,7 @@ def plan_task_layout(
     *,
     step: int = 0,
     image_s: Mapping[str, float] | None = None,
-) -> Layout:
+) -> TaskLayout:
     """Return the layout of `step` that balances the devices' loads within `machine.device_bytes`.
 
     image_s: seconds per image of each task; by default all images cost the same, since their sizes
@@ -206,7 +206,7 @@ class LayoutController:
         self.num_devices = num_devices  # in use
         self._image_s: dict[str, float] | None = None  # measured; None: the batch sizes decide
 
-    def layout_at_step(self, step: int) -> Layout:
+    def layout_at_step(self, step: int) -> TaskLayout:
         """Return the layout of `step`."""
         return plan_task_layout(self._config, self.num_devices, step=step, image_s=self._image_s)
 
@@ -282,7 +282,7 @@ def layout_plan_lines(config: VisionTrainConfig) -> list[str]:
     ]
 
 
-def layout_notes(config: VisionTrainConfig, layout: Layout) -> list[str]:
+def layout_notes(config: VisionTrainConfig, layout: TaskLayout) -> list[str]:
     """Return lines to print: the tasks and memory of each device.
 
     Empty if all devices do the same work, or the layout is not elastic.
@@ -292,7 +292,7 @@ def layout_notes(config: VisionTrainConfig, layout: Layout) -> list[str]:
     return [*layout.describe_lines(), *filter(None, [slots_line(config, layout)])]
 
 
-def allocated_bytes(config: VisionTrainConfig, layout: Layout) -> int:
+def allocated_bytes(config: VisionTrainConfig, layout: TaskLayout) -> int:
     """Return the bytes that each device actually allocates: slots are sized by the device with the
     most experts in a layer.
     """
@@ -313,7 +313,7 @@ def tiers_line(config: VisionTrainConfig) -> str:
     tiers, layers = config.tiers, len(config.model.expert_layers)
     if tiers.all_on_device:
         return ""
-    parameters = config.model.num_experts * layers * config.model.expert_parameters
+    parameters = config.model.num_experts * layers * config.model.parameters_per_expert
     gradient_bytes = 2 if tiers.gradient_dtype == "bfloat16" else 4
     kinds = {
         "weights": (4, tiers.experts),
@@ -331,7 +331,7 @@ def tiers_line(config: VisionTrainConfig) -> str:
     )
 
 
-def slots_line(config: VisionTrainConfig, layout: Layout) -> str:
+def slots_line(config: VisionTrainConfig, layout: TaskLayout) -> str:
     """Return one line on each device's slots and their bytes; "" if experts are not
     placed by task.
     """

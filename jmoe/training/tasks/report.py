@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.shards import write_atomic
-from jmoe.planning.elastic import Layout
-from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, read_run
+from jmoe.planning.elastic import TaskLayout
+from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, read_steps_and_events
 
 COLORS: Final = (
     "#2563eb",
@@ -30,7 +30,7 @@ COLORS: Final = (
 )
 
 
-def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layout) -> Path:
+def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: TaskLayout) -> Path:
     """Draw OUTPUT_DIR/report.png and return its path. It shows accuracies by step, each task's
     experts, and idle time by device.
     """
@@ -39,7 +39,7 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: Layou
     def task_accuracies(record: dict[str, dict[str, float]]) -> list[float]:
         return [record.get("task_accuracy", {}).get(name, math.nan) for name in names]
 
-    steps, events = read_run(output_dir / METRICS_FILE, task_accuracies)
+    steps, events = read_steps_and_events(output_dir / METRICS_FILE, task_accuracies)
     figure = Figure(figsize=(13.5, 5.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     curves, experts, idle = figure.subplots(1, 3, width_ratios=(2, 1.2, 1))

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jmoe.cluster.distributed import RequestSignal, from_rank_0
+from jmoe.cluster.distributed import RequestSignal, result_from_rank_0
 from jmoe.config import VisionTrainConfig, check
 from jmoe.data.image_batches import ImageBatch, all_train_batches, held_out_batches
 from jmoe.data.images import ImageTask
 from jmoe.mesh import BATCH, first_devices, make_mesh
-from jmoe.run.metrics import read_events, read_metrics
+from jmoe.run.metrics import read_events, read_step_records
 from jmoe.run.planner import tier_totals, tier_totals_text
 from jmoe.status import status
 from jmoe.training.expert_packing import max_over_processes, move_state
@@ -185,7 +185,7 @@ class VisionSession(Session):
         assert self.resizing is not None
         text, limit_s = "", self.config.distributed.step_timeout_s
         try:
-            text = from_rank_0(
+            text = result_from_rank_0(
                 f"{DEVICES_FILE} {self.resizing.times}", path.read_text, limit_s
             ).strip()
             check(text.isascii() and text.isdigit(), str(path), text, "must be a number of devices")
@@ -280,7 +280,7 @@ class VisionSession(Session):
             linear = {task.name: linear_baseline_accuracy(task) for task in self.corpus}
         with status("drawing the report", print_on_rank_0):
             path = self.draw_report()
-        measured = [line for line in read_metrics(self.log.path) if not line.get("compiled")]
+        measured = [line for line in read_step_records(self.log.path) if not line.get("compiled")]
         step_s = median(line["step_s"] for line in measured) if measured else float("nan")
         results = [
             TaskResult(

@@ -48,7 +48,7 @@ from jmoe.mesh import (
 from jmoe.models.functional import split_parameters
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.training.expert_packing import ROUNDS, timed_s
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.sharded_model import ShardedModel
@@ -72,7 +72,7 @@ def _params_and_moments(state: TrainState) -> tuple[PyTree, PyTree, PyTree]:
     return state.params, state.m, state.v
 
 
-def active_tasks(config: VisionTrainConfig, layout: Layout) -> list[str]:
+def active_tasks(config: VisionTrainConfig, layout: TaskLayout) -> list[str]:
     """Return the names of the tasks that some device runs in this layout, in
     configuration order.
     """
@@ -290,7 +290,11 @@ class VisionTrainer:
     progress_counters: Callable[[], object] | None = None
 
     def __init__(
-        self, config: VisionTrainConfig, num_classes: Mapping[str, int], mesh: Mesh, layout: Layout
+        self,
+        config: VisionTrainConfig,
+        num_classes: Mapping[str, int],
+        mesh: Mesh,
+        layout: TaskLayout,
     ) -> None:
         self.config, self.layout = config, layout
         self.slots = task_slots(config, layout)
@@ -324,7 +328,7 @@ class VisionTrainer:
         """
         return layout_notes(self.config, self.layout)
 
-    def with_layout(self, mesh: Mesh, layout: Layout) -> "VisionTrainer":
+    def with_layout(self, mesh: Mesh, layout: TaskLayout) -> "VisionTrainer":
         """Return a trainer of the same run with another layout, on `mesh`. The caller moves the
         state.
         """

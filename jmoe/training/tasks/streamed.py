@@ -24,7 +24,7 @@ from jmoe.mesh import BATCH, REPLICATED
 from jmoe.models.vision import VisionTransformer
 from jmoe.offload.expert_index import SlottedExperts
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import Params
 from jmoe.training.streamed.programs import jit_over_mesh
@@ -75,7 +75,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         config: VisionTrainConfig,
         num_classes: Mapping[str, int],
         mesh: Mesh,
-        layout: Layout,
+        layout: TaskLayout,
         run: str = "run",
         before: Self | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         """The layout, the experts' tiers and their bytes, as lines to print."""
         return [*layout_notes(self.config, self.layout), tiers_line(self.config), self.stores.note]
 
-    def with_layout(self, mesh: Mesh, layout: Layout) -> Self:
+    def with_layout(self, mesh: Mesh, layout: TaskLayout) -> Self:
         """Return a trainer of the same run with another layout on the same mesh; the state stays
         valid.
         """

@@ -26,7 +26,7 @@ from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import BATCH, REPLICATED
 from jmoe.optim.loss_scale import LossScale
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.training.gradient_reduction import StreamedGradients, reduce_gradients_local
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import (
@@ -76,7 +76,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         config: VisionTrainConfig,
         num_classes: Mapping[str, int],
         mesh: Mesh,
-        layout: Layout,
+        layout: TaskLayout,
         slots: TaskSlots | None,
     ) -> None:
         self.config, self.slots = config, slots

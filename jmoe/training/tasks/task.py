@@ -12,7 +12,7 @@ from jmoe.cluster.distributed import RequestSignal
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import has_checkpoint
 from jmoe.run.snapshots import Snapshots
@@ -30,11 +30,11 @@ class ImageTasks:
 
     def __init__(self, config: VisionTrainConfig) -> None:
         self.config = config
-        self._layout: Layout | None = None
+        self._layout: TaskLayout | None = None
         self._resizing: RequestSignal | None = None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> TaskLayout:
         """The layout of the first step; call `prepare_on_mesh` first."""
         assert self._layout is not None, "open() comes first"
         return self._layout

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from jmoe.config import VisionTrainConfig
-from jmoe.planning.elastic import Layout
+from jmoe.planning.elastic import TaskLayout
 from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.streamed import StreamedVisionTrainer
 
@@ -18,7 +18,7 @@ def make_vision_trainer(
     config: VisionTrainConfig,
     num_classes: Mapping[str, int],
     mesh: Mesh,
-    layout: Layout,
+    layout: TaskLayout,
     run: str = "run",
 ) -> ImageTrainer:
     """Return the trainer of an image run, with experts on the tiers that `config.tiers` names.

@@ -154,7 +154,10 @@ def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:
         hidden, inner, vocab = 512, 12288, 1024
         # norms, biases, the router
         layer = 2 * hidden * inner + inner + 4 * hidden * hidden + 9 * hidden + hidden
-        assert made.model.num_parameters()[0] == 6 * layer + (2 * vocab + 256 + 2) * hidden
+        assert (
+            made.model.total_and_active_parameters()[0]
+            == 6 * layer + (2 * vocab + 256 + 2) * hidden
+        )
         assert (made.tiers.experts, made.tiers.optimizer) == (tier, tier)
         assert made.tiers.host_cache_bytes == (20 * 4 * hidden * inner if side == "nvme" else 0)
 

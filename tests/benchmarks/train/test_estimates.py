@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.train.estimates import RESULT, SHAPES, planned_bytes
-from jmoe.run.ahead_of_time import has_cuda
+from jmoe.run.ahead_of_time import has_cuda_plugin
 
 ROWS = json.loads(RESULT.read_text())["rows"]
 COMMITTED: dict[str, dict[str, Any]] = {row["shape"]: row for row in ROWS if row["gpu"] == "h100"}
@@ -25,7 +25,7 @@ def test_the_plan_has_the_bytes_of_the_compiled_step(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not has_cuda(), reason="JAX's CUDA libraries are not installed")
+@pytest.mark.skipif(not has_cuda_plugin(), reason="JAX's CUDA libraries are not installed")
 def test_no_step_is_slower_than_committed(
     run_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

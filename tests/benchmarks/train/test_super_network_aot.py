@@ -20,7 +20,7 @@ def test_a_step_of_ufo_17b_has_the_planned_bytes(run_python: Run) -> None:
     (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert row["devices"] == 32 and row["experts_a_layer_and_device"] == 2  # forty tasks
     assert row["state_bytes"] == pytest.approx(row["planned_state_bytes"], rel=0.005)
-    whole = 12 * ufo_17b.model.num_parameters()[0]
+    whole = 12 * ufo_17b.model.total_and_active_parameters()[0]
     assert row["state_bytes"] < whole / 16
     assert row["planned_state_bytes"] < row["planned_bytes"] < 2 * row["planned_state_bytes"]
     assert f"{row['planned_bytes'] / 1e9:,.2f} GB in all" in done.stderr

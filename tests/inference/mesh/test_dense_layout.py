@@ -82,8 +82,8 @@ def bytes_by_device(arrays: list[jax.Array], devices: int) -> list[int]:
 
 def bytes_of_all(config: ModelConfig) -> int:
     """Return the bytes of all weights but the experts."""
-    experts = config.num_moe_layers * config.num_experts * config.expert_parameters
-    return FLOAT_BYTES * (config.num_parameters()[0] - experts)
+    experts = config.num_moe_layers * config.num_experts * config.parameters_per_expert
+    return FLOAT_BYTES * (config.total_and_active_parameters()[0] - experts)
 
 
 def split_bytes(config: ModelConfig, devices: int) -> int:

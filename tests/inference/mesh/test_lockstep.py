@@ -276,13 +276,13 @@ import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import DistributedConfig
 from jmoe.inference.mesh.lockstep import Follower, Leader, call_on_all_ranks
-from jmoe.cluster.distributed import join_with_connections
+from jmoe.cluster.distributed import join_and_connect_processes
 from jmoe.cluster.channel import Channel
 
 rank, processes, port = map(int, sys.argv[1:4])
 config = DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
     heartbeat_timeout_s=240)
-channels = {rank: Channel(connection, 240) for rank, connection in join_with_connections(config, rank_0_outlives=True).items()}
+channels = {rank: Channel(connection, 240) for rank, connection in join_and_connect_processes(config, rank_0_outlives=True).items()}
 sharding = NamedSharding(jax.make_mesh((processes,), ("d",), axis_types=(AxisType.Auto,)), PartitionSpec("d"))
 total = jax.jit(lambda x: x.sum(axis=0), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 

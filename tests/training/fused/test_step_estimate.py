@@ -8,7 +8,7 @@ import pytest
 from jmoe.config import MeshConfig, TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.planning.gpu_estimate import Communication, GpuEstimate, GpuKernel
-from jmoe.run.ahead_of_time import has_cuda
+from jmoe.run.ahead_of_time import has_cuda_plugin
 from jmoe.training.fused.step_estimate import (
     StepEstimate,
     StepMemory,
@@ -89,7 +89,7 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_cuda(), reason="JAX's CUDA libraries are not installed")
+@pytest.mark.skipif(not has_cuda_plugin(), reason="JAX's CUDA libraries are not installed")
 def test_a_step_compiled_for_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     step = estimate_step(dataclasses.replace(TINY, estimate="h100"))

@@ -15,7 +15,7 @@ import pytest
 from test_streamed_step import CONFIG, HOST, E, Trained, batch, same_training, train
 
 from jmoe.config import CommConfig, MeshConfig, RouterConfig, TiersConfig, TrainConfig
-from jmoe.run.planner import trained_model
+from jmoe.run.planner import training_sizes
 from jmoe.training.streamed.model import ForBackward
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import make_trainer
@@ -281,7 +281,7 @@ def test_nothing_is_sent_twice(
     assert metrics["ok"]
     assert spies["route"].all_to_alls + spies["apply_experts"].all_to_alls == layers * forward
     assert spies["moe_gradients"].all_to_alls == layers * backward
-    planned_bytes = trained_model(config).residual_bytes
+    planned_bytes = training_sizes(config).residual_bytes
     assert 0.7 * planned_bytes <= spies["moe_gradients"].residual_bytes <= 1.15 * planned_bytes
     ordinary: Any = make_trainer(dataclasses.replace(config, tiers=TiersConfig()), devices)
     whole = ordinary.step.lower(ordinary.state_shape, batch(config, 0)).compile()

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import TaskConfig, VisionTrainConfig
-from jmoe.config.vision import PathsConfig
+from jmoe.config.vision import PathLearningConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
@@ -164,9 +164,9 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
             {"num_experts": 1, "num_experts_per_tok": 1},
             "num_experts = 1: must be greater than 1 for lea",
         ),
-        (PathsConfig(), {"temperature": 0.0}, r"temperature = 0.0: must be greater than 0"),
+        (PathLearningConfig(), {"temperature": 0.0}, r"temperature = 0.0: must be greater than 0"),
         (
-            PathsConfig(),
+            PathLearningConfig(),
             {"final_temperature": 3.0},
             r"paths.final_temperature = 3.0: must not exceed .* = 2",
         ),

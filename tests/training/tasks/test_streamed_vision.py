@@ -414,7 +414,7 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
         allocated_bytes(dataclasses.replace(config, tiers=tiers), layout)
         for tiers in (TIERS[name], DEVICE)
     )
-    of_layer = num_slots * model.expert_parameters
+    of_layer = num_slots * model.parameters_per_expert
     planned = 16 * 4 * of_layer - (device - here)
     gradients = 2 if num_devices == 1 else 3  # the third one before its sum over devices
     assert planned == of_layer * (4 * (1 if name == "host" else 4) + 4 * gradients)

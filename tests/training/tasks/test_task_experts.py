@@ -142,14 +142,14 @@ def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
     expert_bytes = sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in experts)
     slots = task_slots(config, layout)
     assert slots is not None and slots.num_slots < 4
-    assert expert_bytes == 12 * 2 * slots.num_slots * config.model.expert_parameters
+    assert expert_bytes == 12 * 2 * slots.num_slots * config.model.parameters_per_expert
     every = sum(4 * np.prod(leaf.shape) for leaf in leaves) - sum(
         4 * np.prod(leaf.shape) for leaf in experts
     )
     gradients = state_bytes - expert_bytes  # of what is split the whole is in use
-    assert state_bytes < every + 12 * 2 * 4 * config.model.expert_parameters
+    assert state_bytes < every + 12 * 2 * 4 * config.model.parameters_per_expert
     planned = allocated_bytes(config, layout)
-    rest = planned - 16 * 2 * slots.num_slots * config.model.expert_parameters
+    rest = planned - 16 * 2 * slots.num_slots * config.model.parameters_per_expert
     assert rest == pytest.approx(gradients + every / 3, rel=0.02)
 
 

@@ -47,7 +47,7 @@ def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
     memory, own_bytes = memory_by_task(ELASTIC, 1)
     planned = (memory.shared_bytes + sum(own_bytes.values())) * 12 / 16  # without gradients
     assert planned == pytest.approx(state_bytes - heads_bytes, rel=1e-3)
-    expert_bytes = 16 * ELASTIC.model.expert_parameters
+    expert_bytes = 16 * ELASTIC.model.parameters_per_expert
     assert own_bytes == {
         name: count * expert_bytes for name, count in count_own_experts(ELASTIC).items()
     }
@@ -151,7 +151,7 @@ def test_seventeen_billion_parameters_are_planned() -> None:
     sharded = ShardedVision(ufo_17b, dict.fromkeys(ufo_17b.tasks, 10), mesh_of(1, 1, 1))
     heads = 40 * 10 * ufo_17b.model.hidden_size
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(sharded.shapes)) - heads
-    total, active = ufo_17b.model.num_parameters()
+    total, active = ufo_17b.model.total_and_active_parameters()
     assert parameters == pytest.approx(total, rel=1e-4)
     assert (round(total / 1e9, 1), round(active / 1e9, 2)) == (17.0, 0.63)
     on_h100 = dataclasses.replace(ufo_17b, machine=MachineConfig("h100"))
@@ -193,7 +193,7 @@ def test_what_devices_keep_in_fact_is_said() -> None:
 def test_experts_on_tiers_are_planned() -> None:
     """What the device has of them depends on the layers in use alone; the rest is on its tier."""
     # of three layers
-    experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.expert_parameters
+    experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.parameters_per_expert
     here = memory_by_task(dataclasses.replace(ELASTIC, layout="even"), 1)[0].shared_bytes
     for tiers, layers in (
         (TiersConfig(experts="host", optimizer="nvme"), 2),
@@ -237,7 +237,7 @@ def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
     config = dataclasses.replace(ufo_17b, layout="elastic", tiers=tiers)
     layout = plan_task_layout(config, 20)
     # weights, a gradient before and after its sum over devices, the previous one, a bfloat16 copy
-    place = config.model.expert_parameters * (4 * 2 + 2 * 4 + 4 + 2)
+    place = config.model.parameters_per_expert * (4 * 2 + 2 * 4 + 4 + 2)
     counts = [len(shares) for shares in layout.shares]
     assert set(counts) == {1, 3}
     assert [num_bytes - layout.shared_bytes for num_bytes in layout.bytes_per_device] == [
