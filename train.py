@@ -34,7 +34,13 @@ from jmoe.cluster import distributed
 from jmoe.cluster.job import describe_hosts
 from jmoe.config import TrainConfig, VisionTrainConfig
 from jmoe.config.cluster import read_cluster
-from jmoe.data.corpus import OtherTextError, Role, discard_staged, prepare, publish_staged
+from jmoe.data.corpus import (
+    OtherTextError,
+    PreparationRole,
+    discard_staged,
+    prepare,
+    publish_staged,
+)
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparationProgress
 from jmoe.deploy.model_folder import merge_in_subprocess
@@ -267,7 +273,7 @@ def prepare_text(
         "data", timeout_s=limits.start_timeout_s, progress=preparing.progress_text, option=option
     ):
         keep = has_checkpoint(config, resolved)
-        role = Role(
+        role = PreparationRole(
             main_process,
             preparing.report,
             limits.start_timeout_s,

@@ -33,7 +33,7 @@ _DTYPES = {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}
 _BY_ROWS = (0, 2, 1, 3)  # the order in memory of [B, H, S, d] that is [B, S, H, d]
 
 
-def check_supported(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array) -> None:
+def check_attention_supported(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array) -> None:
     """Raise NotImplementedError, with the reason, if cuDNN has no kernel with gradients for these
     operands on the target GPU.
     """
@@ -64,7 +64,7 @@ def attention(
     S], the logarithm of each query's sum of exp(scores)).
 
     window: the number of keys that a query sees, itself included; None for all earlier ones.
-    `check_supported` tells what operands it takes.
+    `check_attention_supported` tells what operands it takes.
     """
     b, s, h, _ = q_BSHd.shape
     results = (

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.saved import bits
+from kernels_pallas.saved import bfloat16_as_uint16
 from kernels_pallas.token_permute.reference import take_mapped_rows
 
 
-class Layout(NamedTuple):
+class RowSlots(NamedTuple):
     """The slot of each row, and the row of each slot."""
 
     rows_LC: jax.Array  # the row in each slot; N for an empty slot
@@ -27,19 +27,21 @@ class Layout(NamedTuple):
     ends_L: jax.Array
 
 
-def slot_layout(group_sizes_L: jax.Array, num_rows: int, slots: int) -> Layout:
-    """Return the layout with C = `slots` slots per group."""
+def assign_rows_to_slots(group_sizes_L: jax.Array, num_rows: int, slots_per_group: int) -> RowSlots:
+    """Return the layout with C = `slots_per_group`."""
     num_groups = group_sizes_L.shape[0]
     ends_L = jnp.cumsum(group_sizes_L)
     starts_L = ends_L - group_sizes_L
-    at_C = jnp.arange(slots, dtype=jnp.int32)
+    at_C = jnp.arange(slots_per_group, dtype=jnp.int32)
     rows_LC = jnp.where(at_C < group_sizes_L[:, None], starts_L[:, None] + at_C, num_rows)
     at_N = jnp.arange(num_rows, dtype=jnp.int32)
     group_N = (at_N[:, None] >= ends_L).sum(axis=-1, dtype=jnp.int32)
     position_N = at_N - starts_L[jnp.minimum(group_N, num_groups - 1)]
-    slotted_N = (group_N < num_groups) & (position_N < slots)
-    slot_N = jnp.where(slotted_N, group_N * slots + position_N, num_groups * slots)
-    return Layout(rows_LC, slot_N, starts_L, ends_L)
+    slotted_N = (group_N < num_groups) & (position_N < slots_per_group)
+    slot_N = jnp.where(
+        slotted_N, group_N * slots_per_group + position_N, num_groups * slots_per_group
+    )
+    return RowSlots(rows_LC, slot_N, starts_L, ends_L)
 
 
 class Tiles(NamedTuple):
@@ -114,4 +116,4 @@ def as_sliceable(x: jax.Array) -> jax.Array:
     x is returned as its uint16 bits. Since 0.12 the conversion to bits would be such a copy, so x
     is returned unchanged.
     """
-    return bits(x) if jax.__version_info__ < (0, 12) else x
+    return bfloat16_as_uint16(x) if jax.__version_info__ < (0, 12) else x

@@ -45,7 +45,7 @@ def target_device() -> jax.Device:
     return jax.devices()[0] if (device := _TARGET.get()) is None else device
 
 
-def default_names() -> tuple[Name, ...]:
+def default_implementations() -> tuple[Name, ...]:
     """Return the implementations for the target device, best first. The Mosaic GPU kernels need
     Hopper, those in Triton an NVIDIA GPU from Ampere on.
     """
@@ -96,7 +96,7 @@ def call_first_supported(
     """
     if implementation is not None and not isinstance(implementation, str):
         return getattr(implementation, function)(*args, **options)
-    names = default_names() if implementation is None else (cast(Name, implementation),)
+    names = default_implementations() if implementation is None else (cast(Name, implementation),)
     if unknown := set(names) - set(modules):
         raise ValueError(f"implementation = {unknown.pop()!r}: must be one of {', '.join(modules)}")
 

@@ -80,7 +80,12 @@ def experts_forward(
     slots = -(-shape.num_rows * 5 // (4 * shape.num_experts) // 32) * 32
     weights = MLPWeights(w_up, w_down)
     return grouped_mlp(
-        x_ND, sizes_E, weights, activation="swiglu", slots=slots, implementation=implementation
+        x_ND,
+        sizes_E,
+        weights,
+        activation="swiglu",
+        batched_rows_per_group=slots,
+        implementation=implementation,
     )
 
 

@@ -55,7 +55,7 @@ from kernels_pallas import native
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.matmul import dot
-from kernels_pallas.native import SlotLayout, slot_mlp
+from kernels_pallas.native import ExpertByteOffsets, slot_mlp
 
 ROWS = (1, 2, 8, 32)
 LAYERS, TABLES = 16, 32
@@ -164,7 +164,7 @@ def experts(name: str, tokens: int, kind: str, total: int) -> Calls:
     zeros = jax.jit(lambda: jnp.zeros((tokens, hidden)))
 
     @partial(jax.jit, static_argnums=0)
-    def layers(layout: SlotLayout, slots_MR: jax.Array, tables_LE: jax.Array) -> jax.Array:
+    def layers(layout: ExpertByteOffsets, slots_MR: jax.Array, tables_LE: jax.Array) -> jax.Array:
         y_TD = jnp.zeros((tokens, hidden))
         for table_E in tables_LE:
             y_TD = slot_mlp((*routed[:3], y_TD), slots_MR, table_E, layout, "swiglu")

@@ -31,7 +31,7 @@ from benchmarks.lib.report import JsonObject
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from kernels_pallas.compressed import SCALES, compress
 from kernels_pallas.formats import FORMATS
-from kernels_pallas.implementations import default_names
+from kernels_pallas.implementations import default_implementations
 
 EXPERTS, HIDDEN, INNER, CHOICES = 64, 2048, 1024, 8
 TOY = (8, 256, 128, 2)
@@ -76,7 +76,7 @@ def measure(
     table_E = jnp.asarray(rng.permutation(experts), jnp.int32)
     row: JsonObject = {"tokens": tokens}
     results = {}
-    for name in default_names():
+    for name in default_implementations():
         tile_rows = min(64, tokens)
         run = jax.jit(
             partial(table_mlp, activation="swiglu", tile_rows=tile_rows, implementation=name)

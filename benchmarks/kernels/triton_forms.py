@@ -29,7 +29,7 @@ from benchmarks.lib.floors import seconds
 from benchmarks.lib.report import JsonObject
 from kernels_pallas import grouped_matmul, token_permute
 from kernels_pallas.grouped_matmul import triton as matmul_triton
-from kernels_pallas.implementations import default_names
+from kernels_pallas.implementations import default_implementations
 from kernels_pallas.shapes import MODELS, MoEShape, group_sizes
 from kernels_pallas.token_permute import triton as permute_triton
 
@@ -98,7 +98,7 @@ def permutes(shape: MoEShape, dtype: Any) -> Iterator[tuple[str, Run, tuple[Any,
 def implementations(what: str) -> JsonObject:
     """Return the implementations to compare by name; on a CPU Triton's in the interpreter."""
     if jax.devices()[0].platform == "gpu":
-        return {name: name for name in default_names()}
+        return {name: name for name in default_implementations()}
     if what in ("dispatch", "combine"):
         interpreted: Any = token_permute.Implementation(
             partial(permute_triton.gather_rows, interpret=True),

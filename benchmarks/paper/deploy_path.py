@@ -295,7 +295,7 @@ class Stages:
             fullest = max(
                 sum(map(len, layers)) for layers in json.loads(segments.read_text())["segments"]
             )
-            device_bytes = checkpoint.dense_bytes(1) + fullest * checkpoint.expert_bytes
+            device_bytes = checkpoint.dense_bytes_per_device(1) + fullest * checkpoint.expert_bytes
         serve = (sys.executable, ROOT / "serve.py")
         self.serve("segmented, each of 2 devices", device_bytes, (*serve, small, *split), 1)
         bundled = folder / "bundle"

@@ -43,7 +43,7 @@ from benchmarks.lib.report import JsonObject
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
-from jmoe.data.images import ImageTask, Split
+from jmoe.data.images import ImageSplit, ImageTask
 from jmoe.planning.elastic import ImageShare, TaskLayout, TaskLoad, plan_layout
 
 NUM_DEVICES = 2
@@ -110,7 +110,7 @@ def random_task(name: str, config: VisionTrainConfig, seed: int) -> ImageTask:
     """Return a task of random images, which cost no time to read."""
     side, rng = config.model.image_size, np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (256, side, side, config.model.channels)).astype(np.uint8)
-    split = Split(pixels, np.arange(256, dtype=np.int32) % NUM_CLASSES)
+    split = ImageSplit(pixels, np.arange(256, dtype=np.int32) % NUM_CLASSES)
     return ImageTask(name, tuple(map(str, range(NUM_CLASSES))), split, split)
 
 

@@ -42,8 +42,8 @@ def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
         LazyCheckpoint(model, "bfloat16", kind) as kept,
     ):
         experts = wide.config.num_moe_layers * wide.config.num_experts
-        weights = (experts * wide.expert_bytes + wide.dense_bytes()) / 2
-        here = 8 * (experts * kept.expert_bytes + kept.dense_bytes()) / weights
+        weights = (experts * wide.expert_bytes + wide.dense_bytes_per_device()) / 2
+        here = 8 * (experts * kept.expert_bytes + kept.dense_bytes_per_device()) / weights
     return {"here": round(here, 2), "there": round(8 * Path(gguf).stat().st_size / weights, 2)}
 
 

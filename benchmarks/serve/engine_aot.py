@@ -36,7 +36,7 @@ from jmoe.inference import popularity, runner, sampler
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
-from jmoe.models.functional import Structure, split
+from jmoe.models.functional import ModuleStructure, split
 from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
 from jmoe.offload import host_experts, slots
@@ -77,9 +77,9 @@ class EngineShapes(NamedTuple):
     without its experts, and of its router. slots: of each policy by name. record: one expert.
     """
 
-    outside: tuple[Structure, runner.Arrays]
-    layer: tuple[Structure, runner.Arrays]
-    router: tuple[Structure, runner.Arrays]
+    outside: tuple[ModuleStructure, runner.Arrays]
+    layer: tuple[ModuleStructure, runner.Arrays]
+    router: tuple[ModuleStructure, runner.Arrays]
     caches: Sequence[KVCache]
     slots: dict[str, SlotArrays]
     record: SlotArrays

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from jmoe.types import PyTree
-from kernels_pallas.saved import bits
+from kernels_pallas.saved import bfloat16_as_uint16
 
 AllToAll = Callable[[PyTree], PyTree]
 
@@ -46,7 +46,7 @@ def _apply_to_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.
     XLA:CPU would send bfloat16 as float32. The gradient is moved by the same function, since an
     all-to-all is its own transpose.
     """
-    return lax.bitcast_convert_type(move(bits(x)), x.dtype)
+    return lax.bitcast_convert_type(move(bfloat16_as_uint16(x)), x.dtype)
 
 
 def _apply_to_bits_fwd(

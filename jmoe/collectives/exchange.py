@@ -28,7 +28,7 @@ from jax import lax
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.planning.exchange import ExchangePlan, buffer_rows, smallest_uint_bytes
 from jmoe.types import PyTree
-from kernels_pallas.saved import saved, saved_residual
+from kernels_pallas.saved import mark_saved, mark_saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
 
 
@@ -121,7 +121,7 @@ def _order_and_rank_by_expert(idx_N: jax.Array, num_experts: int) -> tuple[jax.A
     assignment in that order.
     """
     order_N, rank_N = sort_by_expert(idx_N, num_experts)
-    return saved_residual(order_N, "routing"), saved_residual(rank_N, "routing")
+    return mark_saved_residual(order_N, "routing"), mark_saved_residual(rank_N, "routing")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class OneDeviceExchange:
         with jax.named_scope("combine"):
             (out_MD,), (topk_weights_TK, rows) = outs, handle
             return combine(
-                saved(out_MD, "expert_out"),
+                mark_saved(out_MD, "expert_out"),
                 topk_weights_TK,
                 rows.src_M,
                 rows.row_TK,
@@ -228,8 +228,8 @@ class PerDeviceExchange:
         ):
             with jax.named_scope("all_to_all"):
                 recv_RCD, recv_RL = self.all_to_all((sent_RCD, sizes_RL))
-                recv_RCD = saved(recv_RCD, "expert_rows")
-                recv_RL = saved_residual(recv_RL, "routing")
+                recv_RCD = mark_saved(recv_RCD, "expert_rows")
+                recv_RL = mark_saved_residual(recv_RL, "routing")
             with jax.named_scope("sort_by_expert"):
                 sorts.append(sort := _order_and_rank_of_arrivals(recv_RL, width))
                 recv_MD = recv_RCD.reshape(num_devices * width, -1)
@@ -253,7 +253,7 @@ class PerDeviceExchange:
                 back_MD = self.all_to_all(
                     out_MD.reshape(self.num_devices, -1, out_MD.shape[1])
                 ).reshape(out_MD.shape)
-                back.append(saved(back_MD, "expert_rows"))
+                back.append(mark_saved(back_MD, "expert_rows"))
         with jax.named_scope("combine"):
             return combine(_concatenate_chunks(back), topk_weights_TK, token_M, row_TK)
 
@@ -357,7 +357,7 @@ def _drop_lightest(
     idx_N, counts_E = lax.cond(
         (totals_R > rows).any(), drop_over_capacity, lambda: (idx_N, counts_E)
     )
-    return saved_residual(idx_N, "routing"), saved_residual(counts_E, "routing")
+    return mark_saved_residual(idx_N, "routing"), mark_saved_residual(counts_E, "routing")
 
 
 def _order_and_rank_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -423,8 +423,8 @@ class PerNodeExchange:
             weights_MK, idx_MK = self.across(
                 tuple(a.reshape(num_nodes, rows, k) for a in (send_MK, idx_MK))
             )
-            weights_MK = saved(weights_MK, "routing").reshape(-1, k)
-            idx_MK = saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
+            weights_MK = mark_saved(weights_MK, "routing").reshape(-1, k)
+            idx_MK = mark_saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
         there = TokenChoices.from_topk(idx_MK, weights_MK, node_size)
         fair_rows = num_tokens * k / self.inside.num_devices
         expected_rows = -(-num_tokens * k // len(send_XPCD))
@@ -511,7 +511,7 @@ def _assign_buffer_rows(
     if rows < num_tokens:
         needed_TP = lax.cond((totals_P > rows).any(), drop_lightest, lambda: needed_TP)
     place_TP = jnp.where(needed_TP, jnp.cumsum(needed_TP, axis=0, dtype=jnp.int32) - 1, rows)
-    place_TP = saved_residual(place_TP, "routing")
+    place_TP = mark_saved_residual(place_TP, "routing")
     src_PC = jnp.full((num_nodes, rows), num_tokens, jnp.int32)
     tokens_T = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     return place_TP, src_PC.at[nodes, place_TP].set(tokens_T, mode="drop")

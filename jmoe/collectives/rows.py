@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.all_to_all import make_all_to_all
-from kernels_pallas.saved import bits
+from kernels_pallas.saved import bfloat16_as_uint16
 
 
 def _axes_of_levels(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -26,7 +26,7 @@ def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the rows of all devices, [R T, ...]. Each row crosses to each node once, then spreads
     within it.
     """
-    rows = bits(x_TD)
+    rows = bfloat16_as_uint16(x_TD)
     for level in _axes_of_levels(axes):
         rows = lax.all_gather(rows, level, tiled=True)
     return lax.bitcast_convert_type(rows, x_TD.dtype)

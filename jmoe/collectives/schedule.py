@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmoe.types import PyTree
-from kernels_pallas.native import available_after, count_multiplications, runs_in_background
+from kernels_pallas.native import count_multiplications, delay_until_available, runs_in_background
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
@@ -369,7 +369,7 @@ class _CollectiveOrder:
         """
         if not arrays:
             return result
-        self.last = available_after(self.last, arrays)
+        self.last = delay_until_available(self.last, arrays)
         return self.after_last_collective(result) if at_end else result
 
     def set_last_collective(self, y: jax.Array) -> None:

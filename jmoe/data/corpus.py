@@ -35,7 +35,7 @@ from jmoe.data.shards import (
     ShardWriter,
     open_shard,
     remove_stale_temporaries,
-    write_atomic,
+    replace_content_durably,
     writing_shard,
 )
 from jmoe.data.text_files import (
@@ -44,7 +44,7 @@ from jmoe.data.text_files import (
     Report,
     TextInput,
     check_and_detect_encodings,
-    find_files,
+    find_text_input,
     read_pieces,
     sample_texts,
     split_off_held_out,
@@ -136,7 +136,7 @@ class Corpus:
         option = "--data.control-tokens encodes it as those tokens, as a server does"
         return f"{count:,} texts hold text of control tokens, kept as text; {option}"
 
-    def check_held_out_text(self) -> None:
+    def check_held_out_text_known(self) -> None:
         """Raise ValueError if the held-out text, and so bits per byte, is unknown."""
         if not self.held_out_bytes:
             raise ValueError(
@@ -150,7 +150,7 @@ class Corpus:
         mean_loss: mean over the N - 1 held-out targets, in nats. Raises ValueError if the held-out
         text is unknown.
         """
-        self.check_held_out_text()
+        self.check_held_out_text_known()
         return mean_loss / math.log(2) * (len(self.held_out_tokens) - 1) / len(self.held_out_bytes)
 
 
@@ -164,7 +164,7 @@ class _HeldOutTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class Role:
+class PreparationRole:
     """The role of this process in data preparation.
 
     is_main: this process writes; the others wait. report: progress callback, called at least every
@@ -181,17 +181,17 @@ class Role:
 
 
 def prepare(
-    config: DataConfig, vocab_size: int, cache_dir: Path, role: Role | None = None
+    config: DataConfig, vocab_size: int, cache_dir: Path, role: PreparationRole | None = None
 ) -> Corpus:
     """Return the corpus of a run: find, check, split, tokenise (once, into `cache_dir`) and
     memory-map its data.
 
     vocab_size: the model's. The main process writes; the others wait for the manifest, or raise
-    TimeoutError naming it (see `Role`). All processes must see the same inputs and the same
-    `cache_dir`. Raises ValueError that names the field, the file and, if known, the line or byte at
-    fault, before anything is written.
+    TimeoutError naming it (see `PreparationRole`). All processes must see the same inputs and the
+    same `cache_dir`. Raises ValueError that names the field, the file and, if known, the line or
+    byte at fault, before anything is written.
     """
-    role = role or Role()
+    role = role or PreparationRole()
     inputs = _find_inputs(config, role.report)
     shards = {
         i: _open_shards(entry, vocab_size, config)
@@ -233,7 +233,7 @@ def prepare(
         held_out.append(_read_held_out(cache_dir, tokenizer))
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
     _check_shards([shard for i in shard_inputs for shard in shards[i]], role.report)
-    held_out += _held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
+    held_out += _take_held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
     return _assemble_corpus(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
 
 
@@ -256,7 +256,7 @@ def _check_shards(shards: Sequence[Shard], report: Report) -> None:
 
 
 class OtherTextError(ValueError):
-    """The text differs from the cached text that `Role.keep` protects."""
+    """The text differs from the cached text that `PreparationRole.keep` protects."""
 
 
 def _read_manifest(cache_dir: Path) -> JsonObject | None:
@@ -318,7 +318,7 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
         raise ValueError(
             f"--out = {str(out)!r}: already holds token shards made from other inputs or settings"
         )
-    return prepare(config, vocab_size, out, Role(report=report))
+    return prepare(config, vocab_size, out, PreparationRole(report=report))
 
 
 def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
@@ -326,7 +326,8 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
         return [TextInput("", tuple(standard_library_files()))]
     weights = config.weights or (None,) * len(config.path)
     inputs = [
-        find_files(*pair, config.field, report) for pair in zip(config.path, weights, strict=True)
+        find_text_input(*pair, config.field, report)
+        for pair in zip(config.path, weights, strict=True)
     ]
     owner: dict[Path, tuple[TextInput, Path]] = {}
     for entry in inputs:
@@ -539,7 +540,7 @@ class _TokenizingJob:
             "tokenizer": tokenizer.fingerprint,
             **self._write_shards(tokenizer, parts, report),
         }
-        write_atomic(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+        replace_content_durably(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
         return manifest
 
     def _split_held_out(self, report: Report) -> list[list[InputFile]]:
@@ -594,10 +595,10 @@ class _TokenizingJob:
             # the trainer reports no progress
             with call_repeatedly(lambda: report("training the tokenizer", 0, 0), 1.0):
                 trained = train_bpe(texts, self.vocab_size)
-            write_atomic(path, trained.to_str().encode())
+            replace_content_durably(path, trained.to_str().encode())
         elif self.tokenizer.path.resolve() != path.resolve():
             # copy byte for byte, as the fingerprint is the file's hash
-            write_atomic(path, self.tokenizer.path.read_bytes())
+            replace_content_durably(path, self.tokenizer.path.read_bytes())
         loaded = self._load_tokenizer(path)
         return (
             loaded
@@ -643,7 +644,7 @@ class _TokenizingJob:
                 raise ValueError(
                     f"data.path: the {len(train)} inputs hold too little text to hold any of it out"
                 )
-            write_atomic(self.directory / HELD_OUT_TEXT, bytes(held_out_text))
+            replace_content_durably(self.directory / HELD_OUT_TEXT, bytes(held_out_text))
         return {
             "train": train,
             "held_out": _manifest_entry(HELD_OUT, held_out),
@@ -676,7 +677,7 @@ def _manifest_entry(name: str, shard: ShardWriter) -> JsonObject:
     return {"file": name, **dataclasses.asdict(shard.header)}
 
 
-def _wait_for_manifest(job: _TokenizingJob, role: Role) -> JsonObject:
+def _wait_for_manifest(job: _TokenizingJob, role: PreparationRole) -> JsonObject:
     path = job.directory / MANIFEST
     since, seen = time.monotonic(), role.progress()
     pause_s = 0.05
@@ -724,7 +725,7 @@ def _decode_to_utf8(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
     ).encode()
 
 
-def _held_out_of_shards(
+def _take_held_out_of_shards(
     inputs: Sequence[TextInput],
     shards: dict[int, list[Shard]],
     shard_inputs: Sequence[int],

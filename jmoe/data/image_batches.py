@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.config import VisionTrainConfig
-from jmoe.data.images import ImageTask, Split
+from jmoe.data.images import ImageSplit, ImageTask
 from jmoe.planning.elastic import TaskLayout
 from jmoe.types import JsonObject
 
@@ -101,7 +101,9 @@ class ImageBatches:
         """Number of images that a device processes at once."""
         return self._layout.largest_micro_batch // self._config.gradient_accumulation_steps
 
-    def _device_images(self, device: int, task_batches: dict[int, Split]) -> tuple[np.ndarray, ...]:
+    def _device_images(
+        self, device: int, task_batches: dict[int, ImageSplit]
+    ) -> tuple[np.ndarray, ...]:
         shares = self._layout.shares[device]
         pixels = np.concatenate(
             [task_batches[share.task].pixels[share.start : share.stop] for share in shares]
@@ -112,7 +114,7 @@ class ImageBatches:
         task = np.concatenate([np.full(share.size, share.task, np.int32) for share in shares])
         return pixels, task, labels, np.ones(len(labels), np.float32)
 
-    def _task_batch(self, task_number: int, step: int) -> Split:
+    def _task_batch(self, task_number: int, step: int) -> ImageSplit:
         """Return the task's global batch of a step."""
         task, config = self._tasks[task_number], self._config
         size, images = list(config.tasks.values())[task_number].batch_size, len(task.train.labels)
@@ -129,7 +131,7 @@ class ImageBatches:
         if most:
             rng = np.random.default_rng([config.seed, task_number, step, 1])
             pixels = _shift_images(pixels, rng.integers(-most, most + 1, size=(size, 2)))
-        return Split(pixels, labels)
+        return ImageSplit(pixels, labels)
 
     def get_state(self) -> JsonObject:
         """Return the JSON-serialisable position in the data, which is independent of the layout."""
@@ -177,7 +179,7 @@ def all_train_batches(
 
 
 def _batch_all_images(
-    splits: Mapping[int, Split], homes: Homes, num_devices: int, micro_batch: int
+    splits: Mapping[int, ImageSplit], homes: Homes, num_devices: int, micro_batch: int
 ) -> Iterator[ImageBatch]:
     pixels = np.concatenate([split.pixels for split in splits.values()])
     labels = np.concatenate([split.labels for split in splits.values()])

@@ -59,7 +59,7 @@ PATCHES = 100  # per photograph
 PATCH_PIXELS = 32  # side length before resizing
 
 
-class Split(NamedTuple):
+class ImageSplit(NamedTuple):
     """Pixels uint8 [N, P, P, C] and labels int32 [N]."""
 
     pixels: NDArray[np.uint8]
@@ -72,8 +72,8 @@ class ImageTask:
 
     name: str
     classes: tuple[str, ...]
-    train: Split
-    held_out: Split
+    train: ImageSplit
+    held_out: ImageSplit
 
     @property
     def fingerprint(self) -> str:
@@ -124,14 +124,14 @@ def load_task(name: str, source: str, model: VisionModelConfig, images: ImagesCo
     return ImageTask(name, tuple(classes), _load_split(train, model), _load_split(held_out, model))
 
 
-def _load_split(images: Sequence[SourceImage], model: VisionModelConfig) -> Split:
+def _load_split(images: Sequence[SourceImage], model: VisionModelConfig) -> ImageSplit:
     side, mode = model.image_size, "L" if model.channels == 1 else "RGB"
     pixels = [
         np.asarray(image.read().convert(mode).resize((side, side), Image.Resampling.BILINEAR))
         for image in images
     ]
     shape = (len(images), side, side, model.channels)
-    return Split(
+    return ImageSplit(
         np.stack(pixels).reshape(shape), np.array([image.label for image in images], np.int32)
     )
 

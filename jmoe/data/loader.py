@@ -245,7 +245,7 @@ def _count_tokens(source: TextSource, vocab_size: int, max_tokens: int) -> NDArr
     return counts.astype(np.float64)
 
 
-def baseline_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
+def unigram_and_xz_bits_per_byte(corpus: Corpus) -> tuple[float, float]:
     """Return held-out bits per byte of a unigram model and of `xz -9`.
 
     Both are nan if the held-out text is unknown or shorter than `COMPARABLE_BYTES`.
@@ -273,5 +273,5 @@ def unigram_bits_per_byte(corpus: Corpus) -> float:
 
 def xz_bits_per_byte(corpus: Corpus) -> float:
     """Return bits per byte of `xz -9` on the held-out text."""
-    corpus.check_held_out_text()
+    corpus.check_held_out_text_known()
     return 8 * len(lzma.compress(corpus.held_out_bytes, preset=9)) / len(corpus.held_out_bytes)

@@ -157,7 +157,7 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def replace_content_durably(path: Path, content: bytes) -> None:
     """Replace the content of a file atomically."""
     with replacing_file(path) as file:
         file.write(content)

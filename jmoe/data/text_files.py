@@ -174,7 +174,7 @@ class TextInput:
         return self.files[0].path.suffix == SHARD_SUFFIX
 
 
-def find_files(pattern: str, weight: float | None, field: str, report: Report) -> TextInput:
+def find_text_input(pattern: str, weight: float | None, field: str, report: Report) -> TextInput:
     """Return the files of one `data.path`: a file, a folder (searched recursively) or a glob.
 
     If token shards are among them, only these are returned: a folder of shards also holds their
@@ -237,7 +237,7 @@ def check_and_detect_encodings(
         def report_position(position: int, before: int = done_bytes) -> None:
             report("checking the text", before + position, all_bytes)
 
-        fitting, problems = _check_file(file, encodings, report_position)
+        fitting, problems = _check_and_detect_encoding(file, encodings, report_position)
         undecoded |= fitting is None
         checked += [fitting] if fitting is not None else []
         bad += problems
@@ -264,7 +264,7 @@ def check_and_detect_encodings(
     raise ValueError(message)
 
 
-def _check_file(
+def _check_and_detect_encoding(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, list[str]]:
     """Return (file with its encoding, problems). The file is None if no encoding fits."""
@@ -278,7 +278,7 @@ def _check_file(
         fitting, problem = _with_json_layout(fitting)
     if file.field is None or (file.path.suffix == JSON_SUFFIX and problem):
         return fitting, [problem] if problem else []
-    problems = list(itertools.islice(_record_problems(fitting or file, report), MAX_PROBLEMS))
+    problems = list(itertools.islice(_find_bad_records(fitting or file, report), MAX_PROBLEMS))
     return fitting, problems or ([problem] if problem else [])
 
 
@@ -360,7 +360,7 @@ def _with_fitting_encoding(
     return None, problem
 
 
-def _record_problems(file: InputFile, report: Callable[[int], None]) -> Iterator[str]:
+def _find_bad_records(file: InputFile, report: Callable[[int], None]) -> Iterator[str]:
     with file.open() as f:
         position = 0
         for number, line in enumerate(f, 1):

@@ -97,7 +97,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Take the model that the command line names through its stages; print the results."""
     parser = _build_parser()
     known, train = parser.parse_known_args(arguments)
     options = vars(known)

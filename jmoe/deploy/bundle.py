@@ -36,7 +36,7 @@ from jmoe.inference.loading import (
 )
 from jmoe.memory.closing import Closing
 from jmoe.mesh import expert_mesh
-from jmoe.models.safetensors_io import replace_text
+from jmoe.models.safetensors_io import replace_text_durably
 from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.offload.placed_experts import even_placement
 from jmoe.offload.residency import PACK_FOLDER
@@ -116,7 +116,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
                 "segments": segments,
                 "files": file_sizes_and_hashes(partly),
             }
-        replace_text(partly / PLAN, plan_json_text(plan))
+        replace_text_durably(partly / PLAN, plan_json_text(plan))
         return len(list((partly / PROGRAMS).glob("*-cache")))
 
 
@@ -326,7 +326,7 @@ def _combine_options(asked: EngineConfig, bundled: EngineConfig) -> EngineConfig
 
 
 def main() -> None:
-    """Run the command line."""
+    """Write the bundle that the command line asks for, and print its number of programs."""
     options = answer_early(lambda: parse_bundle(sys.argv[1:]))
     out, say = Path(options.out).expanduser(), partial(print, flush=True)
     check_empty_or_new(out)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.data.progress import PreparationProgress
-from jmoe.data.text_files import check_and_detect_encodings, find_files, read_pieces
+from jmoe.data.text_files import check_and_detect_encodings, find_text_input, read_pieces
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
@@ -60,7 +60,7 @@ def read_calibration_text(
     loaded = load_tokenizer(folder / "tokenizer.json", vocab_size)
     report = PreparationProgress(lambda _: None).report
     try:
-        source = find_files(pattern, None, "text", report)
+        source = find_text_input(pattern, None, "text", report)
         check(not source.is_shards, "text", pattern, "must be text, not token shards")
         files = check_and_detect_encodings(source.files, ("utf-8",), report)
     except ValueError as error:  # its message names train.py's option

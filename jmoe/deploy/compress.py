@@ -28,12 +28,12 @@ from jmoe.models.safetensors_io import (
     StoredTensor,
     TensorReader,
     read_headers,
-    replace_text,
+    replace_text_durably,
     write_safetensors,
 )
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, Fp8Blocks, StoredFormat, format_of_matrix
-from jmoe.models.tensor_names import are_fused
-from jmoe.models.weights import Parameter, Piece, check_tensors, list_parameters
+from jmoe.models.tensor_names import has_fused_experts
+from jmoe.models.weights import Parameter, ParameterPiece, check_tensors, list_parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
 from jmoe.types import JsonObject
@@ -48,7 +48,11 @@ class _CompressedMatrix:
     """
 
     def __init__(
-        self, source: "_SourceModel", piece: Piece, parameter: Parameter, layout: ExpertLayout
+        self,
+        source: "_SourceModel",
+        piece: ParameterPiece,
+        parameter: Parameter,
+        layout: ExpertLayout,
     ) -> None:
         self._model = source
         self._piece = piece
@@ -126,11 +130,11 @@ class _SourceModel:
     def __init__(self, stored: Mapping[str, StoredTensor], reader: TensorReader) -> None:
         self.stored, self._reader = stored, reader
 
-    def compressed_format(self, piece: Piece) -> StoredFormat | None:
+    def compressed_format(self, piece: ParameterPiece) -> StoredFormat | None:
         """Return the format in which a matrix is already compressed; None if it is not."""
         return format_of_matrix(self.stored, piece.name, piece.shape)
 
-    def first_tensor_name(self, piece: Piece) -> str:
+    def first_tensor_name(self, piece: ParameterPiece) -> str:
         """Return the name of a matrix's first tensor, which may be one of several."""
         form = self.compressed_format(piece)
         return piece.name if form is None else form.tensor_names(piece.name)[0]
@@ -140,7 +144,7 @@ class _SourceModel:
         dtype.
         """
         out = np.empty((end - start, tensor.shape[-1]), DTYPES[tensor.dtype])
-        for first, last, rows in self._reader.chunks(tensor, start, end):
+        for first, last, rows in self._reader.read_chunks(tensor, start, end):
             out[first - start : last - start] = rows
         return out
 
@@ -153,7 +157,7 @@ class _SourceModel:
         return NewTensor(tensor.name, DTYPES[tensor.dtype], tensor.shape, read_whole)
 
     def check_uncompressed(
-        self, fields: JsonObject, matrices: Sequence[tuple[Piece, Parameter]], experts: str
+        self, fields: JsonObject, matrices: Sequence[tuple[ParameterPiece, Parameter]], experts: str
     ) -> None:
         """Raise ValueError if matrices are compressed already. Allowed are MXFP4 experts that
         become fp8.
@@ -213,7 +217,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         "its experts are fused, as transformers 5 holds them: write it anew first, with"
         " jmoe.save_pretrained"
     )
-    check(not are_fused(stored, family), "MODEL", str(folder), words)
+    check(not has_fused_experts(stored, family), "MODEL", str(folder), words)
     wanted = list_parameters(abstract_decoder(config)[2], config, family)
     check_tensors(wanted, stored, folder, config, np.float32)
     matrices = [(piece, parameter) for parameter in wanted for piece in parameter.pieces()]
@@ -247,13 +251,13 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
                 else:
                     tensors.append(source.unchanged_copy(tensor))
             write_safetensors(partial_folder, tensors, MAX_SHARD_BYTES)
-            replace_text(
+            replace_text_durably(
                 partial_folder / "config.json", json.dumps(fields_left | changed, indent=2) + "\n"
             )
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Write the model that the command line names with compressed experts."""
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy.compress",
         description=__doc__,

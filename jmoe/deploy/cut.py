@@ -24,7 +24,7 @@ from jmoe.memory.direct_io import fsync, fsync_tree
 from jmoe.models.huggingface import updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
-from jmoe.models.tokenizer_file import template_files
+from jmoe.models.tokenizer_file import find_chat_templates
 from jmoe.models.weights import Names, StoredExperts
 
 # (name of an array, layer among those with experts, expert), numbered in the larger model -> array
@@ -32,22 +32,22 @@ ReadExpert = Callable[[str, int, int], np.ndarray]
 WEIGHTS = (".safetensors", ".index.json")
 
 
-def check_empty_or_new(folder: Path, name: str = "out") -> None:
-    """Raise ValueError naming the option `name` unless the folder is empty or can be created."""
+def check_empty_or_new(folder: Path, option_name: str = "out") -> None:
+    """Raise ValueError naming the option unless the folder is empty or can be created."""
     check(
         folder.name not in ("", ".."),
-        name,
+        option_name,
         str(folder),
         "must end in a name, which the new folder gets",
     )
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     constraint = "must be an empty folder or none: nothing is written over"
-    check(is_new and not folder.is_symlink(), name, str(folder), constraint)
+    check(is_new and not folder.is_symlink(), option_name, str(folder), constraint)
     above = next(parent for parent in folder.absolute().parents if parent.exists())
     writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
     check(
         writable,
-        name,
+        option_name,
         str(folder),
         f"must be where a folder can be made, and {above} is no folder to write to",
     )
@@ -139,7 +139,7 @@ def model_file_names(folder: Path) -> list[str]:
     templates.
     """
     files = [file for file in folder.iterdir() if file.is_file()]
-    files += template_files(folder).values()
+    files += find_chat_templates(folder).values()
     return [file.relative_to(folder).as_posix() for file in files]
 
 
@@ -213,7 +213,7 @@ def write_cut_model(
             parts = [one[..., kept] for one, kept in zip(parts, kept_Nn, strict=True)]
         if parts:
             arrays[path] = jnp.stack(parts)
-    for path, dtype in source.wide_expert_dtypes.items():
+    for path, dtype in source.decompressed_expert_dtypes.items():
 
         def read_kept_expert(layer: int, expert: int, name: str = path[-1]) -> np.ndarray:
             return read_expert(name, records[layer], int(kept_Nn[layer, expert]))

@@ -20,7 +20,7 @@ Arrays = Mapping[str, np.ndarray]
 DenseFrom = Literal["most_used", "average"]
 
 
-def dense_width_and_experts(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
+def dense_width_and_num_joined(teacher: ModelConfig, has_dense: bool) -> tuple[int, int]:
     """Return (hidden size of a dense layer made of experts, number of experts that it joins).
 
     has_dense: the student has other dense layers; the new layer then has their size, else that of
@@ -44,7 +44,7 @@ def dense_width_and_experts(teacher: ModelConfig, has_dense: bool) -> tuple[int,
     return teacher.intermediate_size, count
 
 
-def dense_mlp(
+def make_dense_mlp(
     source: LazyCheckpoint,
     layer: int,
     use_NE: NDArray[np.int64],

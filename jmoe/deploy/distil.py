@@ -26,7 +26,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.configs import PRESETS
 from jmoe.deploy.calibration_text import calibration_text_for
 from jmoe.deploy.cut import check_empty_or_new, cut_config, write_cut_model
-from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_width_and_experts
+from jmoe.deploy.dense_layer import DenseFrom, dense_width_and_num_joined, make_dense_mlp
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.prune import LENGTH, MAX_TOKENS
@@ -59,7 +59,7 @@ class StudentOptions:
     sequence_length: int = LENGTH
 
 
-def spread_layers(num_layers: int, num_kept: int) -> list[int]:
+def evenly_spaced_layers(num_layers: int, num_kept: int) -> list[int]:
     """Return `num_kept` numbers out of `num_layers` layers, evenly spaced, with the first and the
     last among them.
     """
@@ -91,17 +91,19 @@ def student_config_and_layers(
     top_k = teacher.num_experts_per_tok if options.top_k is None else options.top_k
     allowed = f"must be between 1 and experts = {options.experts}"
     check(1 <= top_k <= options.experts, "top_k", top_k, allowed)
-    layers = spread_layers(teacher.num_hidden_layers, count)
+    layers = evenly_spaced_layers(teacher.num_hidden_layers, count)
     changes = {"num_experts": options.experts, "num_experts_per_tok": top_k}
     if options.dense:
-        changes["intermediate_size"] = _dense_width_and_experts(teacher, layers, options)[0]
+        changes["intermediate_size"] = _student_dense_width_and_num_joined(
+            teacher, layers, options
+        )[0]
     config = cut_config(teacher, layers, options.dense, **changes)
     check_num_kept(dataclasses.replace(teacher, num_experts_per_tok=top_k), options.experts)
     updated_hf_config(fields, config)
     return config, layers
 
 
-def _dense_width_and_experts(
+def _student_dense_width_and_num_joined(
     teacher: ModelConfig, layers: list[int], options: StudentOptions
 ) -> tuple[int, int]:
     """Return (hidden size, number of joined experts) of the student's dense layers. Raises
@@ -111,7 +113,7 @@ def _dense_width_and_experts(
     for n in options.dense:
         known = f"must be numbers of the student's {len(layers)} layers, of those with experts"
         check(0 <= n < len(layers) and of_whole[n].has_experts, "dense", options.dense, known)
-    return dense_width_and_experts(teacher, not all(layer.has_experts for layer in of_whole))
+    return dense_width_and_num_joined(teacher, not all(layer.has_experts for layer in of_whole))
 
 
 def make_student(
@@ -139,21 +141,21 @@ def make_student(
     with LazyCheckpoint(teacher, None, "wide") as source, status(f"writing {out}", say):
         dense = {}
         for n in options.dense:
-            count = _dense_width_and_experts(whole, layers, options)[1]
-            dense[n] = dense_mlp(
+            count = _student_dense_width_and_num_joined(whole, layers, options)[1]
+            dense[n] = make_dense_mlp(
                 source, whole.layers[layers[n]].record, scores.use, count, options.dense_from
             )
         write_cut_model(source, out, config, layers, kept_Nn, dense=dense)
 
 
-def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
+def has_student(run: Path, student: ModelConfig, option_name: str = "out") -> bool:
     """Return whether the run's folder has a student. Raises ValueError if it is another student, or
     if the folder holds something else.
 
-    name: the option that names the run.
+    option_name: the option that names the run.
     """
     if not (run / STUDENT / "config.json").is_file():
-        check_empty_or_new(run, name)
+        check_empty_or_new(run, option_name)
         return False
     with LazyCheckpoint(run / STUDENT) as begun:
         begun_with = begun.config
@@ -168,13 +170,13 @@ def has_begun(run: Path, student: ModelConfig, name: str = "out") -> bool:
     return True
 
 
-def begin_run(
+def write_student_into_run(
     teacher: Path, run: Path, options: StudentOptions, say: Callable[[str], None]
 ) -> None:
     """Write the student into its run's folder, unless the folder has it already."""
     with LazyCheckpoint(teacher) as whole:
         student, _ = student_config_and_layers(whole.config, whole.fields, options)
-    if not has_begun(run, student):
+    if not has_student(run, student):
         run.mkdir(parents=True, exist_ok=True)
         make_student(teacher, run / STUDENT, options, say)
 
@@ -309,7 +311,7 @@ def main(arguments: list[str]) -> None:
         )
         arguments = train_arguments(how, others)
         parse_train(arguments, PRESETS)  # mistakes end the process before anything is computed
-        begin_run(folder, options.out, asked, say)
+        write_student_into_run(folder, options.out, asked, say)
         command = [sys.executable, "-m", "jmoe.commands.train", *arguments]
         os.execv(sys.executable, command)
 

@@ -57,20 +57,22 @@ def measure_experts(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -
     return scores
 
 
-def check_num_kept(config: ModelConfig, num_kept: int, name: str = "experts") -> None:
-    """Raise ValueError naming the option `name` unless the model can run with `num_kept` experts
-    per layer.
+def check_num_kept(config: ModelConfig, num_kept: int, option_name: str = "experts") -> None:
+    """Raise ValueError naming the option unless the model can run with `num_kept` experts per
+    layer.
     """
     has, k, n_group = config.num_experts, config.num_experts_per_tok, config.router.n_group
-    check(num_kept <= has, name, num_kept, f"must not exceed the model's num_experts = {has}")
-    check(num_kept >= k, name, num_kept, f"must be at least num_experts_per_tok = {k}")
+    check(
+        num_kept <= has, option_name, num_kept, f"must not exceed the model's num_experts = {has}"
+    )
+    check(num_kept >= k, option_name, num_kept, f"must be at least num_experts_per_tok = {k}")
     multiple = f"must be a multiple of the router's n_group = {n_group}"
-    check(num_kept % n_group == 0, name, num_kept, multiple)
+    check(num_kept % n_group == 0, option_name, num_kept, multiple)
     reachable = num_kept // n_group * config.router.topk_group
     constraint = (
         f"leaves {reachable} experts in a token's groups: must leave num_experts_per_tok = {k}"
     )
-    check(reachable >= k, name, num_kept, constraint)
+    check(reachable >= k, option_name, num_kept, constraint)
 
 
 def best_experts(

@@ -21,18 +21,18 @@ import numpy as np
 from jmoe.config import STACKS, CommConfig, TaskConfig, VisionModelConfig, VisionTrainConfig, check
 from jmoe.config.vision import HeadKind
 from jmoe.deploy.cut import check_empty_or_new, creating_folder
-from jmoe.layers.contrastive import normalized
+from jmoe.layers.contrastive import l2_normalized
 from jmoe.mesh import make_mesh
 from jmoe.models.functional import split_parameters
 from jmoe.models.safetensors_io import (
     DTYPES,
     NewTensor,
     read_headers,
-    replace_text,
+    replace_text_durably,
     write_safetensors,
 )
 from jmoe.models.vision import VisionTransformer, likeliest_experts
-from jmoe.models.weights import Names, flat
+from jmoe.models.weights import Names, flatten_by_path
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.tasks.run import read_vision_run, vision_model_config
 from jmoe.training.tasks.step import OF_TASKS
@@ -64,7 +64,7 @@ class TaskModel:
         logits, _ = self.model(
             pixels_BPPC, jnp.zeros(pixels_BPPC.shape[0], jnp.int32), full_capacity=True
         )
-        return logits if self.head == "classes" else normalized(logits)
+        return logits if self.head == "classes" else l2_normalized(logits)
 
 
 def path_model_config(config: VisionModelConfig) -> VisionModelConfig:
@@ -132,7 +132,8 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     check(task in run.tasks, "task", task, f"must be one of {', '.join(sorted(run.tasks))}")
     small = path_model_config(run.model)
     arrays = {
-        names: np.asarray(a) for names, a in {**flat(run.params), **flat(run.router_bias)}.items()
+        names: np.asarray(a)
+        for names, a in {**flatten_by_path(run.params), **flatten_by_path(run.router_bias)}.items()
     }
     path = run.tasks[task].path
     if run.model.learn_paths:
@@ -152,7 +153,7 @@ def extract_task(run_dir: Path, out_dir: Path, task: str) -> int:
     described |= {"step": run.step, "model": dataclasses.asdict(small)}
     with creating_folder(out_dir) as partly:
         write_safetensors(partly, tensors, SHARD_BYTES)
-        replace_text(partly / MODEL, json.dumps(described, indent=1) + "\n")
+        replace_text_durably(partly / MODEL, json.dumps(described, indent=1) + "\n")
     return run.step
 
 
@@ -190,14 +191,15 @@ def load_task_model(folder: str | Path) -> TaskModel:
     trees = []
     for part in parts[1:]:
         leaves = [
-            read_tensor(names, leaf.shape) for names, leaf in flat(nnx.to_pure_dict(part)).items()
+            read_tensor(names, leaf.shape)
+            for names, leaf in flatten_by_path(nnx.to_pure_dict(part)).items()
         ]
         trees.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
     return TaskModel(described["task"], classes, head, nnx.merge(parts[0], *trees))
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Write the model of the task that the command line names, and print its step."""
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.extract", description=__doc__)
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", type=Path, help="output folder of a run on images"

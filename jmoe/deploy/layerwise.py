@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.models.block import Block, add_residual, causal_attention_fn
-from jmoe.models.functional import Structure, split
+from jmoe.models.functional import ModuleStructure, split
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
@@ -43,7 +43,9 @@ class ExpertOutputs(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def _embed(structure: Structure, arrays: Sequence[jax.Array], tokens_BS: jax.Array) -> jax.Array:
+def _embed(
+    structure: ModuleStructure, arrays: Sequence[jax.Array], tokens_BS: jax.Array
+) -> jax.Array:
     x_BSD: jax.Array = structure.merge(arrays).embed(
         tokens_BS, jnp.arange(tokens_BS.shape[1]), jnp.float32
     )
@@ -52,7 +54,7 @@ def _embed(structure: Structure, arrays: Sequence[jax.Array], tokens_BS: jax.Arr
 
 @partial(jax.jit, static_argnames=("structure", "window"))
 def _attend_and_route(
-    structure: Structure, arrays: Sequence[jax.Array], x_BSD: jax.Array, window: int | None
+    structure: ModuleStructure, arrays: Sequence[jax.Array], x_BSD: jax.Array, window: int | None
 ) -> tuple[jax.Array, ...]:
     """Return (x after attention and the dense feed-forward); for a layer with experts (x after
     attention and the shared expert, the experts' input, choices, weights).
@@ -77,7 +79,7 @@ def _run_expert(activation: str, x_RD: jax.Array, weights: MLPWeights) -> jax.Ar
 
 @partial(jax.jit, static_argnums=0)
 def _token_losses(
-    structure: Structure, arrays: Sequence[jax.Array], x_TD: jax.Array, labels_T: jax.Array
+    structure: ModuleStructure, arrays: Sequence[jax.Array], x_TD: jax.Array, labels_T: jax.Array
 ) -> jax.Array:
     logits_TV = structure.merge(arrays).logits(x_TD)
     label_T1 = jnp.take_along_axis(logits_TV, labels_T[:, None], axis=1)

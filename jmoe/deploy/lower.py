@@ -33,10 +33,10 @@ from jmoe.inference.runner import CachePlaces, Hidden, attend_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual
-from jmoe.models.functional import Structure, split
+from jmoe.models.functional import ModuleStructure, split
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import MAX_SHARD_BYTES
-from jmoe.models.safetensors_io import NewTensor, replace_text, write_safetensors
+from jmoe.models.safetensors_io import NewTensor, replace_text_durably, write_safetensors
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
@@ -53,7 +53,7 @@ Weights = Mapping[str, jax.Array]
 class _NamedModule(NamedTuple):
     """A module's structure, and the names of its arrays among the weights."""
 
-    structure: Structure
+    structure: ModuleStructure
     names: tuple[str, ...]
 
     def select_arrays(self, weights: Weights) -> tuple[jax.Array, ...]:
@@ -72,7 +72,7 @@ class _PortableLayer(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _apply_layer(
-    structure: Structure,
+    structure: ModuleStructure,
     activation: str,
     arrays: tuple[jax.Array, ...],
     experts: Weights,
@@ -254,7 +254,7 @@ def lower(
                 "programs": entries,
                 "files": portable.file_sizes_and_hashes(partly),
             }
-            replace_text(partly / portable.PLAN, portable.plan_json_text(plan))
+            replace_text_durably(partly / portable.PLAN, portable.plan_json_text(plan))
 
 
 def _write_program(
@@ -296,7 +296,7 @@ def _plan_settings(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Write the portable form of the model that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy.lower",
         description=__doc__,

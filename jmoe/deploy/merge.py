@@ -27,7 +27,7 @@ from jmoe.models.tokenizer_file import (
     companion_file_names,
     read_json_if_present,
 )
-from jmoe.models.weights import Names, StoredExperts, flat
+from jmoe.models.weights import Names, StoredExperts, flatten_by_path
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.saved_experts import SavedExperts, expert_array_names
 from jmoe.run.checkpoint import Checkpoints
@@ -76,8 +76,8 @@ def saved_parameters(
         step, TrainState(params, {}, {}, shape.router_bias, shape.step), skipped_arrays=but
     )
     arrays: dict[Names, jax.Array | StoredExperts] = {
-        **flat(state.params),
-        **flat(state.router_bias),
+        **flatten_by_path(state.params),
+        **flatten_by_path(state.router_bias),
     }
     if experts:
         shapes = {name: tuple(leaf.shape[2:]) for name, leaf in experts.items()}
@@ -87,7 +87,7 @@ def saved_parameters(
             ExpertIndex.from_model(config.model),
             config.model.expert_layers,
         )
-        for path, leaf in flat(shape.params).items():
+        for path, leaf in flatten_by_path(shape.params).items():
             if path not in arrays:
                 arrays[path] = StoredExperts(
                     partial(saved.read_parameter, path[-1]), np.dtype(leaf.dtype)
@@ -148,7 +148,7 @@ def merge_run_to_hugging_face(run_dir: Path, out_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Write the run that the command line names as a Hugging Face folder, and print its step."""
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.merge", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument(

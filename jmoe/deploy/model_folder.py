@@ -35,34 +35,34 @@ LOCK_LIMIT_S = 3600.0  # another process may be writing a large model
 def hugging_face_folder(
     path: str | os.PathLike[str],
     say: Callable[[str], None],
-    name: str = "model",
+    option_name: str = "model",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[Path]:
     """Yield `path` if it is a Hugging Face folder, or the merged newest checkpoint if it is a run's
     folder.
 
     A checkpoint is merged once. Other processes do not remove the merged folder before the block
-    ends. say: receives progress lines. name: the option that messages name. cache_dir: holds the
-    merged folder if the run's folder is not writable. Raises ValueError if `path` is neither,
-    OSError if no place for the merged folder is writable.
+    ends. say: receives progress lines. option_name: the option that errors name.
+    cache_dir: holds the merged folder if the run's folder is not writable. Raises ValueError if
+    `path` is neither, OSError if no place for the merged folder is writable.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         instead = unreadable_model_hint(folder) or "`make train` leaves a model in runs/tiny"
-        raise ValueError(f"{name} = {str(path)!r}: must be a folder; {instead}")
+        raise ValueError(f"{option_name} = {str(path)!r}: must be a folder; {instead}")
     if not (folder / "checkpoints").is_dir():
         inside = folder / "model"
         if (inside / "config.json").is_file() and not (folder / "config.json").is_file():
             raise ValueError(
-                f"{name} = {str(path)!r}: is a bundle: must be a Hugging Face folder, such as its"
-                f" {inside}"
+                f"{option_name} = {str(path)!r}: is a bundle: must be a Hugging Face folder, such"
+                f" as its {inside}"
             )
         yield folder
         return
     with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
         step = checkpoints.latest_step()
     if step is None:
-        raise ValueError(f"{name} = {str(path)!r}: the run has no checkpoint yet")
+        raise ValueError(f"{option_name} = {str(path)!r}: the run has no checkpoint yet")
     places = [
         folder / MERGED,
         *([] if cache_dir is None else [Path(cache_dir).expanduser() / MERGED]),
@@ -72,7 +72,7 @@ def hugging_face_folder(
         ((m, use) for m in made if (use := _lock_against_removal(m)) is not None), (places[0], None)
     )
     if use is None:
-        merges = _first_writable_folder(places, folder, f"{name} = {str(path)!r}")
+        merges = _first_writable_folder(places, folder, f"{option_name} = {str(path)!r}")
         merged = merges / _merged_folder_name(folder, step)
         with (
             status(f"merging step {step} of {folder}", say),
@@ -89,18 +89,18 @@ def hugging_face_folder(
         os.close(use)
 
 
-def merge_in_subprocess(run_dir: str, name: str) -> None:
+def merge_in_subprocess(run_dir: str, option_name: str) -> None:
     """Merge the newest step of a run, unless done before, in a separate process.
 
-    JAX stays uninitialised in this process, which may still have to join a distributed run. name:
-    the option that names the run. Raises ValueError as `hugging_face_folder` does.
+    JAX stays uninitialised in this process, which may still have to join a distributed run.
+    option_name: the option that names the run. Raises ValueError as `hugging_face_folder` does.
     """
-    command = [sys.executable, "-m", "jmoe.deploy.model_folder", run_dir, name]
+    command = [sys.executable, "-m", "jmoe.deploy.model_folder", run_dir, option_name]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the caller uses the accelerators
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [
-            f"{name} = {run_dir!r}: merging ended with {done.returncode}"
+            f"{option_name} = {run_dir!r}: merging ended with {done.returncode}"
         ]
         raise ValueError(lines[-1])
 
@@ -185,7 +185,7 @@ def _remove_if_unused(merged: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        with hugging_face_folder(sys.argv[1], partial(print, flush=True), name=sys.argv[2]):
+        with hugging_face_folder(sys.argv[1], partial(print, flush=True), option_name=sys.argv[2]):
             pass
     except (ValueError, OSError) as error:
         sys.exit(str(error))

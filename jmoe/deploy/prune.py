@@ -51,11 +51,12 @@ class PruneOptions:
 class PruneReport:
     """Loss and size of a model before and after pruning.
 
-    bits_before, bits_after: bits per byte of held-out text. bytes_before, bytes_after: of weights.
+    bits_per_byte_before, bits_per_byte_after: of held-out text. bytes_before, bytes_after: of
+    weights.
     """
 
-    bits_before: float
-    bits_after: float
+    bits_per_byte_before: float
+    bits_per_byte_after: float
     bytes_before: int
     bytes_after: int
 
@@ -96,7 +97,7 @@ def prune(
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Write the model that the command line names with fewer experts; print loss and size."""
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy.prune",
         description=__doc__,
@@ -141,7 +142,8 @@ def main(arguments: list[str]) -> None:
         done = prune(folder, out, PruneOptions(**options), say)
     say(
         f"{done.bytes_before / 1e6:,.1f} -> {done.bytes_after / 1e6:,.1f} MB of weights; held-out"
-        f" bits per byte {done.bits_before:.4f} -> {done.bits_after:.4f}; in {out}"
+        f" bits per byte {done.bits_per_byte_before:.4f} -> {done.bits_per_byte_after:.4f}; in"
+        f" {out}"
     )
 
 

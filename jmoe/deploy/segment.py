@@ -23,7 +23,7 @@ from jmoe.config.cluster import read_machines
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.loading import model_bytes, open_checkpoint
-from jmoe.models.safetensors_io import replace_text
+from jmoe.models.safetensors_io import replace_text_durably
 from jmoe.planning.segmentation import SegmentBy, SegmentPlan, StepTokens, plan_segments
 from jmoe.runtime import end_at_once_on_interrupt
 
@@ -57,12 +57,12 @@ def segment(
         token_bytes = checkpoint.config.hidden_size * np.dtype(checkpoint.dtype).itemsize
         tokens = StepTokens(engine.max_batch, token_bytes)
         plan = plan_segments(model_bytes(checkpoint, engine), described, tokens, by)
-    replace_text(out, json.dumps({"segments": plan.segments()}) + "\n")
+    replace_text_durably(out, json.dumps({"segments": plan.segments()}) + "\n")
     return plan
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command line."""
+    """Write the placement of experts that the command line asks for, and print it."""
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy.segment",
         description=__doc__,

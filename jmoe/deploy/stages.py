@@ -24,10 +24,10 @@ from jmoe.deploy.cut import check_empty_or_new, cut_config, scratch_folder, weig
 from jmoe.deploy.distil import (
     StudentOptions,
     StudentTraining,
-    begin_run,
-    has_begun,
+    has_student,
     student_config_and_layers,
     train_arguments,
+    write_student_into_run,
 )
 from jmoe.deploy.expert_layouts import LAYOUTS, expert_layout
 from jmoe.deploy.expert_scores import check_num_kept
@@ -168,7 +168,9 @@ def deploy(
             source, folder = folder, between / "pruned"
             pruned = prune(source, folder, options, say)
             results.append(
-                StageResult(f"{stages.experts} experts", pruned.bytes_after, pruned.bits_after)
+                StageResult(
+                    f"{stages.experts} experts", pruned.bytes_after, pruned.bits_per_byte_after
+                )
             )
         if stages.weights is not None:
             source, folder = folder, between / "compressed"
@@ -214,7 +216,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
             str(stages.distil.run),
             f"must not lie in out = {str(out)!r}, nor that in it",
         )
-        has_begun(stages.distil.run, config, "distil_run")
+        has_student(stages.distil.run, config, "distil_run")
         parse_train(_train_arguments(stages.distil, student, folder), PRESETS)
     if stages.experts is not None:
         check_num_kept(config, stages.experts)
@@ -259,7 +261,7 @@ def _train_student(folder: Path, out: Path, stages: Stages, distil: DistilStage,
     """
     with LazyCheckpoint(folder) as checkpoint:
         student = _student_options(checkpoint.config, stages, distil)
-    begin_run(folder, distil.run, student, say)
+    write_student_into_run(folder, distil.run, student, say)
     command = [
         sys.executable,
         "-m",

@@ -28,7 +28,7 @@ from jax import lax
 from jmoe.config import ModelConfig
 from kernels_pallas.matmul import dot
 from kernels_pallas.native import cached_attention, uses_native_attention
-from kernels_pallas.saved import bits
+from kernels_pallas.saved import bfloat16_as_uint16
 
 BLOCK = 128
 _NONE = -1e30  # the score of masked keys: finite, as differences of -inf would be NaN
@@ -76,7 +76,9 @@ def write(
     The positions of a row must be consecutive: each row is written as one slice, as scatters are
     slow on XLA:CPU. A slice that would pass the end starts earlier and keeps the old content there.
     """
-    new = KVCache(bits(k_PCGd).swapaxes(1, 2), bits(v_PCGe).swapaxes(1, 2))
+    new = KVCache(
+        bfloat16_as_uint16(k_PCGd).swapaxes(1, 2), bfloat16_as_uint16(v_PCGe).swapaxes(1, 2)
+    )
     width, real_PC = positions_PC.shape[1], positions_PC < cache.length
 
     def write_row(p: jax.Array, cache: KVCache) -> KVCache:
@@ -101,7 +103,9 @@ def _write_one_token(
     """Return the cache with one token's key and value written in each row, by one scatter."""
 
     def put_token(all_BGSd: jax.Array, new_P1Gd: jax.Array) -> jax.Array:
-        return all_BGSd.at[rows_P, :, positions_P].set(bits(new_P1Gd)[:, 0], mode="drop")
+        return all_BGSd.at[rows_P, :, positions_P].set(
+            bfloat16_as_uint16(new_P1Gd)[:, 0], mode="drop"
+        )
 
     return KVCache(put_token(cache.k_BGSd, k_P1Gd), put_token(cache.v_BGSe, v_P1Ge))
 

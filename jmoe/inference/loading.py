@@ -285,7 +285,9 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     return ModelBytes(
         weights,
         record_bytes=RecordLayout.from_arrays(checkpoint.expert_fields).record_bytes,
-        dense_bytes=checkpoint.dense_bytes(devices if options.mesh.dense == "tensor" else 1),
+        dense_bytes=checkpoint.dense_bytes_per_device(
+            devices if options.mesh.dense == "tensor" else 1
+        ),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
         // devices,
     )

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jmoe.config import check
-from jmoe.data.shards import write_atomic
+from jmoe.data.shards import replace_content_durably
 
 PATHS_FILE = "expert_paths.table"  # beside the checkpoint
 VERSION = 1
@@ -169,7 +169,7 @@ class PathTable:
             name: getattr(self, name) for name in ("starts", "keys", "tokens", "experts", "counts")
         }
         np.savez_compressed(content, header=np.array(header), **arrays)
-        write_atomic(
+        replace_content_durably(
             folder / PATHS_FILE, hashlib.sha256(content.getvalue()).digest() + content.getvalue()
         )
         return folder / PATHS_FILE

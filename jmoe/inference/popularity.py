@@ -23,7 +23,7 @@ from jmoe.inference.path_table import PathTable
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
 from jmoe.models.block import Block
-from jmoe.models.functional import Structure, split
+from jmoe.models.functional import ModuleStructure, split
 from jmoe.offload.policies import Residency
 
 EstimatorName = Literal["router", "counts", "paths"]
@@ -82,7 +82,7 @@ class RouterEstimator(Estimator):
 
 @partial(jax.jit, static_argnums=0)
 def _route_other_layer(
-    structure: Structure, arrays: tuple[jax.Array, ...], h_TD: jax.Array
+    structure: ModuleStructure, arrays: tuple[jax.Array, ...], h_TD: jax.Array
 ) -> jax.Array:
     """Return int32 [T, K]: the experts that a router chooses for another layer's input."""
     choice: jax.Array = structure.merge(arrays)(h_TD).topk_idx_TK

@@ -38,12 +38,12 @@ from jmoe.layers.attention import Attention
 from jmoe.layers.embedding import lookup
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
-from jmoe.models.functional import Structure, split
+from jmoe.models.functional import ModuleStructure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import table_mlp_of_tokens
 from jmoe.types import PyTree
-from kernels_pallas.native import SlotLayout, allow_native_inference, find_slots, slot_mlp
+from kernels_pallas.native import ExpertByteOffsets, allow_native_inference, find_slots, slot_mlp
 
 RECENT_STEPS = 16
 # on an accelerator, programs for single tokens read this many positions, a program for each
@@ -176,7 +176,7 @@ WHOLE = WholeLayers()
 
 
 def attend_local(
-    structure: Structure,
+    structure: ModuleStructure,
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
@@ -223,7 +223,7 @@ class LayerVariant(NamedTuple):
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _attend_program(
     variant: LayerVariant,
-    structure: Structure,
+    structure: ModuleStructure,
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
@@ -245,7 +245,7 @@ _add_alone = jax.jit(lambda hidden: add_residual(*hidden))
 
 
 def embed_local(
-    structure: Structure,
+    structure: ModuleStructure,
     arrays: Arrays,
     tokens: jax.Array,
     positions_PC: jax.Array,
@@ -278,11 +278,11 @@ class _LayerGroup(NamedTuple):
     context: see `write_and_attend`.
     """
 
-    structures: tuple[Structure, ...]
-    layout: SlotLayout | None
+    structures: tuple[ModuleStructure, ...]
+    layout: ExpertByteOffsets | None
     activation: str
     dtype: DTypeLike
-    embed_and_head: Structure
+    embed_and_head: ModuleStructure
     is_first: bool
     is_last: bool
     finds: int
@@ -364,7 +364,11 @@ def _run_experts_in_slots(
 
 @partial(jax.jit, static_argnums=(0, 4))
 def logits_at_tokens(
-    structure: Structure, arrays: Arrays, x_PCD: jax.Array, at_P: jax.Array, native: bool = False
+    structure: ModuleStructure,
+    arrays: Arrays,
+    x_PCD: jax.Array,
+    at_P: jax.Array,
+    native: bool = False,
 ) -> jax.Array:
     """Return the logits after token `at_P` of each row, float32 [P, V].
 
@@ -376,7 +380,7 @@ def logits_at_tokens(
 
 @partial(jax.jit, static_argnums=0)
 def logits_of_row(
-    structure: Structure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array
+    structure: ModuleStructure, arrays: Arrays, x_PCD: jax.Array, row: jax.Array
 ) -> jax.Array:
     """Return the logits after every token of row `row` of x, float32 [C, V]."""
     return structure.merge(arrays).logits(x_PCD[row])

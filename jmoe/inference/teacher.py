@@ -20,12 +20,12 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.runner import Arrays, ModelRunner, TokenBatch
 from jmoe.memory.closing import Closing
-from jmoe.models.functional import Structure
+from jmoe.models.functional import ModuleStructure
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 
 @partial(jax.jit, static_argnums=0)
-def _final_norm(structure: Structure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
+def _final_norm(structure: ModuleStructure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
     normed: jax.Array = structure.merge(arrays).norm(x_BSD, x_BSD.dtype)
     return normed
 

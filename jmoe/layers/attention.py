@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import ModelConfig, YarnConfig
-from jmoe.layers.experts import affine, normal
+from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, target_device
 from kernels_pallas.matmul import dot, transposed
-from kernels_pallas.saved import saved, saved_residual
+from kernels_pallas.saved import mark_saved, mark_saved_residual
 
 QUERY_BLOCK = 128
 
@@ -160,7 +160,7 @@ def _attend_in_blocks_fwd(
         out.append((o.reshape(*s.shape[:-1], -1) / total).astype(q.dtype))
         lse.append(top + jnp.log(total))
     o, lse_all = jnp.concatenate(out, axis=3), jnp.concatenate(lse, axis=3)
-    o, lse_all = saved_residual(o, "attention"), saved_residual(lse_all, "attention")
+    o, lse_all = mark_saved_residual(o, "attention"), mark_saved_residual(lse_all, "attention")
     return o, (q, k, v, sinks, o, lse_all)
 
 
@@ -268,7 +268,10 @@ def _flash_fwd(
         )
         lse_BHS = jnp.logaddexp(lse_BHS, sinks_H1)
     # named, so that rematerialization does not run the kernel again
-    o_BSHe, lse_BHS = saved_residual(o_BSHe, "attention"), saved_residual(lse_BHS, "attention")
+    o_BSHe, lse_BHS = (
+        mark_saved_residual(o_BSHe, "attention"),
+        mark_saved_residual(lse_BHS, "attention"),
+    )
     return o_BSHe, (q_BSHd, k_BSGd, v_BSGe, sinks_H, o_BSHe, lse_BHS)
 
 
@@ -298,7 +301,7 @@ def _cudnn_attention(
     """Return `causal_attention` by cuDNN; raises NotImplementedError for operands that it has no
     kernel for.
     """
-    cudnn.check_supported(q_BSHd, k_BSGd, v_BSGe)
+    cudnn.check_attention_supported(q_BSHd, k_BSGd, v_BSGe)
     kernel = FlashKernel(
         partial(cudnn.attention, scale=scale, window=window),
         partial(cudnn.attention_gradient, scale=scale, window=window),
@@ -350,7 +353,9 @@ def full_attention(
     """
     # dot_product_attention takes no precision; its gradients keep the precision of this trace
     with jax.default_matmul_precision("highest" if q_BSHd.dtype == jnp.float32 else "default"):
-        return saved(jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention")
+        return mark_saved(
+            jax.nn.dot_product_attention(q_BSHd, k_BSGd, v_BSGd, scale=scale), "attention"
+        )
 
 
 class Attention(nnx.Module):
@@ -366,8 +371,8 @@ class Attention(nnx.Module):
         self.config = config
         d, dh, std = config.hidden_size, config.dim_per_head, config.initializer_range
         q, kv = config.num_attention_heads * dh, config.num_key_value_heads * dh
-        self.w_qkv = normal(rngs, (d, q + 2 * kv), std)
-        self.w_out = normal(rngs, (q, d), out_std)
+        self.w_qkv = normal_parameter(rngs, (d, q + 2 * kv), std)
+        self.w_out = normal_parameter(rngs, (q, d), out_std)
         self.b_qkv = (
             nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias or config.qkv_bias else None
         )
@@ -397,7 +402,7 @@ class Attention(nnx.Module):
         groups = config.num_key_value_heads
         qkv = affine(x_BSD, self.w_qkv, self.b_qkv)
         q, k, v = jnp.split(
-            saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1
+            mark_saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1
         )
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":

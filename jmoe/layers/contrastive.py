@@ -13,7 +13,7 @@ from jax import lax
 _TINY = 1e-12  # an embedding of zeros is not divided by its length 0
 
 
-def normalized(x_GC: jax.Array) -> jax.Array:
+def l2_normalized(x_GC: jax.Array) -> jax.Array:
     """Return the embeddings scaled to length 1, in float32; embeddings of zeros stay zeros."""
     x_GC = x_GC.astype(jnp.float32)
     return x_GC * lax.rsqrt(jnp.square(x_GC).sum(axis=-1, keepdims=True) + _TINY)
@@ -61,5 +61,5 @@ def similarities(z_GC: jax.Array, means_KC: jax.Array, temperature_G: jax.Array)
     """Return float32 [G, K] class logits: the cosine of each embedding and each class mean, divided
     by the embedding's temperature.
     """
-    cosine_GK = jnp.dot(z_GC, normalized(means_KC).T, precision=lax.Precision.HIGHEST)
+    cosine_GK = jnp.dot(z_GC, l2_normalized(means_KC).T, precision=lax.Precision.HIGHEST)
     return cosine_GK / temperature_G[:, None]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jmoe.config import check
 from kernels_pallas.grouped_mlp import MLPWeights, activate, grouped_mlp
 from kernels_pallas.matmul import matmul
-from kernels_pallas.saved import saved
+from kernels_pallas.saved import mark_saved
 from kernels_pallas.token_permute import RowMap
 
 # rows of an expert in the batched product / an even share; the other rows are computed in tiles
@@ -22,7 +22,7 @@ SLOT_FACTOR = 1.125
 SLOT_MULTIPLE = 32
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
+def normal_parameter(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
     """Return a float32 parameter drawn from a normal distribution with mean 0."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
@@ -71,8 +71,8 @@ class _MLPParameters(nnx.Module):
     ) -> None:
         up = up_projection_columns(intermediate_size, activation)
         self.activation = activation
-        self.w_up = normal(rngs, (*leading, hidden_size, up), init_std)
-        self.w_down = normal(
+        self.w_up = normal_parameter(rngs, (*leading, hidden_size, up), init_std)
+        self.w_down = normal_parameter(
             rngs, (*leading, intermediate_size, hidden_size), init_out_std or init_std
         )
         self.b_up = nnx.Param(jnp.zeros((*leading, up))) if bias else None
@@ -109,12 +109,17 @@ class Experts(_MLPParameters):
         """
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
-        slots = batched_rows_per_expert(expected_rows, group_sizes_L.shape[0])
+        batched_rows = batched_rows_per_expert(expected_rows, group_sizes_L.shape[0])
         # experts that are not loaded have no rows, so the loaded experts' rows are contiguous
         if self.ids_M is not None:
             group_sizes_L = jnp.take(group_sizes_L, self.ids_M, mode="fill", fill_value=0)
         return grouped_mlp(
-            x_ND, group_sizes_L, weights, activation=self.activation, slots=slots, rows=rows
+            x_ND,
+            group_sizes_L,
+            weights,
+            activation=self.activation,
+            batched_rows_per_group=batched_rows,
+            rows=rows,
         )
 
 
@@ -129,5 +134,7 @@ class MLP(_MLPParameters):
         super().__init__((), hidden_size, intermediate_size, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        h = saved(affine(x, self.w_up, self.b_up).astype(x.dtype), "mlp_up").astype(jnp.float32)
+        h = mark_saved(affine(x, self.w_up, self.b_up).astype(x.dtype), "mlp_up").astype(
+            jnp.float32
+        )
         return affine(activate(h, self.activation).astype(x.dtype), self.w_down, self.b_down)

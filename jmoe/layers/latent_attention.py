@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention, rotary
-from jmoe.layers.experts import affine, normal
+from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
-from kernels_pallas.saved import saved
+from kernels_pallas.saved import mark_saved
 
 LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever norm_eps is (DeepSeek-V3)
 
@@ -34,16 +34,18 @@ class LatentAttention(Attention):
         d, std = config.hidden_size, config.initializer_range
         dh, heads = config.dim_per_head, config.num_attention_heads
         q_rank, latent = config.q_lora_rank, rank + config.qk_rope_head_dim
-        self.w_q = normal(rngs, (d, heads * dh), std) if q_rank is None else None
-        self.w_q_a = normal(rngs, (d, q_rank), std) if q_rank is not None else None
+        self.w_q = normal_parameter(rngs, (d, heads * dh), std) if q_rank is None else None
+        self.w_q_a = normal_parameter(rngs, (d, q_rank), std) if q_rank is not None else None
         self.q_a_norm = Norm(q_rank, "rmsnorm", LATENT_NORM_EPS) if q_rank is not None else None
-        self.w_q_b = normal(rngs, (q_rank, heads * dh), std) if q_rank is not None else None
-        self.w_kv_a = normal(rngs, (d, latent), std)
+        self.w_q_b = (
+            normal_parameter(rngs, (q_rank, heads * dh), std) if q_rank is not None else None
+        )
+        self.w_kv_a = normal_parameter(rngs, (d, latent), std)
         self.kv_a_norm = Norm(rank, "rmsnorm", LATENT_NORM_EPS)
-        self.w_kv_b = normal(
+        self.w_kv_b = normal_parameter(
             rngs, (rank, heads * (config.qk_nope_head_dim + config.v_head_dim)), std
         )
-        self.w_out = normal(rngs, (heads * config.v_head_dim, d), out_std)
+        self.w_out = normal_parameter(rngs, (heads * config.v_head_dim, d), out_std)
         self.sinks = None
         bias = config.attention_bias
         self.b_q_a = nnx.Param(jnp.zeros(q_rank)) if bias and q_rank is not None else None
@@ -69,8 +71,10 @@ class LatentAttention(Attention):
         else:
             assert self.w_q_a is not None and self.w_q_b is not None and self.q_a_norm is not None
             latent = affine(x_BSD, self.w_q_a, self.b_q_a)
-            q = affine(self.q_a_norm(saved(latent.astype(dtype), "qkv"), dtype), self.w_q_b)
-        q = saved(q.astype(dtype), "qkv").reshape(*q.shape[:-1], config.num_attention_heads, -1)
+            q = affine(self.q_a_norm(mark_saved(latent.astype(dtype), "qkv"), dtype), self.w_q_b)
+        q = mark_saved(q.astype(dtype), "qkv").reshape(
+            *q.shape[:-1], config.num_attention_heads, -1
+        )
         nope, rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         return jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
 
@@ -81,13 +85,13 @@ class LatentAttention(Attention):
         dtype = x_BSD.dtype
         latent = affine(x_BSD, self.w_kv_a, self.b_kv_a)
         split = latent.shape[-1] - self.config.qk_rope_head_dim
-        c, k_rope = jnp.split(saved(latent.astype(dtype), "qkv"), [split], axis=-1)
+        c, k_rope = jnp.split(mark_saved(latent.astype(dtype), "qkv"), [split], axis=-1)
         return self.kv_a_norm(c, dtype), self._rotated(k_rope[:, :, None], positions)
 
     def keys_and_values(self, c_BSr: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (keys [B, S, H, d], values [B, S, H, v]) from the two results of `latents`."""
         config, dtype = self.config, c_BSr.dtype
-        kv = saved(affine(c_BSr, self.w_kv_b).astype(dtype), "qkv")
+        kv = mark_saved(affine(c_BSr, self.w_kv_b).astype(dtype), "qkv")
         kv = kv.reshape(*kv.shape[:-1], config.num_attention_heads, -1)
         k_nope, v = jnp.split(kv, [config.qk_nope_head_dim], axis=-1)
         shared = jnp.broadcast_to(k_rope, (*k_nope.shape[:-1], k_rope.shape[-1]))

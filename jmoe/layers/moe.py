@@ -44,7 +44,7 @@ from jmoe.mesh import (
 )
 from jmoe.planning.exchange import ExchangeLoad, ExchangePlan, plan_exchange
 from jmoe.types import PyTree
-from kernels_pallas.saved import saved_residual
+from kernels_pallas.saved import mark_saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
 
@@ -354,7 +354,7 @@ class MoELayer(nnx.Module):
             topk_idx_TK = routing.topk_idx_TK
             if token_mask_T is not None:
                 topk_idx_TK = jnp.where(token_mask_T[:, None], topk_idx_TK, self.config.num_experts)
-            return replace(routing, topk_idx_TK=saved_residual(topk_idx_TK, "routing"))
+            return replace(routing, topk_idx_TK=mark_saved_residual(topk_idx_TK, "routing"))
 
     def dispatch(
         self, x_TD: jax.Array, routing: Routing, *, full_capacity: bool = False

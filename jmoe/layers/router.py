@@ -21,7 +21,8 @@ from jax.nn.initializers import Initializer, normal
 
 from jmoe.config import RouterConfig, check, check_routing
 from kernels_pallas.matmul import dot
-from kernels_pallas.native import few_row_matmul, top_k, uses_native_inference
+from kernels_pallas.native import few_row_matmul, uses_native_inference
+from kernels_pallas.native import top_k_indices as native_top_k_indices
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
 
@@ -163,7 +164,7 @@ def _choose_experts(
     if bias_E is not None:
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
     if config.rules.limits_groups:
-        selection_TE = _limit_groups(selection_TE, config.n_group, config.topk_group)
+        selection_TE = _mask_outside_best_groups(selection_TE, config.n_group, config.topk_group)
     return top_k_indices(selection_TE, num_experts_per_tok)
 
 
@@ -193,7 +194,7 @@ def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
     the operations around them.
     """
     if uses_native_inference():
-        return top_k(scores_TE, k)
+        return native_top_k_indices(scores_TE, k)
     in_passes = partial(_top_k_in_passes, k=k)
 
     def lax_top_k_indices(scores_TE: jax.Array) -> jax.Array:
@@ -229,7 +230,7 @@ def _sample_second_expert(
     return idx_T2.at[:, 1].set(jnp.where(goes_T, idx_T2[:, 1], num_experts))
 
 
-def _limit_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
+def _mask_outside_best_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
     """Return the scores with -inf for experts outside each token's best `topk_group` groups, ranked
     by the sum of a group's two best scores.
     """

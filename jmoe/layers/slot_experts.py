@@ -24,7 +24,7 @@ from kernels_pallas.compressed import load_weight
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.api import MODULES
 from kernels_pallas.grouped_mlp.xla import expert_mlp
-from kernels_pallas.implementations import Name, default_names, first_supported
+from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
@@ -137,7 +137,7 @@ def table_mlp(
             _table_mlp_by_tiles, routed, slots, table_E, activation, tile_rows, implementation
         ),
     }
-    names = default_names() if implementation is None else (implementation,)
+    names = default_implementations() if implementation is None else (implementation,)
     return first_supported("table_mlp", [(name, forms[name]) for name in names])
 
 

@@ -25,13 +25,13 @@ from jax.typing import DTypeLike
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import LayerKind, ModelConfig, Remat
 from jmoe.layers.attention import Attention
-from jmoe.layers.experts import MLP, affine, normal
+from jmoe.layers.experts import MLP, affine, normal_parameter
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import Routing, TaskRouter
 from jmoe.types import PyTree
-from kernels_pallas.saved import saved
+from kernels_pallas.saved import mark_saved
 
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
 AttentionFn = Callable[[Attention, jax.Array], jax.Array]
@@ -119,7 +119,9 @@ class Block(nnx.Module):
         router = TaskRouter(config.num_experts) if kind == "task" else None
         self.moe = None if routed is None else MoELayer(routed, parallel, router=router, rngs=rngs)
         gate = moe and config.shared_expert_gate
-        self.shared_expert_gate = normal(rngs, (d, 1), config.initializer_range) if gate else None
+        self.shared_expert_gate = (
+            normal_parameter(rngs, (d, 1), config.initializer_range) if gate else None
+        )
 
     @property
     def kind(self) -> LayerKind:
@@ -137,7 +139,7 @@ class Block(nnx.Module):
         """
         with jax.named_scope("attention"):
             h_BSD = attention(self.attention, self.attention_norm(x_BSD, dtype))
-            return saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
+            return mark_saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
 
     def feed_forward(self, x_BSD: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return mlp(norm(x)), [T, D], without the residual; only for dense blocks."""

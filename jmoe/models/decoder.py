@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, ModelConfig, Remat
 from jmoe.layers.embedding import Lookup, lookup
-from jmoe.layers.experts import normal
+from jmoe.layers.experts import normal_parameter
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
@@ -134,7 +134,7 @@ def scan_layers(
 
 
 @dataclass(frozen=True)
-class Execution:
+class DecoderExecution:
     """How a decoder runs its layers; the defaults suit one device with enough memory.
 
     layer_runner: applies all blocks in order.
@@ -170,10 +170,10 @@ class Decoder(nnx.Module):
             return lambda rngs: Block(config, kind, parallel, rngs=rngs)
 
         std = config.initializer_range
-        self.embedding = normal(rngs, (config.vocab_size, config.hidden_size), std)
+        self.embedding = normal_parameter(rngs, (config.vocab_size, config.hidden_size), std)
         learned = config.position == "learned"
         self.positions = (
-            normal(rngs, (config.max_position_embeddings, config.hidden_size), std)
+            normal_parameter(rngs, (config.max_position_embeddings, config.hidden_size), std)
             if learned
             else None
         )
@@ -183,10 +183,14 @@ class Decoder(nnx.Module):
         self.moe_layers = stack(block_maker("moe"), moe, rngs) if moe else None
         self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
         tied = config.tie_word_embeddings
-        self.head = None if tied else normal(rngs, (config.hidden_size, config.vocab_size), std)
+        self.head = (
+            None if tied else normal_parameter(rngs, (config.hidden_size, config.vocab_size), std)
+        )
 
     @staticmethod
-    def experts_of(config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs) -> nnx.Module:
+    def init_layer_experts(
+        config: ModelConfig, layer: jax.Array | int, rngs: nnx.Rngs
+    ) -> nnx.Module:
         """Return the experts of one layer as `Decoder(config, rngs=rngs)` initializes them.
 
         layer: index among the layers with experts.
@@ -220,7 +224,7 @@ class Decoder(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         keep_routing: bool = False,
-        execution: Execution = Execution(),
+        execution: DecoderExecution = DecoderExecution(),
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (hidden states [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None
         without experts).

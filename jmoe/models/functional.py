@@ -17,7 +17,7 @@ from jmoe.types import PyTree
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
+class ModuleStructure:
     """A module without its arrays, hashed and compared by identity.
 
     `split` returns one object for all modules of equal structure.
@@ -31,10 +31,10 @@ class Structure:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, arrays))
 
 
-_structure = cache(Structure)
+_structure = cache(ModuleStructure)
 
 
-def split(module: nnx.Module) -> tuple[Structure, tuple[jax.Array, ...]]:
+def split(module: nnx.Module) -> tuple[ModuleStructure, tuple[jax.Array, ...]]:
     """Return (structure, arrays); `structure.merge(arrays)` restores the module."""
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)

@@ -16,7 +16,7 @@ from jmoe.config import (
     check,
     describe_differences,
 )
-from jmoe.models.config_fields import check_supported
+from jmoe.models.config_fields import check_fields_supported
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
 from jmoe.types import Json, JsonObject
 
@@ -131,7 +131,7 @@ def _checked_rope_table(fields: _Fields, name: str) -> JsonObject:
     return dict(table)
 
 
-def _check_agreement(scaling: JsonObject, parameters: JsonObject) -> None:
+def _check_rope_tables_agree(scaling: JsonObject, parameters: JsonObject) -> None:
     """Raise ValueError if rope_scaling and rope_parameters contradict each other.
 
     A rope_parameters table that sets nothing but theta agrees with any scaling.
@@ -166,7 +166,7 @@ def _rope_fields(fields: _Fields, theta: float, default: JsonObject | None = Non
     scaling = _checked_rope_table(fields, "rope_scaling")
     parameters = _checked_rope_table(fields, "rope_parameters")
     if scaling and parameters:
-        _check_agreement(scaling, parameters)
+        _check_rope_tables_agree(scaling, parameters)
     name = "rope_scaling" if scaling else "rope_parameters"
     rope = _Fields(scaling or parameters or default or {}, f"{name}.")
     elsewhere = _Fields(parameters, "rope_parameters.").number("rope_theta", theta)
@@ -213,7 +213,7 @@ def _common_fields(fields: _Fields, norm_eps: float) -> JsonObject:
     }
 
 
-def _softmax_router(
+def _softmax_router_config(
     fields: _Fields, choices: int, norm_topk_prob: bool, aux_loss_coef: float = 0.001
 ) -> RouterConfig:
     """Return a softmax router's configuration.
@@ -233,7 +233,7 @@ def _mixtral_fields(fields: _Fields) -> JsonObject:
         "num_experts": fields.integer("num_local_experts", "num_experts", default=8),
         "num_experts_per_tok": choices,
         "sliding_window": fields.optional_integer("sliding_window"),
-        "router": _softmax_router(fields, choices, True),
+        "router": _softmax_router_config(fields, choices, True),
         **_rope_fields(fields, 1e6),
     }
 
@@ -247,7 +247,7 @@ def _qwen_fields(fields: _Fields) -> JsonObject:
         "decoder_sparse_step": fields.integer("decoder_sparse_step", default=1),
         "mlp_only_layers": fields.tuple_value("mlp_only_layers"),
         "sliding_window": fields.optional_integer("sliding_window", 4096) if sliding else None,
-        "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False)),
+        "router": _softmax_router_config(fields, choices, fields.flag("norm_topk_prob", False)),
         **_rope_fields(fields, 1e4),
     }
 
@@ -297,7 +297,9 @@ def _olmoe_fields(fields: _Fields) -> JsonObject:
         "qk_norm": "full",
         "clip_qkv": None if fields.value("clip_qkv") is None else fields.number("clip_qkv"),
         "attention_bias": fields.flag("attention_bias", False),
-        "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False), 0.01),
+        "router": _softmax_router_config(
+            fields, choices, fields.flag("norm_topk_prob", False), 0.01
+        ),
         **_rope_fields(fields, 1e4),
     }
 
@@ -337,7 +339,7 @@ def _gpt_oss_fields(fields: _Fields) -> JsonObject:
         "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
     )
     choices = fields.integer("num_experts_per_tok", default=4)
-    router = _softmax_router(fields, choices, True)
+    router = _softmax_router_config(fields, choices, True)
     return _common_fields(fields, 1e-5) | {
         "head_dim": fields.optional_integer("head_dim", 64),
         "moe_intermediate_size": fields.integer("intermediate_size"),
@@ -378,7 +380,9 @@ def _gpt_moe_fields(fields: _Fields) -> JsonObject:
         "mlp_bias": fields.flag("mlp_bias", True),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
         "initializer_range": fields.number("initializer_range", 0.02),
-        "router": _softmax_router(fields, choices, fields.flag("norm_topk_prob", False), 0.01),
+        "router": _softmax_router_config(
+            fields, choices, fields.flag("norm_topk_prob", False), 0.01
+        ),
     }
 
 
@@ -412,7 +416,7 @@ def model_config(hf: JsonObject) -> ModelConfig:
     Raises ValueError naming the field whose value jmoe does not support.
     """
     family = family_of(hf)
-    check_supported(hf, family)
+    check_fields_supported(hf, family)
     check_quantization(hf.get("quantization_config"), family, hf.get("expert_dtype"))
     config = ModelConfig(**_READERS[family](_Fields(hf)))
     # with one expert per token jmoe does not normalize the weight, so that the router gets a
@@ -547,7 +551,7 @@ def _family_config_json(config: ModelConfig, family: str) -> JsonObject:
     }
 
 
-def _normal_form(config: ModelConfig) -> JsonObject:
+def _decoder_normal_form(config: ModelConfig) -> JsonObject:
     """Return the options that determine the decoder's output, in a normal form.
 
     Two configurations of the same function have equal normal forms.
@@ -595,7 +599,7 @@ def hf_config(config: ModelConfig) -> JsonObject:
         hf = _family_config_json(config, family)
         try:
             tried[family] = describe_differences(
-                _normal_form(config), _normal_form(model_config(hf))
+                _decoder_normal_form(config), _decoder_normal_form(model_config(hf))
             )
         except ValueError:  # the family has no such sizes at all
             continue
@@ -630,7 +634,7 @@ def updated_hf_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
     changed = {
         name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS
     } | written
-    unlike = describe_differences(_normal_form(config), _normal_form(model_config(changed)))
+    unlike = describe_differences(_decoder_normal_form(config), _decoder_normal_form(model_config(changed)))
     if unlike:
         raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")
     return changed

@@ -34,11 +34,18 @@ from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers,
 from jmoe.models.tensor_parallel import (
     ADDED_ONCE,
     average_norms_over_devices,
-    device_config,
     parameter_cuts,
+    per_device_config,
     shard_slices,
 )
-from jmoe.models.weights import Loader, Names, Parameter, check_tensors, flat, list_parameters
+from jmoe.models.weights import (
+    Loader,
+    Names,
+    Parameter,
+    check_tensors,
+    flatten_by_path,
+    list_parameters,
+)
 from jmoe.types import PyTree
 from kernels_pallas.compressed import SCALES, compress, stored_fields
 from kernels_pallas.formats import FORMATS, MXFP4, Format
@@ -231,13 +238,13 @@ class LazyCheckpoint(Closing):
             math.prod(shape) * dtype.itemsize for shape, dtype in self.expert_fields.values()
         )
 
-    def dense_bytes(self, num_devices: int = 1) -> int:
+    def dense_bytes_per_device(self, num_devices: int = 1) -> int:
         """Return the bytes of all parameters but the experts on one of `num_devices` devices.
 
         With several devices these are its shards, as `load_dense_shard` returns them.
         """
-        config = self.config if num_devices == 1 else device_config(self.config, num_devices)
-        parts = flat(abstract_decoder(config)[2])
+        config = self.config if num_devices == 1 else per_device_config(self.config, num_devices)
+        parts = flatten_by_path(abstract_decoder(config)[2])
         sizes = {p.path: math.prod(parts[p.path].shape) for p in self._parameters if not p.experts}
         return sum(size * self._dtypes[path].itemsize for path, size in sizes.items())
 
@@ -320,7 +327,7 @@ class LazyCheckpoint(Closing):
         return part
 
     @property
-    def wide_expert_dtypes(self) -> dict[Names, np.dtype]:
+    def decompressed_expert_dtypes(self) -> dict[Names, np.dtype]:
         """The dtype of each expert parameter when decompressed, by path in the decoder."""
         return {p.path: self._dtypes[p.path] for p in self._experts.values()}
 
@@ -345,7 +352,7 @@ class LazyCheckpoint(Closing):
 
         Reads only these shards from disk. See `models/tensor_parallel.py`.
         """
-        config = device_config(self.config, num_devices)
+        config = per_device_config(self.config, num_devices)
         arrays: dict[Names, PyTree] = {}
         for p in self._parameters:
             dtype = self._dtypes[p.path]

@@ -36,9 +36,22 @@ from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.folder import has_file
 from jmoe.models.huggingface import family_of, hf_config, model_config
-from jmoe.models.safetensors_io import INDEX, SINGLE, read_headers, replace_text, write_safetensors
+from jmoe.models.safetensors_io import (
+    INDEX,
+    SINGLE,
+    read_headers,
+    replace_text_durably,
+    write_safetensors,
+)
 from jmoe.models.stored_formats import COMPRESSION_FIELDS
-from jmoe.models.weights import Names, StoredExperts, flat, has_own_head, load_arrays, new_tensors
+from jmoe.models.weights import (
+    Names,
+    StoredExperts,
+    flatten_by_path,
+    has_own_head,
+    load_arrays,
+    new_tensors,
+)
 from jmoe.types import JsonObject, PyTree
 from kernels_pallas.matmul import dot
 
@@ -239,7 +252,7 @@ def build_decoder(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array])
     """Return a decoder with the parameters {path: array}."""
     graph, structure, shapes = abstract_decoder(config)
     decoder: Decoder = nnx.merge(
-        graph, jax.tree.unflatten(structure, [arrays[path] for path in flat(shapes)])
+        graph, jax.tree.unflatten(structure, [arrays[path] for path in flatten_by_path(shapes)])
     )
     return decoder
 
@@ -307,7 +320,7 @@ def save_pretrained(
     config_json = json.loads(model.config_json) if model.config_json else hf_config(model.config)
     for name in COMPRESSION_FIELDS:  # loading has decompressed the weights
         config_json.pop(name, None)
-    arrays = flat(nnx.to_pure_dict(nnx.state(model.decoder)))
+    arrays = flatten_by_path(nnx.to_pure_dict(nnx.state(model.decoder)))
     write_pretrained(
         Path(path).expanduser(), model.config, arrays, config_json | fields, max_shard_bytes
     )
@@ -331,4 +344,4 @@ def write_pretrained(
     tensors = new_tensors(arrays, abstract_decoder(config)[2], config, family_of(config_json))
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder, tensors, max_shard_bytes)
-    replace_text(folder / "config.json", json.dumps(config_json, indent=2) + "\n")
+    replace_text_durably(folder / "config.json", json.dumps(config_json, indent=2) + "\n")

@@ -112,7 +112,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 f"ends at byte {8 + length + last}, the file has {size}: it is truncated"
             )
         spans.append((first, last, name))
-    end = _check_gapless(tensors, spans)
+    end = _end_of_gapless_tensors(tensors, spans)
     if 8 + length + end != size:
         raise ValueError(f"{file}: has {size} bytes, its header describes {8 + length + end}")
     return tensors
@@ -143,7 +143,9 @@ def _parse_header_entry(
     return dtype, shape, first, last
 
 
-def _check_gapless(tensors: Mapping[str, StoredTensor], spans: list[tuple[int, int, str]]) -> int:
+def _end_of_gapless_tensors(
+    tensors: Mapping[str, StoredTensor], spans: list[tuple[int, int, str]]
+) -> int:
     """Return the end of the last tensor; raise ValueError if tensors overlap or leave bytes between
     them.
 
@@ -234,7 +236,7 @@ class TensorReader(Closing):
         for descriptor in self._files.values():
             os.close(descriptor)
 
-    def chunks(
+    def read_chunks(
         self, tensor: StoredTensor, start: int, end: int, *, trailing: int = 1
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield (first row, end row, values [rows, elements of a row]) for rows start..end, about 4
@@ -372,7 +374,7 @@ def _unused_file_names(folder: Path, count: int) -> list[str]:
     raise AssertionError
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text_durably(path: Path, text: str) -> None:
     """Replace the content of a file atomically and durably; an error leaves the old content."""
     new = path.with_name(f".{path.name}.new")
     try:

@@ -43,101 +43,101 @@ class Source:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def as_stored(*names: str) -> Source:
+def as_stored_source(*names: str) -> Source:
     """Return the source of vectors, or of matrices stored as [in, out]."""
     return Source(names)
 
 
-def transposed(*names: str) -> Source:
+def transposed_source(*names: str) -> Source:
     """Return the source of matrices stored as [out, in]."""
     return Source(names, transposed=True)
 
 
-def stacked(name: str, *, interleaved: bool = False) -> Source:
+def stacked_source(name: str, *, interleaved: bool = False) -> Source:
     """Return the source of a tensor [E, ...] that holds all experts, each as [in, out]."""
     return Source((name,), stacked=True, interleaved=interleaved)
 
 
 OUTSIDE = {
-    "embedding": as_stored("model.embed_tokens.weight"),
-    "positions": as_stored("model.embed_positions.weight"),
-    "norm.scale": as_stored("model.norm.weight"),
-    "norm.bias": as_stored("model.norm.bias"),
-    "head": transposed("lm_head.weight"),
+    "embedding": as_stored_source("model.embed_tokens.weight"),
+    "positions": as_stored_source("model.embed_positions.weight"),
+    "norm.scale": as_stored_source("model.norm.weight"),
+    "norm.bias": as_stored_source("model.norm.bias"),
+    "head": transposed_source("lm_head.weight"),
 }
 # Names below model.layers.{layer}; FAMILIES overrides them.
 LAYER = {
-    "attention_norm.scale": as_stored("input_layernorm.weight"),
-    "attention.w_qkv": transposed(
+    "attention_norm.scale": as_stored_source("input_layernorm.weight"),
+    "attention.w_qkv": transposed_source(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
-    "attention.b_qkv": as_stored(
+    "attention.b_qkv": as_stored_source(
         "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
     ),
-    "attention.q_norm.scale": as_stored("self_attn.q_norm.weight"),
-    "attention.k_norm.scale": as_stored("self_attn.k_norm.weight"),
-    "attention.sinks": as_stored("self_attn.sinks"),
-    "attention.w_q": transposed("self_attn.q_proj.weight"),
-    "attention.w_q_a": transposed("self_attn.q_a_proj.weight"),
-    "attention.b_q_a": as_stored("self_attn.q_a_proj.bias"),
-    "attention.q_a_norm.scale": as_stored("self_attn.q_a_layernorm.weight"),
-    "attention.w_q_b": transposed("self_attn.q_b_proj.weight"),
-    "attention.w_kv_a": transposed("self_attn.kv_a_proj_with_mqa.weight"),
-    "attention.b_kv_a": as_stored("self_attn.kv_a_proj_with_mqa.bias"),
-    "attention.kv_a_norm.scale": as_stored("self_attn.kv_a_layernorm.weight"),
-    "attention.w_kv_b": transposed("self_attn.kv_b_proj.weight"),
-    "attention.w_out": transposed("self_attn.o_proj.weight"),
-    "attention.b_out": as_stored("self_attn.o_proj.bias"),
-    "feed_forward_norm.scale": as_stored("post_attention_layernorm.weight"),
-    "mlp.w_up": transposed("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.w_down": transposed("mlp.down_proj.weight"),
-    "moe.router.kernel": transposed("mlp.gate.weight"),
-    "moe.router.e_score_correction_bias": as_stored("mlp.gate.e_score_correction_bias"),
-    "moe.experts.w_up": transposed(
+    "attention.q_norm.scale": as_stored_source("self_attn.q_norm.weight"),
+    "attention.k_norm.scale": as_stored_source("self_attn.k_norm.weight"),
+    "attention.sinks": as_stored_source("self_attn.sinks"),
+    "attention.w_q": transposed_source("self_attn.q_proj.weight"),
+    "attention.w_q_a": transposed_source("self_attn.q_a_proj.weight"),
+    "attention.b_q_a": as_stored_source("self_attn.q_a_proj.bias"),
+    "attention.q_a_norm.scale": as_stored_source("self_attn.q_a_layernorm.weight"),
+    "attention.w_q_b": transposed_source("self_attn.q_b_proj.weight"),
+    "attention.w_kv_a": transposed_source("self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.b_kv_a": as_stored_source("self_attn.kv_a_proj_with_mqa.bias"),
+    "attention.kv_a_norm.scale": as_stored_source("self_attn.kv_a_layernorm.weight"),
+    "attention.w_kv_b": transposed_source("self_attn.kv_b_proj.weight"),
+    "attention.w_out": transposed_source("self_attn.o_proj.weight"),
+    "attention.b_out": as_stored_source("self_attn.o_proj.bias"),
+    "feed_forward_norm.scale": as_stored_source("post_attention_layernorm.weight"),
+    "mlp.w_up": transposed_source("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.w_down": transposed_source("mlp.down_proj.weight"),
+    "moe.router.kernel": transposed_source("mlp.gate.weight"),
+    "moe.router.e_score_correction_bias": as_stored_source("mlp.gate.e_score_correction_bias"),
+    "moe.experts.w_up": transposed_source(
         "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
     ),
-    "moe.experts.w_down": transposed("mlp.experts.{expert}.down_proj.weight"),
-    "shared_expert.w_up": transposed(
+    "moe.experts.w_down": transposed_source("mlp.experts.{expert}.down_proj.weight"),
+    "shared_expert.w_up": transposed_source(
         "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
     ),
-    "shared_expert.w_down": transposed("mlp.shared_expert.down_proj.weight"),
-    "shared_expert_gate": transposed("mlp.shared_expert_gate.weight"),
+    "shared_expert.w_down": transposed_source("mlp.shared_expert.down_proj.weight"),
+    "shared_expert_gate": transposed_source("mlp.shared_expert_gate.weight"),
 }
 FAMILIES: dict[str, dict[str, Source]] = {
     "mixtral": {
-        "moe.router.kernel": transposed("block_sparse_moe.gate.weight"),
-        "moe.experts.w_up": transposed(
+        "moe.router.kernel": transposed_source("block_sparse_moe.gate.weight"),
+        "moe.experts.w_up": transposed_source(
             "block_sparse_moe.experts.{expert}.w1.weight",
             "block_sparse_moe.experts.{expert}.w3.weight",
         ),
-        "moe.experts.w_down": transposed("block_sparse_moe.experts.{expert}.w2.weight"),
+        "moe.experts.w_down": transposed_source("block_sparse_moe.experts.{expert}.w2.weight"),
     },
     "qwen3_moe": {},
     "qwen2_moe": {},
     "olmoe": {},
     "deepseek_v3": {
-        "shared_expert.w_up": transposed(
+        "shared_expert.w_up": transposed_source(
             "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
         ),
-        "shared_expert.w_down": transposed("mlp.shared_experts.down_proj.weight"),
+        "shared_expert.w_down": transposed_source("mlp.shared_experts.down_proj.weight"),
     },
     "gpt_oss": {
-        "moe.router.kernel": transposed("mlp.router.weight"),
-        "moe.router.bias": as_stored("mlp.router.bias"),
-        "moe.experts.w_up": stacked("mlp.experts.gate_up_proj", interleaved=True),
-        "moe.experts.b_up": stacked("mlp.experts.gate_up_proj_bias", interleaved=True),
-        "moe.experts.w_down": stacked("mlp.experts.down_proj"),
-        "moe.experts.b_down": stacked("mlp.experts.down_proj_bias"),
+        "moe.router.kernel": transposed_source("mlp.router.weight"),
+        "moe.router.bias": as_stored_source("mlp.router.bias"),
+        "moe.experts.w_up": stacked_source("mlp.experts.gate_up_proj", interleaved=True),
+        "moe.experts.b_up": stacked_source("mlp.experts.gate_up_proj_bias", interleaved=True),
+        "moe.experts.w_down": stacked_source("mlp.experts.down_proj"),
+        "moe.experts.b_down": stacked_source("mlp.experts.down_proj_bias"),
     },
     "gpt_moe": {
-        "attention_norm.bias": as_stored("input_layernorm.bias"),
-        "feed_forward_norm.bias": as_stored("post_attention_layernorm.bias"),
-        "mlp.w_up": transposed("mlp.up_proj.weight"),
-        "mlp.b_up": as_stored("mlp.up_proj.bias"),
-        "mlp.b_down": as_stored("mlp.down_proj.bias"),
-        "moe.experts.w_up": transposed("mlp.experts.{expert}.up_proj.weight"),
-        "moe.experts.b_up": as_stored("mlp.experts.{expert}.up_proj.bias"),
-        "moe.experts.b_down": as_stored("mlp.experts.{expert}.down_proj.bias"),
+        "attention_norm.bias": as_stored_source("input_layernorm.bias"),
+        "feed_forward_norm.bias": as_stored_source("post_attention_layernorm.bias"),
+        "mlp.w_up": transposed_source("mlp.up_proj.weight"),
+        "mlp.b_up": as_stored_source("mlp.up_proj.bias"),
+        "mlp.b_down": as_stored_source("mlp.down_proj.bias"),
+        "moe.experts.w_up": transposed_source("mlp.experts.{expert}.up_proj.weight"),
+        "moe.experts.b_up": as_stored_source("mlp.experts.{expert}.up_proj.bias"),
+        "moe.experts.b_down": as_stored_source("mlp.experts.{expert}.down_proj.bias"),
     },
 }
 
@@ -145,14 +145,14 @@ FAMILIES: dict[str, dict[str, Source]] = {
 # transformers 5 holds a layer's experts in one tensor [E, out, in], and saves them so unless it is
 # asked for the published names.
 FUSED = {
-    "moe.router.kernel": transposed("mlp.gate.weight"),
+    "moe.router.kernel": transposed_source("mlp.gate.weight"),
     "moe.experts.w_up": Source(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
     "moe.experts.w_down": Source(("mlp.experts.down_proj",), transposed=True, stacked=True),
 }
 FUSED_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3")
 
 
-def are_fused(names: Collection[str], family: str) -> bool:
+def has_fused_experts(names: Collection[str], family: str) -> bool:
     """Return whether a checkpoint with these tensors stores all experts of a layer in one
     tensor.
     """
@@ -160,7 +160,7 @@ def are_fused(names: Collection[str], family: str) -> bool:
     return family in FUSED_FAMILIES and any(name.endswith(ends) for name in names)
 
 
-def source_of(
+def parameter_source(
     path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False
 ) -> Source:
     """Return the source of a parameter of the decoder.

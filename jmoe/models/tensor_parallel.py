@@ -20,7 +20,7 @@ from jmoe.models.block import Block
 ADDED_ONCE = ("b_out", "b_down")
 
 
-class Cut(NamedTuple):
+class ParameterCut(NamedTuple):
     """How a parameter is split over devices.
 
     dim: the split dimension, negative.
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     groups: tuple[tuple[int, int], ...]
 
 
-def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
+def per_device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
     """Return the configuration of the narrower decoder that each device runs.
 
     Raises ValueError naming the field that `num_devices` does not divide.
@@ -64,18 +64,18 @@ def device_config(config: ModelConfig, num_devices: int) -> ModelConfig:
     )
 
 
-def parameter_cuts(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
-    """Return the `Cut` of every parameter that is split over devices, by the last names of its
-    path; all others are replicated.
+def parameter_cuts(config: ModelConfig) -> dict[tuple[str, ...], ParameterCut]:
+    """Return the `ParameterCut` of every parameter that is split over devices, by the last names of
+    its path; all others are replicated.
     """
     heads, dim = config.num_attention_heads, config.dim_per_head
     query, key = (heads, dim), (config.num_key_value_heads, dim)
     latent = config.kv_lora_rank is not None
     cuts = {
-        ("embedding",): Cut(-2, ((config.vocab_size, 1),)),
-        ("head",): Cut(-1, ((config.vocab_size, 1),)),
-        ("attention", "sinks"): Cut(-1, ((heads, 1),)),
-        ("attention", "w_out"): Cut(-2, ((heads, config.v_head_dim if latent else dim),)),
+        ("embedding",): ParameterCut(-2, ((config.vocab_size, 1),)),
+        ("head",): ParameterCut(-1, ((config.vocab_size, 1),)),
+        ("attention", "sinks"): ParameterCut(-1, ((heads, 1),)),
+        ("attention", "w_out"): ParameterCut(-2, ((heads, config.v_head_dim if latent else dim),)),
     }
     columns = {
         "w_qkv": (query, key, key),
@@ -84,21 +84,28 @@ def parameter_cuts(config: ModelConfig) -> dict[tuple[str, ...], Cut]:
         "w_q_b": (query,),
     }
     columns["w_kv_b"] = ((heads, config.qk_nope_head_dim + config.v_head_dim),)
-    cuts |= {("attention", name): Cut(-1, groups) for name, groups in columns.items()}
+    cuts |= {("attention", name): ParameterCut(-1, groups) for name, groups in columns.items()}
     if config.qk_norm == "full":
-        cuts |= {("q_norm", "scale"): Cut(-1, (query,)), ("k_norm", "scale"): Cut(-1, (key,))}
+        cuts |= {
+            ("q_norm", "scale"): ParameterCut(-1, (query,)),
+            ("k_norm", "scale"): ParameterCut(-1, (key,)),
+        }
     inner = {
         "mlp": config.intermediate_size,
         "shared_expert": config.shared_expert_intermediate_size,
     }
     for name, size in inner.items():
         # gate and up lie side by side
-        up = Cut(-1, ((size, 1),) * (1 if config.hidden_act == "gelu" else 2))
-        cuts |= {(name, "w_up"): up, (name, "b_up"): up, (name, "w_down"): Cut(-2, ((size, 1),))}
+        up = ParameterCut(-1, ((size, 1),) * (1 if config.hidden_act == "gelu" else 2))
+        cuts |= {
+            (name, "w_up"): up,
+            (name, "b_up"): up,
+            (name, "w_down"): ParameterCut(-2, ((size, 1),)),
+        }
     return cuts
 
 
-def shard_slices(cut: Cut, device: int, num_devices: int) -> list[slice]:
+def shard_slices(cut: ParameterCut, device: int, num_devices: int) -> list[slice]:
     """Return the slices along `cut.dim` of a parameter that a device holds, one for each group.
 
     With fewer units than devices, several devices hold the same unit. If units do not divide

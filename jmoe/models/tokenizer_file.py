@@ -41,7 +41,7 @@ ADDING_BOS = tuple(
 )
 
 
-def template_files(folder: Path) -> dict[str, Path]:
+def find_chat_templates(folder: Path) -> dict[str, Path]:
     """Return {name: file} of a folder's additional chat templates.
 
     Raises ValueError if `TEMPLATE_FOLDER` is not a folder, or an entry of it not a file.
@@ -56,14 +56,14 @@ def companion_file_names(folder: Path) -> list[str]:
     """Return the names, relative to `folder`, of the files of `BESIDE` and the additional chat
     templates that it holds.
     """
-    templates = [f"{TEMPLATE_FOLDER}/{file.name}" for file in template_files(folder).values()]
+    templates = [f"{TEMPLATE_FOLDER}/{file.name}" for file in find_chat_templates(folder).values()]
     return [name for name in BESIDE if (folder / name).is_file()] + templates
 
 
-def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
+def tokenizer_file(folder: Path, option_name: str = "MODEL") -> Path:
     """Return the path of a folder's `tokenizer.json`. Raises ValueError if there is none.
 
-    name: the option that gave the folder, for the error.
+    option_name: the option that gave the folder, for the error.
     """
     others = [other for other in OTHER_TOKENIZERS if (folder / other).is_file()]
     instead = (
@@ -71,7 +71,12 @@ def tokenizer_file(folder: Path, name: str = "MODEL") -> Path:
         if others
         else ""
     )
-    check(has_file(folder / TOKENIZER), name, str(folder), f"must hold a tokenizer.json{instead}")
+    check(
+        has_file(folder / TOKENIZER),
+        option_name,
+        str(folder),
+        f"must hold a tokenizer.json{instead}",
+    )
     return folder / TOKENIZER
 
 
@@ -92,7 +97,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
     _add_missing_tokens(
         tokenizer, settings.get("added_tokens_decoder") or {}, file.with_name(SETTINGS)
     )
-    token = special_tokens(settings, file.parent).get("bos_token")
+    token = special_token_texts(settings, file.parent).get("bos_token")
     adds = (
         settings.get("add_bos_token") is True
         and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
@@ -163,7 +168,7 @@ def _make_prepend_token(tokenizer: Tokenizer, token: str, file: Path) -> None:
     )
 
 
-def special_tokens(settings: Mapping[str, Json], folder: Path) -> dict[str, str]:
+def special_token_texts(settings: Mapping[str, Json], folder: Path) -> dict[str, str]:
     """Return {name: text} of the special tokens: each `..._token` that is a string or has
     `content`.
 

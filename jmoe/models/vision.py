@@ -28,7 +28,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, Remat, RouterConfig, VisionModelConfig
-from jmoe.layers.experts import affine, normal
+from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
@@ -77,7 +77,7 @@ def image_patches(pixels_BPPC: jax.Array, size: int) -> jax.Array:
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, -1, size * size * c)
 
 
-def layer_config(
+def layer_kind_config(
     config: VisionModelConfig, kind: LayerKind, task_experts: int
 ) -> VisionModelConfig:
     """Return the configuration of layers of one kind.
@@ -126,14 +126,16 @@ class VisionTransformer(nnx.Module):
         d, side = config.hidden_size, config.image_size // config.patch_size
         inputs = config.patch_size**2 * config.channels
         std = config.initializer_range
-        self.patch_embedding = normal(rngs, (inputs, d), inputs**-0.5)
+        self.patch_embedding = normal_parameter(rngs, (inputs, d), inputs**-0.5)
         self.patch_bias = nnx.Param(jnp.zeros(d))
-        self.row_positions, self.column_positions = (normal(rngs, (side, d), std) for _ in range(2))
+        self.row_positions, self.column_positions = (
+            normal_parameter(rngs, (side, d), std) for _ in range(2)
+        )
 
         self.task_experts = task_experts or config.num_experts
 
         def stack_kind(kind: LayerKind) -> PyTree:
-            own = layer_config(config, kind, self.task_experts)
+            own = layer_kind_config(config, kind, self.task_experts)
             make = lambda rngs: Block(own, kind, parallel, rngs=rngs)  # noqa: E731
             count = sum(layer.kind == kind for layer in config.layers)
             return stack(make, count, rngs) if count else None
@@ -145,13 +147,13 @@ class VisionTransformer(nnx.Module):
         )
         self.norm = Norm(d, config.norm, config.norm_eps)
         self.heads = nnx.Dict(
-            {name: normal(rngs, (d, count), std) for name, count in head_sizes.items()}
+            {name: normal_parameter(rngs, (d, count), std) for name, count in head_sizes.items()}
         )
         undecided = {name: nnx.Param(jnp.zeros(len(config.task_layers))) for name in head_sizes}
         self.path_logits = nnx.Dict(undecided) if config.learn_paths else None
 
     @staticmethod
-    def experts_of(
+    def init_layer_experts(
         config: VisionModelConfig, kind: LayerKind, layer: jax.Array | int, rngs: nnx.Rngs
     ) -> nnx.Module:
         """Return the experts of one layer as `VisionTransformer(config, ...)` initializes them.

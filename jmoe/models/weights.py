@@ -32,7 +32,14 @@ from jmoe.models.safetensors_io import (
     read_headers,
 )
 from jmoe.models.stored_formats import Stored, decompress_rows, format_of_matrix
-from jmoe.models.tensor_names import FAMILIES, LAYER, OUTSIDE, Source, are_fused, source_of
+from jmoe.models.tensor_names import (
+    FAMILIES,
+    LAYER,
+    OUTSIDE,
+    Source,
+    has_fused_experts,
+    parameter_source,
+)
 from jmoe.types import PyTree
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import MXFP4, Format
@@ -52,7 +59,7 @@ ZERO_POINT = ".weight_zero_point"  # ignored if zero: some symmetric checkpoints
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """One tensor on disk and the part of a parameter that it fills."""
 
     name: str
@@ -79,7 +86,9 @@ class Parameter:
         """The shape [rows, columns] or [columns] for one layer and expert."""
         return self.shape[bool(self.layers) + bool(self.experts) :]
 
-    def pieces(self, layers: slice = slice(None), experts: slice = slice(None)) -> Iterator[Piece]:
+    def pieces(
+        self, layers: slice = slice(None), experts: slice = slice(None)
+    ) -> Iterator[ParameterPiece]:
         """Yield the parameter's tensors, or those of a range of its stack's entries and experts."""
         source, matrix = self.source, self.matrix
         one_tensor = not self.experts or source.stacked
@@ -92,10 +101,12 @@ class Parameter:
                     shape = (*matrix[:-1], columns[1] - columns[0])
                     shape = shape[::-1] if source.transposed else shape
                     shape = (self.experts, *shape) if source.stacked else shape
-                    yield Piece(name.format(layer=layer, expert=expert), shape, at, columns)
+                    yield ParameterPiece(
+                        name.format(layer=layer, expert=expert), shape, at, columns
+                    )
 
 
-def flat(tree: PyTree) -> dict[Names, PyTree]:
+def flatten_by_path(tree: PyTree) -> dict[Names, PyTree]:
     """Return {names along the path: leaf} of nested dictionaries."""
     return {path_names(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -108,18 +119,18 @@ def list_parameters(
     shapes: tree of arrays or shapes.
     stored: names of the checkpoint's tensors, which show whether all experts of a layer are in one.
     """
-    fused, result = are_fused(stored, family), []
+    fused, result = has_fused_experts(stored, family), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
         layers = [i for i, layer in enumerate(config.layers) if layer.stack == names[0]]
-        source = source_of(names, config, family, fused=fused)
+        source = parameter_source(names, config, family, fused=fused)
         experts = config.num_experts if is_expert(path) else 0
         result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
     return result
 
 
 def _checked_tensors(
-    stored: dict[str, StoredTensor], piece: Piece, folder: Path
+    stored: dict[str, StoredTensor], piece: ParameterPiece, folder: Path
 ) -> list[StoredTensor]:
     """Return the stored tensors of a piece: one plain tensor, or those of a compressed matrix.
 
@@ -158,7 +169,7 @@ def _checked_tensors(
     return [blocks, scales]
 
 
-def _missing_tensor_hint(stored: Mapping[str, StoredTensor], piece: Piece) -> str:
+def _missing_tensor_hint(stored: Mapping[str, StoredTensor], piece: ParameterPiece) -> str:
     """Return the end of an error about a missing tensor: the prefix under which a multimodal model
     stores it, or the shape that it must have.
     """
@@ -189,7 +200,8 @@ def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
         return True
     with TensorReader() as reader, TensorReader() as second:
         rows = zip(
-            *(r.chunks(t, 0, t.shape[0]) for r, t in ((reader, one), (second, other))), strict=True
+            *(r.read_chunks(t, 0, t.shape[0]) for r, t in ((reader, one), (second, other))),
+            strict=True,
         )
         return not all(np.array_equal(a, b) for (*_, a), (*_, b) in rows)
 
@@ -243,7 +255,7 @@ def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
         return True
     if tensor.name.endswith(ZERO_POINT) and tensor.dtype in DTYPES:
         with TensorReader() as reader:
-            parts = reader.chunks(tensor, 0, math.prod(tensor.shape[:-1]))
+            parts = reader.read_chunks(tensor, 0, math.prod(tensor.shape[:-1]))
             return not any(values.view(np.uint8).any() for _, _, values in parts)
     return config.tie_word_embeddings and tensor.name == "lm_head.weight"
 
@@ -310,7 +322,7 @@ class Loader:
                 self._fill(matrix, piece, parameter, stored, matrix_spans)
         return out
 
-    def _tensors_of_expert(self, piece: Piece, expert: int) -> Stored:
+    def _tensors_of_expert(self, piece: ParameterPiece, expert: int) -> Stored:
         """Return the tensors of one expert's matrix: entries of those that hold all experts."""
         form = format_of_matrix(self._stored, piece.name, piece.shape)
         plain = (piece.name, f"{piece.name}_blocks", f"{piece.name}_scales")
@@ -320,7 +332,7 @@ class Loader:
     def _fill(
         self,
         out: np.ndarray,
-        piece: Piece,
+        piece: ParameterPiece,
         parameter: Parameter,
         stored: Stored,
         spans: list[tuple[int, int]],
@@ -386,11 +398,11 @@ class Loader:
 
     def _read_rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
         return np.concatenate(
-            [rows.copy() for _, _, rows in self._reader.chunks(tensor, start, end)]
+            [rows.copy() for _, _, rows in self._reader.read_chunks(tensor, start, end)]
         )
 
     def _decompressed_rows(
-        self, stored: Stored, piece: Piece, start: int, end: int
+        self, stored: Stored, piece: ParameterPiece, start: int, end: int
     ) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield rows start..end of the matrix in `stored` in chunks: (first row, end row, values).
 
@@ -403,12 +415,12 @@ class Loader:
             )
             return
         if piece.name in stored:
-            yield from self._reader.chunks(stored[piece.name], start, end)
+            yield from self._reader.read_chunks(stored[piece.name], start, end)
             return
         blocks, scales = stored[f"{piece.name}_blocks"], stored[f"{piece.name}_scales"]
-        for a, b, packed in self._reader.chunks(blocks, start, end, trailing=2):
+        for a, b, packed in self._reader.read_chunks(blocks, start, end, trailing=2):
             packed = packed.copy()  # the next read overwrites it
-            rows_of_scales = [rows.copy() for _, _, rows in self._reader.chunks(scales, a, b)]
+            rows_of_scales = [rows.copy() for _, _, rows in self._reader.read_chunks(scales, a, b)]
             yield a, b, decode_mxfp4_bfloat16(packed, np.concatenate(rows_of_scales))
 
 
@@ -434,7 +446,7 @@ def load_arrays(
     stored = read_headers(folder)
     wanted = list_parameters(shapes, config, family, stored)
     dtypes = check_tensors(wanted, stored, folder, config, dtype)
-    places = flat(shapes)
+    places = flatten_by_path(shapes)
     with TensorReader() as reader:
         loader = Loader(stored, reader)
         return {
@@ -452,7 +464,7 @@ def _sort_key(parameter: Parameter, family: str) -> tuple[int, int]:
     return 1, list(LAYER | FAMILIES[family]).index(".".join(parameter.path[1:]))
 
 
-class _HostCopies:
+class _HostSliceCache:
     """Copies arrays from a device to the host slice by slice, and caches the last slice.
 
     Tensors are written in the order in which a slice holds them (the experts of a layer, the
@@ -496,15 +508,18 @@ class StoredExperts:
     dtype: np.dtype
     is_fully_addressable: bool = True
 
-    def read_matrix(self, piece: Piece, num_experts: int) -> np.ndarray:
+    def read_matrix(self, piece: ParameterPiece, num_experts: int) -> np.ndarray:
         """Return the matrix of a piece's expert, or of all experts of a layer, [E, ...]."""
         if len(piece.at) == 2:
             return self.read(*piece.at)
         return np.stack([self.read(piece.at[0], expert) for expert in range(num_experts)])
 
 
-def _file_elements(
-    copies: _HostCopies, array: jax.Array | StoredExperts, parameter: Parameter, piece: Piece
+def _elements_in_file_layout(
+    copies: _HostSliceCache,
+    array: jax.Array | StoredExperts,
+    parameter: Parameter,
+    piece: ParameterPiece,
 ) -> np.ndarray:
     """Return a tensor's elements in the layout of the file."""
     source = parameter.source
@@ -532,7 +547,7 @@ def new_tensors(
 
     Raises ValueError if this process does not hold all of a parameter.
     """
-    tensors, copies = [], _HostCopies()
+    tensors, copies = [], _HostSliceCache()
     for parameter in list_parameters(shapes, config, family):
         array = arrays[parameter.path]
         whole = "must lie in this process whole to be saved"
@@ -544,7 +559,7 @@ def new_tensors(
                 piece.name,
                 np.dtype(array.dtype),
                 piece.shape,
-                partial(_file_elements, copies, array, parameter, piece),
+                partial(_elements_in_file_layout, copies, array, parameter, piece),
             )
             tensors.append(((section, layer, place), tensor))
     return [tensor for _, tensor in sorted(tensors, key=lambda entry: entry[0])]

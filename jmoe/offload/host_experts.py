@@ -27,7 +27,7 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ChosenExperts, ResidencyStats
 from jmoe.offload.slot_arrays import Fields, jax_view
 from jmoe.offload.slots import ExpertSlots, NativeSlots
-from kernels_pallas.native import MAX_ROWS, SlotLayout, slot_mlp
+from kernels_pallas.native import MAX_ROWS, ExpertByteOffsets, slot_mlp
 
 SMOOTHING = 0.9  # weight of the previous estimate in the moving average of a rate
 LEAST_SHARE = 0.02  # least share of copies and of CPU experts, so that both rates stay measured
@@ -106,7 +106,7 @@ class HostExperts:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _sum_experts(
-    layout: SlotLayout, activation: str, h_TD: jax.Array, *arrays: jax.Array
+    layout: ExpertByteOffsets, activation: str, h_TD: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
     idx_TK, weights_TK, slots_MR, rows_E = arrays
     tokens = h_TD, idx_TK, weights_TK, jnp.zeros(h_TD.shape, jnp.float32)

@@ -37,7 +37,7 @@ from kernels_pallas.native import (
     MAX_ROWS,
     SIZE_MULTIPLE,
     SLOT_ARRAYS,
-    SlotLayout,
+    ExpertByteOffsets,
     multiplies_many_rows,
     slot_mlp,
 )
@@ -77,7 +77,7 @@ class ExpertSlots(ABC):
         """
 
     @abstractmethod
-    def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
+    def program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         """Return (layout, slots): the slots as an operand of programs that look experts up in a
         table.
 
@@ -90,7 +90,7 @@ class HostSlots(ExpertSlots):
     """Slots of the CPU backend: host memory that XLA reads as arrays without a copy.
 
     native: for few tokens, use a native operation that reads the experts through the table, so that
-    the host need not read the tokens' choices. int8_activations: see `SlotLayout`.
+    the host need not read the tokens' choices. int8_activations: see `ExpertByteOffsets`.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class HostSlots(ExpertSlots):
             )
         return mlp_in_bundles(routed, [self._stored[slot] for slot in table_E], activation)
 
-    def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
+    def program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         assert self.native is not None
         return self.native.layout, self.native.slots_MR
 
@@ -175,7 +175,7 @@ class NativeSlots:
         self._dtype = None if is_compressed else kinds["w_up"]
         at = {name: offsets.get(name, -1) for name in SLOT_ARRAYS}
         hidden = fields["w_down"][0][0] * (form.per_byte if form else 1)
-        self.layout = SlotLayout(
+        self.layout = ExpertByteOffsets(
             **at,
             hidden=hidden,
             wide_biases=biases == {np.dtype(np.float32)},
@@ -209,7 +209,7 @@ class NativeSlots:
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _native_mlp(
-    layout: SlotLayout, activation: str, y_TD: jax.Array, *arrays: jax.Array
+    layout: ExpertByteOffsets, activation: str, y_TD: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
     h_TD, idx_TK, weights_TK, slots_MR, table_E = arrays
     return slot_mlp((h_TD, idx_TK, weights_TK, y_TD), slots_MR, table_E, layout, activation)
@@ -253,7 +253,7 @@ class DeviceSlots(ExpertSlots):
         with self._lock:
             return table_mlp_of_tokens(activation, routed, self._slots.arrays, table_E)
 
-    def program_operand(self) -> tuple[SlotLayout | None, SlotOperand]:
+    def program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         return None, self._slots.arrays
 
 

@@ -44,7 +44,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from jmoe.config import TrainConfig, VisionTrainConfig
-from jmoe.data.shards import write_atomic
+from jmoe.data.shards import replace_content_durably
 from jmoe.status import duration_text
 from jmoe.types import Json, JsonObject
 
@@ -173,7 +173,7 @@ def _drop_repeated_steps(path: Path, start_step: int) -> None:
                 kept += line if ended else line + b"\n"
             void |= again or not ended
     if void:
-        write_atomic(path.resolve(), bytes(kept))  # keeps a symbolic link
+        replace_content_durably(path.resolve(), bytes(kept))  # keeps a symbolic link
 
 
 class CompilationCounter:

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from jmoe.data.shards import write_atomic
+from jmoe.data.shards import replace_content_durably
 from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, least_loaded_expert, read_steps_and_events
 from jmoe.types import JsonObject
 
@@ -132,7 +132,7 @@ def write_report(output_dir: Path) -> Path:
         draw(ax, run)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    write_atomic(output_dir / REPORT_FILE, buffer.getvalue())
+    replace_content_durably(output_dir / REPORT_FILE, buffer.getvalue())
     return output_dir / REPORT_FILE
 
 

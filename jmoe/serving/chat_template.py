@@ -23,9 +23,9 @@ from jinja2.utils import Namespace
 from jmoe.models.folder import has_file, read_text
 from jmoe.models.tokenizer_file import (
     SETTINGS,
+    find_chat_templates,
     read_json_if_present,
-    special_tokens,
-    template_files,
+    special_token_texts,
 )
 from jmoe.types import Json, JsonObject
 
@@ -168,7 +168,7 @@ def read_templates(folder: Path) -> JsonObject | None:
     "template": ...}`. Raises ValueError for damaged files.
     """
     config = read_json_if_present(folder / SETTINGS)
-    templates = template_files(folder)
+    templates = find_chat_templates(folder)
     if has_file(folder / TEMPLATE_FILE):
         if DEFAULT in templates:
             raise ValueError(
@@ -180,7 +180,7 @@ def read_templates(folder: Path) -> JsonObject | None:
     return (
         {
             "templates": texts,
-            "special_tokens": special_tokens(config, folder),
+            "special_tokens": special_token_texts(config, folder),
             "source": str(folder),
         }
         if texts

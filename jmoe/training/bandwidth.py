@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from jmoe.collectives.schedule import SCHEDULES, chunk_bytes
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.config.cluster import LinkConfig, LinksConfig, links_to_toml, read_links
-from jmoe.data.shards import write_atomic
+from jmoe.data.shards import replace_content_durably
 from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED
 
 PAYLOAD_BYTES = 1 << 20
@@ -86,7 +86,7 @@ def read_or_measure_links(config: TrainConfig, mesh: Mesh) -> LinksConfig | None
         return _links_from_numbers(numbers)
     links = measure_links(mesh)
     if jax.process_index() == 0 and path.parent.is_dir():
-        write_atomic(path, links_to_toml(links).encode())
+        replace_content_durably(path, links_to_toml(links).encode())
     return links
 
 

@@ -17,7 +17,7 @@ from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
 from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
-from jmoe.models.weights import Loader, Parameter, check_tensors, flat, list_parameters
+from jmoe.models.weights import Loader, Parameter, check_tensors, flatten_by_path, list_parameters
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
@@ -115,9 +115,11 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     memory. Every process must call this.
     """
     folder, shape = pretrained_folder(config.init_from), trainer.full_shape
-    places = flat(shape.params) | flat(shape.router_bias)
+    places = flatten_by_path(shape.params) | flatten_by_path(shape.router_bias)
     shapes = abstract_decoder(config.model)[2]
-    shapes = jax.tree.unflatten(jax.tree.structure(shapes), [places[path] for path in flat(shapes)])
+    shapes = jax.tree.unflatten(
+        jax.tree.structure(shapes), [places[path] for path in flatten_by_path(shapes)]
+    )
     stored = read_headers(folder)
     wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
@@ -157,7 +159,7 @@ def _state_at_step_0(
         arrays alias NumPy memory.
         """
         return jax.tree.unflatten(
-            jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flat(tree)]
+            jax.tree.structure(tree), [jnp.copy(arrays.pop(path)) for path in flatten_by_path(tree)]
         )
 
     def make_zeros(tree: PyTree) -> PyTree:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.processes import check_same_identity
 from jmoe.config import TrainConfig
-from jmoe.data.loader import COMPARABLE_BYTES, baseline_bits_per_byte
+from jmoe.data.loader import COMPARABLE_BYTES, unigram_and_xz_bits_per_byte
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, check_and_list_differences
@@ -342,7 +342,7 @@ class Session:
             return
         with status("drawing the report", print_on_rank_0):
             self.draw_report()
-        unigram, xz = baseline_bits_per_byte(corpus)
+        unigram, xz = unigram_and_xz_bits_per_byte(corpus)
         if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
             print_on_rank_0(
                 f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz"

@@ -30,7 +30,7 @@ from jmoe.mesh import (
     shardings,
     split_over,
 )
-from jmoe.models.decoder import Decoder, Execution, scan_layers
+from jmoe.models.decoder import Decoder, DecoderExecution, scan_layers
 from jmoe.planning.embedding import EmbeddingSizes, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
 from jmoe.training.fused.reverse_scan import ReverseScan
@@ -216,11 +216,11 @@ class ShardedDecoder(ShardedModel):
             )
         model = self.merge_params(outside | stacks, router_bias)
         if layer_runner is None:
-            execution = Execution(
+            execution = DecoderExecution(
                 scan_layers, self.embedding.lookup, self.gather_params, remat=remat
             )
         else:
-            execution = Execution(layer_runner, self.embedding.lookup, remat=remat)
+            execution = DecoderExecution(layer_runner, self.embedding.lookup, remat=remat)
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
         head = None if model.head is None else model.head[...]
         return hidden, self.head.weight(model.embedding[...], head, self.dtype), stats

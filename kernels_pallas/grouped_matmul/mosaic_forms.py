@@ -1,20 +1,20 @@
 """The forms of the grouped matmul on Hopper: what one step of the pipeline copies and multiplies.
 
-`Dense` is the whole mechanism; every other form overrides the part in which it differs:
+`DenseForm` is the whole mechanism; every other form overrides the part in which it differs:
 
-- `GatheredRows`: rows named by index are copied one by one, each into a 128-byte line of shared
+- `GatheredRowsForm`: rows named by index are copied one by one, each into a 128-byte line of shared
   memory, swizzled by its place among 8 lines. The products need those 8 lines as one block, so each
   multiplying warpgroup moves the lines of its 64 rows into such blocks while the tensor cores
   compute the previous step.
-- `QuantizedWeights`: weights of 8 bits are copied without conversion; each multiplying warpgroup
-  converts its columns in shared memory while the tensor cores compute the previous step.
-- `CompressedWeights`: weights in blocks of inputs (`kernels_pallas.compressed`) are converted in
-  the same way, with their scales copied beside them. The two 4-bit values of a byte belong to an
+- `QuantizedWeightsForm`: weights of 8 bits are copied without conversion; each multiplying
+  warpgroup converts its columns in shared memory while the tensor cores compute the previous step.
+- `CompressedWeightsForm`: weights in blocks of inputs (`kernels_pallas.compressed`) are converted
+  in the same way, with their scales copied beside them. The two 4-bit values of a byte belong to an
   even and an odd input, so x is split into its even and odd columns beforehand and each half has
   its own product.
 
 Gated weights have two parts, gate and up, whose columns are summed side by side in one warpgroup;
-`Dense` and `GatheredRows` take them. `choose_form` names the form of some operands.
+`DenseForm` and `GatheredRowsForm` take them. `choose_form` names the form of some operands.
 
 Legend: N rows sorted by group, D inner, F outer dimension, E groups, M slots; T tokens; H halves of
 x (even, odd columns); wg: a warpgroup, 128 threads.
@@ -98,7 +98,7 @@ class TileShape:
 
 class Refs(NamedTuple):
     """The references of a kernel. operands, buffers: inputs and shared memory that only some forms
-    have, as `Dense.operands` and `Dense.buffers` list them.
+    have, as `DenseForm.operands` and `DenseForm.buffers` list them.
     """
 
     tiles: Ref  # [4, number of tiles], from `row_tiles`
@@ -113,7 +113,7 @@ class Refs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseForm:
     """Rows in order, times weights in x's dtype."""
 
     x_HND: jax.Array
@@ -125,7 +125,7 @@ class Dense:
     w_transforms: Transforms = field(default=TILED, kw_only=True)
 
     @property
-    def num_halves(self) -> int:
+    def num_products_per_part(self) -> int:
         """H, the number of products of a part in a step."""
         return self.x_HND.shape[0]
 
@@ -142,7 +142,7 @@ class Dense:
     @property
     def copies_per_step(self) -> int:
         """Number of copies that a step waits for: of x, and of each part of the weights."""
-        return self.num_halves + self.tile.parts
+        return self.num_products_per_part + self.tile.parts
 
     def operands(self) -> list[jax.Array]:
         """Return the kernel's inputs besides x and the weights."""
@@ -157,7 +157,7 @@ class Dense:
         stored, and this form's buffers.
         """
         dtype, tile = self.x_HND.dtype, self.tile
-        x_shape = (self.num_stages, self.num_halves, ROWS, INNER)
+        x_shape = (self.num_stages, self.num_products_per_part, ROWS, INNER)
         w_shape = (self.num_stages, tile.parts, *self._weights_block(tile.tile_columns))
         return [
             plgpu.SMEM(x_shape, dtype, transforms=self.x_transforms),
@@ -189,7 +189,7 @@ class Dense:
     ) -> None:
         """Start the copies of the tile's rows of x."""
         rows = pl.ds(pl.multiple_of(refs.tiles[1, m], ALIGN), ROWS)
-        for half in range(self.num_halves):
+        for half in range(self.num_products_per_part):
             plgpu.copy_gmem_to_smem(
                 refs.x.at[half, rows, inside], refs.x_smem.at[stage, half], barrier
             )
@@ -217,7 +217,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class GatheredRows(Dense):
+class GatheredRowsForm(DenseForm):
     """Rows of x by index: row n is x[src_N[n]], where x is [T, D]."""
 
     src_N: jax.Array = field(kw_only=True)
@@ -265,7 +265,7 @@ class GatheredRows(Dense):
 
 
 @dataclass(frozen=True)
-class QuantizedWeights(Dense):
+class QuantizedWeightsForm(DenseForm):
     """Weights of 8 bits; the scales of their columns multiply the finished sums."""
 
     def buffers(self) -> list[Scratch]:
@@ -285,7 +285,7 @@ class QuantizedWeights(Dense):
 
 
 @dataclass(frozen=True)
-class CompressedWeights(Dense):
+class CompressedWeightsForm(DenseForm):
     """Weights [M, D / values per byte, F] of M slots, stored as `kernels_pallas.compressed`
     describes.
 
@@ -317,7 +317,7 @@ class CompressedWeights(Dense):
         """Return two buffers per warpgroup for its columns in x's dtype, and the stages of
         scales.
         """
-        shape = (2, 2, self.num_halves, *self._weights_block(self.tile.sums_shape[1]))
+        shape = (2, 2, self.num_products_per_part, *self._weights_block(self.tile.sums_shape[1]))
         (scales,) = jax.eval_shape(self.operands)
         scales_shape = (self.num_stages, self.blocks_per_step, self.tile.tile_columns)
         return [
@@ -350,7 +350,7 @@ class CompressedWeights(Dense):
         for half, weights in enumerate(self._decoded_weights(values, scales)):
             wide[half] = weights.astype(refs.x.dtype)
         plgpu.commit_smem()
-        for half in range(self.num_halves):
+        for half in range(self.num_products_per_part):
             plgpu.wgmma(accs[0], refs.x_smem.at[stage, half], wide.at[half])
 
     def _decoded_weights(self, values: jax.Array, scales: Ref) -> list[jax.Array]:
@@ -408,7 +408,7 @@ def load_row(ref: Ref, layout: Any) -> jax.Array:
     return value
 
 
-def columns_of_warpgroup(num_columns: int) -> int:
+def num_columns_of_warpgroup(num_columns: int) -> int:
     """Return the columns of one multiplying warpgroup; a tile has twice as many. Raises
     NotImplementedError if tiles do not cover `num_columns`.
     """
@@ -438,7 +438,7 @@ def choose_form(
     src_N: jax.Array | None,
     by_column: bool,
     scales: jax.Array | None,
-) -> Dense:
+) -> DenseForm:
     """Return the form of these operands. Raises NotImplementedError for those that no form
     supports.
 
@@ -464,25 +464,25 @@ def choose_form(
     check_operands((x_ND,) if by_column else (x_ND, w), x_ND.shape[1], INNER)
     tile = TileShape(
         num_columns,
-        tile_columns=128 if gated else 2 * columns_of_warpgroup(num_columns),
+        tile_columns=128 if gated else 2 * num_columns_of_warpgroup(num_columns),
         parts=2 if gated else 1,
         by_rows=gated or src_N is not None,
     )
     if src_N is None:
         x_HND = pad_to_whole_tiles(x_ND)[None]
         if by_column:
-            return QuantizedWeights(x_HND, w, tile, transpose_rhs, w_transforms=TILED_NARROW)
-        return Dense(x_HND, w, tile, transpose_rhs)
+            return QuantizedWeightsForm(x_HND, w, tile, transpose_rhs, w_transforms=TILED_NARROW)
+        return DenseForm(x_HND, w, tile, transpose_rhs)
     src_N = jnp.minimum(src_N, x_ND.shape[0] - 1).astype(jnp.int32)
     src_N = pad_to_whole_tiles(src_N[:, None])[:, 0]
-    return GatheredRows(
+    return GatheredRowsForm(
         x_ND[None], w, tile, transpose_rhs, FEWER_STAGES, x_transforms=BY_ROW, src_N=src_N
     )
 
 
 def _compressed_form(
     x_ND: jax.Array, w: jax.Array, scales: jax.Array, transpose_rhs: bool
-) -> CompressedWeights:
+) -> CompressedWeightsForm:
     """Return the form of compressed weights; their bytes are float8_e4m3fn or int8 to the
     kernel.
     """
@@ -504,6 +504,6 @@ def _compressed_form(
     else:
         x_HND = x_ND[None]
     num_stages = FEWER_STAGES if kind.per_byte == 2 else STAGES
-    return CompressedWeights(
+    return CompressedWeightsForm(
         x_HND, w, tile, num_stages=num_stages, w_transforms=TILED_NARROW, kind=kind, scales=scales
     )

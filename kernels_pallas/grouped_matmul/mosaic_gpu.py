@@ -26,14 +26,14 @@ from kernels_pallas.grouped_matmul.mosaic_forms import (
     STAGES,
     STORED,
     TILED,
-    Dense,
+    DenseForm,
     Refs,
     TileShape,
     Warpgroup,
     check_operands,
     choose_form,
-    columns_of_warpgroup,
     load_row,
+    num_columns_of_warpgroup,
 )
 from kernels_pallas.grouped_matmul.mosaic_pipeline import (
     ALIGN,
@@ -46,7 +46,7 @@ from kernels_pallas.grouped_matmul.mosaic_pipeline import (
     row_tiles,
     snake_tile,
 )
-from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, Slots
+from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, WeightSlots
 from kernels_pallas.hopper import ALL_SMS, Launch, Ref
 from kernels_pallas.token_permute.mosaic_gpu import gather_rows
 
@@ -59,7 +59,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     transpose_rhs: bool = False,
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
-    slots: Slots | None = None,
+    slots: WeightSlots | None = None,
     epilogue: Epilogue = PLAIN,
     launch: Launch = ALL_SMS,
 ) -> jax.Array:
@@ -91,7 +91,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
 
 
 def _matmul_kernel(
-    form: Dense,
+    form: DenseForm,
     operations: Sequence[Callable[..., jax.Array]],
     activate: Callable[..., jax.Array] | None,
     launch: Launch,
@@ -126,7 +126,7 @@ def _matmul_kernel(
             _store_tile(refs, tile, wg, place, sums, finish_columns)
 
         sums_shapes = [tile.sums_shape] * tile.parts
-        num_products = tile.parts * form.num_halves
+        num_products = tile.parts * form.num_products_per_part
         num_tiles = launch.num_pieces(count[0] * tile.tiles_across)
         Pipeline(
             num_tiles,
@@ -222,7 +222,7 @@ def weight_gradient(
         x_ND = gather_rows(x_ND, src_N, launch=launch)
     (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
     check_operands((x_ND, dy_NF), d, ROWS)
-    columns = columns_of_warpgroup(num_columns)
+    columns = num_columns_of_warpgroup(num_columns)
     x_ND, dy_NF = pad_to_whole_tiles(x_ND), pad_to_whole_tiles(dy_NF)
     tiles = _GradientTiles(
         num_groups, x_ND.shape[0], d // ROWS, num_columns // (2 * columns), columns

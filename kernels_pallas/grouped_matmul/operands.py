@@ -11,7 +11,7 @@ import jax
 
 
 @dataclass(frozen=True)
-class Slots:
+class WeightSlots:
     """The location of the matrices: group e uses matrix (and bias) slot_E[e] of w, which may have
     any number of them.
 

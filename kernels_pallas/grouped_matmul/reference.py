@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.matmul import float32_precision
-from kernels_pallas.token_permute.reference import take_any_rows
+from kernels_pallas.token_permute.reference import take_rows_or_last
 
 
 def grouped_matmul(
@@ -27,7 +27,7 @@ def grouped_matmul(
     w: [E, D, F], or [E, F, D] with `transpose_rhs`. src_N: row n is x[src_N[n]], where x is [T, D].
     scale_EF: factors of the columns of w, which may then have another dtype.
     """
-    x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
+    x_ND = x_ND if src_N is None else take_rows_or_last(x_ND, src_N)
     w_EDF = w.swapaxes(1, 2) if transpose_rhs else w
     if scale_EF is None:
         exact = float32_precision(x_ND, w_EDF)
@@ -46,7 +46,7 @@ def weight_gradient(
     """Return [E, D, F] in x's dtype: x^T dy over each group's rows. src_N: as in
     `grouped_matmul`.
     """
-    x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
+    x_ND = x_ND if src_N is None else take_rows_or_last(x_ND, src_N)
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, Slots
+from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, WeightSlots
 from kernels_pallas.token_permute.triton import gather_rows
 from kernels_pallas.triton import (
     Blocks,
@@ -40,7 +40,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     transpose_rhs: bool = False,
     src_N: jax.Array | None = None,
     scale_EF: jax.Array | None = None,
-    slots: Slots | None = None,
+    slots: WeightSlots | None = None,
     epilogue: Epilogue = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
@@ -118,7 +118,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
 
 
 def _check_operands(
-    x_ND: jax.Array, w: jax.Array, scale_EF: jax.Array | None, slots: Slots | None
+    x_ND: jax.Array, w: jax.Array, scale_EF: jax.Array | None, slots: WeightSlots | None
 ) -> None:
     """Raise NotImplementedError for weights that the kernel cannot read."""
     if slots is not None and slots.scales is not None:

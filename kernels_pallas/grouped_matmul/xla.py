@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.groups import Layout, Tiles, as_sliceable, slot_layout
+from kernels_pallas.groups import RowSlots, Tiles, as_sliceable, assign_rows_to_slots
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
-from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
+from kernels_pallas.token_permute.reference import take_mapped_rows, take_rows, take_rows_or_last
 
 SLOT_FACTORS = (0.625, 1.0, 1.125)  # slots of a group / an even share; C = 0 is a choice too
 SLOT_MULTIPLE = 16
@@ -26,22 +26,22 @@ TILE_ROWS = (256, 64)
 TILE_COST_ROWS = 64  # cost of reading the weights for a tile, in rows of product
 
 
-def _slot_choices(num_rows: int, num_groups: int) -> list[int]:
+def _slots_per_group_choices(num_rows: int, num_groups: int) -> list[int]:
     share = num_rows / num_groups
     some = {math.ceil(share * f / SLOT_MULTIPLE) * SLOT_MULTIPLE for f in SLOT_FACTORS}
     return [0, *sorted(c for c in some if c <= num_rows and c * num_groups <= 2 * num_rows)]
 
 
 def _large_and_small_tiles(
-    starts: jax.Array, ends: jax.Array, slots: int, num_rows: int
+    starts: jax.Array, ends: jax.Array, slots_per_group: int, num_rows: int
 ) -> list[Tiles]:
     """Return large tiles for the part of each group that fills them, and small tiles for the
     rest.
     """
     large, small = (min(rows, max(MIN_ROWS, num_rows)) for rows in TILE_ROWS)
-    over = jnp.maximum(ends - starts - slots, 0)
+    over = jnp.maximum(ends - starts - slots_per_group, 0)
     filled = over // large
-    first = starts + slots
+    first = starts + slots_per_group
     rest = (over - filled * large + small - 1) // small
     return [Tiles(filled, first, ends, large), Tiles(rest, first + filled * large, ends, small)]
 
@@ -50,7 +50,7 @@ def _rows_of_equal_groups(
     x_ND: jax.Array, num_groups: int, src_N: jax.Array | None = None
 ) -> jax.Array:
     """Return [E, N / E, D], the rows of groups of equal size."""
-    x_ND = x_ND if src_N is None else take_any_rows(x_ND, src_N)
+    x_ND = x_ND if src_N is None else take_rows_or_last(x_ND, src_N)
     return x_ND.reshape(num_groups, -1, x_ND.shape[1])
 
 
@@ -67,34 +67,34 @@ def _run_even_or_cheapest_layout(
     group_sizes_E: jax.Array,
     num_rows: int,
     run_even: Callable[[], jax.Array],
-    run_layout: Callable[[Layout, int, list[Tiles]], jax.Array],
+    run_layout: Callable[[RowSlots, int, list[Tiles]], jax.Array],
 ) -> jax.Array:
     """Return run_even() if all groups have one size and cover all rows, else run_layout(layout,
-    slots, tiles) with the cheapest number of slots.
+    slots_per_group, tiles) with the cheapest number of slots.
     """
     num_groups = group_sizes_E.shape[0]
     ends_E = jnp.cumsum(group_sizes_E, dtype=jnp.int32)
     starts_E = ends_E - group_sizes_E
-    choices = _slot_choices(num_rows, num_groups)
+    choices = _slots_per_group_choices(num_rows, num_groups)
 
-    def runner_with_slots(slots: int) -> Callable[[], jax.Array]:
+    def runner_with_slots(slots_per_group: int) -> Callable[[], jax.Array]:
         def run_with_slots() -> jax.Array:
             return run_layout(
-                slot_layout(group_sizes_E, num_rows, slots),
-                slots,
-                _large_and_small_tiles(starts_E, ends_E, slots, num_rows),
+                assign_rows_to_slots(group_sizes_E, num_rows, slots_per_group),
+                slots_per_group,
+                _large_and_small_tiles(starts_E, ends_E, slots_per_group, num_rows),
             )
 
         return run_with_slots
 
     costs = []
-    for slots in choices:
-        tiles = _large_and_small_tiles(starts_E, ends_E, slots, num_rows)
+    for slots_per_group in choices:
+        tiles = _large_and_small_tiles(starts_E, ends_E, slots_per_group, num_rows)
         costs.append(
-            slots * num_groups
+            slots_per_group * num_groups
             + sum((t.num_tiles() * (t.rows + TILE_COST_ROWS) for t in tiles), jnp.int32(0))
         )
-    branches = [runner_with_slots(slots) for slots in choices]
+    branches = [runner_with_slots(slots_per_group) for slots_per_group in choices]
     cheapest = jnp.argmin(jnp.stack(costs)).astype(jnp.int32)
     if num_rows % num_groups == 0:
         is_even = (group_sizes_E == num_rows // num_groups).all()
@@ -136,10 +136,12 @@ def grouped_matmul(
             num_rows, num_columns
         )
 
-    def multiply_slots_and_tiles(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
-        if slots:
+    def multiply_slots_and_tiles(
+        layout: RowSlots, slots_per_group: int, tiles: list[Tiles]
+    ) -> jax.Array:
+        if slots_per_group:
             y_ECF = scaled_matmul(take_mapped_rows(x_ND, src_N, layout.rows_LC), w, scale_EF)
-            y_NF = take_any_rows(y_ECF.reshape(-1, num_columns), layout.slot_N)
+            y_NF = take_rows_or_last(y_ECF.reshape(-1, num_columns), layout.slot_N)
         else:
             y_NF = jnp.zeros((num_rows, num_columns), x_ND.dtype)
         out = as_sliceable(y_NF)
@@ -177,8 +179,10 @@ def weight_gradient(
             _rows_of_equal_groups(dy_NF, num_groups),
         ).astype(x_ND.dtype)
 
-    def multiply_slots_and_tiles(layout: Layout, slots: int, tiles: list[Tiles]) -> jax.Array:
-        if slots:
+    def multiply_slots_and_tiles(
+        layout: RowSlots, slots_per_group: int, tiles: list[Tiles]
+    ) -> jax.Array:
+        if slots_per_group:
             x_ECD = take_mapped_rows(x_ND, src_N, layout.rows_LC)
             dy_ECF = take_rows(dy_NF, layout.rows_LC)
             dw_EDF = dot(transposed(x_ECD), dy_ECF)

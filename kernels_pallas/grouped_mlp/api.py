@@ -26,18 +26,18 @@ def grouped_mlp(
     weights: MLPWeights,
     *,
     activation: str,
-    slots: int,
+    batched_rows_per_group: int,
     rows: RowMap | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
     """Return [N, D] in x's dtype: group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] +
     b_down[l], applied to its rows. Rows beyond the groups hold arbitrary values.
 
-    weights: matrices are rounded to x's dtype; gradients have the weights' own dtype. slots: rows
-    of each group that `xla` computes in one batched product; rows beyond them are computed exactly,
-    but slower. An even share of the rows plus an eighth is a good value. rows: if given, x is [T,
-    D] and row n is x[rows.src_M[n]]; `xla` and the native kernel do not write these rows to memory.
-    implementation: None for the best that supports the operands.
+    weights: matrices are rounded to x's dtype; gradients have the weights' own dtype.
+    batched_rows_per_group: rows of each group that `xla` computes in one batched product; rows beyond
+    them are computed exactly, but slower. An even share of the rows plus an eighth is a good value.
+    rows: if given, x is [T, D] and row n is x[rows.src_M[n]]; `xla` and the native kernel do not
+    write these rows to memory. implementation: None for the best that supports the operands.
     """
     if rows is not None:
         rows.check(x_ND.shape[0])
@@ -45,7 +45,11 @@ def grouped_mlp(
         return native_grouped_mlp(x_ND, group_sizes_L, rows, weights)
     w_up, w_down = weights.w_up.astype(x_ND.dtype), weights.w_down.astype(x_ND.dtype)
     weights = weights._replace(w_up=w_up, w_down=w_down)
-    options = {"activation": activation, "slots": slots, "rows": rows}
+    options = {
+        "activation": activation,
+        "batched_rows_per_group": batched_rows_per_group,
+        "rows": rows,
+    }
     return call_first_supported(
         MODULES, implementation, "grouped_mlp", x_ND, group_sizes_L, weights, **options
     )

@@ -20,11 +20,11 @@ from jax import lax
 
 from kernels_pallas.compressed import SCALES, uint16_as_bfloat16
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul
-from kernels_pallas.grouped_matmul.operands import Epilogue, Slots
+from kernels_pallas.grouped_matmul.operands import Epilogue, WeightSlots
 from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
 from kernels_pallas.implementations import first_supported
 from kernels_pallas.matmul import float32_precision
-from kernels_pallas.saved import saved
+from kernels_pallas.saved import mark_saved
 from kernels_pallas.token_permute import RowMap
 
 
@@ -103,7 +103,7 @@ def _mlp_with_saved_preactivations(
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, rows=rows, implementation=matmul)
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
-    h = saved(_launch_once(h), "expert_up")
+    h = mark_saved(_launch_once(h), "expert_up")
     a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
     y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
     return (
@@ -148,7 +148,7 @@ def _fused_mlp(
     return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, epilogue=down)
 
 
-def grouped_mlp_in_slots_by(
+def grouped_mlp_in_slots_by_matmul(
     matmul: Implementation,
     x_ND: jax.Array,
     group_sizes_E: jax.Array,
@@ -171,7 +171,7 @@ def grouped_mlp_in_slots_by(
     ) -> jax.Array:
         w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
         epilogue = Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
-        places = Slots(slot_E, scales)
+        places = WeightSlots(slot_E, scales)
         return matmul.grouped_matmul(
             x, uint16_as_bfloat16(w), group_sizes_E, slots=places, epilogue=epilogue
         )
@@ -228,7 +228,7 @@ def _grouped_mlp_bwd(
 _grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
 
 
-def grouped_mlp_by(
+def grouped_mlp_by_matmul(
     matmul: Implementation,
     x_ND: jax.Array,
     group_sizes_L: jax.Array,

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 import jax
 
 from kernels_pallas.grouped_matmul import Implementation, mosaic_gpu
-from kernels_pallas.grouped_mlp.by_matmul import grouped_mlp_by, grouped_mlp_in_slots_by
+from kernels_pallas.grouped_mlp.by_matmul import (
+    grouped_mlp_by_matmul,
+    grouped_mlp_in_slots_by_matmul,
+)
 from kernels_pallas.grouped_mlp.reference import MLPWeights
 from kernels_pallas.token_permute import RowMap, dispatch
 
@@ -18,21 +21,21 @@ def grouped_mlp(
     weights: MLPWeights,
     *,
     activation: str,
-    slots: int = 0,
+    batched_rows_per_group: int = 0,
     rows: RowMap | None = None,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
-    """Return `grouped_mlp.api`'s result by the Hopper kernels. slots: ignored; other
-    implementations use it.
+    """Return `grouped_mlp.api`'s result by the Hopper kernels. batched_rows_per_group: ignored;
+    other implementations use it.
 
     rows: the rows are gathered into memory here. A product that reads rows by index would copy each
     row once per tile of its columns, 128 bytes at a time; no measurement shows that to be faster
     than writing the rows once.
     """
-    del slots
+    del batched_rows_per_group
     if rows is not None:
         x_ND = dispatch(x_ND, rows.src_M, rows.row_TK, rows.complete)
-    return grouped_mlp_by(matmul, x_ND, group_sizes_L, weights, activation)
+    return grouped_mlp_by_matmul(matmul, x_ND, group_sizes_L, weights, activation)
 
 
 def grouped_mlp_in_slots(
@@ -44,7 +47,7 @@ def grouped_mlp_in_slots(
     activation: str,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
-    """Return `grouped_mlp_in_slots_by` the Hopper kernels."""
-    return grouped_mlp_in_slots_by(
+    """Return `grouped_mlp_in_slots_by_matmul`'s result by the Hopper kernels."""
+    return grouped_mlp_in_slots_by_matmul(
         matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
     )

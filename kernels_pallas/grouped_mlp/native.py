@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import native
 from kernels_pallas.grouped_mlp.reference import MLPWeights
-from kernels_pallas.saved import saved_residual
+from kernels_pallas.saved import mark_saved_residual
 from kernels_pallas.token_permute.api import RowMap, sum_rows
 
 
@@ -53,7 +53,7 @@ def _grouped_mlp_fwd(
 ) -> tuple[jax.Array, _Residuals]:
     grouped = x, None if rows is None else rows.src_M, group_sizes_L
     y_ND, h_NU = native.grouped_mlp(grouped, _in_native_dtypes(weights))
-    return y_ND, (x, group_sizes_L, rows, weights, saved_residual(h_NU, "expert_up"))
+    return y_ND, (x, group_sizes_L, rows, weights, mark_saved_residual(h_NU, "expert_up"))
 
 
 def _grouped_mlp_bwd(

@@ -16,7 +16,7 @@ from jax import lax
 
 from kernels_pallas.matmul import float32_precision
 from kernels_pallas.token_permute.api import RowMap
-from kernels_pallas.token_permute.reference import take_any_rows
+from kernels_pallas.token_permute.reference import take_rows_or_last
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # constants of gpt-oss
 
@@ -64,7 +64,7 @@ def grouped_mlp(
     """Return [N, D] in x's dtype: group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] +
     b_down[l], applied to its rows. Rows beyond the groups are 0.
     """
-    x_ND = x_ND if rows is None else take_any_rows(x_ND, rows.src_M)
+    x_ND = x_ND if rows is None else take_rows_or_last(x_ND, rows.src_M)
     num_groups = group_sizes_L.shape[0]
     ends_L = jnp.cumsum(group_sizes_L)
     group_N = (jnp.arange(x_ND.shape[0])[:, None] >= ends_L).sum(axis=-1)

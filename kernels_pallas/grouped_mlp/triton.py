@@ -5,7 +5,10 @@ from collections.abc import Mapping
 import jax
 
 from kernels_pallas.grouped_matmul import Implementation, triton
-from kernels_pallas.grouped_mlp.by_matmul import grouped_mlp_by, grouped_mlp_in_slots_by
+from kernels_pallas.grouped_mlp.by_matmul import (
+    grouped_mlp_by_matmul,
+    grouped_mlp_in_slots_by_matmul,
+)
 from kernels_pallas.grouped_mlp.reference import MLPWeights
 from kernels_pallas.token_permute import RowMap
 
@@ -18,15 +21,15 @@ def grouped_mlp(
     weights: MLPWeights,
     *,
     activation: str,
-    slots: int = 0,
+    batched_rows_per_group: int = 0,
     rows: RowMap | None = None,
     matmul: Implementation = TRITON,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result by the Triton kernels, which read the rows of `rows` by
-    index. slots: ignored; other implementations use it.
+    index. batched_rows_per_group: ignored; other implementations use it.
     """
-    del slots
-    return grouped_mlp_by(matmul, x_ND, group_sizes_L, weights, activation, rows)
+    del batched_rows_per_group
+    return grouped_mlp_by_matmul(matmul, x_ND, group_sizes_L, weights, activation, rows)
 
 
 def grouped_mlp_in_slots(
@@ -38,7 +41,7 @@ def grouped_mlp_in_slots(
     activation: str,
     matmul: Implementation = TRITON,
 ) -> jax.Array:
-    """Return `grouped_mlp_in_slots_by` the Triton kernels."""
-    return grouped_mlp_in_slots_by(
+    """Return `grouped_mlp_in_slots_by_matmul`'s result by the Triton kernels."""
+    return grouped_mlp_in_slots_by_matmul(
         matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
     )

@@ -17,23 +17,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.grouped_mlp.reference import MLPWeights, activate
-from kernels_pallas.groups import Layout, pick_in_loop, slot_layout
+from kernels_pallas.groups import RowSlots, assign_rows_to_slots, pick_in_loop
 from kernels_pallas.matmul import dot, transposed
-from kernels_pallas.saved import bits, saved_residual
+from kernels_pallas.saved import bfloat16_as_uint16, mark_saved_residual
 from kernels_pallas.token_permute.api import RowMap, sum_rows
-from kernels_pallas.token_permute.reference import take_any_rows, take_mapped_rows, take_rows
+from kernels_pallas.token_permute.reference import take_mapped_rows, take_rows, take_rows_or_last
 
 TILE_ROWS = 64
 
 
-def _overflow_tiles(layout: Layout, slots: int) -> jax.Array:
+def _count_overflow_tiles(layout: RowSlots, slots_per_group: int) -> jax.Array:
     """Return int32 [L], the number of tiles for the rows beyond each group's slots."""
-    over_L = jnp.maximum(layout.ends_L - layout.starts_L - slots, 0)
+    over_L = jnp.maximum(layout.ends_L - layout.starts_L - slots_per_group, 0)
     return (over_L + TILE_ROWS - 1) // TILE_ROWS
 
 
-def _overflow_tile(
-    layout: Layout, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots: int
+def _overflow_tile_group_and_rows(
+    layout: RowSlots, tiles_L: jax.Array, i: jax.Array, num_rows: int, slots_per_group: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (group, rows [B]) of overflow tile i. Rows past the group's end have index
     `num_rows`.
@@ -41,7 +41,12 @@ def _overflow_tile(
     tile_ends_L = jnp.cumsum(tiles_L)
     group = (i >= tile_ends_L).sum(dtype=jnp.int32)
     j = i - (tile_ends_L[group] - tiles_L[group])
-    rows_B = layout.starts_L[group] + slots + j * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    rows_B = (
+        layout.starts_L[group]
+        + slots_per_group
+        + j * TILE_ROWS
+        + jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    )
     return group, jnp.where(rows_B < layout.ends_L[group], rows_B, num_rows)
 
 
@@ -54,7 +59,7 @@ def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Arr
     """Return bits_ND with x's rows written at rows_B; rows with an index past the end are
     dropped.
     """
-    return bits_ND.at[rows_B].set(bits(x_BD), mode="drop")
+    return bits_ND.at[rows_B].set(bfloat16_as_uint16(x_BD), mode="drop")
 
 
 def _up_projection(x: jax.Array, weights: MLPWeights) -> jax.Array:
@@ -97,7 +102,7 @@ def _mlp_gradients(
 
 
 # x, rows, layout, weights, h_LCU
-_Residuals: TypeAlias = tuple[jax.Array, RowMap | None, Layout, MLPWeights, jax.Array]
+_Residuals: TypeAlias = tuple[jax.Array, RowMap | None, RowSlots, MLPWeights, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -107,9 +112,9 @@ def _grouped_mlp(
     rows: RowMap | None,
     weights: MLPWeights,
     activation: str,
-    slots: int,
+    slots_per_group: int,
 ) -> jax.Array:
-    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights, activation, slots)[0]
+    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights, activation, slots_per_group)[0]
 
 
 def _grouped_mlp_fwd(
@@ -118,46 +123,52 @@ def _grouped_mlp_fwd(
     rows: RowMap | None,
     weights: MLPWeights,
     activation: str,
-    slots: int,
+    slots_per_group: int,
 ) -> tuple[jax.Array, _Residuals]:
     src_N = None if rows is None else rows.src_M
     num_rows = (x if src_N is None else src_N).shape[0]
-    layout = slot_layout(group_sizes_L, num_rows, slots)
-    h_LCU = saved_residual(
+    layout = assign_rows_to_slots(group_sizes_L, num_rows, slots_per_group)
+    h_LCU = mark_saved_residual(
         _up_projection(take_mapped_rows(x, src_N, layout.rows_LC), weights), "expert_up"
     )
     y_LCD = _activate_and_down(h_LCU, weights, activation)
-    y_ND = take_any_rows(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
-    if slots < num_rows:
-        tiles_L = _overflow_tiles(layout, slots)
+    y_ND = take_rows_or_last(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
+    if slots_per_group < num_rows:
+        tiles_L = _count_overflow_tiles(layout, slots_per_group)
 
         def write_overflow_tile(i: jax.Array, bits_ND: jax.Array) -> jax.Array:
-            group, rows_B = _overflow_tile(layout, tiles_L, i, num_rows, slots)
+            group, rows_B = _overflow_tile_group_and_rows(
+                layout, tiles_L, i, num_rows, slots_per_group
+            )
             mine = _pick_group(weights, group)
             y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
-        bits_ND = lax.fori_loop(0, tiles_L.sum(dtype=jnp.int32), write_overflow_tile, bits(y_ND))
+        bits_ND = lax.fori_loop(
+            0, tiles_L.sum(dtype=jnp.int32), write_overflow_tile, bfloat16_as_uint16(y_ND)
+        )
         y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
     return y_ND, (x, rows, layout, weights, h_LCU)
 
 
 def _grouped_mlp_bwd(
-    activation: str, slots: int, residuals: _Residuals, dy_ND: jax.Array
+    activation: str, slots_per_group: int, residuals: _Residuals, dy_ND: jax.Array
 ) -> tuple[jax.Array, None, None, MLPWeights]:
     x, rows, layout, weights, h_LCU = residuals
     num_rows, src_N = dy_ND.shape[0], None if rows is None else rows.src_M
     x_LCD, dy_LCD = take_mapped_rows(x, src_N, layout.rows_LC), take_rows(dy_ND, layout.rows_LC)
     dx_LCD, dweights = _mlp_gradients(x_LCD, h_LCU, dy_LCD, weights, activation)
-    dx_ND = take_any_rows(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
-    if slots < num_rows:
-        tiles_L = _overflow_tiles(layout, slots)
+    dx_ND = take_rows_or_last(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
+    if slots_per_group < num_rows:
+        tiles_L = _count_overflow_tiles(layout, slots_per_group)
 
         def add_tile_gradients(
             i: jax.Array, carry: tuple[jax.Array, MLPWeights]
         ) -> tuple[jax.Array, MLPWeights]:
             bits_ND, dweights = carry
-            group, rows_B = _overflow_tile(layout, tiles_L, i, num_rows, slots)
+            group, rows_B = _overflow_tile_group_and_rows(
+                layout, tiles_L, i, num_rows, slots_per_group
+            )
             mine, x_BD = _pick_group(weights, group), take_mapped_rows(x, src_N, rows_B)
             dx_BD, dmine = _mlp_gradients(
                 x_BD, _up_projection(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
@@ -166,7 +177,10 @@ def _grouped_mlp_bwd(
             return _put_rows(bits_ND, rows_B, dx_BD), dweights
 
         bits_ND, dweights = lax.fori_loop(
-            0, tiles_L.sum(dtype=jnp.int32), add_tile_gradients, (bits(dx_ND), dweights)
+            0,
+            tiles_L.sum(dtype=jnp.int32),
+            add_tile_gradients,
+            (bfloat16_as_uint16(dx_ND), dweights),
         )
         dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
     dweights = jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
@@ -185,11 +199,14 @@ def grouped_mlp(
     weights: MLPWeights,
     *,
     activation: str,
-    slots: int,
+    batched_rows_per_group: int,
     rows: RowMap | None = None,
 ) -> jax.Array:
-    """Return `grouped_mlp.api`'s result by XLA. slots: rows of each group in the batched
-    product.
+    """Return `grouped_mlp.api`'s result by XLA.
+
+    batched_rows_per_group: rows of each group in the batched product; the others run in tiles.
     """
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
-    return _grouped_mlp(x_ND, group_sizes_L, rows, weights, activation, min(slots, num_rows))
+    return _grouped_mlp(
+        x_ND, group_sizes_L, rows, weights, activation, min(batched_rows_per_group, num_rows)
+    )

@@ -44,7 +44,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: DTypeLike) -> ja
     )
 
 
-class SlotLayout(NamedTuple):
+class ExpertByteOffsets(NamedTuple):
     """The byte offsets of an expert's arrays in its slot: w_up [D, U], w_down [F, D], b_up [U],
     b_down [D]; -1 for an array that does not exist.
 
@@ -66,14 +66,14 @@ class SlotLayout(NamedTuple):
     int8_activations: bool = False
 
 
-SLOT_ARRAYS = SlotLayout._fields[:6]
+SLOT_ARRAYS = ExpertByteOffsets._fields[:6]
 
 
 def slot_mlp(
     tokens: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     slots_MR: jax.Array,
     table_E: jax.Array,
-    layout: SlotLayout,
+    layout: ExpertByteOffsets,
     activation: str,
 ) -> jax.Array:
     """Return float32 [T, D]: y plus the weighted sum of each token's experts, added by ascending
@@ -141,7 +141,7 @@ def cached_attention(
     return done, k_BGSd, v_BGSe
 
 
-def top_k(scores_TE: jax.Array, k: int) -> jax.Array:
+def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:
     """Return int32 [T, k], the columns of each row's k largest scores, by falling score; a tie goes
     to the lowest column.
     """
@@ -251,14 +251,14 @@ def grouped_mlp_gradient(
     )
 
 
-def available_after(known: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return int32 scalar `known`, available once `arrays` are; XLA does not reuse the memory of
+def delay_until_available(scalar: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return the int32 `scalar`, available once `arrays` are; XLA does not reuse the memory of
     `arrays` before.
 
     Hold what a background operation reads and writes: another operation that gets a part of that
     memory would have to wait for it.
     """
-    return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(known, *arrays)
+    return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(scalar, *arrays)
 
 
 def count_multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:

@@ -299,10 +299,10 @@ def _source_files() -> list[Path]:
 
 def sources_digest() -> str:
     """Return 16 hex digits that change with the C++ sources."""
-    return _digest_of_sources().hexdigest()[:16]
+    return _hash_sources().hexdigest()[:16]
 
 
-def _digest_of_sources() -> "hashlib._Hash":
+def _hash_sources() -> "hashlib._Hash":
     digest = hashlib.sha256()
     for path in (*_source_files(), *sorted(_SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
@@ -313,7 +313,7 @@ def _fingerprint(compiler: str) -> str:
     """Return 16 hex digits that change with the sources, flags, compiler, processor and version of
     JAX.
     """
-    digest = _digest_of_sources()
+    digest = _hash_sources()
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.implementations import Name, call_first_supported
-from kernels_pallas.token_permute.reference import take_any_rows, take_rows
+from kernels_pallas.token_permute.reference import take_rows, take_rows_or_last
 
 
 class Implementation(NamedTuple):
@@ -179,14 +179,14 @@ def _combine_bwd(
     y_MD, weights_TK, src_M, row_TK = residuals
     dout_TD = dout_TD.astype(y_MD.dtype)
     # compute dweights per row, a sum that XLA fuses with the gather of dout, then gather scalars
-    dout_MD = take_any_rows(dout_TD, src_M).astype(jnp.float32)
+    dout_MD = take_rows_or_last(dout_TD, src_M).astype(jnp.float32)
     dweight_M = (y_MD.astype(jnp.float32) * dout_MD).sum(axis=-1)
     dweights_TK = take_rows(dweight_M, row_TK)
     # a row's weight is that of the choice that is this row; an empty row has none
     mine_MK = (
-        take_any_rows(row_TK, src_M) == jnp.arange(src_M.shape[0], dtype=row_TK.dtype)[:, None]
+        take_rows_or_last(row_TK, src_M) == jnp.arange(src_M.shape[0], dtype=row_TK.dtype)[:, None]
     )
-    weight_M = jnp.where(mine_MK, take_any_rows(weights_TK, src_M), 0).sum(axis=-1)
+    weight_M = jnp.where(mine_MK, take_rows_or_last(weights_TK, src_M), 0).sum(axis=-1)
     return _run(implementation, "gather_rows", dout_TD, src_M, weight_M), dweights_TK, None, None
 
 

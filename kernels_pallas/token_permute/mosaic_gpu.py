@@ -50,8 +50,10 @@ def _run_pipeline(
     store_step: Callable[[jax.Array, jax.Array], None],
     full: Ref,
 ) -> None:
-    """Run `num_steps` steps: load(i, stage) runs STAGES - 1 steps ahead of finish(i, stage), which
-    stores.
+    """Run `num_steps` steps: wait for step i's copies, then store its result.
+
+    start_copies(i, stage) runs STAGES - 1 steps ahead of store_step(i, stage). full: the barriers
+    of copies that have arrived, one for each stage.
     """
     lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), lambda i, _: start_copies(i, i), None)
 

@@ -12,7 +12,7 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
-def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def take_rows_or_last(x: jax.Array, index: jax.Array) -> jax.Array:
     """Return x[index] along the first dimension; the last row where index == len(x).
 
     Cheaper than `take_rows`, which needs a pass to fill in zeros.
@@ -24,12 +24,12 @@ def take_mapped_rows(x: jax.Array, src_M: jax.Array | None, index: jax.Array) ->
     """Return x[src_M[index]], or x[index] without a map, as one gather; an arbitrary row for an
     index out of range.
     """
-    return take_any_rows(x, index if src_M is None else take_any_rows(src_M, index))
+    return take_rows_or_last(x, index if src_M is None else take_rows_or_last(src_M, index))
 
 
 def gather_rows(x_TD: jax.Array, src_M: jax.Array, scale_M: jax.Array | None = None) -> jax.Array:
     """Return x_TD[src_M] [M, D], times scale_M if given; the last row of x where src_M == T."""
-    rows_MD = take_any_rows(x_TD, src_M)
+    rows_MD = take_rows_or_last(x_TD, src_M)
     if scale_M is None:
         return rows_MD
     return (rows_MD.astype(jnp.float32) * scale_M[:, None]).astype(x_TD.dtype)
@@ -47,7 +47,7 @@ def gather_sum(
 
     complete: promises that no row is M.
     """
-    take = take_any_rows if complete else take_rows
+    take = take_rows_or_last if complete else take_rows
     rows_TKD = take(y_MD, row_TK).astype(jnp.float32)
     if weights_TK is not None:
         rows_TKD = rows_TKD * weights_TK[:, :, None]

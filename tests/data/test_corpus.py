@@ -25,13 +25,13 @@ from jmoe.config import DataConfig
 from jmoe.data import corpus as corpus_module
 from jmoe.data import loader, text_files
 from jmoe.data.__main__ import main
-from jmoe.data.corpus import Corpus, Role, prepare
+from jmoe.data.corpus import Corpus, PreparationRole, prepare
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.data.shards import (
     TEMPORARY,
     open_shard,
     remove_stale_temporaries,
-    write_atomic,
+    replace_content_durably,
     writing_shard,
 )
 from jmoe.data.tokenizer import load_tokenizer, train_bpe
@@ -95,7 +95,7 @@ def test_the_umask_says_who_may_read_text_and_tokens(tmp_path: Path, umask: int)
     before = os.umask(umask)
     try:
         write_shard(tmp_path / "a.bin", [1, 2])
-        write_atomic(tmp_path / "held_out.txt", b"x")
+        replace_content_durably(tmp_path / "held_out.txt", b"x")
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o666 & ~umask}
@@ -341,7 +341,8 @@ def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, t
 def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
     def names(pattern: object) -> list[str]:
         return [
-            file.name for file in text_files.find_files(str(pattern), None, "text", quiet).files
+            file.name
+            for file in text_files.find_text_input(str(pattern), None, "text", quiet).files
         ]
 
     assert names(texts) == sorted(p.relative_to(texts).as_posix() for p in texts.rglob("*.txt"))
@@ -450,7 +451,7 @@ def test_text_of_equal_size_and_time_is_prepared_anew(tmp_path: Path, texts: Pat
     with pytest.raises(
         TimeoutError, match=r"it is there, but was made from other inputs .* \(names, sizes, text\)"
     ):
-        prepare(config(copy), 400, tmp_path / "cache", Role(is_main=False, wait_s=0.1))
+        prepare(config(copy), 400, tmp_path / "cache", PreparationRole(is_main=False, wait_s=0.1))
 
 
 def test_held_out_bytes_is_a_cap(tmp_path: Path, texts: Path) -> None:
@@ -797,7 +798,7 @@ def test_standard_library(tmp_path: Path) -> None:
 
 
 def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
-    files = text_files.find_files(str(texts), None, "text", quiet).files
+    files = text_files.find_text_input(str(texts), None, "text", quiet).files
     files = text_files.split_off_held_out(files, 0)
     assert "".join(sorted(text_files.sample_texts(files, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
@@ -814,9 +815,9 @@ PREPARE = """
 import sys
 from pathlib import Path
 from jmoe.config import DataConfig
-from jmoe.data.corpus import Role, prepare
+from jmoe.data.corpus import PreparationRole, prepare
 path, cache, main = sys.argv[1:]
-print(prepare(DataConfig(path=(path,)), 400, Path(cache), Role(main == "1", wait_s=240)).fingerprint)
+print(prepare(DataConfig(path=(path,)), 400, Path(cache), PreparationRole(main == "1", wait_s=240)).fingerprint)
 """
 
 
@@ -840,7 +841,7 @@ def test_other_processes_wait_and_two_runs_do_not_disturb_each_other(
 
 
 def test_waiting_has_a_limit_that_names_the_file(tmp_path: Path, texts: Path) -> None:
-    other = Role(is_main=False, wait_s=0.1)
+    other = PreparationRole(is_main=False, wait_s=0.1)
     limit = (
         r"manifest.json: waited 0.1 s \(distributed.start_timeout_s\) without progress of .* it is"
         r" not there"
@@ -862,7 +863,12 @@ def test_waiting_has_no_limit_while_process_0_goes_on(tmp_path: Path, texts: Pat
         return min(asked, 20)
 
     with pytest.raises(TimeoutError):
-        prepare(config(texts), 400, tmp_path, Role(is_main=False, wait_s=0.06, progress=progress))
+        prepare(
+            config(texts),
+            400,
+            tmp_path,
+            PreparationRole(is_main=False, wait_s=0.06, progress=progress),
+        )
     assert asked > 20
 
 
@@ -882,7 +888,7 @@ def test_progress_is_told_in_every_phase(
         config(texts),
         400,
         tmp_path,
-        Role(report=lambda *done: told.setdefault(done[0], []).append(done[1:])),
+        PreparationRole(report=lambda *done: told.setdefault(done[0], []).append(done[1:])),
     )
     assert list(told) == [
         "finding files",

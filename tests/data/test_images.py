@@ -54,12 +54,12 @@ def rows_of(
     for process in range(processes):
         batches = ImageBatches(tasks, config, layout, process * each, (process + 1) * each)
         batches.set_state(ImageBatches(tasks, config, layout, 0, 1).get_state() | {"next_step": 2})
-        rows += flat(next(batches))
+        rows += flatten_by_path(next(batches))
         assert batches.get_state()["next_step"] == 3
     return rows
 
 
-def flat(batch: ImageBatch) -> list[tuple[bytes, int, int]]:
+def flatten_by_path(batch: ImageBatch) -> list[tuple[bytes, int, int]]:
     pixels = batch.pixels.reshape(-1, *batch.pixels.shape[3:])
     each = zip(pixels, batch.task.ravel(), batch.label.ravel(), batch.weight.ravel(), strict=True)
     return [
@@ -91,7 +91,7 @@ def test_other_images_are_refused(tasks: list[ImageTask]) -> None:
 def test_every_held_out_image_is_evaluated_once(tasks: list[ImageTask]) -> None:
     for homes in ([(0, 1), (0, 1)], [(1,), (0, 1)]):
         batches = list(held_out_batches(tasks, homes, 2, 2))
-        rows = [row for batch in batches for row in flat(batch)]
+        rows = [row for batch in batches for row in flatten_by_path(batch)]
         assert len(rows) == len(set(rows)) == sum(len(task.held_out.labels) for task in tasks)
         assert {row[1] for row in rows} == {0, 1}
         for number, devices in enumerate(homes):

@@ -15,7 +15,7 @@ from jmoe.config import ModelConfig
 from jmoe.configs import PRESETS
 from jmoe.models.pretrained import LanguageModel, abstract_decoder, build_decoder
 from jmoe.models.safetensors_io import read_headers
-from jmoe.models.weights import flat
+from jmoe.models.weights import flatten_by_path
 
 SIZES = {
     "vocab_size": 64,
@@ -39,7 +39,7 @@ def gpt_moe_config(**changes: Any) -> ModelConfig:
 def random_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
     """Return a model whose norms and biases are random too."""
     rng, arrays = np.random.default_rng(seed), {}
-    for path, shape in flat(abstract_decoder(config)[2]).items():
+    for path, shape in flatten_by_path(abstract_decoder(config)[2]).items():
         noise = rng.normal(0.0, 0.2, shape.shape).astype(np.float32)
         arrays[path] = jnp.asarray(noise + (path[-1] == "scale"), jnp.float32)
     return LanguageModel(build_decoder(config, arrays))

@@ -13,7 +13,7 @@ import pytest
 import jmoe
 from jmoe.config import ModelConfig
 from jmoe.deploy.cut import cut_config, write_cut_model
-from jmoe.deploy.dense_layer import DenseFrom, dense_mlp, dense_width_and_experts
+from jmoe.deploy.dense_layer import DenseFrom, dense_width_and_num_joined, make_dense_mlp
 from jmoe.deploy.distil import StudentOptions, make_student
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.safetensors_io import DTYPES, read_headers
@@ -47,11 +47,11 @@ def test_the_sum_of_experts(family: str, count: int) -> None:
     """
     with LazyCheckpoint(CHECKPOINTS / family, "float32") as source:
         config = source.config
-        assert dense_width_and_experts(config, True) == (config.intermediate_size, count)
+        assert dense_width_and_num_joined(config, True) == (config.intermediate_size, count)
         use_NE = np.random.default_rng(0).integers(
             1, 9, (config.num_moe_layers, config.num_experts)
         )
-        made = dense_mlp(source, 1, use_NE, count, "most_used")
+        made = make_dense_mlp(source, 1, use_NE, count, "most_used")
         x = np.random.default_rng(1).normal(size=(5, config.hidden_size))
         best = np.argsort(-use_NE[1], kind="stable")[:count]
         factor = config.router.routed_scaling_factor
@@ -79,8 +79,8 @@ def test_families_with_dense_layers(family: str, dense: int, tmp_path: Path) -> 
         config = cut_config(whole, layers, (dense,))
         use_NE = np.ones((whole.num_moe_layers, whole.num_experts), np.int64)
         layer = [i for i, kind in enumerate(whole.layer_kinds) if kind == "moe"].index(dense)
-        arrays = dense_mlp(
-            source, layer, use_NE, dense_width_and_experts(whole, True)[1], "average"
+        arrays = make_dense_mlp(
+            source, layer, use_NE, dense_width_and_num_joined(whole, True)[1], "average"
         )
         kept_Nn = np.tile(np.arange(whole.num_experts), (config.num_moe_layers, 1))
         write_cut_model(source, tmp_path / "out", config, layers, kept_Nn, dense={dense: arrays})
@@ -151,17 +151,17 @@ def test_layers_that_cannot_be(dense: tuple[int, ...], message: str, tmp_path: P
 
 def test_sizes_that_do_not_fit() -> None:
     config: ModelConfig = gpt_moe_config(intermediate_size=96)
-    assert dense_width_and_experts(config, False) == (64, 1)
+    assert dense_width_and_num_joined(config, False) == (64, 1)
     message = (
         "intermediate_size = 96: must be 0 of the shared expert and a multiple of"
         " moe_intermediate_size = 64"
     )
     with pytest.raises(ValueError, match=message):
-        dense_width_and_experts(config, True)
+        dense_width_and_num_joined(config, True)
     with LazyCheckpoint(CHECKPOINTS / "qwen2_moe") as source:
         gated = dataclasses.replace(source.config)
     with pytest.raises(
         ValueError,
         match="shared_expert_gate = True: has no value where all tokens are treated alike",
     ):
-        dense_width_and_experts(gated, True)
+        dense_width_and_num_joined(gated, True)

@@ -19,7 +19,7 @@ import pytest
 import jmoe
 from jmoe.config import CommConfig, DistilConfig, OptimizerConfig, RouterConfig, TrainConfig
 from jmoe.deploy import distil as stage
-from jmoe.deploy.distil import StudentOptions, make_student, spread_layers
+from jmoe.deploy.distil import StudentOptions, evenly_spaced_layers, make_student
 from jmoe.inference.teacher import Teacher
 from jmoe.layers.loss import cross_entropy, distillation_losses
 from jmoe.models.pretrained import load_pretrained
@@ -188,9 +188,9 @@ def test_the_student_begins_as_a_part_of_its_teacher(
     name = "model.layers.{}.self_attn.q_proj.weight"
     np.testing.assert_array_equal(small[name.format(1)], whole[name.format(2)])
     assert (
-        spread_layers(12, 4) == [0, 4, 7, 11]
-        and spread_layers(5, 5) == [0, 1, 2, 3, 4]
-        and spread_layers(3, 1) == [0]
+        evenly_spaced_layers(12, 4) == [0, 4, 7, 11]
+        and evenly_spaced_layers(5, 5) == [0, 1, 2, 3, 4]
+        and evenly_spaced_layers(3, 1) == [0]
     )
 
 

@@ -132,7 +132,7 @@ def test_a_useless_expert_is_dropped(folder: Path, text: str, tmp_path: Path) ->
         - np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     )
     # a character a token
-    assert done.bits_after == pytest.approx(nll.sum() / np.log(2) / labels.size, rel=1e-4)
+    assert done.bits_per_byte_after == pytest.approx(nll.sum() / np.log(2) / labels.size, rel=1e-4)
     assert done.bytes_after < done.bytes_before and any(
         "held-out loss of 3 experts" in line for line in said
     )

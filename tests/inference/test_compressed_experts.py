@@ -246,7 +246,7 @@ def test_scales_that_would_be_rounded_are_not_kept(tmp_path: Path) -> None:
     with TensorReader() as reader:
         for name, t in stored.items():
             x = np.concatenate(
-                [rows.copy() for _, _, rows in reader.chunks(t, 0, math.prod(t.shape[:-1]))]
+                [rows.copy() for _, _, rows in reader.read_chunks(t, 0, math.prod(t.shape[:-1]))]
             )
             x = x.astype(np.float32) if name.endswith("weight_scale") else x
             tensors.append(

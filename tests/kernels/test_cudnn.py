@@ -118,7 +118,7 @@ def test_head_sizes_by_gpu(dims: tuple[int, int], capability: str, supported: bo
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
     with tracing_for(device):
         if supported:
-            cudnn.check_supported(q, k, v)  # type: ignore[arg-type]
+            cudnn.check_attention_supported(q, k, v)  # type: ignore[arg-type]
         else:
             with pytest.raises(NotImplementedError, match=r"heads of|below 8\.0"):
-                cudnn.check_supported(q, k, v)  # type: ignore[arg-type]
+                cudnn.check_attention_supported(q, k, v)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from jmoe.offload.slots import HostSlots
 from kernels_pallas import compressed
 from kernels_pallas.compressed import SCALES, compress, decode_e2m1, decompress, stored_fields
 from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format, FormatName
-from kernels_pallas.grouped_matmul.mosaic_gpu import Slots, grouped_matmul
+from kernels_pallas.grouped_matmul.mosaic_gpu import WeightSlots, grouped_matmul
 
 ROOT = Path(__file__).resolve().parents[2]
 formats = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
@@ -96,5 +96,5 @@ def test_kernels_leave_a_format_that_they_do_not_read(monkeypatch: pytest.Monkey
     scales = jnp.zeros((1, 1, 128), jnp.float32)
     x, one = jnp.zeros((8, 64), jnp.bfloat16), jnp.ones(1, jnp.int32)
     with pytest.raises(NotImplementedError, match="weights in the format int6"):
-        grouped_matmul(x, w, 8 * one, slots=Slots(0 * one, scales))
+        grouped_matmul(x, w, 8 * one, slots=WeightSlots(0 * one, scales))
     assert w.dtype == fields["w_up"][1] and scales.dtype == fields["w_up" + SCALES][1]

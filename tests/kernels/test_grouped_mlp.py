@@ -53,7 +53,9 @@ def run(
     def f(x: jax.Array, *weights: Any) -> jax.Array:
         if slots is None:
             return reference.grouped_mlp(x, sizes_L, MLPWeights(*weights), activation=activation)
-        return grouped_mlp(x, sizes_L, MLPWeights(*weights), activation=activation, slots=slots)
+        return grouped_mlp(
+            x, sizes_L, MLPWeights(*weights), activation=activation, batched_rows_per_group=slots
+        )
 
     y, vjp = jax.vjp(f, *operands)
     return y, vjp(dy_ND)
@@ -123,7 +125,12 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
             x = dispatch(x, rows.src_M, rows.row_TK, True) if dispatched else x
             at = None if dispatched else rows
             return grouped_mlp(
-                x, sizes_L, MLPWeights(*weights), activation="swiglu", slots=slots, rows=at
+                x,
+                sizes_L,
+                MLPWeights(*weights),
+                activation="swiglu",
+                batched_rows_per_group=slots,
+                rows=at,
             )
 
         y, vjp = jax.vjp(f, x, w_up, w_down)
@@ -149,7 +156,7 @@ def test_one_group() -> None:
         jnp.array([N], jnp.int32),
         MLPWeights(w_up[:1], w_down[:1]),
         activation="swiglu",
-        slots=64,
+        batched_rows_per_group=64,
     )
     expected = reference.activate(x @ w_up[0], "swiglu") @ w_down[0]
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ import pytest
 from kernels_pallas import implementations
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.implementations import (
-    default_names,
+    default_implementations,
     first_supported,
     target_device,
     tracing_for,
@@ -26,7 +26,7 @@ SIZES = jnp.array([3, 5], jnp.int32)
 
 
 def test_on_this_cpu() -> None:
-    assert default_names() == ("xla",)
+    assert default_implementations() == ("xla",)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_by_device(
 ) -> None:
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert default_names() == names
+    assert default_implementations() == names
 
 
 def test_of_a_device_that_is_only_described() -> None:
     described: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
     with tracing_for(described):
-        assert default_names()[0] == "mosaic_gpu" and target_device() is described
-    assert default_names() == ("xla",) and target_device() is jax.devices()[0]
+        assert default_implementations()[0] == "mosaic_gpu" and target_device() is described
+    assert default_implementations() == ("xla",) and target_device() is jax.devices()[0]
 
 
 def test_ragged_dot_is_only_a_reference() -> None:
@@ -100,7 +100,7 @@ def test_an_unsupported_case_falls_through(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a Hopper GPU, for float32, which its tensor cores do not have."""
-    monkeypatch.setattr(implementations, "default_names", lambda: ("mosaic_gpu", "xla"))
+    monkeypatch.setattr(implementations, "default_implementations", lambda: ("mosaic_gpu", "xla"))
     with caplog.at_level(logging.WARNING):
         y = grouped_matmul(jnp.ones((8, 64)), jnp.ones((2, 64, 128)), SIZES)
     assert (y == 64).all()

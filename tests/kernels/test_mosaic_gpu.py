@@ -155,7 +155,7 @@ def test_compressed(kind: str) -> None:
     kept = [compress(np.asarray(normal(m, (256, 128), jnp.float32)), form) for m in range(3)]
     values, scales = (jnp.asarray(np.stack(part)) for part in zip(*kept, strict=True))
     x = normal(9, (NUM_ROWS, 256))
-    ours = MATMUL.grouped_matmul(x, values, sizes, slots=gm_mosaic.Slots(slot_E, scales))
+    ours = MATMUL.grouped_matmul(x, values, sizes, slots=gm_mosaic.WeightSlots(slot_E, scales))
     wide = jax.vmap(partial(decompress, dtype=jnp.bfloat16))(values, scales)[slot_E]
     assert_close(ours[:INSIDE], gm_reference.grouped_matmul(x, wide, sizes)[:INSIDE], 1e-2)
 

@@ -128,7 +128,7 @@ def test_experts_and_their_gradients(
         return y[:used], dx[:used], dweights
 
     with native.allow_native_training(True):
-        ours = both(partial(grouped_mlp, slots=32), x, dy)
+        ours = both(partial(grouped_mlp, batched_rows_per_group=32), x, dy)
     wide = x.astype(jnp.float32), dy.at[used:].set(0).astype(jnp.float32)
     assert_near(ours, both(reference.grouped_mlp, *wide), 1.5e-2)
     assert [w.dtype for w in jax.tree.leaves(ours[2])] == [jnp.float32] * (4 if bias else 2)
@@ -144,7 +144,11 @@ def test_a_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
     def first_rows(sizes: int) -> jax.Array:
         with native.allow_native_training(True):
             return grouped_mlp(
-                x, jnp.full(1, sizes, jnp.int32), weights, activation="swiglu", slots=32
+                x,
+                jnp.full(1, sizes, jnp.int32),
+                weights,
+                activation="swiglu",
+                batched_rows_per_group=32,
             )[:rows]
 
     np.testing.assert_array_equal(first_rows(rows), first_rows(300))
@@ -164,7 +168,9 @@ def test_experts_read_the_rows_of_tokens() -> None:
 
     def of(x_TD: jax.Array, weights: MLPWeights, rows: RowMap | None) -> jax.Array:
         x = x_TD if rows else jnp.take(x_TD, src_M, axis=0)
-        return grouped_mlp(x, sizes_L, weights, activation="swiglu", slots=32, rows=rows)
+        return grouped_mlp(
+            x, sizes_L, weights, activation="swiglu", batched_rows_per_group=32, rows=rows
+        )
 
     with native.allow_native_training(True):
         mapped, taken = (

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.layers.contrastive import contrastive_losses, normalized, similarities
+from jmoe.layers.contrastive import contrastive_losses, l2_normalized, similarities
 from tests.arrays import on_host
 
 G, C = 12, 4
@@ -19,7 +19,7 @@ TEMPERATURE = np.array([0.5, 0.2, 0.1], np.float32)[TASK]
 
 
 def z_of(seed: int = 0) -> jax.Array:
-    return normalized(
+    return l2_normalized(
         jnp.asarray(np.random.default_rng(seed).standard_normal((G, C)).astype(np.float32))
     )
 
@@ -57,16 +57,16 @@ def test_the_order_of_rows_changes_no_loss() -> None:
 
 def test_gradients_are_finite_and_touch_only_what_is_compared() -> None:
     grads = jax.grad(
-        lambda z: contrastive_losses(normalized(z), TASK, LABEL, WEIGHT, TEMPERATURE)[0].sum()
+        lambda z: contrastive_losses(l2_normalized(z), TASK, LABEL, WEIGHT, TEMPERATURE)[0].sum()
     )(z_of())
     assert np.isfinite(grads).all()
     touched = np.any(np.asarray(grads) != 0, axis=1)
     np.testing.assert_array_equal(touched, (WEIGHT > 0) & (TASK < 2))
-    assert not np.any(jax.grad(lambda z: normalized(z).sum())(jnp.zeros((1, C))) > 1e7)
+    assert not np.any(jax.grad(lambda z: l2_normalized(z).sum())(jnp.zeros((1, C))) > 1e7)
 
 
 def test_classes_are_ranked_by_the_direction_of_their_means() -> None:
     means = np.array([[2.0, 0, 0, 0], [0, 0.1, 0, 0]], np.float32)
-    z = normalized(jnp.array([[1.0, 0.2, 0, 0], [0.2, 1.0, 0, 0]]))
+    z = l2_normalized(jnp.array([[1.0, 0.2, 0, 0], [0.2, 1.0, 0, 0]]))
     scores = on_host(similarities(z, jnp.asarray(means), jnp.full(2, 0.5)))
     np.testing.assert_allclose(scores, np.asarray(z)[:, :2] / 0.5, rtol=1e-5)

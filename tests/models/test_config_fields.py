@@ -13,8 +13,8 @@ from jmoe.models.config_fields import (
     CONFIG_FIELDS,
     HONOURED,
     Outcome,
-    Supported,
-    TrainingOnly,
+    SupportedValues,
+    TrainingOnlyField,
     ignored_training_fields,
 )
 from jmoe.models.huggingface import hf_config, model_config
@@ -134,7 +134,7 @@ def test_null_is_not_given(family: str) -> None:
 def test_the_others(family: str) -> None:
     fields, expected = fields_of(family), model_config(fields_of(family))
     for name, outcome in CONFIG_FIELDS[family].items():
-        if isinstance(outcome, Supported):
+        if isinstance(outcome, SupportedValues):
             assert (
                 read(fields | {name: "other"})
                 == f"{name} = 'other': is not supported, only {only(outcome)}"
@@ -146,11 +146,13 @@ def test_the_others(family: str) -> None:
                 assert read(fields | {name: value}) == expected, name
                 changed = ignored_training_fields(fields | {name: value}, family)
                 assert changed == (
-                    {name: value} if isinstance(outcome, TrainingOnly) and value is not None else {}
+                    {name: value}
+                    if isinstance(outcome, TrainingOnlyField) and value is not None
+                    else {}
                 ), name
 
 
-def only(outcome: Supported) -> str:
+def only(outcome: SupportedValues) -> str:
     return " or ".join(map(repr, outcome.values)) or "null"
 
 
@@ -159,7 +161,7 @@ def test_what_is_off_does_not_change_training() -> None:
         off = {
             name: outcome.off
             for name, outcome in fields.items()
-            if isinstance(outcome, TrainingOnly)
+            if isinstance(outcome, TrainingOnlyField)
         }
         assert (
             ignored_training_fields(off, family)
@@ -184,11 +186,11 @@ def page_table() -> str:
 
 
 def cell(outcome: Outcome | None) -> str:
-    if isinstance(outcome, Supported):
+    if isinstance(outcome, SupportedValues):
         return "only " + " or ".join(
             f"`{json.dumps(value)}`" for value in outcome.values or (None,)
         )
-    return "training" if isinstance(outcome, TrainingOnly) else outcome or ""
+    return "training" if isinstance(outcome, TrainingOnlyField) else outcome or ""
 
 
 def test_the_page_has_the_table() -> None:

@@ -21,7 +21,7 @@ from jmoe.config import ModelConfig, Remat, RouterConfig, YarnConfig
 from jmoe.layers.attention import yarn_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
-from jmoe.models.decoder import Decoder, Execution
+from jmoe.models.decoder import Decoder, DecoderExecution
 
 B, S = 2, 20
 TINY = {
@@ -361,7 +361,7 @@ def test_remat_changes_nothing() -> None:
 
     def loss(state: nnx.State, remat: Remat) -> jax.Array:
         return jnp.square(
-            nnx.merge(graph, state)(tokens_BS, execution=Execution(remat=remat))[0]
+            nnx.merge(graph, state)(tokens_BS, execution=DecoderExecution(remat=remat))[0]
         ).sum()
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=1)

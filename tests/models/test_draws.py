@@ -105,9 +105,11 @@ def draw_experts(config: Any, stack: str, layer: jax.Array) -> Any:
     """Return the experts of one layer of a stack, from the same seed as `make`."""
     rngs = nnx.Rngs(SEED)
     if not isinstance(config, VisionModelConfig):
-        return nnx.to_pure_dict(nnx.state(Decoder.experts_of(config, layer, rngs)))
+        return nnx.to_pure_dict(nnx.state(Decoder.init_layer_experts(config, layer, rngs)))
     kind = next(kind for kind, of_kind in STACKS.items() if of_kind == stack)
-    return nnx.to_pure_dict(nnx.state(VisionTransformer.experts_of(config, kind, layer, rngs)))
+    return nnx.to_pure_dict(
+        nnx.state(VisionTransformer.init_layer_experts(config, kind, layer, rngs))
+    )
 
 
 @pytest.mark.parametrize(

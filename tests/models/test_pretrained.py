@@ -558,7 +558,7 @@ def test_saving_copies_each_byte_from_the_device_once(
     monkeypatch.setattr(OnADevice, "copied_bytes", 0)
     model = jmoe.load_pretrained(CHECKPOINTS / name)
     state = nnx.to_pure_dict(nnx.state(model.decoder))
-    arrays = {path: OnADevice(array) for path, array in weights.flat(state).items()}
+    arrays = {path: OnADevice(array) for path, array in weights.flatten_by_path(state).items()}
     family = json.loads((CHECKPOINTS / name / "config.json").read_text())["model_type"]
     tensors = weights.new_tensors(arrays, state, model.config, family)
     write_safetensors(tmp_path, tensors, 2**30)

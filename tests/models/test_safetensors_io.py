@@ -37,7 +37,7 @@ def model(folder: Path) -> set[float]:
         parts = [
             part.copy()
             for tensor in headers.values()
-            for *_, part in reader.chunks(tensor, 0, SHAPE[0])
+            for *_, part in reader.read_chunks(tensor, 0, SHAPE[0])
         ]
     return {float(value) for value in np.unique(np.concatenate(parts))}
 
@@ -56,9 +56,9 @@ def test_a_model_that_is_replaced_while_it_is_read_is_named(
     write(tmp_path / "other", 2.0, files)
     tensors = read_headers(tmp_path / "model")
     with TensorReader() as reader:
-        assert {float(part[0, 0]) for _, _, part in reader.chunks(tensors["t0"], 0, SHAPE[0])} == {
-            1.0
-        }
+        assert {
+            float(part[0, 0]) for _, _, part in reader.read_chunks(tensors["t0"], 0, SHAPE[0])
+        } == {1.0}
         for path in (tmp_path / "other").iterdir():
             if way == "in place":
                 shutil.copyfile(path, tmp_path / "model" / path.name)
@@ -67,7 +67,9 @@ def test_a_model_that_is_replaced_while_it_is_read_is_named(
         read, error = set[float](), ""
         try:
             for tensor in tensors.values():
-                read |= {float(part[0, 0]) for _, _, part in reader.chunks(tensor, 0, SHAPE[0])}
+                read |= {
+                    float(part[0, 0]) for _, _, part in reader.read_chunks(tensor, 0, SHAPE[0])
+                }
         except ValueError as refused:
             error = str(refused)
     assert read <= {1.0}

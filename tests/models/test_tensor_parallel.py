@@ -11,7 +11,7 @@ from jmoe.config import ModelConfig
 from jmoe.layers.norm import Norm
 from jmoe.mesh import EXPERT_INTRA, make_mesh, split_over
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.models.tensor_parallel import Cut, device_config, shard_slices
+from jmoe.models.tensor_parallel import ParameterCut, per_device_config, shard_slices
 from tests.model_configs import CHECKPOINTS
 
 
@@ -41,7 +41,7 @@ def test_models_that_do_not_divide(model: dict[str, Any], match: str) -> None:
     if model.get("num_attention_heads") == 6:
         model = model | {"num_key_value_heads": 6, "head_dim": 8}
     with pytest.raises(ValueError, match=match):
-        device_config(ModelConfig(**model), 4)
+        per_device_config(ModelConfig(**model), 4)
 
 
 def test_a_device_of_several_has_a_narrower_decoder() -> None:
@@ -49,7 +49,7 @@ def test_a_device_of_several_has_a_narrower_decoder() -> None:
     config = ModelConfig(
         num_attention_heads=8, num_key_value_heads=1, vocab_size=10, intermediate_size=30
     )
-    part = device_config(config, 4)
+    part = per_device_config(config, 4)
     assert (part.num_attention_heads, part.num_key_value_heads, part.dim_per_head) == (
         2,
         1,
@@ -62,10 +62,10 @@ def test_parts_of_a_parameter() -> None:
     """Groups lie side by side; units of which there are too few are shared, and where they end
     parts are shorter.
     """
-    qkv = Cut(-1, ((4, 10), (2, 10), (2, 10)))
+    qkv = ParameterCut(-1, ((4, 10), (2, 10), (2, 10)))
     assert shard_slices(qkv, 1, 2) == [slice(20, 40), slice(50, 60), slice(70, 80)]
     assert shard_slices(qkv, 2, 4) == [slice(20, 30), slice(50, 60), slice(70, 80)]
-    vocabulary = Cut(-2, ((9, 1),))
+    vocabulary = ParameterCut(-2, ((9, 1),))
     assert [shard_slices(vocabulary, n, 4) for n in range(4)] == [
         [slice(0, 3)],
         [slice(3, 6)],

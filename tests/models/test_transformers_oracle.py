@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, TrainingOnly
+from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, TrainingOnlyField
 from jmoe.models.huggingface import ARCHITECTURES
 from jmoe.models.tensor_names import FUSED_FAMILIES
 from jmoe.models.tokenizer_file import open_tokenizer
@@ -123,7 +123,7 @@ def test_harmless_fields_change_no_logits(family: str, tmp_path: Path) -> None:
     harmless = {
         name
         for name, outcome in CONFIG_FIELDS[family].items()
-        if outcome == HARMLESS or isinstance(outcome, TrainingOnly)
+        if outcome == HARMLESS or isinstance(outcome, TrainingOnlyField)
     }
     expected = logits_of_transformers(CHECKPOINTS / family)
     for name in sorted(harmless & others.keys()):

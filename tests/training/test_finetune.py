@@ -15,7 +15,7 @@ import jmoe
 from jmoe.config import TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
-from jmoe.models.weights import flat
+from jmoe.models.weights import flatten_by_path
 from jmoe.training.finetune import (
     companion_files,
     ignored_training_options,
@@ -56,7 +56,7 @@ def test_first_steps(name: str) -> None:
     assert losses[2] < losses[0]
     assert int(state.step) == 3
     again = load_pretrained_state(program, config)
-    stored = flat(again.params) | flat(again.router_bias)
+    stored = flatten_by_path(again.params) | flatten_by_path(again.router_bias)
     whole = jmoe.load_pretrained(CHECKPOINTS / name, dtype="float32").decoder
     np.testing.assert_array_equal(stored["embedding",], whole.embedding[...])
     np.testing.assert_array_equal(

@@ -21,7 +21,7 @@ from test_finetune import config_of as pretrained_config
 
 from jmoe.config import CheckpointConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
 from jmoe.deploy.merge import saved_parameters
-from jmoe.models.weights import StoredExperts, flat
+from jmoe.models.weights import StoredExperts, flatten_by_path
 from jmoe.offload.train_stores import ExpertStores
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.finetune import load_pretrained_state
@@ -130,7 +130,9 @@ def test_a_merge_reads_experts_one_by_one(
         Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints,
     ):
         arrays = saved_parameters(checkpoints, 3, TrainConfig(model=CONFIG.model))
-        for path, whole in (flat(expected.params) | flat(expected.router_bias)).items():
+        for path, whole in (
+            flatten_by_path(expected.params) | flatten_by_path(expected.router_bias)
+        ).items():
             array = arrays[path]
             if isinstance(array, StoredExperts):
                 for layer, expert in np.ndindex(whole.shape[:2]):

@@ -8,13 +8,13 @@ import numpy as np
 
 from jmoe.models.block import SAVED
 from jmoe.training.vjp import apply_vjp, vjp_with_residuals
-from kernels_pallas.saved import saved
+from kernels_pallas.saved import mark_saved
 
 
 def mlp(
     params: Any, scale: jax.Array, x: jax.Array, places: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    h = saved(jnp.take(x, places, axis=0) @ params["up"], "mlp_up")
+    h = mark_saved(jnp.take(x, places, axis=0) @ params["up"], "mlp_up")
     return jnp.tanh(h) @ params["down"] * scale, places + 1, jnp.square(h).sum()
 
 

@@ -40,7 +40,7 @@ from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
-from kernels_pallas.saved import bits
+from kernels_pallas.saved import bfloat16_as_uint16
 
 AXES = (EXPERT_INTRA,)
 
@@ -75,7 +75,7 @@ def broadcast_from_local(x: jax.Array, is_source: jax.Array) -> jax.Array:
     whole = (
         lax.bitcast_convert_type(x, jnp.uint32)
         if x.dtype == jnp.float32
-        else bits(x).astype(jnp.uint32)
+        else bfloat16_as_uint16(x).astype(jnp.uint32)
     )
     sent = lax.psum(jnp.where(is_source, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
     if x.dtype in (jnp.float32, jnp.uint32):

@@ -35,7 +35,7 @@ from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
 from jmoe.models.block import add_residual
-from jmoe.models.functional import Structure
+from jmoe.models.functional import ModuleStructure
 from jmoe.types import PyTree
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 
@@ -77,7 +77,7 @@ def _shard_map(
 @partial(jax.jit, static_argnums=(0, 1, 5))
 def embed_on_mesh(
     layout: RowLayout,
-    structure: Structure,
+    structure: ModuleStructure,
     arrays: Arrays,
     tokens_MC: jax.Array,
     positions_MC: jax.Array,
@@ -105,7 +105,7 @@ def embed_on_mesh(
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def attend_on_mesh(
     layout: RowLayout,
-    structure: Structure,
+    structure: ModuleStructure,
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
@@ -187,16 +187,16 @@ def experts_on_mesh(
             sent = PerDeviceExchange(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
         chosen = TokenChoices(physical_TK, weights_TK, counts)
         there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
-        slots = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
+        batched_rows = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":
-            slots = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
+            batched_rows = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks
         out_MD = grouped_mlp(
             arrived.rows_MD,
             arrived.group_sizes_L,
             weights,
             activation=exchange.activation,
-            slots=slots,
+            batched_rows_per_group=batched_rows,
         )
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
@@ -253,7 +253,7 @@ def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.A
 @partial(jax.jit, static_argnums=(0, 1, 4))
 def logits_on_mesh(
     layout: RowLayout,
-    structure: Structure,
+    structure: ModuleStructure,
     arrays: Arrays,
     x_MD: jax.Array,
     vocab_size: int,
@@ -314,5 +314,9 @@ def run_experts_for_timing(activation: str, x_ND: jax.Array, weights: MLPWeights
     num_experts = weights.w_up.shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
     return grouped_mlp(
-        x_ND, sizes_L, weights, activation=activation, slots=x_ND.shape[0] // num_experts
+        x_ND,
+        sizes_L,
+        weights,
+        activation=activation,
+        batched_rows_per_group=x_ND.shape[0] // num_experts,
     )

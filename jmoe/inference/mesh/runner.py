@@ -57,9 +57,9 @@ from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens
 from jmoe.inference.scheduler import ChunkGroup, smallest_bucket
 from jmoe.layers.experts import SLOT_MULTIPLE
 from jmoe.mesh import BATCH, REPLICATED, put_sharded
-from jmoe.models.functional import Structure, split
+from jmoe.models.functional import ModuleStructure, split
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.models.tensor_parallel import device_config
+from jmoe.models.tensor_parallel import per_device_config
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
 from jmoe.planning.placement import Placement
 
@@ -67,7 +67,7 @@ BUFFER_FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0)  # rows of a buffer / an even 
 # if all rows are at most this many, there is one size of buffers: smaller ones would save little
 FEW_ROWS = 64
 TIMED_RUNS = 3
-PlacedModule = tuple[Structure, Arrays]
+PlacedModule = tuple[ModuleStructure, Arrays]
 
 
 class MeshHidden(NamedTuple):
@@ -399,7 +399,7 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
     """
     config, devices = checkpoint.config, options.mesh.devices
     if options.mesh.dense == "tensor":
-        heads = device_config(config, devices).num_key_value_heads * devices
+        heads = per_device_config(config, devices).num_key_value_heads * devices
         config = replace(
             config,
             num_attention_heads=heads,

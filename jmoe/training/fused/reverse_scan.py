@@ -1,13 +1,13 @@
 """Run a decoder's layers with a hand-written backward pass: an explicit scan over the layers in
 reverse.
 
-`ShardedDecoder` passes a `ReverseScan` to the decoder as its `Execution.layer_runner`, inside
-`shard_map`. In the forward pass, a layer runs while the next layer's parameters are gathered. In
-the backward pass, layer i runs while the parameters of layer i - 1 are gathered and the gradients
-of layer i + 1 (a *bucket*, which may hold several layers) are reduced: by a reduce-scatter onto
-their shards, or by an all-reduce for replicated parameters and replicas of experts. At most two
-layers are unsharded at any time. `collectives.schedule` decides when inside a layer each collective
-starts. The residuals are those of `jax.vjp`, without the parameters.
+`ShardedDecoder` passes a `ReverseScan` to the decoder as its `DecoderExecution.layer_runner`,
+inside `shard_map`. In the forward pass, a layer runs while the next layer's parameters are
+gathered. In the backward pass, layer i runs while the parameters of layer i - 1 are gathered and
+the gradients of layer i + 1 (a *bucket*, which may hold several layers) are reduced: by a
+reduce-scatter onto their shards, or by an all-reduce for replicated parameters and replicas of
+experts. At most two layers are unsharded at any time. `collectives.schedule` decides when inside a
+layer each collective starts. The residuals are those of `jax.vjp`, without the parameters.
 
 Legend:
 R devices
@@ -227,8 +227,8 @@ class _BackwardState(NamedTuple):
 
 @dataclass(frozen=True)
 class ReverseScan:
-    """Runs a decoder's layers, as its `Execution.layer_runner`, inside `shard_map`, with overlapped
-    collectives.
+    """Runs a decoder's layers, as its `DecoderExecution.layer_runner`, inside `shard_map`, with
+    overlapped collectives.
     """
 
     # maps a stack of layers to the parameters that travel in the flat buffer

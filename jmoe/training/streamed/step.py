@@ -90,7 +90,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         return state
 
     def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
-        return Decoder.experts_of(self.config.model, number, nnx.Rngs(self.config.seed))
+        return Decoder.init_layer_experts(self.config.model, number, nnx.Rngs(self.config.seed))
 
     def save_state(self, state: TrainState) -> TrainState:
         """Return the state for a checkpoint, without experts, and prepare the experts' records for

@@ -27,7 +27,7 @@ from jax import lax
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
-from jmoe.layers.contrastive import contrastive_losses, normalized, similarities
+from jmoe.layers.contrastive import contrastive_losses, l2_normalized, similarities
 from jmoe.mesh import ALL
 from jmoe.types import JsonObject, PyTree
 
@@ -86,7 +86,7 @@ class TaskLosses:
         classification tasks.
         """
         own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
-        return normalized(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
+        return l2_normalized(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
 
     def contrastive_terms(self, z_MBC: jax.Array, batch: ImageBatch) -> Contrast:
         """Return the contrastive loss terms of this device's images. z_MBC: their embeddings.

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from jmoe.config import VisionTrainConfig
-from jmoe.data.shards import write_atomic
+from jmoe.data.shards import replace_content_durably
 from jmoe.planning.elastic import TaskLayout
 from jmoe.run.metrics import METRICS_FILE, REPORT_FILE, read_steps_and_events
 
@@ -72,7 +72,7 @@ def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: TaskL
     _draw_idle(idle, layout.idle_fractions(), measured[-1] if measured else [])
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    write_atomic(output_dir / REPORT_FILE, buffer.getvalue())
+    replace_content_durably(output_dir / REPORT_FILE, buffer.getvalue())
     return output_dir / REPORT_FILE
 
 

@@ -139,7 +139,9 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
 
     def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
         config = self.config
-        return VisionTransformer.experts_of(config.model, kind, number, nnx.Rngs(config.seed))
+        return VisionTransformer.init_layer_experts(
+            config.model, kind, number, nnx.Rngs(config.seed)
+        )
 
     def save_state(self, state: TrainState) -> TrainState:
         """Return the state for a checkpoint, without experts, and prepare their records; see

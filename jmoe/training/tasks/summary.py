@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jmoe.data.images import ImageTask, Split
+from jmoe.data.images import ImageSplit, ImageTask
 
 RIDGE: Final = 1.0  # added to the diagonal of the normal equations
 
@@ -36,7 +36,7 @@ def linear_baseline_accuracy(task: ImageTask) -> float:
     to one-hot targets.
     """
 
-    def pixels_and_bias(split: Split) -> np.ndarray:
+    def pixels_and_bias(split: ImageSplit) -> np.ndarray:
         x = split.pixels.reshape(len(split.labels), -1) / 255.0
         return np.concatenate([x, np.ones((len(x), 1))], axis=1)
 

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 
 from jmoe.config import TaskConfig, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch, ImageBatches, all_train_batches, held_out_batches
-from jmoe.data.images import ImageTask, Split
+from jmoe.data.images import ImageSplit, ImageTask
 from jmoe.deploy.extract import extract_task, load_task_model
-from jmoe.layers.contrastive import contrastive_losses, normalized
+from jmoe.layers.contrastive import contrastive_losses, l2_normalized
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.layouts import plan_task_layout
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
         model = trainer.model.merge_params(params, state.router_bias)
         pixels = rows.pixels.astype(jnp.float32) / 255
         scores, _ = model(pixels, rows.task, train=True, full_capacity=True)
-        z = normalized(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])
+        z = l2_normalized(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])
         weight = jnp.isin(rows.task, compared).astype(jnp.float32)
         losses, _ = contrastive_losses(
             z, rows.task, rows.label, weight, jnp.full(len(rows.task), 0.2)
@@ -144,8 +144,8 @@ def test_a_task_that_compares_images_learns_their_classes() -> None:
     shades = ImageTask(
         "large",
         ("dark", "medium", "bright"),
-        Split(pixels[:36], labels[:36]),
-        Split(pixels[36:], labels[36:]),
+        ImageSplit(pixels[:36], labels[:36]),
+        ImageSplit(pixels[36:], labels[36:]),
     )
     optimizer = dataclasses.replace(CONFIG.optimizer, eps=1e-8, learning_rate=0.01)
     config = dataclasses.replace(
@@ -175,7 +175,7 @@ def test_an_extracted_path_computes_embeddings(tmp_path: Path) -> None:
     extract_task(tmp_path / "run", tmp_path / "digits", "digits")
     pixels = jnp.asarray(np.random.default_rng(0).random((5, 8, 8, 1), np.float32))
     expected, _ = network(pixels, jnp.ones(5, jnp.int32), full_capacity=True)
-    own = normalized(expected[np.isfinite(expected)].reshape(5, 8))
+    own = l2_normalized(expected[np.isfinite(expected)].reshape(5, 8))
     np.testing.assert_allclose(load_task_model(tmp_path / "digits")(pixels), own, rtol=0, atol=1e-6)
 
 

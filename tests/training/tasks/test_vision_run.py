@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import TaskConfig, TiersConfig, VisionTrainConfig
-from jmoe.data.images import ImageTask, Split
+from jmoe.data.images import ImageSplit, ImageTask
 from jmoe.training.tasks.layouts import plan_task_layout
 from jmoe.training.tasks.run import state_from_run
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -20,7 +20,7 @@ from tests.arrays import differing, full_state
 from tests.model_configs import mesh_of
 from tests.vision_runs import CLASS_NAMES, CONFIG, saved_run
 
-NO_IMAGES = Split(np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int32))
+NO_IMAGES = ImageSplit(np.zeros((0, 8, 8, 1), np.uint8), np.zeros(0, np.int32))
 # The new task comes first in its number, second in the alphabet.
 CLASSES = {"emoji": ["x", "y"], **CLASS_NAMES}
 TASKS = {"emoji": TaskConfig("more", path=(2, 2)), **CONFIG.tasks}
