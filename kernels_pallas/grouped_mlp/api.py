@@ -34,8 +34,8 @@ def grouped_mlp(
     b_down[l], applied to its rows. Rows beyond the groups hold arbitrary values.
 
     weights: matrices are rounded to x's dtype; gradients have the weights' own dtype.
-    batched_rows_per_group: rows of each group that `xla` computes in one batched product; rows beyond
-    them are computed exactly, but slower. An even share of the rows plus an eighth is a good value.
+    batched_rows_per_group: rows of each group that `xla` computes in one batched product; the rest
+    are computed exactly, but slower. An even share of the rows plus an eighth is a good value.
     rows: if given, x is [T, D] and row n is x[rows.src_M[n]]; `xla` and the native kernel do not
     write these rows to memory. implementation: None for the best that supports the operands.
     """
