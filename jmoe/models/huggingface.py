@@ -634,7 +634,9 @@ def updated_hf_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
     changed = {
         name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS
     } | written
-    unlike = describe_differences(_decoder_normal_form(config), _decoder_normal_form(model_config(changed)))
+    unlike = describe_differences(
+        _decoder_normal_form(config), _decoder_normal_form(model_config(changed))
+    )
     if unlike:
         raise ValueError(f"model_type = {family!r}: has no decoder with {'; '.join(unlike)}")
     return changed

@@ -58,10 +58,10 @@ def open_experts(
     """Return (residency policy, store), with the experts loaded as the plan says, for one device.
 
     The store is None if all experts are on the device. native: use native CPU operations for few
-    tokens. int8_activations: they round the experts' inputs to 8 bits (`ExpertByteOffsets`). on_host: the
-    CPU may compute experts in host memory, which is then not pinned. pin: whether to pin host
-    memory (`memory.pinned.choose_host_allocator`). bandwidth_limit_bytes_per_s: by link, see
-    `TieredStore`.
+    tokens. int8_activations: they round the experts' inputs to 8 bits (`ExpertByteOffsets`).
+    on_host: the CPU may compute experts in host memory, which is then not pinned. pin: whether to
+    pin host memory (`memory.pinned.choose_host_allocator`). bandwidth_limit_bytes_per_s: by link,
+    see `TieredStore`.
 
     Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
     """
