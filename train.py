@@ -68,8 +68,8 @@ from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, print_on_rank_0
 from jmoe.training.state import TrainState
-from jmoe.training.task import Setup, Task, TrainingData, open_session
-from jmoe.training.tasks.task import ImageTasks
+from jmoe.training.task import RunSetup, Task, TrainingData, open_session
+from jmoe.training.tasks.task import ImageTraining
 from jmoe.training.trainer import Trainer, make_trainer
 from jmoe.types import JsonObject
 
@@ -219,11 +219,11 @@ class LanguageModeling:
     def prepare_on_mesh(self, mesh: Mesh, stack: contextlib.ExitStack) -> None:
         """Do nothing: this task needs nothing before the text is read."""
 
-    def read_data(self, setup: Setup) -> TrainingData:
+    def read_data(self, setup: RunSetup) -> TrainingData:
         """Return the training data: tokenize the text, or open the tokens of an earlier start."""
-        return prepare_text(self.config, setup.watchdog, setup.stack, setup.resolved)
+        return prepare_text_data(self.config, setup.watchdog, setup.stack, setup.resolved)
 
-    def make_trainer(self, setup: Setup, data: TrainingData) -> Trainer:
+    def make_trainer(self, setup: RunSetup, data: TrainingData) -> Trainer:
         """Return the decoder's trainer, with a teacher if the configuration names one for
         distillation.
         """
@@ -236,7 +236,7 @@ class LanguageModeling:
 
     def make_session(
         self,
-        setup: Setup,
+        setup: RunSetup,
         data: TrainingData,
         trainer: Trainer,
         checkpoints: Checkpoints,
@@ -250,10 +250,12 @@ def task_of(config: TrainConfig) -> Task:
     """Return the run's task: image tasks for a `VisionTrainConfig`, language modeling
     otherwise.
     """
-    return ImageTasks(config) if isinstance(config, VisionTrainConfig) else LanguageModeling(config)
+    return (
+        ImageTraining(config) if isinstance(config, VisionTrainConfig) else LanguageModeling(config)
+    )
 
 
-def prepare_text(
+def prepare_text_data(
     config: TrainConfig,
     watchdog: distributed.Watchdog,
     stack: contextlib.ExitStack,
@@ -329,7 +331,7 @@ def devices_per_host() -> int:
     return of_hosts[0] if len({*of_hosts}) == 1 else 0
 
 
-def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> Setup:
+def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> RunSetup:
     """Connect the processes, make the mesh and lock the output folder; return the run's parts."""
     distributed.join_processes(config.distributed)
     enable_compile_cache()
@@ -366,12 +368,12 @@ def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> 
     if jax.process_index() == 0 and config.metrics.port:
         exporter = stack.enter_context(RunMetrics(config, folder.run_name))
         print_on_rank_0(f"metrics for Prometheus on port {exporter.port}")
-    return Setup(
+    return RunSetup(
         config, config_to_save(config), mesh, watchdog, folder, expert_packing, exporter, stack
     )
 
 
-def open_checkpoints(setup: Setup, trainer: Trainer) -> tuple[Checkpoints, Snapshots | None]:
+def open_checkpoints(setup: RunSetup, trainer: Trainer) -> tuple[Checkpoints, Snapshots | None]:
     """Return the run's checkpoints, and its in-memory snapshots, None unless
     `checkpoint.memory_dir` is set.
     """

@@ -89,7 +89,7 @@ def stacked(
     rows = (experts.index.num_layers, experts.local.experts.size)
     arrays = {name: np.zeros((*rows, *shape), np.float32) for name, shape in experts.shapes.items()}
     for index, record in records:
-        layer, expert = experts.index.locate(index)
+        layer, expert = experts.index.layer_and_expert_of(index)
         for name, w in arrays.items():
             w[layer, np.searchsorted(experts.local.experts, expert)] = record[f"{prefix}{name}"]
     return arrays

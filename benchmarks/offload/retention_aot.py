@@ -38,12 +38,12 @@ from jmoe.offload.slot_arrays import put_record
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import without_experts
 from jmoe.training.streamed.model import (
-    ForBackward,
+    BackwardInputs,
+    FinishStepInputs,
     GradAccumulator,
     LayerOptions,
     LayerParams,
     NeighborWork,
-    StepResults,
 )
 from jmoe.training.streamed.programs import make_step_programs
 from jmoe.training.streamed.step import make_text_programs
@@ -117,7 +117,7 @@ def in_host_memory(
         "loss_gradients", parts.loss_gradients, outside, y_BSD, part, grads.outside, scale
     )
     kept, choices = (routed, of_route, of_experts), {"topk_idx_TK": routed.topk_idx_TK}
-    backward = ForBackward(x_BSD, dx_BSD, choices, kept, scale, totals.counts_NAE)
+    backward = BackwardInputs(x_BSD, dx_BSD, choices, kept, scale, totals.counts_NAE)
     sums = GradAccumulator(None, grads.outside_buffer["moe"])
     dx_BSD, sums, _, square, _ = do(
         "moe_gradients",
@@ -131,7 +131,7 @@ def in_host_memory(
         outside=doutside, outside_buffer=grads.outside_buffer | {"moe": sums.outside_buffer}
     )
     squares = {"moe": [square] * config.model.num_moe_layers}
-    results = StepResults(grads, squares, [loss], stats, totals)
+    results = FinishStepInputs(grads, squares, [loss], stats, totals)
     do("finish", parts.finish_step, state, results)
     one = programs.abstract(
         {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}

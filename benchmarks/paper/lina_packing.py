@@ -148,7 +148,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
     now = packed[1].second_training()
     while not controller.done:
         begun = time.perf_counter()
-        if controller.is_due(len(steps)):
+        if controller.is_packing_choice_due(len(steps)):
             before = controller.packing
             decision, _ = controller.choose_packing(len(steps), now.trainer, now.state)
             decisions.append(f"step {len(steps)}: {decision.reason}")

@@ -43,7 +43,7 @@ from jmoe.configs.ufo import ufo_17b
 from jmoe.data.image_batches import ImageBatch
 from jmoe.mesh import BATCH, make_mesh
 from jmoe.planning.elastic import TaskLayout
-from jmoe.training.tasks.layouts import STATE_BYTES, allocated_bytes, plan_task_layout
+from jmoe.training.tasks.layouts import STATE_BYTES, allocated_bytes_per_device, plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 
 NUM_CLASSES = 1000  # of each task; not published
@@ -112,7 +112,7 @@ def main() -> None:
         "devices": a.devices,
         "compiled_for": "H200" if ahead_of_time.has_cuda_plugin() else "CPU",
         "experts_a_layer_and_device": slots,
-        "planned_bytes": allocated_bytes(config, layout),
+        "planned_bytes": allocated_bytes_per_device(config, layout),
         "planned_state_bytes": planned_state_bytes(config, layout, slots),
         "state_bytes": memory.argument_size_in_bytes - batch_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,

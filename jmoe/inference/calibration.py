@@ -51,7 +51,7 @@ class _FilledSlots(Residency):
         self._num_filled, self.streams = num_filled, streams
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        return self.index.records(moe_layer).astype(np.int32) % np.int32(self._num_filled)
+        return self.index.record_numbers(moe_layer).astype(np.int32) % np.int32(self._num_filled)
 
     def stats(self) -> ResidencyStats:
         return ResidencyStats("resident")

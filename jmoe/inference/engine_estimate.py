@@ -296,7 +296,7 @@ class _Programs:
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
             tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
             table_E = self._abstract_array(jnp.int32, config.num_experts)
-            function = slots.table_mlp_of_tokens
+            function = slots.tiled_table_mlp
             y, mlp = self._compile_and_estimate(
                 tiles, function, config.hidden_act, routed, self._slots, table_E
             )

@@ -41,7 +41,7 @@ from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import ModuleStructure, split
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
-from jmoe.offload.slots import table_mlp_of_tokens
+from jmoe.offload.slots import tiled_table_mlp
 from jmoe.types import PyTree
 from kernels_pallas.native import ExpertByteOffsets, allow_native_inference, find_slots, slot_mlp
 
@@ -357,7 +357,7 @@ def _run_experts_in_slots(
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
     if static.layout is None:
-        return table_mlp_of_tokens(static.activation, routed, slots, table_E)
+        return tiled_table_mlp(static.activation, routed, slots, table_E)
     tokens = (routed.h_TD, routed.idx_TK, routed.weights_TK, routed.y_TD)
     return slot_mlp(tokens, slots, table_E, static.layout, static.activation)
 
@@ -597,7 +597,7 @@ class ModelRunner:
         if not self._runs_several_layers(g.positions_PC):
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
-        layout, slots = self.residency.slots.program_operand()
+        layout, slots = self.residency.slots.layout_and_program_operand()
         context = self._context_bound(g)
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
@@ -607,7 +607,7 @@ class ModelRunner:
         size = LAYERS_A_PROGRAM
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
-        with self.residency.allow_programs():
+        with self.residency.let_programs_use_finder():
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)

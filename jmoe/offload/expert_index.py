@@ -57,8 +57,8 @@ class LocalExperts:
         return cls(np.concatenate(experts), tuple(devices), np.concatenate(saved))
 
     @property
-    def per_device(self) -> int:
-        """Return the number of experts in each part."""
+    def max_experts_per_device(self) -> int:
+        """Return the number of experts in each part, which every device of the part holds."""
         return self.experts.size // len(self.devices)
 
     @property
@@ -84,7 +84,7 @@ class LocalExperts:
         """Return (position in `all_devices`, row on that device) of every replica of
         `experts[position]`.
         """
-        part, row = divmod(position, self.per_device)
+        part, row = divmod(position, self.max_experts_per_device)
         first = sum(map(len, self.devices[:part]))
         return [(first + replica, row) for replica in range(len(self.devices[part]))]
 
@@ -148,7 +148,7 @@ class SlottedExperts(LocalExperts):
         return cls(everyone, mine, everyone, slot_RNE[processes == process], saved_NE, num_slots)
 
     @property
-    def per_device(self) -> int:
+    def max_experts_per_device(self) -> int:
         """Return the number of slots of a device for a layer; some may be empty."""
         return self.num_slots
 
@@ -222,33 +222,35 @@ class ExpertIndex:
     def num_records(self) -> int:
         return self.num_layers * self.num_experts
 
-    def records(self, layer: int, experts: ArrayLike | None = None) -> NDArray[np.int64]:
+    def record_numbers(self, layer: int, experts: ArrayLike | None = None) -> NDArray[np.int64]:
         """Return the record numbers of a layer's experts; of all E experts if `experts` is None."""
         chosen = np.arange(self.num_experts) if experts is None else np.asarray(experts, np.int64)
         return layer * self.num_experts + chosen
 
-    def locate(self, record: int) -> tuple[int, int]:
+    def layer_and_expert_of(self, record: int) -> tuple[int, int]:
         """Return (MoE layer, expert) of a record number."""
         return divmod(record, self.num_experts)
 
     @property
     def local_records(self) -> list[int]:
         """Return the record numbers of this process's experts, layer by layer."""
-        return self._in_all_layers(
+        return self._records_of_all_layers(
             None if self.local_experts is None else self.local_experts.local_experts_in_layer
         )
 
     @property
     def saved_records(self) -> list[int]:
         """Return the record numbers that this process writes to a checkpoint, layer by layer."""
-        return self._in_all_layers(
+        return self._records_of_all_layers(
             None if self.local_experts is None else self.local_experts.saved_in_layer
         )
 
-    def _in_all_layers(self, experts_of: Callable[[int], NDArray[np.int64]] | None) -> list[int]:
+    def _records_of_all_layers(
+        self, experts_of: Callable[[int], NDArray[np.int64]] | None
+    ) -> list[int]:
         every = range(self.num_layers)
         records = [
-            self.records(layer, None if experts_of is None else experts_of(layer))
+            self.record_numbers(layer, None if experts_of is None else experts_of(layer))
             for layer in every
         ]
         return [int(record) for record in np.concatenate(records)]

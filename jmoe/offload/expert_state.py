@@ -137,7 +137,7 @@ def record_layouts(
 
 
 def _with_permanent_errors(method: Method) -> Method:
-    """Run a method of `ExpertState` inside `ExpertState.permanent_errors`."""
+    """Return a method of `ExpertState` that runs `method` inside `ExpertState.permanent_errors`."""
 
     @wraps(method)
     def run(self: "ExpertState", /, *args: Any, **options: Any) -> Any:
@@ -211,7 +211,7 @@ class ExpertState:
     def _record_numbers(
         self, layer: int, experts: NDArray[np.int64] | slice = slice(None)
     ) -> NDArray[np.int64]:
-        return self.index.records(layer, self.local.experts[experts])
+        return self.index.record_numbers(layer, self.local.experts[experts])
 
     @contextlib.contextmanager
     def permanent_errors(self) -> Iterator[None]:
@@ -308,7 +308,7 @@ class ExpertState:
 
         If the slot holds the layer already, only its stale experts are updated.
         """
-        if not self.slots.holds(slot, layer):
+        if not self.slots.holds_layer(slot, layer):
             read = self._initial
             self.slots.assign_layer(
                 slot,
@@ -327,7 +327,10 @@ class ExpertState:
         The slot must have rows for all of them at once.
         """
         now, records = self.steps_taken, self._record_numbers(layer, experts)
-        missing, stale = self.slots.take_rows(slot, experts), self.skipped.are_behind(records, now)
+        missing, stale = (
+            self.slots.assign_rows_and_find_absent(slot, experts),
+            self.skipped.are_behind(records, now),
+        )
         stores, fetched_bytes = self.stores, 0
         if stores.weights is not None:
             stores.weights.prefetch(records[missing])
@@ -356,7 +359,7 @@ class ExpertState:
         steps, pending = self.skipped.skipped_steps_of(index, now)
         # every read that may fail comes before the first change
         with contextlib.ExitStack() as held:
-            places = self.slots.replica_rows(slot, self.index.locate(index)[0], expert)
+            places = self.slots.replica_rows(slot, self.index.layer_and_expert_of(index)[0], expert)
             device = self.slots.devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
             fetched_bytes = moments.data_R.nbytes
@@ -412,7 +415,7 @@ class ExpertState:
             self._num_shares += shares.size
             self._most_chosen_share = max(self._most_chosen_share, float(np.max(shares)))
         self.skipped.note_gradients(layer, self._record_numbers(layer, experts))
-        self._gradients.start(layer, experts, gradients)
+        self._gradients.start_write(layer, experts, gradients)
 
     @_with_permanent_errors
     def commit_step(self, lr: float, clip: float) -> None:
@@ -421,7 +424,7 @@ class ExpertState:
 
         lr, clip: the step's learning rate and the factor of its gradients.
         """
-        self._gradients.wait()
+        self._gradients.wait_for_writes()
         used = self.skipped.commit_step(lr, clip)
         if used:
             for store in self.stores.present_stores():
@@ -434,7 +437,7 @@ class ExpertState:
     @_with_permanent_errors
     def abandon_step(self) -> None:
         """End the step without an update: drop the gradients that it stored."""
-        self._gradients.wait()
+        self._gradients.wait_for_writes()
         self.skipped.abandon_step()
 
     @_with_permanent_errors
@@ -511,7 +514,9 @@ class ExpertState:
                 self._ring.stats().waited_s + self._gradients.waited_s + self._waited_s,
                 self._sum_of_shares / max(self._num_shares, 1),
                 self._most_chosen_share,
-                1.0 if self.slots.num_rows is None else self.slots.num_rows / self.local.per_device,
+                1.0
+                if self.slots.num_rows is None
+                else self.slots.num_rows / self.local.max_experts_per_device,
                 self.slots.num_bytes,
             )
 

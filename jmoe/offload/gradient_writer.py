@@ -32,7 +32,7 @@ class GradientWriter:
         self._writes: list[Future[None]] = []
         self.waited_s = 0.0
 
-    def start(
+    def start_write(
         self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]
     ) -> None:
         """Begin to write the gradients of a layer's experts, after waiting until at most one
@@ -41,7 +41,7 @@ class GradientWriter:
         experts: positions among the process's experts, ascending. gradients: by device, then by
         parameter: [L, ...], or [M, ...] of `experts` if a slot holds only a part of the experts.
         """
-        self.wait(most_pending=1)
+        self.wait_for_writes(most_pending=1)
         own = list(gradients)  # a done thread keeps its arguments until it runs again
         self._writes.append(self._thread.submit(self._write, layer, experts, own))
 
@@ -61,14 +61,14 @@ class GradientWriter:
                 for d in {d for d, _ in firsts}
             }
             gradients.clear()
-            records = self._index.records(layer, local.experts[experts]).tolist()
+            records = self._index.record_numbers(layer, local.experts[experts]).tolist()
             for (d, row), index in zip(firsts, records, strict=True):
                 with self._store.get(index, writable=True, empty=True) as record:
                     for name, g in on_host[d].items():
                         np.copyto(record[name], g[row])
                     record.put()
 
-    def wait(self, most_pending: int = 0) -> None:
+    def wait_for_writes(self, most_pending: int = 0) -> None:
         """Wait until at most `most_pending` layers are still being written; raise the error of a
         failed write.
         """

@@ -98,14 +98,16 @@ class HostExperts:
         for start in range(0, h_TD.shape[0], MAX_ROWS):
             some = (x[start : start + MAX_ROWS] for x in (h_TD, idx_TK, weights_TK))
             parts.append(
-                _sum_experts(self._slots.layout, activation, *some, self._slots.slots_MR, rows_E)
+                _weighted_expert_sum(
+                    self._slots.layout, activation, *some, self._slots.slots_MR, rows_E
+                )
             )
         y_TD = jax.block_until_ready(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
         return y_TD, time.perf_counter() - begun
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _sum_experts(
+def _weighted_expert_sum(
     layout: ExpertByteOffsets, activation: str, h_TD: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
     idx_TK, weights_TK, slots_MR, rows_E = arrays
@@ -160,7 +162,7 @@ class HybridExperts(ChosenExperts):
         if not self._on_host or chosen is None:
             return super().acquire(moe_layer, chosen)
         self._awaited_records = self._begin_copies(moe_layer, chosen)
-        self._rows_E = self.index.records(moe_layer)
+        self._rows_E = self.index.record_numbers(moe_layer)
         slot_E = self.pool.slot_of[self._rows_E]
         self._cold_E = slot_E < 0
         return np.maximum(slot_E, 0)

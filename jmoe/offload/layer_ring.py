@@ -52,13 +52,14 @@ class LayerRing(Residency):
 
         A ring slot has E expert slots, so `ExpertIndex` numbers them like the records of a layer.
         """
-        return self.index.records(ring_slot)
+        return self.index.record_numbers(ring_slot)
 
     def _load_layer(self, layer: int, ring_slot: int) -> int:
+        """Copy a layer's experts into a ring slot; return the bytes copied."""
         for ahead in (layer, (layer + 1) % self.index.num_layers):
-            self._store.prefetch(self.index.records(ahead))
+            self._store.prefetch(self.index.record_numbers(ahead))
         for record, slot in zip(
-            self.index.records(layer).tolist(),
+            self.index.record_numbers(layer).tolist(),
             self._expert_slots_of(ring_slot).tolist(),
             strict=True,
         ):

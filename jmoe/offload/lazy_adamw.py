@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jmoe.config import OptimizerConfig
-from jmoe.optim.adamw import StepValues, adamw_update
+from jmoe.optim.adamw import OptimizerStepScalars, adamw_update
 from jmoe.types import Json, JsonObject
 
 WINDOW_STEPS = 64  # steps of one call of the compiled program
@@ -68,7 +68,7 @@ def catch_up(
     def take_step(i: jax.Array, state: States) -> States:
         w, m, v = state
         lr = lax.dynamic_index_in_dim(missed.lr_W, i, 0, keepdims=False)
-        now = StepValues(
+        now = OptimizerStepScalars(
             lr, jnp.asarray(missed.step) + i, jnp.asarray(missed.clip), jnp.bool_(True)
         )
         grads = {
@@ -89,7 +89,7 @@ def catch_up(
 _catch_up_alone = jax.jit(catch_up, static_argnames="config")
 
 
-class History:
+class StepHistory:
     """Learning rates and clip factors of consecutive steps from `first` on, float32 values."""
 
     def __init__(self, first: int, lr: Iterable[float] = (), clip: Iterable[float] = ()) -> None:
@@ -105,8 +105,8 @@ class History:
         self.lr.append(lr)
         self.clip.append(clip)
 
-    def copy(self) -> "History":
-        return History(self.first, self.lr, self.clip)
+    def copy(self) -> "StepHistory":
+        return StepHistory(self.first, self.lr, self.clip)
 
     def forget_before(self, step: int) -> None:
         """Drop the steps before `step`, which must lie in the history or at its end."""
@@ -156,7 +156,7 @@ class ReplayState:
     """
 
     step: int
-    history: History
+    history: StepHistory
     applied: Mapping[int, int]
     pending: frozenset[int]
     optimizer: OptimizerConfig
@@ -165,7 +165,9 @@ class ReplayState:
     @classmethod
     def up_to_date(cls, step: int, optimizer: OptimizerConfig, gradient_dtype: str) -> Self:
         """Return the replay state of records that have skipped no step."""
-        return cls(step, History(step), {}, frozenset(), adamw_constants(optimizer), gradient_dtype)
+        return cls(
+            step, StepHistory(step), {}, frozenset(), adamw_constants(optimizer), gradient_dtype
+        )
 
     @property
     def settings(self) -> JsonObject:
@@ -190,7 +192,7 @@ class ReplayState:
         }
 
     @classmethod
-    def from_lists(cls, lists: Iterable[Mapping[str, Json]]) -> Self | None:
+    def from_record_lists(cls, lists: Iterable[Mapping[str, Json]]) -> Self | None:
         """Return the replay state of all processes' lists of a checkpoint; None if every record is
         up to date.
         """
@@ -206,7 +208,7 @@ class ReplayState:
         longest = min(besides, key=lambda beside: beside["first"])
         return cls(
             step=longest["step"],
-            history=History(longest["first"], longest["lr"], longest["clip"]),
+            history=StepHistory(longest["first"], longest["lr"], longest["clip"]),
             applied={
                 int(index): step for beside in besides for index, step in beside["applied"].items()
             },

@@ -105,7 +105,7 @@ class MeshRing(MeshExperts):
         device: position among this process's devices.
         """
         return [
-            (device, slot, int(self.index.records(layer, expert)))
+            (device, slot, int(self.index.record_numbers(layer, expert)))
             for device, n in enumerate(self._mine)
             for slot, expert in enumerate(self.placements[layer].physical_to_logical[n].tolist())
             if expert != EMPTY

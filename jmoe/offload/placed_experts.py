@@ -160,7 +160,9 @@ class PlacedExperts(MeshExperts):
             held[device, slot] = expert
             self.copies_N[device] += 1
             if device in slots:
-                self._copy_into_slot(slots[device], slot, self.index.records(layer, expert).item())
+                self._copy_into_slot(
+                    slots[device], slot, self.index.record_numbers(layer, expert).item()
+                )
                 self.copied_experts += 1
                 self.copied_bytes += self.expert_bytes
         if changed.fills:
@@ -176,7 +178,7 @@ class PlacedExperts(MeshExperts):
         """Copy the first expert of this process's first device once more; callers time this."""
         row = self._slots[0]
         self._copy_into_slot(
-            row[0], 0, self.index.records(0, self._held[0][self._mine[0], 0]).item()
+            row[0], 0, self.index.record_numbers(0, self._held[0][self._mine[0], 0]).item()
         )
         jax.block_until_ready(row[0].arrays)
         self._weights[0] = self._global_arrays([one.arrays for one in row])

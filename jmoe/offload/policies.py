@@ -118,7 +118,7 @@ class Residency(ExpertResidency):
         """
 
     @contextlib.contextmanager
-    def allow_programs(self) -> Iterator[None]:
+    def let_programs_use_finder(self) -> Iterator[None]:
         """Return a context manager inside which programs may use `finder`, one at a time.
 
         All programs must have ended when the block does.
@@ -159,7 +159,7 @@ class AllResident(Residency):
     def __init__(self, slots: ExpertSlots, index: ExpertIndex) -> None:
         super().__init__(slots, index)
         self.tables_NE = np.stack(
-            [index.records(layer) for layer in range(index.num_layers)]
+            [index.record_numbers(layer) for layer in range(index.num_layers)]
         ).astype(np.int32)
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
@@ -171,7 +171,7 @@ class AllResident(Residency):
         return ResidencyStats("resident")
 
     def occupancy(self) -> list[tuple[int, int] | None]:
-        return [self.index.locate(slot) for slot in range(self.slots.num_slots)]
+        return [self.index.layer_and_expert_of(slot) for slot in range(self.slots.num_slots)]
 
 
 class ChosenExperts(Residency):
@@ -227,7 +227,7 @@ class ChosenExperts(Residency):
         self.finder = self._finder
 
     @contextlib.contextmanager
-    def allow_programs(self) -> Iterator[None]:
+    def let_programs_use_finder(self) -> Iterator[None]:
         if self._failed is not None:
             raise self._failed
         try:
@@ -252,7 +252,7 @@ class ChosenExperts(Residency):
             self._failed = error
             raise
         assert self._finder is not None
-        self._finder.chosen[self.index.records(moe_layer)] = 0
+        self._finder.chosen[self.index.record_numbers(moe_layer)] = 0
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         if self._used:  # once per step: counted layer by layer, later layers would look unused
@@ -275,7 +275,7 @@ class ChosenExperts(Residency):
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
         self._wait_for_copies(self._begin_copies(moe_layer, chosen))
-        slot_E = self.pool.slot_of[self.index.records(moe_layer)]
+        slot_E = self.pool.slot_of[self.index.record_numbers(moe_layer)]
         return np.maximum(slot_E, 0)  # programs do not read the entries of experts without a slot
 
     def _begin_copies(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
@@ -322,7 +322,7 @@ class ChosenExperts(Residency):
 
     def occupancy(self) -> list[tuple[int, int] | None]:
         return [
-            None if record < 0 else self.index.locate(record)
+            None if record < 0 else self.index.layer_and_expert_of(record)
             for record in self.pool.record_in.tolist()
         ]
 
@@ -364,12 +364,12 @@ class ChosenExperts(Residency):
             )
 
     def _layer_records(self, moe_layer: int) -> list[int]:
-        return list(map(int, self.index.records(moe_layer)))
+        return list(map(int, self.index.record_numbers(moe_layer)))
 
     def _distinct_records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
         return list(
-            map(int, self.index.records(moe_layer, chosen[chosen < self.index.num_experts]))
+            map(int, self.index.record_numbers(moe_layer, chosen[chosen < self.index.num_experts]))
         )
 
     def _assign_slots_and_copy(self, moe_layer: int, records: list[int]) -> None:

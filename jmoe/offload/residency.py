@@ -76,7 +76,7 @@ def open_experts(
     if plan.policy == "resident":
         record = {name: np.empty(shape, dtype) for name, (shape, dtype) in fields.items()}
         for number in range(index.num_records):
-            checkpoint.fill_expert(*index.locate(number), record)
+            checkpoint.fill_expert(*index.layer_and_expert_of(number), record)
             slots.write(number, record)
         return AllResident(slots, index), None
     memory = choose_host_allocator(
@@ -119,7 +119,7 @@ def open_placed_experts(
         owned = [
             number
             for layer in range(index.num_layers)
-            for number in index.records(layer, experts).tolist()
+            for number in index.record_numbers(layer, experts).tolist()
         ]
         store = _open_store(checkpoint, index, plan, cache_dir, limits, owned)
         return MeshRing(mesh, index, fields, plan.ring_slots, store), store
@@ -145,7 +145,7 @@ def _record_reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord
 
     @contextlib.contextmanager
     def read(number: int) -> Iterator[dict[str, np.ndarray]]:
-        checkpoint.fill_expert(*index.locate(number), record)
+        checkpoint.fill_expert(*index.layer_and_expert_of(number), record)
         yield record
 
     return read
@@ -168,7 +168,7 @@ def _open_store(
     layout = RecordLayout.from_arrays(checkpoint.expert_fields)
 
     def fill(number: int, views: dict[str, np.ndarray]) -> None:
-        checkpoint.fill_expert(*index.locate(number), views)
+        checkpoint.fill_expert(*index.layer_and_expert_of(number), views)
 
     if plan.expert_tier == "host":
         records = HostRecords.allocate_and_fill(layout, index.num_records, fill, owned, allocate)
@@ -183,7 +183,7 @@ def _open_store(
         with open_again() as again:
             if again.fingerprint != fingerprint:
                 raise ValueError(f"{again.folder}: has changed since the experts were packed")
-            again.fill_expert(*index.locate(number), views)
+            again.fill_expert(*index.layer_and_expert_of(number), views)
 
     folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     try:

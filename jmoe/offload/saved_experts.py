@@ -50,7 +50,9 @@ class SavedExperts:
         self._shapes, self._index, self._layers = shapes, index, layers
         folder = step_folder / ITEM
         self.replay_state = (
-            ReplayState.from_lists(read_record_lists(folder).values()) if folder.is_dir() else None
+            ReplayState.from_record_lists(read_record_lists(folder).values())
+            if folder.is_dir()
+            else None
         )
         dtype = "float32" if self.replay_state is None else self.replay_state.gradient_dtype
         self._records = (
@@ -94,7 +96,7 @@ class SavedExperts:
             for prefix in prefixes
             for name, shape in self._shapes.items()
         }
-        for place, index in enumerate(self._index.records(layer, experts).tolist()):
+        for place, index in enumerate(self._index.record_numbers(layer, experts).tolist()):
             record = self._up_to_date_record(kind, index)
             for name, array in arrays.items():
                 np.copyto(array[place], record[name])

@@ -69,18 +69,18 @@ class SlotRows:
         if self.num_rows is None:
             yield experts
             return
-        device_of = experts // self._local.per_device
+        device_of = experts // self._local.max_experts_per_device
         wave = (np.arange(experts.size) - np.searchsorted(device_of, device_of)) // self.num_rows
         for number in range(int(np.max(wave, initial=-1)) + 1):
             yield experts[wave == number]
 
-    def assign_rows(self, experts: NDArray[np.int64]) -> list[int]:
+    def assign_rows_and_evict(self, experts: NDArray[np.int64]) -> list[int]:
         """Give each of these experts a row; return the experts that were evicted."""
         if self.num_rows is None:
             return []
         left: list[int] = []
-        for first in range(0, self._row_P.size, self._local.per_device):
-            rows_L = self._row_P[first : first + self._local.per_device]  # a view
+        for first in range(0, self._row_P.size, self._local.max_experts_per_device):
+            rows_L = self._row_P[first : first + self._local.max_experts_per_device]  # a view
             needed = np.isin(np.arange(rows_L.size) + first, experts)
             new = np.flatnonzero(needed & (rows_L == NOWHERE))
             free = np.setdiff1d(np.arange(self.num_rows), rows_L)
@@ -99,9 +99,9 @@ class SlotRows:
         chosen experts of a part.
         """
         parts = []
-        for first in range(0, self._row_P.size, self._local.per_device):
-            ids = np.flatnonzero(chosen_P[first : first + self._local.per_device])
-            ids_M = np.full(size, self._local.per_device, np.int32)
+        for first in range(0, self._row_P.size, self._local.max_experts_per_device):
+            ids = np.flatnonzero(chosen_P[first : first + self._local.max_experts_per_device])
+            ids_M = np.full(size, self._local.max_experts_per_device, np.int32)
             rows_M = np.zeros(size, np.int32)
             ids_M[: ids.size], rows_M[: ids.size] = ids, self._row_P[first + ids]
             parts.append(ChosenRows(ids_M, rows_M))

@@ -77,12 +77,12 @@ class ExpertSlots(ABC):
         """
 
     @abstractmethod
-    def program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
+    def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         """Return (layout, slots): the slots as an operand of programs that look experts up in a
         table.
 
         With a layout, the operand is bytes [M, R] for native operations. With None, it is arrays
-        [M, ...] by name, for `table_mlp_of_tokens`.
+        [M, ...] by name, for `tiled_table_mlp`.
         """
 
 
@@ -130,7 +130,7 @@ class HostSlots(ExpertSlots):
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
     ) -> jax.Array:
         h_TD = routed.h_TD
-        if self.native is not None and self.native.should_multiply(
+        if self.native is not None and self.native.should_compute_experts(
             h_TD.shape[0], h_TD.shape[1], h_TD.dtype
         ):
             return _native_mlp(
@@ -143,7 +143,7 @@ class HostSlots(ExpertSlots):
             )
         return mlp_in_bundles(routed, [self._stored[slot] for slot in table_E], activation)
 
-    def program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
+    def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         assert self.native is not None
         return self.native.layout, self.native.slots_MR
 
@@ -191,7 +191,7 @@ class NativeSlots:
         """
         return num_tokens <= MAX_ROWS and self._supports_dtype(dtype)
 
-    def should_multiply(self, num_tokens: int, hidden_size: int, dtype: DTypeLike) -> bool:
+    def should_compute_experts(self, num_tokens: int, hidden_size: int, dtype: DTypeLike) -> bool:
         """Return True if the native operation should compute the experts of this many tokens.
 
         True for up to `MAX_ROWS` tokens, and for any number with `int8_activations`; otherwise for
@@ -251,14 +251,14 @@ class DeviceSlots(ExpertSlots):
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
     ) -> jax.Array:
         with self._lock:
-            return table_mlp_of_tokens(activation, routed, self._slots.arrays, table_E)
+            return tiled_table_mlp(activation, routed, self._slots.arrays, table_E)
 
-    def program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
+    def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         return None, self._slots.arrays
 
 
 @partial(jax.jit, static_argnums=0)
-def table_mlp_of_tokens(
+def tiled_table_mlp(
     activation: str, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
 ) -> jax.Array:
     """Return float32 [T, D] of `table_mlp`, with tiles of at most `TABLE_TILE_ROWS` tokens."""

@@ -66,7 +66,7 @@ class ExpertStores:
             self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
         )
         self._open_stores = contextlib.ExitStack()
-        self._versions = self._open_versions(run)
+        self._versions = self._open_version_stores(run)
         lazy = self._tiers.optimizer == "nvme"
         saved = self._versions if lazy else {}
         self._replay_state: ReplayState | None = None  # at the last save or restore
@@ -87,7 +87,7 @@ class ExpertStores:
             self.records.save_only |= {"weights": self._saved, "moments": self._saved}
         self.records.settings = self.fresh_replay_state(0).settings
 
-    def _open_versions(self, run: str) -> dict[str, VersionStore]:
+    def _open_version_stores(self, run: str) -> dict[str, VersionStore]:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}
@@ -163,7 +163,7 @@ class ExpertStores:
         the records are up to date.
         """
         if self.records.restored is not None:
-            self._replay_state = ReplayState.from_lists(self.records.restored)
+            self._replay_state = ReplayState.from_record_lists(self.records.restored)
             self.records.restored = None
         if self._replay_state is not None and self._replay_state.step == step:
             return self._replay_state
@@ -209,7 +209,7 @@ class ExpertStores:
     def _initial_experts_per_slot(self) -> int | None:
         """Return the initial number of a device's experts that fits a slot; None means all."""
         assert self._index.local_experts is not None
-        per_device = self._index.local_experts.per_device
+        per_device = self._index.local_experts.max_experts_per_device
         num_rows = math.ceil(self._tiers.device_experts * per_device)
         return None if num_rows == per_device else num_rows
 
@@ -260,7 +260,7 @@ class ExpertStores:
             local = self._index.local_experts
             if read is None or local is None:
                 return
-            layer, expert = self._index.locate(index)
+            layer, expert = self._index.layer_and_expert_of(index)
             if layer != last:
                 last, arrays = layer, read(layer, local.local_experts_in_layer(layer))
             place = np.searchsorted(local.local_experts_in_layer(layer), expert)

@@ -91,7 +91,8 @@ class TrainingSlots:
         """Return the bytes of all slots on all devices of this process."""
         expert_bytes = sum(4 * math.prod(shape) for shape in self.shapes.values())
         rows = sum(
-            self.local.per_device if slot.num_rows is None else slot.num_rows for slot in self._rows
+            self.local.max_experts_per_device if slot.num_rows is None else slot.num_rows
+            for slot in self._rows
         )
         return rows * len(self.devices) * expert_bytes
 
@@ -103,7 +104,7 @@ class TrainingSlots:
         )
 
     def _make_empty_slot(self, num_rows: int | None) -> Slot:
-        rows = self.local.per_device if num_rows is None else num_rows
+        rows = self.local.max_experts_per_device if num_rows is None else num_rows
         fields = {name: (shape, np.dtype(np.float32)) for name, shape in self.shapes.items()}
         return [zero_arrays(rows, fields, device) for device in self.devices]
 
@@ -113,7 +114,7 @@ class TrainingSlots:
         """Grow the slots to hold `needed` experts of a device from their next `grow_if_asked` on;
         never shrink them.
         """
-        per_device = self.local.per_device
+        per_device = self.local.max_experts_per_device
         if self.num_rows is None or needed <= self.num_rows:
             return
         self.num_rows = grown_num_rows(self.num_rows, needed, per_device)
@@ -134,7 +135,7 @@ class TrainingSlots:
             self.stacks[slot] = self._make_empty_slot(num_rows)
             self._present[slot][:] = False
 
-    def holds(self, slot: int, layer: int) -> bool:
+    def holds_layer(self, slot: int, layer: int) -> bool:
         """Return True if the slot holds this layer."""
         return self._layer_in[slot] == layer
 
@@ -155,9 +156,11 @@ class TrainingSlots:
             self._present[slot][:] = True
         self._layer_in[slot] = layer
 
-    def take_rows(self, slot: int, experts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def assign_rows_and_find_absent(
+        self, slot: int, experts: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Give these experts rows of the slot; return bool, which of them lack weights there."""
-        self._present[slot][self._rows[slot].assign_rows(experts)] = False
+        self._present[slot][self._rows[slot].assign_rows_and_evict(experts)] = False
         return ~self._present[slot][experts]
 
     def set_present(self, slot: int, expert: int, present: bool) -> None:

@@ -24,7 +24,7 @@ def has_weight_decay(path: KeyPath, w: jax.Array) -> bool:
     return w.ndim - num_stack_dims(path) - is_expert(path) >= 2
 
 
-class StepValues(NamedTuple):
+class OptimizerStepScalars(NamedTuple):
     """Scalars that all parameters share in one optimizer step.
 
     lr: learning rate. step: number of steps taken before this one. clip: factor that multiplies
@@ -37,7 +37,7 @@ class StepValues(NamedTuple):
     ok: jax.Array
 
 
-def _round_on_cpu(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _round_to_float32_on_cpu(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the arrays, on CPU behind an optimization barrier, which rounds them to float32 before
     use.
 
@@ -58,7 +58,7 @@ def adamw_update(
     *,
     config: OptimizerConfig,
     decay: bool,
-    now: StepValues,
+    now: OptimizerStepScalars,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (w, m, v) of one float32 parameter after one AdamW step (arXiv 1711.05101).
 
@@ -74,7 +74,9 @@ def adamw_update(
     g = g.astype(jnp.float32) * now.clip
     m_new = config.beta1 * m + (1 - config.beta1) * g
     v_new = config.beta2 * v + (1 - config.beta2) * g * g
-    m_new, v_new = _round_on_cpu(jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v))
+    m_new, v_new = _round_to_float32_on_cpu(
+        jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v)
+    )
     update = (m_new / (1 - config.beta1**t)) / (
         jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps
     )

@@ -54,6 +54,6 @@ def scale_loss(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
     return loss if loss_scale is None else loss * loss_scale.scale
 
 
-def unscale(loss: jax.Array, loss_scale: LossScale | None) -> jax.Array:
-    """Return the loss or a gradient divided by the scale; unchanged if the scale is None."""
-    return loss if loss_scale is None else loss / loss_scale.scale
+def undo_loss_scale(scaled: jax.Array, loss_scale: LossScale | None) -> jax.Array:
+    """Return a scaled loss or gradient divided by the scale; unchanged if the scale is None."""
+    return scaled if loss_scale is None else scaled / loss_scale.scale

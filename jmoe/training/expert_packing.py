@@ -119,7 +119,7 @@ class PackingController:
         if not compiled:
             self._seconds.append(seconds)
 
-    def is_due(self, step: int) -> bool:
+    def is_packing_choice_due(self, step: int) -> bool:
         """Return whether to call `choose_packing` before `step`; False until `EVERY_STEPS` steps
         have been noted since the start or the last decision.
         """
@@ -246,8 +246,10 @@ def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple
     shapes = _MeasuredSizes(
         tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype
     )
-    sent_s = _all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
-    return sent_s, _experts_s(model, layer, shapes, state)
+    sent_s = (
+        _time_all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
+    )
+    return sent_s, _time_experts_s(model, layer, shapes, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +264,8 @@ class _MeasuredSizes:
     dtype: DTypeLike
 
 
-def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes) -> float:
+def _time_all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes) -> float:
+    """Return the forward seconds of a layer's dispatch all-to-alls on zeros, a median."""
     mesh, split, choices = model.mesh, split_over(ALL), (sizes.tokens, sizes.top_k)
     shape: PyTree = jax.ShapeDtypeStruct
     counts = shape((model.config.model.num_experts,), jnp.int32)
@@ -285,12 +288,13 @@ def _all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes) -> 
             dispatch_local, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False
         )
     )
-    return _median_s(program, jax.jit(make_zeros, out_shardings=NamedSharding(mesh, split))())
+    return _median_call_s(program, jax.jit(make_zeros, out_shardings=NamedSharding(mesh, split))())
 
 
-def _experts_s(
+def _time_experts_s(
     model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes, state: TrainState
 ) -> float:
+    """Return the forward seconds of a layer's experts, a median, with tokens spread evenly."""
     rows, mesh, split = sizes.tokens * sizes.top_k, model.mesh, split_over(ALL)
     graph, structure = nnx.split(layer.experts)
     local = model.config.model.num_experts // layer.exchange_plan.num_devices
@@ -312,14 +316,14 @@ def _experts_s(
             run_experts_local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False
         )
     )
-    return _median_s(
+    return _median_call_s(
         program,
         experts_of(state.params),
         jax.jit(make_ones, out_shardings=NamedSharding(mesh, split))(),
     )
 
 
-def timed_s(program: Callable[..., PyTree], *args: PyTree) -> float:
+def time_call_s(program: Callable[..., PyTree], *args: PyTree) -> float:
     """Return the wall-clock seconds of one call of `program`. Every process must call this if the
     program holds collectives.
     """
@@ -328,6 +332,7 @@ def timed_s(program: Callable[..., PyTree], *args: PyTree) -> float:
     return time.perf_counter() - begun
 
 
-def _median_s(program: Callable[..., PyTree], *args: PyTree) -> float:
-    seconds = [timed_s(program, *args) for _ in range(1 + ROUNDS)]  # the first one compiles
+def _median_call_s(program: Callable[..., PyTree], *args: PyTree) -> float:
+    """Return the median wall-clock seconds of `ROUNDS` calls, after one that compiles."""
+    seconds = [time_call_s(program, *args) for _ in range(1 + ROUNDS)]  # the first one compiles
     return median(seconds[1:])

@@ -52,7 +52,7 @@ def steps_are_native(config: TrainConfig, mesh: Mesh) -> bool:
     return why is None
 
 
-def with_native(is_native: bool, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def trace_natively_if(is_native: bool, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Return `function`, traced with native operations if `is_native`."""
 
     @functools.wraps(function)

@@ -55,7 +55,7 @@ def restore_checkpoint(
         linked = saved.kinds == LINKED and _can_reuse_records(trainer, saved)
         experts = expert_array_names(checkpoints.array_names(step))
         if isinstance(trainer, StreamedExperts):
-            trainer.stop_experts()
+            trainer.stop_expert_threads()
         rest, data = _restore_state_and_data(
             trainer, checkpoints, step, shape, skipped_arrays=experts, records=linked
         )

@@ -89,7 +89,9 @@ class Session:
 
         Every process must call this. Replaces `mesh` and `trainer` after a move.
         """
-        if not self.expert_packing.is_due(step) or not isinstance(self.trainer, FusedTrainer):
+        if not self.expert_packing.is_packing_choice_due(step) or not isinstance(
+            self.trainer, FusedTrainer
+        ):
             return state
         begun, before = time.perf_counter(), self.expert_packing.packing
         with self.watchdog.waiting_for("expert packing before step", step):

@@ -135,7 +135,7 @@ class ShardedDecoder(ShardedModel):
         leaves = jax.tree_util.tree_leaves_with_path(params)
         return tuple(self.cast_param(path, w) for path, w in leaves if self._has_cast_copy(path, w))
 
-    def use_cast_copies(self, params: PyTree, copies: tuple[jax.Array, ...]) -> PyTree:
+    def with_cast_copies(self, params: PyTree, copies: tuple[jax.Array, ...]) -> PyTree:
         """Return `params` with each weight that `cast_copies` copied replaced by its copy; `params`
         itself if `copies` is empty.
         """

@@ -29,7 +29,7 @@ S = TypeVar("S", bound=Session)
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunSetup:
     """The parts of a run that exist before its data is read.
 
     resolved: the configuration in the form that checkpoints store. exporter: on process 0, if
@@ -76,15 +76,15 @@ class Task(Protocol):
         stack: restores the handlers at the end of the run.
         """
 
-    def read_data(self, setup: Setup) -> TrainingData:
+    def read_data(self, setup: RunSetup) -> TrainingData:
         """Return the training data. Every process must call this."""
 
-    def make_trainer(self, setup: Setup, data: TrainingData) -> Trainer:
+    def make_trainer(self, setup: RunSetup, data: TrainingData) -> Trainer:
         """Return the trainer: the model on the mesh and its compiled step."""
 
     def make_session(
         self,
-        setup: Setup,
+        setup: RunSetup,
         data: TrainingData,
         trainer: Trainer,
         checkpoints: Checkpoints,
@@ -95,7 +95,7 @@ class Task(Protocol):
 
 def open_session(
     session_class: type[S],
-    setup: Setup,
+    setup: RunSetup,
     data: TrainingData,
     trainer: Trainer,
     checkpoints: Checkpoints,

@@ -19,9 +19,9 @@ from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
-from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay
+from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_decay
 from jmoe.optim.learning_rate import learning_rate_schedule
-from jmoe.optim.loss_scale import MIN_LOSS_SCALE, unscale
+from jmoe.optim.loss_scale import MIN_LOSS_SCALE, undo_loss_scale
 from jmoe.training.state import TrainState
 from jmoe.types import PyTree
 
@@ -62,7 +62,7 @@ def auxiliary_losses(
     return router.aux_loss_coef * balance.sum() / layers / accumulation, z / accumulation
 
 
-def dropped_tokens(stats: MoEStats | None) -> jax.Array:
+def num_dropped_assignments(stats: MoEStats | None) -> jax.Array:
     """Return the number of token-expert assignments, over all devices, that found no buffer row.
 
     stats: this device's; None for a model without experts.
@@ -143,13 +143,13 @@ def finish_step(
     overflow = jnp.asarray(has_overflowed(config.model, metrics.get("dropped")))
     ok = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & ~overflow
     limit = config.optimizer.clip_norm
-    clip = unscale(
+    clip = undo_loss_scale(
         jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12)) if limit else jnp.float32(1.0),
         loss_scale,
     )
     schedule = learning_rate_schedule(config.optimizer, config.num_steps)
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
-    now = StepValues(lr, state.step, clip, ok)
+    now = OptimizerStepScalars(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):
         leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
         old = zip(

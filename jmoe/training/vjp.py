@@ -22,7 +22,7 @@ class _KnownPlaceholder:
     index: int
 
 
-def replace_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
+def replace_known_residuals(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     """Return `residuals` with a placeholder for each array that is an element of `known` (compared
     by identity).
     """
@@ -33,9 +33,9 @@ def replace_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(replace_leaf, residuals)
 
 
-def restore_known(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
+def restore_known_residuals(residuals: PyTree, known: Sequence[PyTree]) -> PyTree:
     """Return `residuals` with each placeholder replaced by its element of `known`; the inverse of
-    `replace_known`.
+    `replace_known_residuals`.
     """
     is_known = lambda leaf: isinstance(leaf, _KnownPlaceholder)  # noqa: E731
     return jax.tree.map(
@@ -70,7 +70,9 @@ def vjp_with_residuals(
         return _float_leaves(result), result
 
     _, pull, result = jax.vjp(apply_to_wanted, *(args[i] for i in wanted), has_aux=True)
-    return result, jax.tree.map(lambda leaf: leaf[None], replace_known(pull, jax.tree.leaves(args)))
+    return result, jax.tree.map(
+        lambda leaf: leaf[None], replace_known_residuals(pull, jax.tree.leaves(args))
+    )
 
 
 def apply_vjp(residuals: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> PyTree:
@@ -79,5 +81,7 @@ def apply_vjp(residuals: PyTree, args: Sequence[PyTree], cotangents: PyTree) -> 
     args: the same arguments as there. cotangents: a tree like the function's result; leaves that
     are not floating-point are ignored.
     """
-    pull = restore_known(jax.tree.map(lambda leaf: leaf[0], residuals), jax.tree.leaves(args))
+    pull = restore_known_residuals(
+        jax.tree.map(lambda leaf: leaf[0], residuals), jax.tree.leaves(args)
+    )
     return pull(_float_leaves(cotangents))

@@ -99,7 +99,7 @@ def test_train_says_so_where_a_model_is_tuned(
     run = dataclasses.replace(run, sequence_length=16)
     Path(run.output_dir).mkdir()
     with contextlib.ExitStack() as stack:
-        train.prepare_text(
+        train.prepare_text_data(
             run, stack.enter_context(Watchdog(60.0)), stack, json.loads(run.to_json())
         )
     line = (

@@ -91,7 +91,7 @@ def test_kernels_leave_a_format_that_they_do_not_read(monkeypatch: pytest.Monkey
     fields = stored_fields(kind, "w_up", (64, 128)) | stored_fields(kind, "w_down", (64, 64))
     slots = HostSlots(1, fields, native=True).native
     assert slots is not None and not slots.supports(1, jnp.bfloat16)
-    assert not slots.should_multiply(1, 64, jnp.bfloat16)
+    assert not slots.should_compute_experts(1, 64, jnp.bfloat16)
     w = jnp.zeros((1, 64, 128), jnp.int8)
     scales = jnp.zeros((1, 1, 128), jnp.float32)
     x, one = jnp.zeros((8, 64), jnp.bfloat16), jnp.ones(1, jnp.int32)

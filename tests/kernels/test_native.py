@@ -320,7 +320,9 @@ def test_activations_in_8_bits(dtype: Any, kind: Format) -> None:
             idx = np.stack([rng.permutation(4)[:2] for _ in range(tokens)]).astype(np.int32)
             h, h64 = drawn(rng, (tokens, sizes[0]), dtype)
             weights = rng.random((tokens, 2)).astype(np.float32)
-            assert fast.native is not None and fast.native.should_multiply(tokens, sizes[0], dtype)
+            assert fast.native is not None and fast.native.should_compute_experts(
+                tokens, sizes[0], dtype
+            )
             routed = ExpertInputs(
                 h, jnp.asarray(idx), jnp.asarray(weights), jnp.zeros((tokens, sizes[0]))
             )
@@ -456,7 +458,10 @@ def test_experts_of_many_tokens(kind: Format | None, activation: str, biases: An
     for (d, f, experts), tokens in sizes:
         (fast, plain), table_E = slots_of(jnp.bfloat16, activation, biases, (d, f, experts), kind)
         assert fast.native is not None
-        assert fast.native.should_multiply(tokens, d, jnp.bfloat16) == native.multiplies_many_rows()
+        assert (
+            fast.native.should_compute_experts(tokens, d, jnp.bfloat16)
+            == native.multiplies_many_rows()
+        )
         rng = np.random.default_rng(tokens)
         idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
         # most tokens choose one expert, some none

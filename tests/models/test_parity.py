@@ -25,7 +25,7 @@ from jmoe.layers.router import RouterBias
 from jmoe.mesh import path_names
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.weights import list_parameters
-from jmoe.optim.adamw import StepValues, adamw_update
+from jmoe.optim.adamw import OptimizerStepScalars, adamw_update
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -116,7 +116,7 @@ def loss_and_gradients(
 def adamw(state: tuple[Any, Any, Any], grads: Any, step: jax.Array) -> tuple[Any, Any, Any]:
     """The optimizer of the training step, with decay on every parameter."""
     config = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-    now = StepValues(jnp.float32(1e-3), step, jnp.float32(1.0), jnp.bool_(True))
+    now = OptimizerStepScalars(jnp.float32(1e-3), step, jnp.float32(1.0), jnp.bool_(True))
     new = jax.tree.map(
         lambda w, m, v, g: adamw_update(w, m, v, g, config=config, decay=True, now=now),
         *state,

@@ -14,9 +14,9 @@ from tests.model_configs import mesh_of
 def test_records_are_numbered_layer_by_layer() -> None:
     index = ExpertIndex(3, 8)
     assert index.num_records == 24
-    assert index.records(2).tolist() == list(range(16, 24))
-    assert index.records(1, [5, 0]).tolist() == [13, 8]
-    assert [index.locate(record) for record in (0, 7, 13)] == [(0, 0), (0, 7), (1, 5)]
+    assert index.record_numbers(2).tolist() == list(range(16, 24))
+    assert index.record_numbers(1, [5, 0]).tolist() == [13, 8]
+    assert [index.layer_and_expert_of(record) for record in (0, 7, 13)] == [(0, 0), (0, 7), (1, 5)]
     assert index.local_records == list(range(24))
 
 
@@ -25,7 +25,7 @@ def test_a_process_has_records_of_its_own() -> None:
     assert ExpertIndex(3, 4, local).local_records == [2, 3, 6, 7, 10, 11]
     assert ExpertIndex(3, 4, local).saved_records == [3, 7, 11]
     everyone = LocalExperts.from_mesh(mesh_of(1, 2, 2), 8)
-    assert (everyone.experts.tolist(), everyone.per_device) == (list(range(8)), 2)
+    assert (everyone.experts.tolist(), everyone.max_experts_per_device) == (list(range(8)), 2)
     parts = everyone.split_by_part({"w": np.arange(8)})
     assert [part["w"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -81,7 +81,7 @@ def test_experts_in_slots_lie_on_the_devices_that_need_them(
     for process, own in enumerate(([[0, 1, 2], [0, 1]], [[0, 3], [2, 3]])):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         local = SlottedExperts.from_slot_table(mesh, slot_RNE, 2)
-        assert local.per_device == 2 and local.all_devices == (
+        assert local.max_experts_per_device == 2 and local.all_devices == (
             (devices[2],) if process else tuple(devices[:2])
         )
         assert [local.local_experts_in_layer(layer).tolist() for layer in (0, 1)] == own

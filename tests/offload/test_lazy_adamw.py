@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jmoe.config import OptimizerConfig
-from jmoe.offload.lazy_adamw import History, catch_up
+from jmoe.offload.lazy_adamw import StepHistory, catch_up
 from jmoe.optim.learning_rate import learning_rate_schedule
 from tests.arrays import differing
 
@@ -49,7 +49,7 @@ def run(
     """
     none = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     w, m, v = drawn(shapes, 0), dict(none), dict(none)
-    history = History(0, lr_T, clips())
+    history = StepHistory(0, lr_T, clips())
     starts = sorted({0, *gradients}) if lazy else range(T)
     for start, until in zip(starts, [*starts[1:], T], strict=True):
         for window in history.missed_windows(range(start, until), pending=start in gradients):

@@ -240,7 +240,7 @@ def test_a_record_is_brought_up_to_date_alone(saved: Opened) -> None:
     """From the checkpoint's files, without the run: to the bit what the run makes of it."""
     whole = saved.whole(saved.restore(SAVED))
     listed = saved.listed(SAVED)
-    replay_state = ReplayState.from_lists([listed])
+    replay_state = ReplayState.from_record_lists([listed])
     assert replay_state is not None and replay_state.pending
     files = records_of(saved.folder / str(SAVED) / ITEM, saved.program.stores._versions, listed)
     assert len(files["weights"]) == len(files["moments"]) == N * E

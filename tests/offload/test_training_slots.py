@@ -12,7 +12,7 @@ import pytest
 
 from jmoe.config import OptimizerConfig
 from jmoe.offload.expert_index import LocalExperts
-from jmoe.offload.lazy_adamw import History
+from jmoe.offload.lazy_adamw import StepHistory
 from jmoe.offload.training_slots import TrainingSlots
 
 P, SHAPES = 4, {"w": (3, 2)}
@@ -36,14 +36,18 @@ def test_experts_are_placed_on_every_device_that_has_them() -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 2, None)
     assert slots.num_bytes == 2 * 3 * 2 * 24 and slots.layers_and_slots == []
     slots.assign_layer(1, 5, None)
-    assert slots.holds(1, 5) and not slots.holds(0, 5) and slots.layers_and_slots == [(5, 1)]
-    assert slots.take_rows(1, np.array([1, 2])).tolist() == [True, True]
+    assert (
+        slots.holds_layer(1, 5)
+        and not slots.holds_layer(0, 5)
+        and slots.layers_and_slots == [(5, 1)]
+    )
+    assert slots.assign_rows_and_find_absent(1, np.array([1, 2])).tolist() == [True, True]
     for expert, value in ((1, 7.0), (2, 8.0)):
         copies = 2 if expert == 1 else 1
         assert slots.write_weights(1, 5, expert, record(value)) == 24 * copies
         slots.set_present(1, expert, True)
     assert weights(slots, 1) == [[0, 7], [0, 7], [8, 0]]
-    assert slots.take_rows(1, np.arange(P)).tolist() == [True, False, False, True]
+    assert slots.assign_rows_and_find_absent(1, np.arange(P)).tolist() == [True, False, False, True]
     assert [w["w"][0, 0] for w in slots.iterate_weights(1, 5)] == [0, 7, 8, 0]
 
 
@@ -53,14 +57,14 @@ def test_a_layers_weights_are_all_there_where_they_are_given() -> None:
         0, 2, {"w": np.arange(P, dtype=np.float32)[:, None, None] * np.ones((P, 3, 2), np.float32)}
     )
     assert weights(slots, 0) == [[0, 1], [0, 1], [2, 3]]
-    assert not slots.take_rows(0, np.arange(P)).any()
+    assert not slots.assign_rows_and_find_absent(0, np.arange(P)).any()
 
 
 def test_a_larger_room_empties_a_slot_when_it_is_next_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, 1)
-    assert slots.take_rows(0, np.array([1])).tolist() == [True]
+    assert slots.assign_rows_and_find_absent(0, np.array([1])).tolist() == [True]
     slots.write_weights(0, 0, 1, record(7.0))
     slots.set_present(0, 1, True)
     slots.grow_slots(1)
@@ -70,7 +74,7 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
     assert "tokens chose 2 of a device's 2 experts; there is room for 2 from now on" in caplog.text
     assert weights(slots, 0) == [[7], [7], [0]]
     slots.grow_if_asked(0)
-    assert weights(slots, 0) == [[0, 0], [0, 0], [0, 0]] and slots.take_rows(
+    assert weights(slots, 0) == [[0, 0], [0, 0], [0, 0]] and slots.assign_rows_and_find_absent(
         0, np.array([1])
     ).tolist() == [True]
 
@@ -81,7 +85,7 @@ def test_an_update_reaches_all_replicas() -> None:
     slots.write_weights(0, 0, 1, record(1.0))
     zeros = {"w": np.zeros(SHAPES["w"], np.float32)}
     gradient = {"w": np.ones(SHAPES["w"], np.float32)}
-    missed = History(0, [0.5], [1.0]).missed_windows(range(1), pending=True)
+    missed = StepHistory(0, [0.5], [1.0]).missed_windows(range(1), pending=True)
     w, m, v = slots.catch_up_expert(
         0, slots.replica_rows(0, 0, 1), (zeros, zeros), gradient, missed, config
     )

@@ -13,7 +13,7 @@ from flax import nnx
 from jmoe.config import OptimizerConfig
 from jmoe.mesh import path_names
 from jmoe.models.decoder import Decoder
-from jmoe.optim.adamw import StepValues, adamw_update, has_weight_decay
+from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_decay
 from jmoe.optim.learning_rate import learning_rate_schedule
 from tests.model_configs import MODEL
 
@@ -41,7 +41,7 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
             g,
             config=config,
             decay=decay,
-            now=StepValues(jnp.float32(0.01), step, jnp.float32(0.5), ok),
+            now=OptimizerStepScalars(jnp.float32(0.01), step, jnp.float32(0.5), ok),
         )
     )
     for i in range(5):
@@ -89,7 +89,7 @@ def test_learning_rate() -> None:
 def test_a_gpu_goes_over_a_parameter_once() -> None:
     """The barrier that a CPU has between moments and weight splits a GPU's fusion in two."""
     arrays = [jnp.ones((4, 4))] * 4
-    now = StepValues(jnp.float32(0.01), jnp.int32(0), jnp.float32(1.0), jnp.bool_(True))
+    now = OptimizerStepScalars(jnp.float32(0.01), jnp.int32(0), jnp.float32(1.0), jnp.bool_(True))
     step = jax.jit(
         lambda *a: adamw_update(*a, config=OptimizerConfig(), decay=True, now=now)
     ).trace(*arrays)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import LossScaleConfig, TrainConfig
-from jmoe.optim.loss_scale import LossScale, initial_loss_scale, scale_loss, unscale
+from jmoe.optim.loss_scale import LossScale, initial_loss_scale, scale_loss, undo_loss_scale
 
 TAKEN, SKIPPED, NEITHER = (True, False), (False, True), (False, False)
 
@@ -56,6 +56,6 @@ def test_only_float16_scales_its_loss() -> None:
 def test_scaling_rounds_nothing(scale: int) -> None:
     state = LossScale(jnp.float32(scale), jnp.int32(0))
     losses = jnp.asarray(np.random.default_rng(0).normal(size=100), jnp.float32)
-    np.testing.assert_array_equal(unscale(scale_loss(losses, state), state), losses)
+    np.testing.assert_array_equal(undo_loss_scale(scale_loss(losses, state), state), losses)
     np.testing.assert_array_equal(scale_loss(losses, state), np.asarray(losses) * np.float32(scale))
-    assert scale_loss(losses, None) is unscale(losses, None) is losses
+    assert scale_loss(losses, None) is undo_loss_scale(losses, None) is losses

@@ -101,7 +101,7 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
     trainer, meshes, losses = trainer_at(controller), [], []
     state = trainer.init()
     for number in range(STEPS):
-        if controller.is_due(number):
+        if controller.is_packing_choice_due(number):
             decision, measured = controller.choose_packing(number, trainer, state)
             assert measured.keys() == {"all_to_all_s", "ffn_s", "step_s"}
             after = trainer_at(controller)
@@ -178,10 +178,10 @@ def test_memory_that_forbids_is_named(
 
 def test_when_it_decides() -> None:
     auto = PackingController(config_of(packing="auto"), SHAPE, 1)
-    assert not auto.is_due(10)  # a run that has resumed there
+    assert not auto.is_packing_choice_due(10)  # a run that has resumed there
     for _ in range(4):
         auto.note_step(1.0, compiled=True)
-    assert [number for number in range(19) if auto.is_due(number)] == [10, 14, 18]
+    assert [number for number in range(19) if auto.is_packing_choice_due(number)] == [10, 14, 18]
     for config, shape in (
         (config_of(packing=2), SHAPE),
         (config_of(packing="auto"), (4, 1, 1)),

@@ -78,7 +78,7 @@ def gradients(config: TrainConfig) -> Any:
     """The gradients of the first step, on one device."""
     trainer = FusedTrainer(config, model_configs.mesh_of(1, 1, 1))
     specs = trainer.model.state_specs, ACCUMULATED_BATCH
-    body = trainer.over_mesh(
+    body = trainer.shard_over_mesh(
         lambda state, tokens: trainer.gradients_local(state, tokens, full_capacity=False)[0],
         in_specs=specs,
         out_specs=BATCH,

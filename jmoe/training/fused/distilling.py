@@ -28,11 +28,11 @@ from jmoe.training.state import TrainState
 from jmoe.types import PyTree
 
 
-class TaughtTokens(NamedTuple):
+class DistillationBatch(NamedTuple):
     """Tokens [A, B, S + 1], and the teacher's hidden states [A, B, S, H] for every token except the
     last of each sequence.
 
-    Both fields hold partition specs where a `TaughtTokens` describes a program's arguments.
+    Both fields hold partition specs where a `DistillationBatch` describes a program's arguments.
     """
 
     tokens_ABS: jax.Array
@@ -70,18 +70,18 @@ class DistillingTrainer(FusedTrainer):
         state = self.state_specs
 
         def step(
-            state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array, full_capacity: bool
+            state_now: TrainState, batch: DistillationBatch, head_HV: jax.Array, full_capacity: bool
         ) -> PyTree:
             def step_local(
-                state_now: TrainState, batch: TaughtTokens, head_HV: jax.Array
+                state_now: TrainState, batch: DistillationBatch, head_HV: jax.Array
             ) -> PyTree:
                 return self._step_local(
                     state_now, batch, full_capacity=full_capacity, teacher_head=head_HV
                 )
 
             split: PyTree = ACCUMULATED_BATCH
-            specs = (state, TaughtTokens(split, split), REPLICATED)
-            return self.over_mesh(step_local, in_specs=specs, out_specs=(state, REPLICATED))(
+            specs = (state, DistillationBatch(split, split), REPLICATED)
+            return self.shard_over_mesh(step_local, in_specs=specs, out_specs=(state, REPLICATED))(
                 state_now, batch, head_HV
             )
 
@@ -97,7 +97,7 @@ class DistillingTrainer(FusedTrainer):
         """
         host_ABS = np.asarray(tokens_ABS)[:, :, :-1]
         hidden = np.stack([np.asarray(self._teacher(tokens_BS)) for tokens_BS in host_ABS])
-        batch = TaughtTokens(tokens_ABS, jax.device_put(hidden, self._place))
+        batch = DistillationBatch(tokens_ABS, jax.device_put(hidden, self._place))
         stepped: tuple[TrainState, Metrics] = self._taught_step(
             state, batch, self._head_HV, full_capacity
         )
@@ -109,7 +109,7 @@ class DistillingTrainer(FusedTrainer):
         head: jax.Array,
         labels_T: jax.Array,
         weights_T: jax.Array,
-        micro_batch: TaughtTokens,
+        micro_batch: DistillationBatch,
         *,
         teacher_head: jax.Array,
     ) -> tuple[jax.Array, Metrics]:

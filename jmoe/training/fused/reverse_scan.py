@@ -55,7 +55,7 @@ from jmoe.mesh import DATA, is_expert
 from jmoe.models.block import ApplyBlock
 from jmoe.models.decoder import LayerInputs
 from jmoe.models.layer_patterns import LayerPattern
-from jmoe.training.vjp import replace_known, restore_known
+from jmoe.training.vjp import replace_known_residuals, restore_known_residuals
 from jmoe.types import PyTree
 
 Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
@@ -147,7 +147,7 @@ class _UnbufferedParams:
             for name in ("none", "all", "replicas")
         )
 
-    def num_all_reduced(self) -> int:
+    def num_all_reduced_elements(self) -> int:
         """Return the number of gradient elements per layer that an all-reduce sums."""
         return sum(self._entries[i].num_elements for i in self._replicated + self._experts)
 
@@ -244,7 +244,7 @@ class ReverseScan:
 
     # Work: the gathers and reductions that `interleave_collectives` places
 
-    def chunk_gathers(self, row_C: jax.Array | None) -> list[Work]:
+    def all_gathers_by_chunk(self, row_C: jax.Array | None) -> list[Work]:
         """Return the all-gathers of a layer's parameters, one for each chunk of its shard `row_C`;
         none if that is None.
         """
@@ -264,7 +264,7 @@ class ReverseScan:
         empty = jnp.zeros((lax.axis_size(self.axis_names), 0), row_C.dtype)
         return jnp.concatenate([empty, *gathered], axis=1)
 
-    def chunk_reduce_scatters(self, rows_RG: jax.Array) -> list[Work]:
+    def reduce_scatters_by_chunk(self, rows_RG: jax.Array) -> list[Work]:
         """Return the reduce-scatters of `rows_RG`, one per chunk of columns; their results
         concatenate to this device's row [G].
         """
@@ -283,7 +283,7 @@ class ReverseScan:
             chunks,
         )
 
-    def chunk_all_reduces(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
+    def all_reduces_by_chunk(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
         """Return the all-reduces of `row_G` over the devices of `hierarchy`, one per chunk.
 
         Chunks have half of `chunk_bytes`, because an all-reduce moves each element twice.
@@ -331,7 +331,7 @@ class ReverseScan:
         """
         states = {kind: stack.params for kind, stack in inputs.items()}
         keys = {kind: stack.keys for kind, stack in inputs.items()}
-        scan = _Scan(self, patterns, apply_block, states)
+        scan = _BoundReverseScan(self, patterns, apply_block, states)
 
         @jax.custom_vjp
         def run_layers(states: PyTree, keys: PyTree, summed: PyTree, x: jax.Array) -> PyTree:
@@ -349,7 +349,7 @@ class ReverseScan:
         return y, stats
 
 
-class _Scan:
+class _BoundReverseScan:
     """One decoder's layers, bound to a `ReverseScan`: the forward and backward functions of its
     `custom_vjp`.
     """
@@ -375,7 +375,7 @@ class _Scan:
     def _gradient_bytes(self, kind: LayerKind) -> int:
         return 4 * (
             self.num_devices * sum(entry.num_elements for entry in self.kinds[kind].entries)
-            + self.outside_buffer[kind].num_all_reduced()
+            + self.outside_buffer[kind].num_all_reduced_elements()
         )
 
     def _bucket_reductions(self, bucket: _Bucket) -> list[list[Work]]:
@@ -388,9 +388,9 @@ class _Scan:
             *(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True))
         )
         return [
-            self.config.chunk_reduce_scatters(joined.rows),
-            self.config.chunk_all_reduces(joined.replicated, self.config.hierarchy),
-            self.config.chunk_all_reduces(joined.experts, ((DATA,),)),
+            self.config.reduce_scatters_by_chunk(joined.rows),
+            self.config.all_reduces_by_chunk(joined.replicated, self.config.hierarchy),
+            self.config.all_reduces_by_chunk(joined.experts, ((DATA,),)),
         ]
 
     def _store_reduced(
@@ -431,7 +431,8 @@ class _Scan:
         firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
             self.config.join_gathered_chunks(
-                [send(lambda row: row) for send in self.config.chunk_gathers(firsts[0])], firsts[0]
+                [send(lambda row: row) for send in self.config.all_gathers_by_chunk(firsts[0])],
+                firsts[0],
             ),
             x,
         )
@@ -471,8 +472,10 @@ class _Scan:
         carry: tuple[jax.Array, jax.Array],
         ahead: jax.Array | None,
     ) -> tuple[tuple[jax.Array, jax.Array], tuple[list[PyTree], list[MoEStats]]]:
-        """Run one repeat of a pattern. ahead: the shard of the flat buffer of the layer after this
-        repeat, to gather beside its last layer; None after the last layer.
+        """Run one repeat of a pattern; return (carry after it, (residuals, MoE statistics)).
+
+        carry: (the layer's gathered flat buffer, x). ahead: the shard of the flat buffer of the
+        layer after this repeat, to gather beside its last layer; None after the last layer.
         """
         unsharded, x = carry
         residuals: list[PyTree] = []
@@ -487,7 +490,7 @@ class _Scan:
             (x, layer_stats, layer_residuals), gathered = interleave_collectives(
                 partial(self._forward_layer, kind, pattern.windows[position]),
                 args,
-                self.config.chunk_gathers(following),
+                self.config.all_gathers_by_chunk(following),
                 self.config.schedule,
                 self.axis_names,
                 x,
@@ -524,7 +527,11 @@ class _Scan:
             ), stats
 
         (y, _), vjp, stats = jax.vjp(apply_layer, params, outside_buffer, x, has_aux=True)
-        return y, stats, replace_known(vjp, [*params, *outside_buffer, *jax.tree.leaves(key)])
+        return (
+            y,
+            stats,
+            replace_known_residuals(vjp, [*params, *outside_buffer, *jax.tree.leaves(key)]),
+        )
 
     def _stack_in_layer_order(
         self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
@@ -608,8 +615,10 @@ class _Scan:
         state: _BackwardState,
         ahead: jax.Array | None,
     ) -> _BackwardState:
-        """Run one repeat of a pattern in reverse. ahead: the shard of the flat buffer of the layer
-        before this repeat, to gather beside its first layer; None before the first layer.
+        """Run one repeat of a pattern in reverse; return the state for the layer before it.
+
+        ahead: the shard of the flat buffer of the layer before this repeat, to gather beside its
+        first layer; None before the first layer.
         """
         bucket = _Bucket()
         for position in reversed(range(pattern.period)):
@@ -635,14 +644,14 @@ class _Scan:
         state: _BackwardState,
         before: jax.Array | None,
     ) -> tuple[_BackwardState, _PendingGradients]:
-        """Run a layer in reverse beside the collectives of its neighbours; return its gradients
-        before their reduction.
+        """Run a layer in reverse beside the collectives of its neighbours; return (the state for
+        the layer before it, the layer's gradients before their reduction).
 
         before: the shard of the flat buffer of the layer before it, to gather; None before the
         first layer.
         """
         gathers, reductions = (
-            self.config.chunk_gathers(before),
+            self.config.all_gathers_by_chunk(before),
             self._bucket_reductions(state.pending),
         )
         args = (
@@ -690,5 +699,5 @@ class _Scan:
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
         params = unflatten(unsharded, layers.entries, hierarchy)
         known = [*params, *outside_buffer, *jax.tree.leaves(key)]
-        dparams, doutside_buffer, dx = restore_known(residuals, known)((dx, dstats))
+        dparams, doutside_buffer, dx = restore_known_residuals(residuals, known)((dx, dstats))
         return flatten_gradients(dparams, layers.entries, hierarchy), doutside_buffer, dx

@@ -29,17 +29,17 @@ from jmoe.config.cluster import LinksConfig
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
 from jmoe.offload.expert_state import ReadExperts
-from jmoe.optim.loss_scale import LossScale, scale_loss, unscale
+from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
-from jmoe.training.native import with_native
+from jmoe.training.native import trace_natively_if
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, read_missing_experts
 from jmoe.training.update import (
     auxiliary_losses,
-    dropped_tokens,
     evaluation_program,
     finish_step,
+    num_dropped_assignments,
     router_key,
     run_without_drops,
     sum_over_mesh,
@@ -71,7 +71,7 @@ class FusedTrainer:
         self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
         self._layer_runner = model.reverse_scan(chunk_bytes)
         self.saved_shape = self.full_shape = model.saved_shape
-        self.notes, sharded = model.notes, self.over_mesh
+        self.notes, sharded = model.notes, self.shard_over_mesh
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
         on_one: PyTree = tuple(REPLICATED for _ in copies)
         state = self.state_specs = replace(model.state_specs, cast=on_one)
@@ -96,11 +96,13 @@ class FusedTrainer:
         self._nll = evaluation_program(sharded, self._summed_nll_local, state, BATCH, BATCH)
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
-    def over_mesh(self, body: Callable[..., PyTree], **specs: PyTree) -> Callable[..., PyTree]:
+    def shard_over_mesh(
+        self, body: Callable[..., PyTree], **specs: PyTree
+    ) -> Callable[..., PyTree]:
         """Return `body` in a `shard_map` over the whole mesh, traced with native CPU operations if
         the run uses them. specs: `in_specs` and `out_specs`.
         """
-        native_body = with_native(self.model.native, body)
+        native_body = trace_natively_if(self.model.native, body)
         return jax.shard_map(native_body, mesh=self.model.mesh, check_vma=False, **specs)
 
     # A step
@@ -172,7 +174,7 @@ class FusedTrainer:
             key = None
             if self.config.model.router.draws_random_numbers:
                 key = router_key(self.config, state.step, lax.axis_index(ALL), index)
-            params = self.model.use_cast_copies(state.params, state.cast)
+            params = self.model.with_cast_copies(state.params, state.cast)
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, micro_batch, key)
             return jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.params), metrics
 
@@ -223,7 +225,7 @@ class FusedTrainer:
             loss, terms = self.token_loss_local(
                 hidden_TD, head, labels_T, weights_T, micro_batch, **constants
             )
-            terms = {name: unscale(value, loss_scale) for name, value in terms.items()}
+            terms = {name: undo_loss_scale(value, loss_scale) for name, value in terms.items()}
         if stats is None:
             return loss + 0.0, lax.stop_gradient(terms)
         with jax.named_scope("auxiliary_losses"):
@@ -261,7 +263,7 @@ class FusedTrainer:
         self, state: TrainState, tokens_BS: jax.Array, **options: PyTree
     ) -> tuple[jax.Array, jax.Array, PyTree]:
         return self.model(
-            self.model.use_cast_copies(state.params, state.cast),
+            self.model.with_cast_copies(state.params, state.cast),
             state.router_bias,
             tokens_BS,
             **options,
@@ -280,7 +282,7 @@ class FusedTrainer:
         nll = lax.psum(
             self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL
         )
-        return nll, dropped_tokens(stats)
+        return nll, num_dropped_assignments(stats)
 
     def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
         return [run_without_drops(partial(self._nll, state, *batch)) for batch in batches]
@@ -291,7 +293,7 @@ class FusedTrainer:
         hidden, head, stats = self._run_model_local(state, tokens_BS, full_capacity=full_capacity)
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
-        return self.model.head.logits(last, head), dropped_tokens(stats)
+        return self.model.head.logits(last, head), num_dropped_assignments(stats)
 
     def next_logits(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array

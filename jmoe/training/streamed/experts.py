@@ -47,7 +47,11 @@ class StreamedExperts:
             LocalExperts.from_mesh(mesh, config.model.num_experts) if slotted is None else slotted
         )
         # expert rows of a layer, over all devices
-        self._rows = config.model.num_experts if slotted is None else mesh.size * slotted.per_device
+        self._rows = (
+            config.model.num_experts
+            if slotted is None
+            else mesh.size * slotted.max_experts_per_device
+        )
         self._split = split_over(EXPERT if slotted is None else ALL)
         self.experts: ExpertState | None = None
         self.stores = ExpertStores(
@@ -66,10 +70,10 @@ class StreamedExperts:
     def _fill_stores(
         self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
     ) -> None:
-        self.stop_experts()
+        self.stop_expert_threads()
         self.experts = self.stores.fill_tiers(replay_state, weights, moments)
 
-    def stop_experts(self) -> None:
+    def stop_expert_threads(self) -> None:
         """Stop the threads that update experts and write records back; dirty records are not
         written.
 
@@ -108,7 +112,10 @@ class StreamedExperts:
         sharding = NamedSharding(self.mesh, self._split)
         return {
             name: jax.make_array_from_single_device_arrays(
-                (self._rows // self._owned.per_device * array.shape[0], *array.shape[1:]),
+                (
+                    self._rows // self._owned.max_experts_per_device * array.shape[0],
+                    *array.shape[1:],
+                ),
                 sharding,
                 [stacks[name] for stacks in slot],
             )
@@ -129,7 +136,7 @@ class StreamedExperts:
         if self.mesh.size == 1:
             return ChosenRows(*map(jnp.asarray, rows[0]))
         sharding = NamedSharding(self.mesh, self._split)
-        whole = (size * self._rows // self._owned.per_device,)
+        whole = (size * self._rows // self._owned.max_experts_per_device,)
         by_device = [
             jax.device_put(own, device)
             for own, device in zip(rows, self._owned.all_devices, strict=True)
@@ -173,7 +180,7 @@ class StreamedExperts:
             number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
         )
 
-    def _commit_or_discard(self, metrics: Mapping[str, jax.Array]) -> None:
+    def _commit_or_discard_gradients(self, metrics: Mapping[str, jax.Array]) -> None:
         """Commit the experts' pending gradients with the step's learning rate and clip factor;
         discard them if the step is not `ok`.
         """
@@ -183,7 +190,7 @@ class StreamedExperts:
         else:
             self._open_experts.abandon_step()
 
-    def _wait_for(self, result: PyTree) -> PyTree:
+    def _wait_on_mesh(self, result: PyTree) -> PyTree:
         """Return `result`, after waiting for it on several devices.
 
         Concurrent programs with collectives may deadlock on CPU devices.
@@ -204,6 +211,6 @@ class StreamedExperts:
     def close(self) -> None:
         """Stop the threads and release the records' folders."""
         try:
-            self.stop_experts()
+            self.stop_expert_threads()
         finally:
             self.stores.close()

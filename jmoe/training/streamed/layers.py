@@ -52,14 +52,14 @@ from jmoe.models.block import Block, causal_attention_fn, saved_residual_names
 from jmoe.optim.loss_scale import scale_loss
 from jmoe.training.fused.reverse_scan import layer_slice
 from jmoe.training.streamed.model import (
+    BackwardInputs,
     Choices,
     ExpertStacks,
-    ForBackward,
     GradAccumulator,
     LayerOptions,
     LayerParams,
+    NeighborResults,
     NeighborWork,
-    Overlapped,
     Params,
     PendingGradients,
     RoutedTokens,
@@ -88,7 +88,7 @@ def _make_routed_tokens(
     )
 
 
-class _MoELayer(NamedTuple):
+class _MoEBackwardConstants(NamedTuple):
     """The values of an MoE layer's backward pass that are not differentiated. losses: returns the
     layer's router losses from its statistics.
     """
@@ -147,20 +147,20 @@ class LayerFunctions:
         args: tuple[PyTree, ...],
         begin: jax.Array,
         work: NeighborWork,
-    ) -> tuple[PyTree, Overlapped]:
+    ) -> tuple[PyTree, NeighborResults]:
         """Return (`function(*args)`, results of the neighbours' collectives), run concurrently.
 
         begin: an array that is ready when the collectives may start.
         """
         scan, pending = self._scan, work.pending
         if scan is None or not jax.tree.leaves((work.next_layer, pending)):
-            return self._skip_if_empty(layer, function, args), Overlapped()
+            return self._skip_if_empty(layer, function, args), NeighborResults()
         row_C = None if work.next_layer is None else layer_slice(*work.next_layer)
-        gathers = scan.chunk_gathers(row_C)[len(work.gathered) :]
+        gathers = scan.all_gathers_by_chunk(row_C)[len(work.gathered) :]
         rows_RG, experts = pending.rows_RG, pending.experts
-        reductions = [] if rows_RG is None else scan.chunk_reduce_scatters(rows_RG)
+        reductions = [] if rows_RG is None else scan.reduce_scatters_by_chunk(rows_RG)
         flat = None if experts is None else _flatten_experts(experts)
-        all_reductions = [] if flat is None else scan.chunk_all_reduces(flat, ((DATA,),))
+        all_reductions = [] if flat is None else scan.all_reduces_by_chunk(flat, ((DATA,),))
         works = gathers + reductions + all_reductions
         result, received = interleave_collectives(function, args, works, scan.schedule, ALL, begin)
         num_gathers, num_reductions = len(gathers), len(reductions)
@@ -170,7 +170,9 @@ class LayerFunctions:
             unsharded_RC = scan.join_gathered_chunks([*work.gathered, *gathered], row_C)
         rows = reduced[:num_reductions], reduced[num_reductions:]
         row_G, experts_G = (jnp.concatenate([jnp.zeros(0), *chunks]) for chunks in rows)
-        return result, Overlapped(unsharded_RC, self._unflatten_reduced(pending, row_G, experts_G))
+        return result, NeighborResults(
+            unsharded_RC, self._unflatten_reduced(pending, row_G, experts_G)
+        )
 
     def reduce_pending(self, pending: PendingGradients, *, number: int) -> SummedGradients:
         """Return the gradients of layer `number` of its kind summed over devices, without other
@@ -199,7 +201,7 @@ class LayerFunctions:
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
             return sums
-        experts = unflatten_gradients(experts_G, _buffer_entries(pending.experts))
+        experts = unflatten_gradients(experts_G, _expert_buffer_entries(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
         stored, square = self._cast_to_tier_dtype(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
@@ -241,7 +243,7 @@ class LayerFunctions:
         work: NeighborWork,
         *,
         saves_residuals: bool,
-    ) -> tuple[jax.Array, PyTree, Overlapped]:
+    ) -> tuple[jax.Array, PyTree, NeighborResults]:
         """Return (output of a dense layer, its residuals, results of `work`)."""
         run = self._with_residuals_if(saves_residuals, self._run_dense, wanted=(0, 2))
         args = self._unsharded_dense_params(params, layer), layer, x_BSD
@@ -280,7 +282,7 @@ class LayerFunctions:
             routed, residuals = self._skip_if_empty(layer, run, args)
         else:
             row_C, model = layer_slice(*work.next_layer), self.config.model
-            gathers, dense = scan.chunk_gathers(row_C), row_C.size * self.mesh.size
+            gathers, dense = scan.all_gathers_by_chunk(row_C), row_C.size * self.mesh.size
             multiplied = dense + model.num_experts_per_tok * model.parameters_per_expert
             early = gathers[: len(gathers) * dense // multiplied]
             (routed, residuals), gathered = interleave_collectives(
@@ -337,7 +339,7 @@ class LayerFunctions:
         *,
         kind: LayerKind,
         saves_residuals: bool,
-    ) -> tuple[jax.Array, PyTree, Overlapped]:
+    ) -> tuple[jax.Array, PyTree, NeighborResults]:
         """Return (output of an MoE layer, residuals of this half, results of `work`). routed: the
         result of `route`.
         """
@@ -398,14 +400,14 @@ class LayerFunctions:
         self,
         params: LayerParams,
         layer: LayerOptions,
-        inputs: ForBackward,
+        inputs: BackwardInputs,
         sums: GradAccumulator,
         work: NeighborWork,
         *,
         kind: LayerKind,
         full_capacity: bool,
         last: bool,
-    ) -> tuple[jax.Array, GradAccumulator, Overlapped, jax.Array | None, jax.Array | None]:
+    ) -> tuple[jax.Array, GradAccumulator, NeighborResults, jax.Array | None, jax.Array | None]:
         """Return (dx, summed gradients, results of `work`, squared norms of the experts' gradients
         [R, L], gradients of the routing weights).
 
@@ -424,7 +426,7 @@ class LayerFunctions:
         def router_losses(stats: MoEStats) -> jax.Array:
             return scale_loss(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
 
-        moe = _MoELayer(kind, layer, bias, ids_M, full_capacity, router_losses)
+        moe = _MoEBackwardConstants(kind, layer, bias, ids_M, full_capacity, router_losses)
         if inputs.residuals is not None:
             function, saved = partial(self._moe_from_residuals, moe), inputs.residuals
         else:
@@ -450,7 +452,7 @@ class LayerFunctions:
 
     def _moe_from_residuals(
         self,
-        moe: _MoELayer,
+        moe: _MoEBackwardConstants,
         params: Params,
         experts: PyTree,
         x_BSD: jax.Array,
@@ -469,7 +471,7 @@ class LayerFunctions:
 
     def _moe_by_rerunning(
         self,
-        moe: _MoELayer,
+        moe: _MoEBackwardConstants,
         params: Params,
         experts: PyTree,
         x_BSD: jax.Array,
@@ -510,10 +512,10 @@ class LayerFunctions:
         self,
         params: LayerParams,
         layer: LayerOptions,
-        inputs: ForBackward,
+        inputs: BackwardInputs,
         sums: GradAccumulator,
         work: NeighborWork,
-    ) -> tuple[jax.Array, GradAccumulator, Overlapped]:
+    ) -> tuple[jax.Array, GradAccumulator, NeighborResults]:
         """Return (dx, summed gradients, results of `work`) of a dense layer's backward pass."""
 
         def from_residuals(
@@ -545,9 +547,9 @@ class LayerFunctions:
         return dx_BSD, self._add_gradients(params, layer, sums, dparams), overlapped
 
 
-def _buffer_entries(experts: ExpertStacks) -> list[ShardInBuffer]:
+def _expert_buffer_entries(experts: ExpertStacks) -> list[ShardInBuffer]:
     return [ShardInBuffer(g.shape, 0, jnp.float32) for g in experts.values()]
 
 
 def _flatten_experts(experts: ExpertStacks) -> jax.Array:
-    return flatten(list(experts.values()), _buffer_entries(experts))
+    return flatten(list(experts.values()), _expert_buffer_entries(experts))

@@ -93,7 +93,7 @@ class LayerParams(NamedTuple):
         return {name: take(w) for name, w in self.experts.items()}, self.chosen.ids_M
 
 
-class Unsharded(NamedTuple):
+class FirstGatheredParams(NamedTuple):
     """The result of gathering parameters before the first layer."""
 
     outside: Params  # parameters outside the layers
@@ -115,7 +115,7 @@ class RoutedTokens(NamedTuple):
     stats: MoEStats  # this device's, with a leading dimension R
 
 
-class NextLayer(NamedTuple):
+class LayerToGather(NamedTuple):
     """The layer whose parameters a program gathers for the program after it."""
 
     flat_NC: jax.Array  # shards of the flat buffers of all layers of its kind
@@ -143,12 +143,12 @@ class SummedGradients(NamedTuple):
 class NeighborWork(NamedTuple):
     """The collectives that a program runs for neighbouring layers beside its own layer."""
 
-    next_layer: NextLayer | None = None  # to gather
+    next_layer: LayerToGather | None = None  # to gather
     pending: PendingGradients = PendingGradients()  # to reduce, of the layer that ran before
     gathered: Sequence[jax.Array] = ()  # the next layer's chunks that `route` has gathered
 
 
-class Overlapped(NamedTuple):
+class NeighborResults(NamedTuple):
     """The results of a program's `NeighborWork`."""
 
     unsharded_RC: jax.Array | None = None  # the next layer's parameters
@@ -164,12 +164,12 @@ class GradAccumulator(NamedTuple):
     ids_M: jax.Array | None = None  # the experts' ids, see `ChosenRows`; None: all in order
 
 
-class ForBackward(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The inputs of a layer's backward pass for one micro-batch: the layer's input, its output's
     gradient, and saved values.
 
     choices: the routing of the forward pass; None for a dense layer. residuals: None reruns the
-    layer from x. loss_scale: multiplies the router losses. counts_NAE: see `ExpertTotals`.
+    layer from x. loss_scale: multiplies the router losses. counts_NAE: see `RoutingTotals`.
     """
 
     x_BSD: jax.Array
@@ -180,7 +180,7 @@ class ForBackward(NamedTuple):
     counts_NAE: jax.Array | None = None
 
 
-class ExpertTotals(NamedTuple):
+class RoutingTotals(NamedTuple):
     """Routing counts over all devices: tokens per expert [N, A, E], and assignments without a
     buffer row [N].
     """
@@ -189,7 +189,7 @@ class ExpertTotals(NamedTuple):
     dropped_N: jax.Array | None = None
 
 
-class StepResults(NamedTuple):
+class FinishStepInputs(NamedTuple):
     """The inputs of the program that finishes a step: gradients, norms, losses and routing
     statistics.
     """
@@ -198,7 +198,7 @@ class StepResults(NamedTuple):
     expert_squares: Mapping[LayerKind, Sequence[jax.Array]]  # per layer, [R, L]
     losses: Sequence[PyTree]  # per micro-batch, the losses that `loss_gradients` returned
     stats: Sequence[Sequence[MoEStats]]  # [N][A]
-    totals: ExpertTotals
+    totals: RoutingTotals
 
 
 def common_layer_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
@@ -240,9 +240,9 @@ class ModelModules(NamedTuple):
         return {name: tuple(w.shape[2:]) for name, w in params.items()}
 
 
-class LocalSlots(Protocol):
-    """The placement of experts on devices that hold only the experts they need; `TaskSlots`
-    implements it.
+class SlotPlacement(Protocol):
+    """Which slots of which devices hold each expert, where a device holds only the experts it
+    needs; `TaskSlots` implements it.
     """
 
     @property
@@ -272,15 +272,15 @@ class StreamedModel(Protocol[MicroBatchIn]):
     config: TrainConfig
     sharded: ShardedModel
     modules: ModelModules
-    outside_spec: PyTree  # of `Unsharded.outside`
+    outside_spec: PyTree  # of `FirstGatheredParams.outside`
     stack_specs: Mapping[str, PyTree]  # of `LayerParams.stack`, by name of the stack
     micro_batch_spec: PyTree
     scan: ReverseScan | None = None  # makes the collectives beside layers; None: there are none
-    slots: LocalSlots | None = None  # None: the mesh splits experts evenly
+    slots: SlotPlacement | None = None  # None: the mesh splits experts evenly
     native: bool = False  # whether programs are traced with native CPU operations
     saves_residuals: bool = False  # False: the backward pass reruns each layer
 
-    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> Unsharded:
+    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> FirstGatheredParams:
         """Return the parameters that are gathered before the first layer.
 
         first_kind: the first layer's kind.
@@ -337,7 +337,7 @@ class StreamedModel(Protocol[MicroBatchIn]):
 
         return jax.vjp(embed_float_outputs, outside)[1]((dx_BSD, list(dweights)))[0]
 
-    def device_metrics(self, step: StepResults) -> Metrics:
+    def device_metrics(self, step: FinishStepInputs) -> Metrics:
         """Return this device's addends to the step's losses and router statistics."""
 
     def reduce_gradients(self, params: Params, grads: StreamedGradients) -> Params:

@@ -22,26 +22,26 @@ from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, split_over
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.optim.loss_scale import LossScale
 from jmoe.training.gradient_reduction import StreamedGradients, squared_norms_local
-from jmoe.training.native import with_native
+from jmoe.training.native import trace_natively_if
 from jmoe.training.state import TrainState, without_experts
 from jmoe.training.streamed.layers import LayerFunctions
 from jmoe.training.streamed.model import (
+    BackwardInputs,
     Choices,
-    ExpertTotals,
-    ForBackward,
+    FinishStepInputs,
+    FirstGatheredParams,
     GradAccumulator,
     LayerOptions,
     LayerParams,
+    LayerToGather,
     Metrics,
+    NeighborResults,
     NeighborWork,
-    NextLayer,
-    Overlapped,
     Params,
     RoutedTokens,
-    StepResults,
+    RoutingTotals,
     StreamedModel,
     SummedGradients,
-    Unsharded,
 )
 from jmoe.training.update import sum_over_mesh
 from jmoe.types import PyTree
@@ -60,21 +60,21 @@ class StepPrograms:
     so that all layers of a kind and attention window share one compilation.
     """
 
-    gather_first_params: Callable[..., Unsharded]
+    gather_first_params: Callable[..., FirstGatheredParams]
     embed: Callable[..., tuple[jax.Array, list[Choices]]]
-    dense_forward: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
+    dense_forward: Callable[..., tuple[jax.Array, PyTree, NeighborResults]]
     route: Callable[..., tuple[RoutedTokens, PyTree, Sequence[jax.Array]]]
-    apply_experts: Callable[..., tuple[jax.Array, PyTree, Overlapped]]
+    apply_experts: Callable[..., tuple[jax.Array, PyTree, NeighborResults]]
     most_chosen_experts: Callable[[Sequence[jax.Array]], jax.Array]
-    routing_totals: Callable[[Stats], ExpertTotals]
+    routing_totals: Callable[[Stats], RoutingTotals]
     dropped_assignments: Callable[[Stats], jax.Array]
     zero_gradients: Callable[[dict[str, Params], Params], StreamedGradients]
     loss_gradients: Callable[..., tuple[PyTree, jax.Array, Params]]
     moe_gradients: Callable[..., tuple[PyTree, ...]]
-    dense_gradients: Callable[..., tuple[jax.Array, GradAccumulator, Overlapped]]
+    dense_gradients: Callable[..., tuple[jax.Array, GradAccumulator, NeighborResults]]
     embed_gradients: Callable[..., Params]
     reduce_pending: Callable[..., SummedGradients]
-    finish_step: Callable[[TrainState, StepResults], tuple[TrainState, Metrics]]
+    finish_step: Callable[[TrainState, FinishStepInputs], tuple[TrainState, Metrics]]
 
 
 def _specs_like(args: PyTree, specs: PyTree) -> PyTree:
@@ -99,7 +99,7 @@ def jit_over_mesh(
     specs, out: partition specs of the arguments and the result. static: keyword arguments to
     specialize on. donate: positions of donated arguments.
     """
-    mesh, function = model.sharded.mesh, with_native(model.native, function)
+    mesh, function = model.sharded.mesh, trace_natively_if(model.native, function)
     if mesh.size == 1:
         return jax.jit(function, static_argnames=static, donate_argnums=donate)
 
@@ -127,11 +127,11 @@ class _StepFunctions:
         most = (sum(arrived_counts[1:], arrived_counts[0]) > 0).sum(dtype=jnp.int32)
         return lax.pmax(most, ALL) if self._num_devices > 1 else most
 
-    def routing_totals(self, stats: Stats) -> ExpertTotals:
+    def routing_totals(self, stats: Stats) -> RoutingTotals:
         """Return the routing counts summed over all devices."""
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
-        return ExpertTotals(*sum_over_mesh(self._num_devices, (counts_NAE, dropped_N)))
+        return RoutingTotals(*sum_over_mesh(self._num_devices, (counts_NAE, dropped_N)))
 
     def dropped_assignments(self, stats: Stats) -> jax.Array:
         """Return the number of token-expert assignments, over all devices, that found no buffer
@@ -181,7 +181,7 @@ class _StepFunctions:
             sums, self._model.embed_gradients(outside, micro_batch, dx_BSD, dweights)
         )
 
-    def finish_step(self, state: TrainState, step: StepResults) -> tuple[TrainState, Metrics]:
+    def finish_step(self, state: TrainState, step: FinishStepInputs) -> tuple[TrainState, Metrics]:
         """Return (the updated state, the step's metrics). Experts are not updated here:
         `ExpertState` applies their gradients.
         """
@@ -215,16 +215,16 @@ class _LayerSpecs(NamedTuple):
     layer: LayerOptions
     work: NeighborWork
     forward: tuple[PyTree, ...]  # (output, residuals, results of `work`)
-    inputs: ForBackward
+    inputs: BackwardInputs
 
 
 def _layer_specs() -> _LayerSpecs:
     same, split = _SAME, _SPLIT
     return _LayerSpecs(
         layer=LayerOptions(same, same, same, same, split, split),
-        work=NeighborWork(NextLayer(_COLUMNS, same), split, same),
-        forward=(split, split, Overlapped(same, split)),
-        inputs=ForBackward(split, split, split, split, same, same),
+        work=NeighborWork(LayerToGather(_COLUMNS, same), split, same),
+        forward=(split, split, NeighborResults(same, split)),
+        inputs=BackwardInputs(split, split, split, split, same, same),
     )
 
 
@@ -280,11 +280,11 @@ def _outside_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> P
     )
     outside, micro_batch = model.outside_spec, model.micro_batch_spec
     state = model.sharded.state_specs.map_params_and_moments(without_experts)
-    results = StepResults(split, split, split, split, same)
+    results = FinishStepInputs(split, split, split, split, same)
     return {
         "gather_first_params": make(
             *(model.gather_first_params, without_experts(model.sharded.specs)),
-            out=Unsharded(outside, same, _COLUMNS, same),
+            out=FirstGatheredParams(outside, same, _COLUMNS, same),
             static=["first_kind"],
         ),
         "embed": make(model.embed, outside, micro_batch, out=split),

@@ -39,21 +39,21 @@ from jmoe.training.gradient_reduction import StreamedGradients
 from jmoe.training.state import TrainState, without_experts
 from jmoe.training.streamed.experts import StreamedExperts
 from jmoe.training.streamed.model import (
+    BackwardInputs,
     Choices,
-    ExpertTotals,
-    ForBackward,
+    FinishStepInputs,
     GradAccumulator,
     LayerOptions,
     LayerParams,
+    LayerToGather,
     Metrics,
     MicroBatch,
+    NeighborResults,
     NeighborWork,
-    NextLayer,
-    Overlapped,
     Params,
     PendingGradients,
     RoutedTokens,
-    StepResults,
+    RoutingTotals,
     StreamedModel,
     SummedGradients,
     common_layer_options,
@@ -66,13 +66,13 @@ Squares = dict[LayerKind, list[jax.Array]]
 
 
 @dataclass
-class _PassedLayer:
+class _LayerForwardValues:
     """The values that one layer's forward pass leaves for its backward pass; lists have one entry
     per micro-batch.
     """
 
     xs: list[jax.Array]
-    residuals: list[PyTree] = field(default_factory=list)  # see `ForBackward`
+    residuals: list[PyTree] = field(default_factory=list)  # see `BackwardInputs`
     choices: list[Choices] = field(default_factory=list)  # empty for a dense layer, like chosen_P
     chosen_P: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     slot_rows: int = 0  # slot rows of each device; 0: one for each expert
@@ -88,11 +88,12 @@ class _PendingLayer:
 
 
 @dataclass
-class Pass(Generic[MicroBatch]):
+class PassState(Generic[MicroBatch]):
     """The state of one forward (and backward) pass over the layers.
 
     choices: per micro-batch, the routing of each layer that is routed by task. dweights: per
-    micro-batch, the gradients of those routings' weights, last layer first. flat: see `Unsharded`.
+    micro-batch, the gradients of those routings' weights, last layer first. flat: see
+    `FirstGatheredParams`.
     """
 
     state: TrainState
@@ -105,7 +106,7 @@ class Pass(Generic[MicroBatch]):
     full_capacity: bool
     saves_residuals: bool
     choices: list[list[Choices]] = field(default_factory=list)
-    passed: list[_PassedLayer] = field(default_factory=list)
+    passed: list[_LayerForwardValues] = field(default_factory=list)
     stats: list[list[MoEStats]] = field(default_factory=list)
     dweights: list[list[jax.Array]] = field(default_factory=list)
 
@@ -196,57 +197,63 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         programs, experts = self.programs, self._open_experts
         micro_batches = self._micro_batches(state, batch)
         experts.begin_pass(self._down + self._down[::-1])
-        run, xs = self._forward(state, micro_batches, train=True, full_capacity=full_capacity)
-        totals = self._wait_for(programs.routing_totals(run.stats)) if run.stats else ExpertTotals()
-        dropped_N = np.asarray(totals.dropped_N) if run.stats else None
+        pass_state, xs = self._forward(
+            state, micro_batches, train=True, full_capacity=full_capacity
+        )
+        totals = (
+            self._wait_on_mesh(programs.routing_totals(pass_state.stats))
+            if pass_state.stats
+            else RoutingTotals()
+        )
+        dropped_N = np.asarray(totals.dropped_N) if pass_state.stats else None
         if has_overflowed(self.config.model, dropped_N):
             experts.end_pass()
             return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
-        grads = programs.zero_gradients(run.stacks, run.outside)
-        losses, outside = self._loss_gradients(run, xs, grads.outside)
-        squares = self._backward(run, xs, grads, totals.counts_NAE)
-        for micro_batch, dx, dweights in zip(micro_batches, xs, run.dweights, strict=True):
-            args = run.outside, micro_batch, dx, outside, dweights[::-1]
-            outside = self._wait_for(programs.embed_gradients(*args))
+        grads = programs.zero_gradients(pass_state.stacks, pass_state.outside)
+        losses, outside = self._loss_gradients(pass_state, xs, grads.outside)
+        squares = self._backward(pass_state, xs, grads, totals.counts_NAE)
+        for micro_batch, dx, dweights in zip(micro_batches, xs, pass_state.dweights, strict=True):
+            args = pass_state.outside, micro_batch, dx, outside, dweights[::-1]
+            outside = self._wait_on_mesh(programs.embed_gradients(*args))
         grads = grads._replace(outside=outside)
-        results = StepResults(grads, squares, losses, run.stats, totals)
-        state, metrics = self._wait_for(programs.finish_step(state, results))
-        self._commit_or_discard(metrics)
+        results = FinishStepInputs(grads, squares, losses, pass_state.stats, totals)
+        state, metrics = self._wait_on_mesh(programs.finish_step(state, results))
+        self._commit_or_discard_gradients(metrics)
         return state, metrics
 
     def _loss_gradients(
-        self, run: Pass[MicroBatch], xs: list[jax.Array], sums: Params
+        self, pass_state: PassState[MicroBatch], xs: list[jax.Array], sums: Params
     ) -> tuple[list[PyTree], Params]:
         """Return (losses per micro-batch, summed gradients of the parameters outside the layers);
         replaces each entry of `xs` by its gradient.
         """
-        losses, scale = list[PyTree](), run.state.loss_scale
-        for a, micro_batch in enumerate(run.micro_batches):
-            args = run.outside, xs[a], micro_batch, sums, scale
-            loss, xs[a], sums = self._wait_for(self.programs.loss_gradients(*args))
+        losses, scale = list[PyTree](), pass_state.state.loss_scale
+        for a, micro_batch in enumerate(pass_state.micro_batches):
+            args = pass_state.outside, xs[a], micro_batch, sums, scale
+            loss, xs[a], sums = self._wait_on_mesh(self.programs.loss_gradients(*args))
             losses.append(loss)
         return losses, sums
 
-    def _layer_to_gather(self, run: Pass[MicroBatch], i: int) -> NextLayer | None:
+    def _layer_to_gather(self, pass_state: PassState[MicroBatch], i: int) -> LayerToGather | None:
         """Return layer i for a program to gather; None if i is out of range or nothing is gathered
         per layer.
         """
-        if not run.flat or not 0 <= i < len(self._layers):
+        if not pass_state.flat or not 0 <= i < len(self._layers):
             return None
         layer = self._layers[i]
-        return NextLayer(run.flat[layer.kind], self._common_options[layer].number)
+        return LayerToGather(pass_state.flat[layer.kind], self._common_options[layer].number)
 
     def _layer_options(
-        self, run: Pass[MicroBatch], layer: Layer, micro_batch_index: int
+        self, pass_state: PassState[MicroBatch], layer: Layer, micro_batch_index: int
     ) -> LayerOptions:
         """Return the options of a layer's programs for micro-batch `micro_batch_index`."""
-        common, step = self._common_options[layer], run.state.step
+        common, step = self._common_options[layer], pass_state.state.step
         options = self.streamed.layer_options(
-            layer.kind, common, step, run.micro_batches[micro_batch_index], micro_batch_index
+            layer.kind, common, step, pass_state.micro_batches[micro_batch_index], micro_batch_index
         )
         if layer.kind != "task":
             return options
-        return options._replace(choices=run.choices[micro_batch_index][layer.number])
+        return options._replace(choices=pass_state.choices[micro_batch_index][layer.number])
 
     # Forwards
 
@@ -257,65 +264,71 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         *,
         train: bool,
         full_capacity: bool,
-    ) -> tuple[Pass[MicroBatch], list[jax.Array]]:
+    ) -> tuple[PassState[MicroBatch], list[jax.Array]]:
         """Return (the pass with the values that its backward pass needs, last hidden states per
         micro-batch).
         """
         programs, first = self.programs, self._layers[0].kind
-        unsharded = self._wait_for(programs.gather_first_params(state.params, first_kind=first))
+        unsharded = self._wait_on_mesh(programs.gather_first_params(state.params, first_kind=first))
         # Full-capacity buffers hold the tokens of all devices: too large to save for every layer.
         saves_residuals = train and not full_capacity and self.streamed.saves_residuals
         stacks = unsharded.stacks
         if stacks is None:
             stacks = {layer.stack: state.params[layer.stack] for layer in self._layers}
         args = unsharded.outside, stacks, unsharded.flat, unsharded.first_RC
-        run = Pass(state, micro_batches, *args, train, full_capacity, saves_residuals)
+        pass_state = PassState(state, micro_batches, *args, train, full_capacity, saves_residuals)
         xs = []
         for micro_batch in micro_batches:
-            x, choices = self._wait_for(programs.embed(run.outside, micro_batch))
+            x, choices = self._wait_on_mesh(programs.embed(pass_state.outside, micro_batch))
             xs.append(x)
-            run.choices.append(choices)
-            run.dweights.append([])
+            pass_state.choices.append(choices)
+            pass_state.dweights.append([])
         for i, layer in enumerate(self._layers):
             if not train:
-                run.passed.clear()  # frees the saved values: no backward pass follows
-            run.passed.append(_PassedLayer(xs))
+                pass_state.passed.clear()  # frees the saved values: no backward pass follows
+            pass_state.passed.append(_LayerForwardValues(xs))
             ys = list(xs) if train else xs  # evaluation overwrites its inputs
-            (self._forward_dense if layer.kind == "dense" else self._forward_experts)(run, i, ys)
+            (self._forward_dense if layer.kind == "dense" else self._forward_experts)(
+                pass_state, i, ys
+            )
             xs = ys
-        return run, xs
+        return pass_state, xs
 
-    def _forward_dense(self, run: Pass[MicroBatch], i: int, xs: list[jax.Array]) -> None:
+    def _forward_dense(
+        self, pass_state: PassState[MicroBatch], i: int, xs: list[jax.Array]
+    ) -> None:
         """Run dense layer i on all micro-batches; replaces each entry of `xs` by the layer's
         output.
         """
-        layer, next_layer = self._layers[i], self._layer_to_gather(run, i + 1)
-        params = run.layer_params(layer)
+        layer, next_layer = self._layers[i], self._layer_to_gather(pass_state, i + 1)
+        params = pass_state.layer_params(layer)
         for a, x in enumerate(xs):
             work = NeighborWork(None if a else next_layer)
-            args = params, self._layer_options(run, layer, a), x, work
-            xs[a], residuals, overlapped = self._wait_for(
-                self.programs.dense_forward(*args, saves_residuals=run.saves_residuals)
+            args = params, self._layer_options(pass_state, layer, a), x, work
+            xs[a], residuals, overlapped = self._wait_on_mesh(
+                self.programs.dense_forward(*args, saves_residuals=pass_state.saves_residuals)
             )
-            run.passed[-1].residuals.append(residuals)
+            pass_state.passed[-1].residuals.append(residuals)
             if work.next_layer is not None:
-                run.unsharded_RC = overlapped.unsharded_RC
+                pass_state.unsharded_RC = overlapped.unsharded_RC
 
-    def _forward_experts(self, run: Pass[MicroBatch], i: int, xs: list[jax.Array]) -> None:
+    def _forward_experts(
+        self, pass_state: PassState[MicroBatch], i: int, xs: list[jax.Array]
+    ) -> None:
         """Run MoE layer i on all micro-batches; replaces each entry of `xs` by the layer's output.
 
         Training fetches the experts of all micro-batches at once. Evaluation, which has many
         micro-batches, fetches the missing experts before each one.
         """
-        params, size = run.layer_params(self._layers[i]), len(xs) if run.train else 1
+        params, size = pass_state.layer_params(self._layers[i]), len(xs) if pass_state.train else 1
         for first in range(0, len(xs), size):
             group = slice(first, first + size)
-            xs[group] = self._forward_experts_of_group(run, i, params, xs[group], first)
+            xs[group] = self._forward_experts_of_group(pass_state, i, params, xs[group], first)
         self._open_experts.release_layer()
 
     def _forward_experts_of_group(
         self,
-        run: Pass[MicroBatch],
+        pass_state: PassState[MicroBatch],
         i: int,
         params: LayerParams,
         xs: Sequence[jax.Array],
@@ -324,31 +337,34 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """Return the outputs of MoE layer i for the inputs `xs`, which are the micro-batches from
         number `first_micro_batch` on.
         """
-        programs, layer, passed = self.programs, self._layers[i], run.passed[-1]
-        static = {"kind": layer.kind, "saves_residuals": run.saves_residuals}
-        route_static = static | {"train": run.train, "full_capacity": run.full_capacity}
+        programs, layer, passed = self.programs, self._layers[i], pass_state.passed[-1]
+        static = {"kind": layer.kind, "saves_residuals": pass_state.saves_residuals}
+        route_static = static | {
+            "train": pass_state.train,
+            "full_capacity": pass_state.full_capacity,
+        }
         all_options = [
-            self._layer_options(run, layer, first_micro_batch + a) for a in range(len(xs))
+            self._layer_options(pass_state, layer, first_micro_batch + a) for a in range(len(xs))
         ]
         ahead = [
-            None if first_micro_batch + a else self._layer_to_gather(run, i + 1)
+            None if first_micro_batch + a else self._layer_to_gather(pass_state, i + 1)
             for a in range(len(xs))
         ]
         works = list(map(NeighborWork, ahead))
         each = [
-            self._wait_for(programs.route(params, options, x, work, **route_static))
+            self._wait_on_mesh(programs.route(params, options, x, work, **route_static))
             for x, options, work in zip(xs, all_options, works, strict=True)
         ]
         routed: list[RoutedTokens] = [tokens for tokens, _, _ in each]
         if layer.kind == "moe":
-            run.stats.append([tokens.stats for tokens in routed])
+            pass_state.stats.append([tokens.stats for tokens in routed])
         arrived = [tokens.arrived_E for tokens in routed]
         passed.choices = [
             {"topk_idx_TK": tokens.topk_idx_TK} if options.choices is None else options.choices
             for tokens, options in zip(routed, all_options, strict=True)
         ]
         passed.chosen_P = self._chosen_experts(arrived)
-        passed.slot_rows = self._grow_slots_for(arrived)
+        passed.slot_rows = self._grow_slots_to_chosen(arrived)
         fetch = (
             self._open_experts.fetch_more_experts
             if first_micro_batch
@@ -361,29 +377,32 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             (tokens, route_residuals, gathered), options, work = halves
             work = work._replace(gathered=gathered)
             args = params, tokens, options._replace(choices=None), work
-            y, residuals, overlapped = self._wait_for(programs.apply_experts(*args, **static))
+            y, residuals, overlapped = self._wait_on_mesh(programs.apply_experts(*args, **static))
             if work.next_layer is not None:
-                run.unsharded_RC = overlapped.unsharded_RC
+                pass_state.unsharded_RC = overlapped.unsharded_RC
             ys.append(y)
-            both = (tokens, route_residuals, residuals) if run.saves_residuals else None
+            both = (tokens, route_residuals, residuals) if pass_state.saves_residuals else None
             passed.residuals.append(both)
         return jax.block_until_ready(ys)  # the slot is overwritten after this
 
-    def _grow_slots_for(self, arrived_counts: Sequence[jax.Array]) -> int:
-        """Return the number of slot rows per device that hold all chosen experts; 0 if the slot has
-        a row for each expert.
+    def _grow_slots_to_chosen(self, arrived_counts: Sequence[jax.Array]) -> int:
+        """Grow the slots if the chosen experts of a device do not fit; return the rows per device.
+
+        Returns 0, and grows nothing, if the slot has a row for each expert.
         """
         experts = self._open_experts
         if experts.experts_per_slot is None:
             return 0
-        experts.grow_slots(int(self._wait_for(self.programs.most_chosen_experts(arrived_counts))))
+        experts.grow_slots(
+            int(self._wait_on_mesh(self.programs.most_chosen_experts(arrived_counts)))
+        )
         return experts.experts_per_slot
 
     # Backwards
 
     def _backward(
         self,
-        run: Pass[MicroBatch],
+        pass_state: PassState[MicroBatch],
         dxs: list[jax.Array],
         grads: StreamedGradients,
         counts_NAE: jax.Array | None,
@@ -396,21 +415,21 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         for i, layer in reversed(list(enumerate(self._layers))):
             sums = GradAccumulator(None, grads.outside_buffer[layer.kind])
             unreduced = PendingGradients() if pending is None else pending.gradients
-            work, square = NeighborWork(self._layer_to_gather(run, i - 1), unreduced), None
+            work, square = NeighborWork(self._layer_to_gather(pass_state, i - 1), unreduced), None
             if layer.kind == "dense":
-                sums, overlapped = self._backward_dense(run, i, dxs, sums, work)
+                sums, overlapped = self._backward_dense(pass_state, i, dxs, sums, work)
             else:
-                results = self._backward_experts(run, i, dxs, sums, work, counts_NAE)
+                results = self._backward_experts(pass_state, i, dxs, sums, work, counts_NAE)
                 sums, overlapped, square = results
             grads.outside_buffer[layer.kind] = sums.outside_buffer
             if pending is not None:
                 self._store_reduced(pending, overlapped.summed, grads, squares)
-            run.unsharded_RC = overlapped.unsharded_RC
+            pass_state.unsharded_RC = overlapped.unsharded_RC
             left = PendingGradients(sums.rows_RG, sums.experts, sums.ids_M)
-            pending = _PendingLayer(layer, left, run.passed[i].chosen_P)
+            pending = _PendingLayer(layer, left, pass_state.passed[i].chosen_P)
             if square is not None:  # the experts' gradients needed no further reduction
                 squares[layer.kind].append(square)
-            run.passed.pop()  # frees the layer's residuals
+            pass_state.passed.pop()  # frees the layer's residuals
             # No layer follows to overlap with; with slots, no program reduces for a neighbour.
             if i == 0 or self.streamed.slots is not None:
                 self._reduce_without_overlap(pending, grads, squares)
@@ -427,7 +446,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """
         if jax.tree.leaves(pending.gradients):
             number = pending.layer.number
-            summed = self._wait_for(self.programs.reduce_pending(pending.gradients, number=number))
+            summed = self._wait_on_mesh(
+                self.programs.reduce_pending(pending.gradients, number=number)
+            )
             self._store_reduced(pending, summed, grads, squares)
 
     def _store_reduced(
@@ -449,57 +470,57 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
 
     def _backward_dense(
         self,
-        run: Pass[MicroBatch],
+        pass_state: PassState[MicroBatch],
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
         work: NeighborWork,
-    ) -> tuple[GradAccumulator, Overlapped]:
+    ) -> tuple[GradAccumulator, NeighborResults]:
         """Return (summed gradients, results of `work`) of dense layer i's backward pass; replaces
         `dxs`.
         """
-        layer, passed, results = self._layers[i], run.passed[i], Overlapped()
-        params = run.layer_params(layer)
+        layer, passed, results = self._layers[i], pass_state.passed[i], NeighborResults()
+        params = pass_state.layer_params(layer)
         for a, (x, residuals) in enumerate(zip(passed.xs, passed.residuals, strict=True)):
-            inputs = ForBackward(x, dxs[a], None, residuals)
-            options = self._layer_options(run, layer, a)
+            inputs = BackwardInputs(x, dxs[a], None, residuals)
+            options = self._layer_options(pass_state, layer, a)
             args = params, options, inputs, sums, NeighborWork() if a else work
-            dxs[a], sums, overlapped = self._wait_for(self.programs.dense_gradients(*args))
+            dxs[a], sums, overlapped = self._wait_on_mesh(self.programs.dense_gradients(*args))
             results = results if a else overlapped
         return sums, results
 
     def _backward_experts(
         self,
-        run: Pass[MicroBatch],
+        pass_state: PassState[MicroBatch],
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
         work: NeighborWork,
         counts_NAE: jax.Array | None,
-    ) -> tuple[GradAccumulator, Overlapped, jax.Array | None]:
+    ) -> tuple[GradAccumulator, NeighborResults, jax.Array | None]:
         """Return (summed gradients, results of `work`, squared norms of the experts' gradients) of
         MoE layer i's backward pass; replaces `dxs`.
 
         The experts' gradients go to their tier. If they first need a reduction over devices, they
         are among the summed gradients instead, and the norms are None.
         """
-        experts, layer, passed = self._open_experts, self._layers[i], run.passed[i]
+        experts, layer, passed = self._open_experts, self._layers[i], pass_state.passed[i]
         fetched = self._global_arrays(experts.fetch_layer(layer.record, passed.chosen_P))
-        params = run.layer_params(layer, fetched)
+        params = pass_state.layer_params(layer, fetched)
         params = params._replace(chosen=self._chosen_slot_rows(passed.chosen_P, passed.slot_rows))
-        results, square = Overlapped(), None
+        results, square = NeighborResults(), None
         each = zip(passed.xs, passed.choices, passed.residuals, strict=True)
         for a, (x, choices, residuals) in enumerate(each):
-            options = self._layer_options(run, layer, a)._replace(choices=None)
-            loss_scale = run.state.loss_scale
-            inputs = ForBackward(x, dxs[a], choices, residuals, loss_scale, counts_NAE)
+            options = self._layer_options(pass_state, layer, a)._replace(choices=None)
+            loss_scale = pass_state.state.loss_scale
+            inputs = BackwardInputs(x, dxs[a], choices, residuals, loss_scale, counts_NAE)
             args = params, options, inputs, sums, NeighborWork() if a else work
-            static = {"full_capacity": run.full_capacity, "last": a == len(passed.xs) - 1}
+            static = {"full_capacity": pass_state.full_capacity, "last": a == len(passed.xs) - 1}
             program = partial(self.programs.moe_gradients, kind=layer.kind, **static)
-            dxs[a], sums, overlapped, square, dweights = self._wait_for(program(*args))
+            dxs[a], sums, overlapped, square, dweights = self._wait_on_mesh(program(*args))
             results = results if a else overlapped
             if dweights is not None:
-                run.dweights[a].append(dweights)
+                pass_state.dweights[a].append(dweights)
         jax.block_until_ready(dxs)
         del fetched, params, args
         experts.release_layer()
@@ -511,7 +532,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
 
     # Without gradients
 
-    def _last_hidden(
+    def _last_hidden_states(
         self, state: TrainState, micro_batches: list[MicroBatch]
     ) -> tuple[Params, list[jax.Array]]:
         """Run all layers without gradients; return (unsharded parameters outside the layers, last
@@ -522,13 +543,15 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
 
         def run_forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:
             self._open_experts.begin_pass(self._down)
-            run, xs = self._forward(state, micro_batches, train=False, full_capacity=full_capacity)
+            pass_state, xs = self._forward(
+                state, micro_batches, train=False, full_capacity=full_capacity
+            )
             dropped = (
-                self._wait_for(self.programs.dropped_assignments(run.stats))
-                if run.stats
+                self._wait_on_mesh(self.programs.dropped_assignments(pass_state.stats))
+                if pass_state.stats
                 else jnp.int32(0)
             )
-            return (run.outside, xs), dropped
+            return (pass_state.outside, xs), dropped
 
         with self._open_experts.permanent_errors():
             return run_without_drops(run_forward)

@@ -128,11 +128,11 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         are fetched once for all batches.
         """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
-        micro_batches = [self._wait_for(self._text.split(tokens)) for tokens, _ in batches]
-        outside, xs = self._last_hidden(state, micro_batches)
+        micro_batches = [self._wait_on_mesh(self._text.split(tokens)) for tokens, _ in batches]
+        outside, xs = self._last_hidden_states(state, micro_batches)
         each = zip(xs, micro_batches, (weights for _, weights in batches), strict=True)
         return [
-            self._wait_for(self._text.summed_nll(outside, x, micro_batch.labels_BS, weights))
+            self._wait_on_mesh(self._text.summed_nll(outside, x, micro_batch.labels_BS, weights))
             for x, micro_batch, weights in each
         ]
 
@@ -141,6 +141,6 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
     ) -> jax.Array:
         """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
         tokens = jax.device_put(tokens_BS, self._batch_place)
-        outside, (x_BSD,) = self._last_hidden(state, [TokenMicroBatch(tokens, tokens)])
-        logits_V: jax.Array = self._wait_for(self._text.logits(outside, x_BSD, position))
+        outside, (x_BSD,) = self._last_hidden_states(state, [TokenMicroBatch(tokens, tokens)])
+        logits_V: jax.Array = self._wait_on_mesh(self._text.logits(outside, x_BSD, position))
         return logits_V

@@ -26,19 +26,19 @@ from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import ALL, BATCH, REPLICATED
-from jmoe.optim.loss_scale import LossScale, scale_loss, unscale
+from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
 from jmoe.training.gradient_reduction import StreamedGradients, reduce_streamed_gradients_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, without_experts
 from jmoe.training.streamed.model import (
     Choices,
+    FinishStepInputs,
+    FirstGatheredParams,
     LayerOptions,
     Metrics,
     ModelModules,
     Params,
-    StepResults,
     StreamedModel,
-    Unsharded,
 )
 from jmoe.training.update import (
     auxiliary_losses,
@@ -83,11 +83,11 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         split: PyTree = BATCH
         self.micro_batch_spec = TokenMicroBatch(split, split)
 
-    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> Unsharded:
+    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> FirstGatheredParams:
         scan, model, stacks = self.scan, self.decoder, STACKS.values()
         outside = {name: tree for name, tree in params.items() if name not in stacks}
         if scan is None or not model.fused:
-            return Unsharded(outside, None, {}, None)
+            return FirstGatheredParams(outside, None, {}, None)
         flat: dict[LayerKind, jax.Array] = {}
         for kind, name in STACKS.items():
             if name in params:
@@ -103,8 +103,8 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
                 unflatten(rows_RC, layout.entries, scan.hierarchy), outside_buffer
             )
         row_C = flat[first_kind][0]
-        gathered = [gather(lambda row: row) for gather in scan.chunk_gathers(row_C)]
-        return Unsharded(outside, None, flat, scan.join_gathered_chunks(gathered, row_C))
+        gathered = [gather(lambda row: row) for gather in scan.all_gathers_by_chunk(row_C)]
+        return FirstGatheredParams(outside, None, flat, scan.join_gathered_chunks(gathered, row_C))
 
     def embed(
         self, outside: Params, micro_batch: TokenMicroBatch
@@ -146,7 +146,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
             loss, (doutside, dx_BSD) = loss_and_gradients(
                 outside, x_BSD, micro_batch.labels_BS, scale_loss(weight, loss_scale)
             )
-        return unscale(loss, loss_scale)[None], dx_BSD, doutside
+        return undo_loss_scale(loss, loss_scale)[None], dx_BSD, doutside
 
     @property
     def _num_step_tokens(self) -> int:
@@ -154,7 +154,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         steps = self.config.gradient_accumulation_steps
         return tokens_per_accumulation_step(self.config) * steps
 
-    def device_metrics(self, step: StepResults) -> Metrics:
+    def device_metrics(self, step: FinishStepInputs) -> Metrics:
         zero, counts_NAE = jnp.zeros((), jnp.float32), step.totals.counts_NAE
         assert counts_NAE is not None
         router_losses = [

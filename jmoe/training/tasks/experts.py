@@ -206,11 +206,11 @@ class TaskSlots:
         return lax.fori_loop(0, self.num_experts, set_expert, empty)
 
 
-def same_slots(one: TaskSlots | None, other: TaskSlots | None) -> bool:
+def has_same_slots(placement: TaskSlots | None, other: TaskSlots | None) -> bool:
     """Return whether both placements put the same expert into every slot."""
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one.experts_RNS, other.experts_RNS)
+    if placement is None or other is None:
+        return placement is other
+    return np.array_equal(placement.experts_RNS, other.experts_RNS)
 
 
 def task_experts_of(tree: PyTree) -> PyTree:

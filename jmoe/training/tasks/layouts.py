@@ -1,6 +1,6 @@
 """Choose which device trains on which tasks' images, and when that changes during a run.
 
-`ImageTasks.prepare_on_mesh` plans the first layout; `VisionSession.rebalance` asks
+`ImageTraining.prepare_on_mesh` plans the first layout; `VisionSession.rebalance` asks
 `LayoutController` for later ones. The first plan balances batch sizes within device memory. It
 changes when a task ends, when the number of devices changes, or when measured loads are uneven.
 """
@@ -21,7 +21,7 @@ LEAST_GAIN = 1.05  # the speedup of a step that justifies compiling again
 STATE_BYTES, GRADIENT_BYTES = 12, 4
 
 
-def count_own_experts(config: VisionTrainConfig) -> dict[str, int]:
+def count_own_experts_by_task(config: VisionTrainConfig) -> dict[str, int]:
     """Return, for each task, how many experts only its path names, summed over
     task-routed layers.
     """
@@ -45,7 +45,7 @@ def count_unnamed_experts(config: VisionTrainConfig) -> int:
     return sum(config.model.num_experts - len(experts) for experts in named)
 
 
-def expert_bytes(config: VisionTrainConfig) -> int:
+def device_bytes_per_expert(config: VisionTrainConfig) -> int:
     """Return the device bytes of one expert: weights, moments, gradient, and a copy in the compute
     dtype.
     """
@@ -58,7 +58,7 @@ def _cast_bytes_per_element(config: VisionTrainConfig) -> int:
     return 0 if config.compute_dtype == "float32" else 2  # a copy in the compute dtype
 
 
-def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
+def common_bytes_per_device(config: VisionTrainConfig, num_devices: int) -> int:
     """Return the bytes that every device needs for parameters other than task-routed experts, with
     their training state.
 
@@ -70,7 +70,7 @@ def common_bytes(config: VisionTrainConfig, num_devices: int) -> int:
     dense = model.total_and_active_parameters()[0] - routed * model.parameters_per_expert
     parts = num_devices if config.comm.shard_dense else 1
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
-    experts = model.num_experts * model.num_moe_layers * expert_bytes(config) // groups
+    experts = model.num_experts * model.num_moe_layers * device_bytes_per_expert(config) // groups
     if not config.tiers.all_on_device:
         whole = not places_experts_by_task(config, num_devices)
         experts = (
@@ -130,7 +130,10 @@ def memory_by_task(
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
     device_bytes = config.machine.device_figures().device_bytes or None
     if not config.tiers.all_on_device:
-        shared, places = common_bytes(config, num_devices), dict.fromkeys(config.tasks, 0)
+        shared, places = (
+            common_bytes_per_device(config, num_devices),
+            dict.fromkeys(config.tasks, 0),
+        )
         if places_experts_by_task(config, num_devices):
             shared_places, places = _count_slots_by_task(config, num_devices)
             shared += shared_places * slot_bytes_per_expert(config, num_devices)
@@ -140,12 +143,12 @@ def memory_by_task(
         }
         return DeviceMemory(device_bytes, shared), own_bytes
     apart = groups == 1 and config.layout == "elastic"
-    own, unnamed = count_own_experts(config), count_unnamed_experts(config)
+    own, unnamed = count_own_experts_by_task(config), count_unnamed_experts(config)
     everywhere = model.num_experts * len(model.task_layers)
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
-    one = expert_bytes(config)
-    shared = common_bytes(config, num_devices) + everywhere * one // groups
+    one = device_bytes_per_expert(config)
+    shared = common_bytes_per_device(config, num_devices) + everywhere * one // groups
     own_bytes = {name: count * one if apart else 0 for name, count in own.items()}
     return DeviceMemory(device_bytes, shared), own_bytes
 
@@ -210,7 +213,7 @@ class LayoutController:
         """Return the layout of `step`."""
         return plan_task_layout(self._config, self.num_devices, step=step, image_s=self._image_s)
 
-    def is_due(self, step: int) -> bool:
+    def is_replan_due(self, step: int) -> bool:
         """Return whether to measure the seconds per image before this step
         (`elastic.replan_every_steps`).
         """
@@ -292,18 +295,18 @@ def layout_notes(config: VisionTrainConfig, layout: TaskLayout) -> list[str]:
     return [*layout.describe_lines(), *filter(None, [slots_line(config, layout)])]
 
 
-def allocated_bytes(config: VisionTrainConfig, layout: TaskLayout) -> int:
+def allocated_bytes_per_device(config: VisionTrainConfig, layout: TaskLayout) -> int:
     """Return the bytes that each device actually allocates: slots are sized by the device with the
     most experts in a layer.
     """
     slots = task_slots(config, layout)
     num_slots = config.model.num_experts if slots is None else slots.num_slots
-    experts = num_slots * len(config.model.task_layers) * expert_bytes(config)
+    experts = num_slots * len(config.model.task_layers) * device_bytes_per_expert(config)
     if not config.tiers.all_on_device:
         experts = (
             0 if slots is None else num_slots * slot_bytes_per_expert(config, len(layout.shares))
         )
-    return common_bytes(config, len(layout.shares)) + experts
+    return common_bytes_per_device(config, len(layout.shares)) + experts
 
 
 def tiers_line(config: VisionTrainConfig) -> str:
@@ -338,7 +341,10 @@ def slots_line(config: VisionTrainConfig, layout: TaskLayout) -> str:
     slots = task_slots(config, layout)
     if slots is None:
         return ""
-    kept, limit = allocated_bytes(config, layout), config.machine.device_figures().device_bytes
+    kept, limit = (
+        allocated_bytes_per_device(config, layout),
+        config.machine.device_figures().device_bytes,
+    )
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
     layers = (
         len(config.model.task_layers)

@@ -34,7 +34,7 @@ from jmoe.types import JsonObject, PyTree
 Metrics = JsonObject
 
 
-class Contrast(NamedTuple):
+class ContrastiveTerms(NamedTuple):
     """The contrastive loss of this device's images against all images of the step; [M, B, ...] or
     [B, ...].
     """
@@ -88,7 +88,7 @@ class TaskLosses:
         own_BC = logits_BY[:, np.flatnonzero(self._embeds)]
         return l2_normalized(jnp.where(jnp.isfinite(own_BC), own_BC, 0.0))
 
-    def contrastive_terms(self, z_MBC: jax.Array, batch: ImageBatch) -> Contrast:
+    def contrastive_terms(self, z_MBC: jax.Array, batch: ImageBatch) -> ContrastiveTerms:
         """Return the contrastive loss terms of this device's images. z_MBC: their embeddings.
         batch: the images.
         """
@@ -114,10 +114,10 @@ class TaskLosses:
         parts = (
             a.reshape(*every[0].shape[:3], *a.shape[1:]) for a in (gradient_GC, loss_G, is_right_G)
         )
-        return Contrast(*(part[device] for part in parts))
+        return ContrastiveTerms(*(part[device] for part in parts))
 
     def loss(
-        self, logits_BY: jax.Array, batch: ImageBatch, contrast: Contrast | None
+        self, logits_BY: jax.Array, batch: ImageBatch, contrast: ContrastiveTerms | None
     ) -> tuple[jax.Array, Metrics]:
         """Return (this device's addend to the loss, its terms as metrics) for one micro-batch.
 

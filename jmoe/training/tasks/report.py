@@ -30,7 +30,7 @@ COLORS: Final = (
 )
 
 
-def write_task_report(output_dir: Path, config: VisionTrainConfig, layout: TaskLayout) -> Path:
+def draw_task_report(output_dir: Path, config: VisionTrainConfig, layout: TaskLayout) -> Path:
     """Draw OUTPUT_DIR/report.png and return its path. It shows accuracies by step, each task's
     experts, and idle time by device.
     """

@@ -26,7 +26,7 @@ from jmoe.status import status
 from jmoe.training.expert_packing import max_over_processes, move_state
 from jmoe.training.session import Session, print_on_rank_0
 from jmoe.training.state import TrainState
-from jmoe.training.tasks.experts import same_slots
+from jmoe.training.tasks.experts import has_same_slots
 from jmoe.training.tasks.layouts import LayoutController
 from jmoe.training.tasks.run import state_from_run
 from jmoe.training.tasks.step import VisionTrainer
@@ -123,7 +123,7 @@ class VisionSession(Session):
         reasons, measured = [], dict[str, float]()
         if self.resizing is not None and self.resizing.is_due(step):
             reasons.append(self._apply_requested_devices(step))
-        if layouts.is_due(step):
+        if layouts.is_replan_due(step):
             assert isinstance(trainer, VisionTrainer)
             with (
                 self.watchdog.waiting_for("what images take before step", step),
@@ -150,7 +150,7 @@ class VisionSession(Session):
                 self.batches.set_layout(layout, first, first + each)
                 self.idle = IdleTime()
                 self.trainer = trainer.with_layout(mesh, layout)
-                if mesh is not self.mesh or not same_slots(trainer.slots, self.trainer.slots):
+                if mesh is not self.mesh or not has_same_slots(trainer.slots, self.trainer.slots):
                     state = move_state(state, trainer, self.trainer)
                 self.mesh = mesh
             reasons += self.trainer.notes
@@ -259,10 +259,10 @@ class VisionSession(Session):
     def draw_report(self) -> Path:
         """Draw the run's plots so far and return the path of the picture."""
         # Imported here because it loads matplotlib, which only process 0 needs.
-        from jmoe.training.tasks.report import write_task_report
+        from jmoe.training.tasks.report import draw_task_report
 
         assert isinstance(self.config, VisionTrainConfig) and isinstance(self.trainer, ImageTrainer)
-        return write_task_report(self.output_dir, self.config, self.trainer.layout)
+        return draw_task_report(self.output_dir, self.config, self.trainer.layout)
 
     def evaluate_and_summarize(
         self, state: TrainState, first_accuracies: dict[str, float] | None

@@ -49,17 +49,17 @@ from jmoe.models.functional import split_parameters
 from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import TaskLayout
-from jmoe.training.expert_packing import ROUNDS, timed_s
+from jmoe.training.expert_packing import ROUNDS, time_call_s
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState, read_missing_experts
 from jmoe.training.tasks.experts import TaskSlots, task_experts_of, task_slots, with_task_experts
 from jmoe.training.tasks.layouts import layout_notes
-from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
+from jmoe.training.tasks.losses import ContrastiveTerms, Metrics, TaskLosses
 from jmoe.training.update import (
-    dropped_tokens,
     evaluation_program,
     finish_step,
+    num_dropped_assignments,
     run_without_drops,
     sum_over_mesh,
 )
@@ -402,7 +402,7 @@ class VisionTrainer:
                 state.router_bias,
                 _take_micro_batch(batch, index),
                 draw,
-                _take_contrast(contrast, index),
+                _take_contrastive_terms(contrast, index),
             )
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
@@ -429,7 +429,7 @@ class VisionTrainer:
         draw: PathDraw | None,
         *,
         full_capacity: bool,
-    ) -> Contrast | None:
+    ) -> ContrastiveTerms | None:
         """Return this device's contrastive-loss terms; None if no active task is contrastive."""
         shares = self.layout.shares
         compares = [any(self.is_contrastive[share.task] for share in own) for own in shares]
@@ -461,7 +461,7 @@ class VisionTrainer:
         router_bias: PyTree,
         batch: ImageBatch,
         draw: PathDraw | None,
-        contrast: Contrast | None,
+        contrast: ContrastiveTerms | None,
         *,
         full_capacity: bool,
     ) -> tuple[jax.Array, Metrics]:
@@ -534,7 +534,7 @@ class VisionTrainer:
         program = jax.jit(sharded(gradients_local, in_specs=in_specs, out_specs=BATCH))
         # Samples alternate, so that a passing slowdown of the machine affects all of them.
         rounds = [
-            [timed_s(program, params, state.router_bias, part) for part in samples]
+            [time_call_s(program, params, state.router_bias, part) for part in samples]
             for _ in range(1 + ROUNDS)
         ]
         sizes = [part.label.shape[2] for part in samples]
@@ -543,7 +543,7 @@ class VisionTrainer:
 
     def _placeholder_contrast(
         self, params: PyTree, router_bias: PyTree, batch: ImageBatch, draw: PathDraw | None
-    ) -> Contrast:
+    ) -> ContrastiveTerms:
         """Return placeholder contrastive terms for timing; the embeddings are computed at the same
         cost as in a step.
         """
@@ -557,7 +557,7 @@ class VisionTrainer:
         z_BC = lax.cond(
             jnp.asarray(self.is_contrastive)[batch.task[0]], embed_images, lambda: nothing
         )
-        return Contrast(lax.stop_gradient(z_BC), batch.weight, batch.weight)
+        return ContrastiveTerms(lax.stop_gradient(z_BC), batch.weight, batch.weight)
 
     # Without gradients
 
@@ -572,9 +572,9 @@ class VisionTrainer:
         logits_BY, stats = self._run_model_local(
             params, state.router_bias, part, full_capacity=full_capacity
         )
-        return lax.psum(self.losses.class_embedding_sums(logits_BY, part), ALL), dropped_tokens(
-            stats
-        )
+        return lax.psum(
+            self.losses.class_embedding_sums(logits_BY, part), ALL
+        ), num_dropped_assignments(stats)
 
     def class_mean_embeddings(self, state: TrainState, batches: Iterable[PyTree]) -> jax.Array:
         """Return [K, C], for each class of contrastive tasks a vector in the direction of its mean
@@ -597,7 +597,7 @@ class VisionTrainer:
         )
         return lax.psum(
             self.losses.evaluation_sums(logits_BY, part, means_KC), ALL
-        ), dropped_tokens(stats)
+        ), num_dropped_assignments(stats)
 
     def evaluate_batches(
         self, state: TrainState, batches: Sequence[PyTree], class_means: jax.Array | None = None
@@ -653,8 +653,10 @@ def _take_micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
     return part
 
 
-def _take_contrast(contrast: Contrast | None, index: jax.Array | int) -> Contrast | None:
-    part: Contrast | None = jax.tree.map(
+def _take_contrastive_terms(
+    contrast: ContrastiveTerms | None, index: jax.Array | int
+) -> ContrastiveTerms | None:
+    part: ContrastiveTerms | None = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast
     )
     return part

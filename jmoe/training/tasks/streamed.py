@@ -28,10 +28,10 @@ from jmoe.planning.elastic import TaskLayout
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import Params
 from jmoe.training.streamed.programs import jit_over_mesh
-from jmoe.training.streamed.runner import Pass, StreamedRunner, state_without_experts
+from jmoe.training.streamed.runner import PassState, StreamedRunner, state_without_experts
 from jmoe.training.tasks.experts import task_slots
 from jmoe.training.tasks.layouts import layout_notes, tiers_line
-from jmoe.training.tasks.losses import Contrast
+from jmoe.training.tasks.losses import ContrastiveTerms
 from jmoe.training.tasks.step import ended_expert_mask, task_paths
 from jmoe.training.tasks.streamed_model import StreamedVision, TaskMicroBatch, own_micro_batches
 from jmoe.types import PyTree
@@ -43,7 +43,7 @@ class _TaskPrograms:
 
     split: Callable[[ImageBatch], list[ImageBatch]]
     embeddings: Callable[..., jax.Array]
-    contrastive_terms: Callable[..., list[Contrast]]
+    contrastive_terms: Callable[..., list[ContrastiveTerms]]
     class_embedding_sums: Callable[..., jax.Array]
     evaluation_sums: Callable[..., jax.Array]
 
@@ -170,7 +170,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         if self.experts is None or not ended_NE.any():
             return
         records = [
-            self.experts.index.records(layer.record, np.flatnonzero(ended_NE[layer.number]))
+            self.experts.index.record_numbers(layer.record, np.flatnonzero(ended_NE[layer.number]))
             for layer in self._record_layers
             if layer.kind == "task"
         ]
@@ -181,11 +181,11 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
     def _micro_batches(self, state: TrainState, batch: ImageBatch) -> list[TaskMicroBatch]:
         return [
             TaskMicroBatch(images, state.step)
-            for images in self._wait_for(self._tasks.split(batch))
+            for images in self._wait_on_mesh(self._tasks.split(batch))
         ]
 
     def _loss_gradients(
-        self, run: Pass[TaskMicroBatch], xs: list[jax.Array], sums: Params
+        self, pass_state: PassState[TaskMicroBatch], xs: list[jax.Array], sums: Params
     ) -> tuple[list[PyTree], Params]:
         """Return (losses per micro-batch, summed gradients of the parameters outside the layers),
         after computing the contrastive terms of all micro-batches; replaces each entry of `xs` by
@@ -193,31 +193,31 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         """
         tasks = list(self.config.tasks)
         if any(self.is_contrastive[tasks.index(name)] for name in self.losses.active):
-            each = zip(xs, run.micro_batches, strict=True)
+            each = zip(xs, pass_state.micro_batches, strict=True)
             z = [
-                self._wait_for(self._tasks.embeddings(run.outside, x, micro_batch))
+                self._wait_on_mesh(self._tasks.embeddings(pass_state.outside, x, micro_batch))
                 for x, micro_batch in each
             ]
-            contrasts = self._wait_for(
+            contrasts = self._wait_on_mesh(
                 self._tasks.contrastive_terms(
-                    z, [micro_batch.images for micro_batch in run.micro_batches]
+                    z, [micro_batch.images for micro_batch in pass_state.micro_batches]
                 )
             )
-            pairs = zip(run.micro_batches, contrasts, strict=True)
-            run.micro_batches = [
+            pairs = zip(pass_state.micro_batches, contrasts, strict=True)
+            pass_state.micro_batches = [
                 micro_batch._replace(contrast=contrast) for micro_batch, contrast in pairs
             ]
-        return super()._loss_gradients(run, xs, sums)
+        return super()._loss_gradients(pass_state, xs, sums)
 
-    def _each_last_hidden(
+    def _iterate_last_hidden_states(
         self, state: TrainState, batches: Sequence[ImageBatch]
     ) -> Iterator[tuple[Params, jax.Array, TaskMicroBatch]]:
         """Yield (unsharded parameters outside the layers, last hidden states, images) for each
         batch.
         """
-        each = [self._wait_for(self._tasks.split(batch)) for batch in batches]
+        each = [self._wait_on_mesh(self._tasks.split(batch)) for batch in batches]
         micro_batches = [TaskMicroBatch(images) for images in itertools.chain(*each)]
-        outside, xs = self._last_hidden(state, micro_batches)
+        outside, xs = self._last_hidden_states(state, micro_batches)
         for x_BSD, micro_batch in zip(xs, micro_batches, strict=True):
             yield outside, x_BSD, micro_batch
 
@@ -227,8 +227,8 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         """
         sums, rest = np.zeros(self.losses.class_means_shape, np.float32), iter(batches)
         while some := list(itertools.islice(rest, self.evaluation_batches)):
-            for args in self._each_last_hidden(state, some):
-                sums += np.asarray(self._wait_for(self._tasks.class_embedding_sums(*args)))
+            for args in self._iterate_last_hidden_states(state, some):
+                sums += np.asarray(self._wait_on_mesh(self._tasks.class_embedding_sums(*args)))
         return jnp.asarray(sums)
 
     def evaluate_batches(
@@ -241,7 +241,7 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
         nats, correct images, and images. class_means: from `class_mean_embeddings`.
         """
         means = self.class_mean_embeddings(state, []) if class_means is None else class_means
-        hidden = self._each_last_hidden(state, batches)
+        hidden = self._iterate_last_hidden_states(state, batches)
         return [jax.block_until_ready(self._tasks.evaluation_sums(*args, means)) for args in hidden]
 
     def task_paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:

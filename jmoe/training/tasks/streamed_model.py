@@ -31,15 +31,15 @@ from jmoe.training.gradient_reduction import StreamedGradients, reduce_gradients
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import (
     Choices,
+    FinishStepInputs,
+    FirstGatheredParams,
     LayerOptions,
     ModelModules,
     Params,
-    StepResults,
     StreamedModel,
-    Unsharded,
 )
 from jmoe.training.tasks.experts import TaskSlots
-from jmoe.training.tasks.losses import Contrast, Metrics, TaskLosses
+from jmoe.training.tasks.losses import ContrastiveTerms, Metrics, TaskLosses
 from jmoe.training.tasks.step import (
     ShardedVision,
     active_tasks,
@@ -59,7 +59,7 @@ class TaskMicroBatch(NamedTuple):
 
     images: ImageBatch
     step: jax.Array | None = None
-    contrast: Contrast | None = None
+    contrast: ContrastiveTerms | None = None
 
 
 def _outside_params(params: Params) -> Params:
@@ -93,10 +93,10 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         step: PyTree = REPLICATED
         self.micro_batch_spec = TaskMicroBatch(split, step, split)
 
-    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> Unsharded:
+    def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> FirstGatheredParams:
         gathered = self.vision.gather_all_params(params)
         stacks = {name: tree for name, tree in gathered.items() if name in STACKS.values()}
-        return Unsharded(_outside_params(gathered), stacks, {}, None)
+        return FirstGatheredParams(_outside_params(gathered), stacks, {}, None)
 
     def embed(
         self, outside: Params, micro_batch: TaskMicroBatch
@@ -150,7 +150,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         (doutside, dx_BSD), metrics = gradients(outside, x_BSD)
         return jax.tree.map(lambda a: a[None], metrics), dx_BSD, doutside
 
-    def device_metrics(self, step: StepResults) -> Metrics:
+    def device_metrics(self, step: FinishStepInputs) -> Metrics:
         added = partial(jax.tree.map, lambda *addends: sum(addend[0] for addend in addends))
         total: Metrics = added(*step.losses)
         if not step.stats:
@@ -190,7 +190,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
 
     def contrastive_terms(
         self, z_BC: Sequence[jax.Array], images: Sequence[ImageBatch]
-    ) -> list[Contrast]:
+    ) -> list[ContrastiveTerms]:
         """Return this device's contrastive-loss terms for each micro-batch. z_BC: embeddings of
         each micro-batch.
         """

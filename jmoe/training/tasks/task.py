@@ -17,7 +17,7 @@ from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import has_checkpoint
 from jmoe.run.snapshots import Snapshots
 from jmoe.training.session import print_on_rank_0
-from jmoe.training.task import Setup, TrainingData, open_session
+from jmoe.training.task import RunSetup, TrainingData, open_session
 from jmoe.training.tasks.layouts import layout_plan_lines, plan_task_layout
 from jmoe.training.tasks.run import CLASSES
 from jmoe.training.tasks.session import VisionSession
@@ -25,7 +25,7 @@ from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
 from jmoe.training.trainer import Trainer
 
 
-class ImageTasks:
+class ImageTraining:
     """Trains one model on several image tasks, each with a classifier or a contrastive loss."""
 
     def __init__(self, config: VisionTrainConfig) -> None:
@@ -52,7 +52,7 @@ class ImageTasks:
         self._layout = plan_task_layout(self.config, mesh.size)
         self._resizing = stack.enter_context(RequestSignal())
 
-    def read_data(self, setup: Setup) -> TrainingData:
+    def read_data(self, setup: RunSetup) -> TrainingData:
         """Return the images of all tasks. Every process reads all of them."""
         config = self.config
         with setup.watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
@@ -72,7 +72,7 @@ class ImageTasks:
         files = {CLASSES: json.dumps({task.name: task.classes for task in tasks}).encode()}
         return TrainingData(tasks, batches, batches.fingerprint, files)
 
-    def make_trainer(self, setup: Setup, data: TrainingData) -> ImageTrainer:
+    def make_trainer(self, setup: RunSetup, data: TrainingData) -> ImageTrainer:
         """Return the trainer of a vision transformer with one head per task."""
         num_classes = {task.name: len(task.classes) for task in data.corpus}
         return make_vision_trainer(
@@ -81,7 +81,7 @@ class ImageTasks:
 
     def make_session(
         self,
-        setup: Setup,
+        setup: RunSetup,
         data: TrainingData,
         trainer: Trainer,
         checkpoints: Checkpoints,

@@ -16,7 +16,7 @@ from test_streamed_step import CONFIG, HOST, E, Trained, batch, same_training, t
 
 from jmoe.config import CommConfig, MeshConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.run.planner import training_sizes
-from jmoe.training.streamed.model import ForBackward
+from jmoe.training.streamed.model import BackwardInputs
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import make_trainer
 from tests.arrays import differing
@@ -233,7 +233,7 @@ class Spy:
         if key not in self.compiled:
             self.compiled[key] = lowered.compile()
         self.all_to_alls += all_to_alls(self.compiled[key])
-        residuals = args[2].residuals if isinstance(args[2], ForBackward) else None
+        residuals = args[2].residuals if isinstance(args[2], BackwardInputs) else None
         self.residual_bytes += sum(a.nbytes for a in jax.tree.leaves(residuals))
         return self.compiled[key](*args)
 

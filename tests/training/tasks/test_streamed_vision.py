@@ -23,7 +23,7 @@ from jmoe.mesh import BATCH
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restore_checkpoint
-from jmoe.training.tasks.layouts import allocated_bytes, plan_task_layout
+from jmoe.training.tasks.layouts import allocated_bytes_per_device, plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer
 from jmoe.training.tasks.streamed import StreamedVisionTrainer
 from jmoe.training.tasks.trainer import ImageTrainer, make_vision_trainer
@@ -411,7 +411,7 @@ def test_a_device_has_as_many_bytes_of_experts_as_planned(
         run.train(2)
         layout = run.trainer.layout
     here, device = (
-        allocated_bytes(dataclasses.replace(config, tiers=tiers), layout)
+        allocated_bytes_per_device(dataclasses.replace(config, tiers=tiers), layout)
         for tiers in (TIERS[name], DEVICE)
     )
     of_layer = num_slots * model.parameters_per_expert

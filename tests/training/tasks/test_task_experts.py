@@ -19,12 +19,12 @@ from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
 from jmoe.training.tasks.experts import (
     NONE,
-    same_slots,
+    has_same_slots,
     task_experts_of,
     task_slots,
     with_task_experts,
 )
-from jmoe.training.tasks.layouts import allocated_bytes, plan_task_layout
+from jmoe.training.tasks.layouts import allocated_bytes_per_device, plan_task_layout
 from jmoe.training.tasks.step import ShardedVision, VisionTrainer
 from tests.arrays import differing, on_host
 from tests.model_configs import mesh_of
@@ -102,8 +102,8 @@ def test_a_task_that_has_ended_keeps_its_path_on_one_device() -> None:
     before, after = slots_of(4, config), slots_of(4, config, step=5)
     assert before.homes[1] == (1,) and len(after.homes[1]) == 1
     assert (after.slot_RNE[after.homes[1][0], [0, 1], [1, 1]] != NONE).all()
-    assert same_slots(before, slots_of(4)) and not same_slots(before, after)
-    assert same_slots(None, None) and not same_slots(None, after)
+    assert has_same_slots(before, slots_of(4)) and not has_same_slots(before, after)
+    assert has_same_slots(None, None) and not has_same_slots(None, after)
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
@@ -148,7 +148,7 @@ def test_a_device_has_as_many_bytes_as_the_plan_says(num_devices: int) -> None:
     )
     gradients = state_bytes - expert_bytes  # of what is split the whole is in use
     assert state_bytes < every + 12 * 2 * 4 * config.model.parameters_per_expert
-    planned = allocated_bytes(config, layout)
+    planned = allocated_bytes_per_device(config, layout)
     rest = planned - 16 * 2 * slots.num_slots * config.model.parameters_per_expert
     assert rest == pytest.approx(gradients + every / 3, rel=0.02)
 

@@ -14,9 +14,9 @@ from jmoe.config.vision import ElasticConfig
 from jmoe.configs.ufo import ufo_17b, ufo_tiny
 from jmoe.training.tasks.layouts import (
     LayoutController,
-    allocated_bytes,
+    allocated_bytes_per_device,
     check_future_layouts,
-    count_own_experts,
+    count_own_experts_by_task,
     layout_plan_lines,
     memory_by_task,
     plan_task_layout,
@@ -33,7 +33,12 @@ def with_bytes(device_bytes: int, **changes: Any) -> VisionTrainConfig:
 
 
 def test_own_experts_are_those_that_no_other_task_names() -> None:
-    assert count_own_experts(ELASTIC) == {"glyphs": 1, "digits": 2, "fonts": 1, "photographs": 1}
+    assert count_own_experts_by_task(ELASTIC) == {
+        "glyphs": 1,
+        "digits": 2,
+        "fonts": 1,
+        "photographs": 1,
+    }
 
 
 def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
@@ -49,7 +54,7 @@ def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
     assert planned == pytest.approx(state_bytes - heads_bytes, rel=1e-3)
     expert_bytes = 16 * ELASTIC.model.parameters_per_expert
     assert own_bytes == {
-        name: count * expert_bytes for name, count in count_own_experts(ELASTIC).items()
+        name: count * expert_bytes for name, count in count_own_experts_by_task(ELASTIC).items()
     }
     half = dataclasses.replace(ELASTIC, compute_dtype="bfloat16")
     assert memory_by_task(half, 1)[1]["glyphs"] == expert_bytes * 18 // 16
@@ -92,7 +97,7 @@ def test_tasks_that_have_ended_leave_their_devices() -> None:
 
 def test_a_layout_is_planned_anew_where_that_helps() -> None:
     controller = LayoutController(dataclasses.replace(ELASTIC, elastic=ElasticConfig(50, 1.3)), 2)
-    assert [step for step in range(151) if controller.is_due(step)] == [50, 100, 150]
+    assert [step for step in range(151) if controller.is_replan_due(step)] == [50, 100, 150]
     before, same = controller.layout_at_step(50), dict.fromkeys(ELASTIC.tasks, 1e-3)
     assert (
         controller.replan(50, same)
@@ -106,7 +111,7 @@ def test_a_layout_is_planned_anew_where_that_helps() -> None:
     slow = {"glyphs": 1e-3, "digits": 4e-3, "fonts": 1e-3, "photographs": 1e-3}
     assert controller.replan(100, slow).endswith("another layout makes its step 1.25 x as fast")
     assert layout_names(controller.layout_at_step(100), 1) == {"glyphs", "fonts", "photographs"}
-    assert not LayoutController(ELASTIC, 2).is_due(50)
+    assert not LayoutController(ELASTIC, 2).is_replan_due(50)
 
 
 def test_devices_that_cannot_be_used_are_refused() -> None:
@@ -171,7 +176,7 @@ def test_seventeen_billion_parameters_are_planned() -> None:
 
 def test_what_devices_keep_in_fact_is_said() -> None:
     layout = plan_task_layout(ELASTIC, 4)
-    kept = allocated_bytes(ELASTIC, layout)
+    kept = allocated_bytes_per_device(ELASTIC, layout)
     every = plan_task_layout(ELASTIC, 1).bytes_per_device[0]
     assert max(layout.bytes_per_device) <= kept < 0.7 * every
     says = (
@@ -187,7 +192,11 @@ def test_what_devices_keep_in_fact_is_said() -> None:
     large = dataclasses.replace(ufo_17b, layout="elastic")
     own = plan_task_layout(large, 40)
     # a task each: nothing is padding
-    assert allocated_bytes(large, own) == own.bytes_per_device[0] == own.bytes_per_device[39]
+    assert (
+        allocated_bytes_per_device(large, own)
+        == own.bytes_per_device[0]
+        == own.bytes_per_device[39]
+    )
 
 
 def test_experts_on_tiers_are_planned() -> None:
@@ -218,8 +227,8 @@ def test_experts_on_tiers_are_planned() -> None:
         config, tiers=dataclasses.replace(config.tiers, gradient_dtype="bfloat16")
     )
     assert (
-        allocated_bytes(config, plan_task_layout(config, 2))
-        - allocated_bytes(half, plan_task_layout(half, 2))
+        allocated_bytes_per_device(config, plan_task_layout(config, 2))
+        - allocated_bytes_per_device(half, plan_task_layout(half, 2))
         == 2 * total // 3
     )
     few = dataclasses.replace(config, machine=MachineConfig(device_bytes=1_000_000))
@@ -243,14 +252,15 @@ def test_experts_on_tiers_that_tasks_alone_name_lie_where_these_run() -> None:
     assert [num_bytes - layout.shared_bytes for num_bytes in layout.bytes_per_device] == [
         place * count for count in counts
     ]
-    assert allocated_bytes(config, layout) == layout.shared_bytes + 3 * place
+    assert allocated_bytes_per_device(config, layout) == layout.shared_bytes + 3 * place
     assert slots_line(config, layout).startswith(
         "every device has room for 3 of 40 experts in each of 2 layers: "
     )
     ends = config.tasks | {"face-0": dataclasses.replace(config.tasks["face-0"], num_steps=5)}
     whole = dataclasses.replace(config, tasks=ends)
     assert (
-        allocated_bytes(whole, plan_task_layout(whole, 20)) - allocated_bytes(config, layout)
+        allocated_bytes_per_device(whole, plan_task_layout(whole, 20))
+        - allocated_bytes_per_device(config, layout)
         == 37 * place
     )
     assert slots_line(whole, plan_task_layout(whole, 20)) == ""
