@@ -22,8 +22,8 @@ from jmoe.runtime import (
     end_at_once_on_interrupt,
     first_missing_package,
     hide_devices,
-    log_to_screen,
-    outlive_screen,
+    ignore_output_errors,
+    log_to_stderr,
     program_name,
     reexec_with_env,
 )
@@ -157,13 +157,13 @@ def plan_engine(
     print what requests may be.
     """
     from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
-    from jmoe.serving.model_sampling import ModelSampling
+    from jmoe.serving.model_sampling import ModelSamplingDefaults
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
         engine_config = with_sequence_length(checkpoint, config.engine)
         length, positions = engine_config.max_seq_len, checkpoint.max_positions
         memory = plan_engine_memory(checkpoint, engine_config)
-    sampling = ModelSampling.read(folder, config.sampling_defaults)
+    sampling = ModelSamplingDefaults.read(folder, config.sampling_defaults)
     say(
         f"{model_name} from {folder}: {engine_config.max_batch} sequences at once, {length:,}"
         " tokens each"
@@ -193,7 +193,7 @@ def serve(
     """
     import jmoe
     from jmoe.inference.engine import Engine
-    from jmoe.inference.mesh.lockstep import end_process
+    from jmoe.inference.mesh.lockstep import print_and_exit
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
@@ -227,7 +227,7 @@ def serve(
         end_at_once_on_interrupt()  # asyncio has restored Python's handler
         if service.loop.lost_process.is_set():
             # other threads may wait for the lost process forever
-            end_process("ends: another process of the engine was lost")
+            print_and_exit("ends: another process of the engine was lost")
     say("stopped" if programs is None else f"stopped; {programs}")
 
 
@@ -243,8 +243,8 @@ def main() -> None:
         )
     if is_estimate:
         hide_devices()
-    outlive_screen()
-    log_to_screen()
+    ignore_output_errors()
+    log_to_stderr()
     try:
         run(sys.argv[1:])
     except (ValueError, OSError) as error:

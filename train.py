@@ -9,8 +9,8 @@ from jmoe.runtime import (
     end_at_once_on_interrupt,
     exit_callback,
     hide_devices,
-    log_to_screen,
-    outlive_screen,
+    ignore_output_errors,
+    log_to_stderr,
     program_name,
     reexec_with_env,
 )
@@ -435,8 +435,8 @@ def run_training(config: TrainConfig) -> bool:
 
 
 if __name__ == "__main__":
-    outlive_screen()
-    log_to_screen()
+    ignore_output_errors()
+    log_to_stderr()
     try:
         main(sys.argv[1:])
     except TimeoutError as error:  # another process is missing

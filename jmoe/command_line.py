@@ -139,7 +139,7 @@ def parse_train(
     line, preset = presets[name]
     options = list(arguments[1:])
     options_set = dict(_iterate_options(options))
-    _check_short_names(options_set)
+    _reject_other_trainers_names(options_set)
     if EXPERTS in options_set and OPTIMIZER not in options_set:
         options += [OPTIMIZER, options_set[EXPERTS]]
     config = tyro.cli(
@@ -151,7 +151,7 @@ def parse_train(
         config=(tyro.conf.AvoidSubcommands,),
     )
     if config.init_from and not isinstance(config, VisionTrainConfig):
-        _check_model_options(options_set)
+        _reject_model_options(options_set)
     comm = CommConfig(**vars(config.comm))
     return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")
 
@@ -166,7 +166,7 @@ def _iterate_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", "-"), value if equals else following
 
 
-def _check_short_names(options_set: Iterable[str]) -> None:
+def _reject_other_trainers_names(options_set: Iterable[str]) -> None:
     """End the process if an option has a name that other trainers use, such as `--lr`: the parser
     would guess another setting.
     """
@@ -177,7 +177,7 @@ def _check_short_names(options_set: Iterable[str]) -> None:
             sys.exit(f"{program_name()}: {option}: no such option. Did you mean --{meant}?")
 
 
-def _check_model_options(options_set: Iterable[str]) -> None:
+def _reject_model_options(options_set: Iterable[str]) -> None:
     """End the process if an option would change the model of the checkpoint given by
     `--init-from`.
     """

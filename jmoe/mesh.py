@@ -77,8 +77,8 @@ def expert_mesh(num_devices: int) -> Mesh:
 
 
 def cpu_devices_hint(num_devices: int) -> str:
-    """Return the end of an error message that says how to have more devices, or "" unless this
-    process computes on CPUs.
+    """Return the end of an error message that says how to get `num_devices` CPU devices; "" if the
+    default backend is no CPU.
     """
     if jax.default_backend() != "cpu":
         return ""
@@ -213,7 +213,7 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def explicit_mesh(*trees: PyTree) -> AbstractMesh | None:
+def find_explicit_mesh(*trees: PyTree) -> AbstractMesh | None:
     """Return the mesh with Explicit axes of the current context, or of the type of an array in
     `trees`; None if all axes are Auto.
     """

@@ -67,7 +67,7 @@ def reexec_environment(current: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
-def hold_standard_streams() -> None:
+def open_closed_standard_streams() -> None:
     """Open /dev/null for each standard stream that the parent has closed.
 
     Otherwise the next files that are opened, such as a checkpoint's, get the streams' numbers, and
@@ -88,7 +88,7 @@ def reexec_with_env() -> None:
     `python -m NAME` is re-executed in that form: run by its path, a module's own folder would come
     first in Python's search path.
     """
-    hold_standard_streams()
+    open_closed_standard_streams()
     wanted = reexec_environment(os.environ)
     if wanted:
         spec = sys.modules["__main__"].__spec__
@@ -110,7 +110,7 @@ def hide_devices() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def device_memory_share() -> float:
+def gpu_memory_fraction() -> float:
     """Return the fraction of a GPU's memory that JAX may allocate: JAX's default of 0.75 unless an
     environment variable sets it.
 
@@ -139,7 +139,7 @@ def end_at_once_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class _Screen(io.FileIO):
+class _LossyStream(io.FileIO):
     """A standard stream that drops what it cannot write, and says so once on stderr."""
 
     has_lost = False
@@ -156,8 +156,8 @@ class _Screen(io.FileIO):
             return memoryview(data).nbytes
 
 
-def outlive_screen() -> None:
-    """Let the process go on if what it prints cannot be written: the reader of a pipe or the
+def ignore_output_errors() -> None:
+    """Make the process go on if what it prints cannot be written: the reader of a pipe or the
     terminal is gone, or the disk of a log is full.
 
     Characters that a stream's encoding lacks are escaped.
@@ -166,7 +166,7 @@ def outlive_screen() -> None:
         stream = getattr(sys, name)
         if stream is None:  # the parent closed it: nothing is printed
             continue
-        screen = _Screen(stream.fileno(), "w", closefd=False)
+        screen = _LossyStream(stream.fileno(), "w", closefd=False)
         written = io.TextIOWrapper(
             screen if stream.write_through else io.BufferedWriter(screen),
             encoding=stream.encoding,
@@ -178,7 +178,7 @@ def outlive_screen() -> None:
         setattr(sys, f"__{name}__", written)
 
 
-def log_to_screen() -> None:
+def log_to_stderr() -> None:
     """Log jmoe's messages from level INFO on, and other libraries' warnings, to stderr. Replaces
     handlers that libraries installed.
     """

@@ -63,9 +63,15 @@ def status(
         say(f"{text}: {time.monotonic() - begun:.1f} s")
 
 
-def first_line(error: BaseException, most: int = 400) -> str:
-    """Return the first line of an error's text. Of a line longer than `most` characters, return
-    both ends, because libraries often name the cause last.
+def first_error_line(error: BaseException, max_characters: int = 400) -> str:
+    """Return the first line of an error's text, or its type's name if the text is empty.
+
+    Of a line longer than `max_characters`, return both ends, as libraries often name the cause
+    last.
     """
     line = str(error).partition("\n")[0] or type(error).__name__
-    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-(most // 2) :]}"
+    return (
+        line
+        if len(line) <= max_characters
+        else f"{line[: max_characters // 2]} ... {line[-(max_characters // 2) :]}"
+    )

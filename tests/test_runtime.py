@@ -12,9 +12,9 @@ from tests.train_runs import TrainRuns, losses
 
 SAYS = """if True:
     import logging, sys
-    from jmoe.runtime import log_to_screen, outlive_screen
-    outlive_screen()
-    log_to_screen()
+    from jmoe.runtime import log_to_stderr, ignore_output_errors
+    ignore_output_errors()
+    log_to_stderr()
     for step in range(1000):
         print(f"step {step} 日本語", flush=True)
         logging.getLogger("jmoe").info("step %d", step)

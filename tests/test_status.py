@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jmoe.status import first_line, status
+from jmoe.status import first_error_line, status
 
 
 def test_time_passes() -> None:
@@ -44,9 +44,11 @@ def test_how_long_it_took() -> None:
 
 def test_the_cause_at_the_end_of_a_long_error_is_shown() -> None:
     """Both ends of a long line are kept: Orbax puts the cause behind several paths."""
-    assert first_line(OSError("short\nsecond")) == "short"
-    assert first_line(KeyError()) == "KeyError"
-    line = first_line(OSError("writing " + "/folder" * 200 + ": No space left on device\nmore"))
+    assert first_error_line(OSError("short\nsecond")) == "short"
+    assert first_error_line(KeyError()) == "KeyError"
+    line = first_error_line(
+        OSError("writing " + "/folder" * 200 + ": No space left on device\nmore")
+    )
     assert (
         line.startswith("writing /folder")
         and line.endswith(": No space left on device")

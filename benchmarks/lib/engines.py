@@ -11,7 +11,7 @@ from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.loading import uses_native
+from jmoe.inference.loading import load_native_if_used
 from jmoe.inference.sampling_params import SamplingParams
 
 
@@ -40,7 +40,7 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
     config = EngineConfig(**(chosen | more))
     if config.mesh.devices == 1:
         # else a first run would be measured without the native operations
-        uses_native(config, waits=True)
+        load_native_if_used(config, waits=True)
     return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
 
 

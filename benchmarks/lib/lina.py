@@ -20,7 +20,7 @@ from jmoe.config.engine import EngineMesh
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.mesh.lockstep import call_on_all_ranks
-from jmoe.inference.mesh.programs import Gate
+from jmoe.inference.mesh.programs import GateOutput
 from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.path_table import PathCounter, PathTable
 from jmoe.inference.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ TABLES = {
 }
 TIMES = 30
 # (layer with experts, gates of the micro-batches, path of each token) -> their results
-RunExperts = Callable[[int, list[Gate], list[np.ndarray]], list[jax.Array]]
+RunExperts = Callable[[int, list[GateOutput], list[np.ndarray]], list[jax.Array]]
 
 
 def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[int, PathTable]:
@@ -129,7 +129,7 @@ def _balanced(runner: MeshRunner, run: RunExperts) -> RunExperts:
     experts = runner.config.num_experts
     made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
 
-    def dealt_out(gate: Gate) -> Gate:
+    def dealt_out(gate: GateOutput) -> GateOutput:
         shape = gate.all_idx_TK.shape
         if shape not in made:
             idx_TK = (np.arange(shape[0] * shape[1]) % experts).astype(np.int32).reshape(shape)
@@ -138,9 +138,11 @@ def _balanced(runner: MeshRunner, run: RunExperts) -> RunExperts:
                 put_sharded(idx_TK, runner.mesh, REPLICATED),
             )
         own, every = made[shape]
-        return Gate(gate.routed._replace(idx_TK=own), every)
+        return GateOutput(gate.routed._replace(idx_TK=own), every)
 
-    def run_experts(moe_layer: int, gates: list[Gate], path: list[np.ndarray]) -> list[jax.Array]:
+    def run_experts(
+        moe_layer: int, gates: list[GateOutput], path: list[np.ndarray]
+    ) -> list[jax.Array]:
         found: list[jax.Array] = run(moe_layer, list(map(dealt_out, gates)), path)
         return found
 
@@ -162,7 +164,7 @@ def layer_rows(
 
         def run_experts(
             moe_layer: int,
-            gates: list[Gate],
+            gates: list[GateOutput],
             path: list[np.ndarray],
             taken: list[list[tuple[float, float, float]]] = taken,
             inner: RunExperts = inner,

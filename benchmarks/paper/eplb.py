@@ -208,7 +208,7 @@ def measure(a: argparse.Namespace, sizes: dict[str, int], found: dict[str, "Engi
             contestant.seconds.append(contestant.run((2, a.seed, number), sizes["steps"]))
             contestant.sent.append((sent_bytes() if a.rates[0] else 0) - before)
     even = contestants["even"]
-    row_s = contestants["rearranged"].engine._runner.measure_costs().row_s
+    row_s = contestants["rearranged"].engine._runner.measure_swap_costs().row_s
     rows = [
         {"mbit_per_s": a.rates[0], **c.row(name, even, row_s)} for name, c in contestants.items()
     ]

@@ -327,7 +327,7 @@ def measure_model(
     folder, config = a.folder / name, engine.config
     _, kinds = texts(a, name, folder, sizes)
     turns = [Turns(engine, folder, kind) for kind in kinds]
-    engine._runner.enable_swaps(*engine._runner.measure_costs())
+    engine._runner.enable_swaps(*engine._runner.measure_swap_costs())
     costs = engine._runner.placer.costs
     begun = time.monotonic()
     for number in range(a.rounds or sizes["rounds"]):

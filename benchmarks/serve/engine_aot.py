@@ -139,13 +139,13 @@ def step_programs(
     of, do = programs.of, programs.compile
     outside, layer, router, caches, kept, _ = shapes
     what, tokens = f"{rows} x {width} tokens", rows * width
-    context = runner.context_bound(1, caches[0].length) if width == 1 else None
+    context = runner.num_positions_read(1, caches[0].length) if width == 1 else None
     batch = runner.TokenBatch(
         of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width)
     )
     positions_PC = batch.positions_PC
     x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
-    variant = runner.LayerVariant(False, context)
+    variant = runner.LayerProgramOptions(False, context)
     inputs = *layer, caches[0], x, batch.rows_P, positions_PC, None
     x_PCD, _, routed = do(
         f"layer but for experts, {what}", runner._attend_program, variant, *inputs
@@ -174,7 +174,7 @@ def decode_program(
     """Compile the decode step with all experts resident, which is one program."""
     count = config.num_hidden_layers
     structure, arrays = shapes.layer
-    static = runner._LayerGroup(
+    static = runner._LayerGroupOptions(
         (structure,) * count,
         None,
         config.hidden_act,

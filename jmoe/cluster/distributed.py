@@ -38,7 +38,7 @@ from jmoe.cluster.heartbeat import Heartbeat
 from jmoe.cluster.rendezvous import connect_all_ranks, ranks_text
 from jmoe.config import DistributedConfig
 from jmoe.runtime import EXIT_LOST
-from jmoe.status import first_line
+from jmoe.status import first_error_line
 from jmoe.types import Json, JsonObject
 
 REPORTS = "jmoe/rank/"  # + rank: what the rank is doing, as JSON
@@ -80,7 +80,11 @@ def start_jax_backend() -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # of JAX_PLATFORMS=cuda without a GPU
         wanted = os.environ.get("JAX_PLATFORMS", "")
-        reason = first_line(error) if str(error) else "the driver or JAX's plugin for it is missing"
+        reason = (
+            first_error_line(error)
+            if str(error)
+            else "the driver or JAX's plugin for it is missing"
+        )
         raise ValueError(
             f"JAX_PLATFORMS = {wanted!r}: must name devices that JAX finds here, or be unset:"
             f" {reason}"
@@ -318,7 +322,9 @@ class Watchdog:
     ) -> None:
         regular = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not regular and self._client is not None:
-            words = f"rank {self._rank} ended with {type(error).__name__}: {first_line(error)}"
+            words = (
+                f"rank {self._rank} ended with {type(error).__name__}: {first_error_line(error)}"
+            )
             _result_within_timeout(lambda: self._publish_notice(words, ends=False))
             # the store ends with rank 0: let the other ranks read the notice first
             code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
@@ -417,7 +423,7 @@ class Watchdog:
             return
         # print at once: JAX may end this process at any moment
         gone = f" ({NO_COORDINATOR})" if _is_coordinator_silent() else ""
-        _print_to_stderr(f"rank {self._rank} failed in {label}: {first_line(error)}{gone}")
+        _print_to_stderr(f"rank {self._rank} failed in {label}: {first_error_line(error)}{gone}")
         before = _result_within_timeout(self._read_reports)
         time.sleep(2.5 * self._beat_s)
         after = _result_within_timeout(self._read_reports)
@@ -484,7 +490,7 @@ class Watchdog:
             except jax.errors.JaxRuntimeError as error:
                 self._answered_s = math.inf
                 if not self._closing.is_set():
-                    _print_to_stderr(f"{NO_COORDINATOR}: {first_line(error)}")
+                    _print_to_stderr(f"{NO_COORDINATOR}: {first_error_line(error)}")
                 return
             self._closing.wait(self._beat_s)
 
@@ -598,7 +604,7 @@ def result_from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> 
         answer = json.loads(store.blocking_key_value_get(f"{ANSWERS}{name}", int(timeout_s * 1000)))
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(
-            f"waited {timeout_s:g} s for rank 0: {name}: {first_line(error)}"
+            f"waited {timeout_s:g} s for rank 0: {name}: {first_error_line(error)}"
         ) from error
     if "error" in answer:
         raise SHARED_ERRORS[answer["error"]](*answer["words"])

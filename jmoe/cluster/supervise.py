@@ -38,7 +38,7 @@ from jmoe.command_line import parse_supervise, parse_train
 from jmoe.config import TrainConfig, check
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.configs import PRESETS
-from jmoe.runtime import EXIT_LOST, EXIT_STOPPED, hold_standard_streams, outlive_screen
+from jmoe.runtime import EXIT_LOST, EXIT_STOPPED, ignore_output_errors, open_closed_standard_streams
 
 FOLDER = "supervise"
 POLL_S = 0.05
@@ -581,9 +581,9 @@ def _is_killed_by_signal(code: int | None) -> bool:
 
 def main() -> None:
     """Supervise the run that the command line names, and exit."""
-    hold_standard_streams()
+    open_closed_standard_streams()
     config, command = parse_supervise(sys.argv[1:])
-    outlive_screen()
+    ignore_output_errors()
     try:
         sys.exit(Supervisor(config, command).run())
     except (ValueError, OSError) as error:

@@ -28,10 +28,10 @@ from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.deploy.portable import PLAN, check_files, file_sizes_and_hashes, plan_json_text, read_plan
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import (
+    load_native_if_used,
     open_checkpoint,
     plan_engine_memory,
     segment_placements,
-    uses_native,
     with_sequence_length,
 )
 from jmoe.memory.closing import Closing
@@ -147,7 +147,9 @@ def _resolve_options_and_segments(
     if options.policy == "auto" and memory.policy == "resident":
         options = replace(options, policy="resident")
     if jax.devices()[0].platform == "cpu" and options.mesh.devices == 1:
-        options = replace(options, native="on" if uses_native(options, waits=True) else "off")
+        options = replace(
+            options, native="on" if load_native_if_used(options, waits=True) else "off"
+        )
     return options, segments
 
 

@@ -38,7 +38,7 @@ RUN_S = 0.5  # a program is repeated for up to this time
 MAX_RUNS = 3  # repetitions of a program, at most
 
 
-class _FilledSlots(Residency):
+class _FilledSlotsResidency(Residency):
     """A residency that maps every layer's experts to the slots that are filled.
 
     Steps compute as much as with their own experts, and wait for no copy.
@@ -75,14 +75,14 @@ def calibrate(
     `prefill_tokens` tokens. Tokens are random; experts and routers are real. All programs of these
     shapes must be compiled already. Overwrites rows of the KV cache.
 
-    store: where streamed experts come from; None if all experts are on the device.
+    store: holds the streamed experts; None if all experts are on the device.
     """
     residency, layers = runner.residency, runner.config.num_moe_layers
     if store is None:
         num_filled, calibration = residency.slots.num_slots, Calibration((), ())
     else:
-        num_filled, calibration = _measure_transfers(runner, store)
-    filled = _FilledSlots(residency.slots, residency.index, num_filled, residency.streams)
+        num_filled, calibration = _fill_slots_and_measure_transfers(runner, store)
+    filled = _FilledSlotsResidency(residency.slots, residency.index, num_filled, residency.streams)
     if runner.needs_no_choices:
         filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
     runner.residency = filled
@@ -116,14 +116,18 @@ def calibrate(
     )
 
 
-def _measure_transfers(runner: ModelRunner, store: TieredStore) -> tuple[int, Calibration]:
+def _fill_slots_and_measure_transfers(
+    runner: ModelRunner, store: TieredStore
+) -> tuple[int, Calibration]:
     """Return (number of slots filled, a `Calibration` of what streamed experts cost beyond layers).
 
     It has the bandwidths of copies and of experts on the host, and the seconds in which a layer
     reads its choices back.
     """
     residency, config = runner.residency, runner.config
-    num_filled, calibration = _measure_copies(store, residency.slots, config.num_experts)
+    num_filled, calibration = _fill_slots_and_measure_bandwidths(
+        store, residency.slots, config.num_experts
+    )
     before_s = runner.readback_s
     runner.forward([runner.make_batch(ChunkGroup((), 1, 1))])  # padding alone needs no expert
     sync_s = (runner.readback_s - before_s) / config.num_moe_layers
@@ -150,6 +154,7 @@ def _measure_layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
 
 
 def _median_s(run: Callable[[], object]) -> float:
+    """Return the median seconds of up to `MAX_RUNS` calls of `run`."""
     seconds: list[float] = []
     while len(seconds) < MAX_RUNS and sum(seconds) < RUN_S:
         begun = time.perf_counter()
@@ -158,7 +163,7 @@ def _median_s(run: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def _measure_copies(
+def _fill_slots_and_measure_bandwidths(
     store: TieredStore, slots: ExpertSlots, num_experts: int
 ) -> tuple[int, Calibration]:
     """Copy experts into slots; return (number of slots filled, a `Calibration` with the bandwidths

@@ -43,7 +43,7 @@ class TextStream:
     ) -> None:
         self.matched_stop: str | None = None
         self._decode: Callable[[list[int]], str] = tokenizer.decode  # special tokens give no text
-        self._state, self._min_new_tokens = _stop_automaton(tuple(stop)), min_new_tokens
+        self._state, self._min_new_tokens = _build_stop_automaton(tuple(stop)), min_new_tokens
         self._num_tokens = 0
         self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text was returned
         self._context_text = self._decode(self._context)
@@ -137,7 +137,7 @@ class _State:
 
 
 @lru_cache(maxsize=64)
-def _stop_automaton(stop: tuple[str, ...]) -> _State:
+def _build_stop_automaton(stop: tuple[str, ...]) -> _State:
     """Return the root of an Aho-Corasick automaton of stop strings.
 
     The cost per character does not grow with the number of strings. Libraries search complete texts

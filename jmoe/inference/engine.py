@@ -32,7 +32,7 @@ from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream
 from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
-from jmoe.inference.sampler import NOT_FINITE, Draw, Draws, Sampler
+from jmoe.inference.sampler import NOT_FINITE, Draw, PendingDraws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
 from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
@@ -101,7 +101,7 @@ class Engine(Closing):
         placer = None if on_mesh is None else on_mesh.placer
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
-            on_mesh.enable_swaps(*on_mesh.measure_costs())
+            on_mesh.enable_swaps(*on_mesh.measure_swap_costs())
         # policy "auto" chooses for each step how its experts come, by these measurements
         if model.on_one is not None and memory.policy == "auto":
             prefill_tokens = self._scheduler.prefill_widths[-1]
@@ -121,7 +121,7 @@ class Engine(Closing):
                 )
             self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
-        self._discard_counters()
+        self._reset_counters_and_choices()
 
     # Requests
 
@@ -245,6 +245,7 @@ class Engine(Closing):
             return self._step()
 
     def _step(self) -> list[Output]:
+        """Run one step without a time limit; return [] if every sequence is paused."""
         paused = self._pause_unready_sequences()
         plan = self._scheduler.schedule()
         if not plan.chunks:
@@ -262,7 +263,7 @@ class Engine(Closing):
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.choose_policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
-        draws = self._run_groups(plan, groups)
+        draws = self._run_groups_and_sample(plan, groups)
         sampled = plan.sampled_sequences
         # a sequence whose logits are not finite or whose own code failed ends; the others go on
         for sequence in sampled:
@@ -280,7 +281,7 @@ class Engine(Closing):
             "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
         )
         if self.plan.memory.policy == "auto":
-            routing = self._collector.routing_stats(self.max_batch)
+            routing = self._collector.take_routing_stats(self.max_batch)
             if routing is not None:
                 before, typical_tokens = self.plan, round(routing.num_tokens)
                 self._collector.plan = replace(before, routing=routing)
@@ -296,7 +297,7 @@ class Engine(Closing):
         prefill_program_shapes = self._scheduler.prefill_program_shapes
         shapes = dict.fromkeys([*decode_shapes, *prefill_program_shapes])
         parts: list[Callable[[], None]] = [partial(self._compile_group, *shape) for shape in shapes]
-        parts += [self._compile_copies_and_constraints]
+        parts += [self._compile_copies_and_constrained_sampling]
         parts += [
             partial(self._compile_prompt_logprobs, *shape) for shape in prefill_program_shapes
         ]
@@ -306,7 +307,7 @@ class Engine(Closing):
             for compile_part in parts:
                 compile_part()
                 done += 1
-        self._discard_counters()
+        self._reset_counters_and_choices()
 
     def stats(self) -> EngineStats:
         """Return counters since the start, or since `reset_stats`."""
@@ -314,7 +315,7 @@ class Engine(Closing):
 
     @property
     def plan(self) -> StreamingPlan:
-        """Where the experts are, how a step gets those that the device lacks, and why."""
+        """The plan: where experts are, and how a step gets the experts that the device lacks."""
         return self._collector.plan
 
     def scheduler_stats(self) -> SchedulerStats:
@@ -363,7 +364,7 @@ class Engine(Closing):
 
     # Parts of a step
 
-    def _compile_copies_and_constraints(self) -> None:
+    def _compile_copies_and_constrained_sampling(self) -> None:
         """Compile copies of rows of the cache, and sampling with constraints or many token ids."""
         self._runner.copy_row(0, 0, 1)
         self._runner.copy_row(0, self.max_batch - 1, 1)  # between devices is another program
@@ -371,12 +372,12 @@ class Engine(Closing):
         self._sampler.warm_up(logits_1V, Unconstrained())
 
     def _compile_prompt_logprobs(self, num_rows: int, width: int) -> None:
-        logits = self._runner.all_logits(self._runner.zero_output(num_rows, width), 0)
+        logits = self._runner.logits_of_chunk(self._runner.zero_output(num_rows, width), 0)
         self._sampler.warm_up_prompt_logprobs(logits)
 
     def _pause_unready_sequences(self) -> list[tuple[Sequence, Constraint]]:
-        """Mark sequences whose constraint is not ready as paused; return each of them with its
-        constraint.
+        """Mark sequences whose constraint is not ready as paused; return [(paused sequence, its
+        constraint)].
         """
         paused = []
         for sequence in self._scheduler.decoding_sequences:
@@ -393,8 +394,10 @@ class Engine(Closing):
         if not self.has_unfinished:
             self._ahead = None
 
-    def _run_groups(self, plan: StepPlan, groups: list[ChunkGroup]) -> dict[Sequence, Draw]:
-        """Run a plan's groups and return the sampled tokens by sequence.
+    def _run_groups_and_sample(
+        self, plan: StepPlan, groups: list[ChunkGroup]
+    ) -> dict[Sequence, Draw]:
+        """Run a plan's groups; return the token sampled for each sequence that gets one.
 
         Begins the next decode step before it waits for the tokens, if no prompt runs in this one.
         """
@@ -406,7 +409,7 @@ class Engine(Closing):
         else:
             groups = [begun.group, *groups[1:]]
             batches = [begun.output, *(self._runner.make_batch(group) for group in groups[1:])]
-        drawing: list[tuple[list[Chunk], Draws]] = []
+        drawing: list[tuple[list[Chunk], PendingDraws]] = []
         for group, output in zip(groups, self._runner.forward(batches), strict=True):
             drawing += self._sample_group(group, output)
         runner = self._model.on_one
@@ -428,7 +431,9 @@ class Engine(Closing):
             for c, draw in zip(last, draws.read(), strict=True)
         }
 
-    def _sample_group(self, group: ChunkGroup, output: Any) -> list[tuple[list[Chunk], Draws]]:
+    def _sample_group(
+        self, group: ChunkGroup, output: Any
+    ) -> list[tuple[list[Chunk], PendingDraws]]:
         """Sample a token for every sequence of a group that gets one; collect prompt
         log-probabilities.
 
@@ -438,7 +443,7 @@ class Engine(Closing):
             sequence = chunk.sequence
             if sequence.status == "prefill" and sequence.sampling.prompt_logprobs is not None:
                 logprobs = self._sampler.prompt_logprobs(
-                    chunk, self._runner.all_logits(output, row)
+                    chunk, self._runner.logits_of_chunk(output, row)
                 )
                 sequence.prompt_logprobs += logprobs
                 sequence.is_finite &= all(math.isfinite(lp.logprob) for lp in logprobs)
@@ -451,6 +456,9 @@ class Engine(Closing):
         return [(last, self._sampler.draw(self._runner.logits(output, at_P), last))]
 
     def _make_output(self, sequence: Sequence, draw: Draw) -> Output:
+        """Return the output of a sampled token; an "error" output ends the sequence if its logits
+        are not finite or its text cannot be decoded.
+        """
         if sequence.finish_reason == "error":
             return Output(sequence, [], "", [], "error")
         text, reasoning = "", ""
@@ -470,7 +478,7 @@ class Engine(Closing):
         )
 
     def _decode_token(self, sequence: Sequence, token: int) -> tuple[str, str]:
-        """Return the text and the reasoning that a token adds; end the sequence at a stop
+        """Return (text, reasoning) that a token adds, "" if none; end the sequence at a stop
         string.
         """
         stream = sequence.text
@@ -502,8 +510,11 @@ class Engine(Closing):
             if self._model.on_one is not None and num_rows < self.max_batch:
                 warm_up_token_handover(self.max_batch, num_rows)
 
-    def _discard_counters(self) -> None:
-        """Exclude the steps so far, which compiled or calibrated, from all counters."""
+    def _reset_counters_and_choices(self) -> None:
+        """Reset all counters and recorded choices of experts: steps so far compiled or calibrated.
+
+        Waits until the device has finished.
+        """
         self._runner.recent_choices.clear()
         self._collector.reset()
         jax.block_until_ready(self._runner.caches)

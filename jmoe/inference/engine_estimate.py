@@ -40,7 +40,7 @@ from jmoe.planning.hlo import parse_hlo
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, plan_memory
 from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
-from jmoe.runtime import device_memory_share
+from jmoe.runtime import gpu_memory_fraction
 from jmoe.types import PyTree
 
 MOST_COSTLY = 5  # number of slowest kernels that an estimate lists
@@ -96,11 +96,12 @@ class EngineEstimate:
 
     @property
     def prompt_mfu(self) -> float:
+        """Model FLOPs utilization of the prompt's step, a fraction of the GPU's peak."""
         return self.prompt_flops / self.steps[-1].seconds / ACCELERATORS[self.gpu].flops
 
     def __str__(self) -> str:
         used = self.memory.device_bytes + self.temporary_bytes
-        room = device_memory_share() * ACCELERATORS[self.gpu].device_bytes
+        room = gpu_memory_fraction() * ACCELERATORS[self.gpu].device_bytes
         slowest = max(
             (step for step in self.steps if step.width == 1), key=lambda step: step.num_rows
         )
@@ -135,7 +136,7 @@ def plan_memory_on_gpu(
 
     Raises ValueError naming the field if the model does not fit.
     """
-    device_bytes = int(device_memory_share() * gpu.device_bytes)
+    device_bytes = int(gpu_memory_fraction() * gpu.device_bytes)
     free = FreeMemory(device_bytes, available_bytes(), shared=False)
     return plan_memory(model_bytes(checkpoint, options), free, options)
 
@@ -149,17 +150,17 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
     assert options.max_seq_len is not None, "the model's positions say it"
     memory = plan_memory_on_gpu(checkpoint, options, ACCELERATORS[gpu])
     (device,) = ahead_of_time.abstract_gpu_devices(gpu)
-    programs = _Programs(checkpoint, options, memory, gpu, device)
+    estimator = _StepEstimator(checkpoint, options, memory, gpu, device)
     context = options.max_seq_len // 2
     width = min(options.prefill_chunk_tokens, context)
     sizes = dict.fromkeys([(1, 1), (options.max_batch, 1), (1, width)])
-    steps = tuple(programs.estimate_step(*size, context) for size in sizes)
+    steps = tuple(estimator.estimate_step(*size, context) for size in sizes)
     # a third of a training step's FLOPs: the forward pass alone
     flops = checkpoint.config.flops_per_token(width) / 3 * width
-    return EngineEstimate(gpu, steps, memory, programs.temporary_bytes, context, flops)
+    return EngineEstimate(gpu, steps, memory, estimator.temporary_bytes, context, flops)
 
 
-class _Programs:
+class _StepEstimator:
     """Compiles the programs of an engine's steps on one GPU, from shapes alone, and estimates them.
 
     temporary_bytes: the largest temporary memory of a program so far.
@@ -179,7 +180,7 @@ class _Programs:
         self._options = options
         self._gpu, self._device, self.temporary_bytes = gpu, device, 0
         self._place = jax.sharding.SingleDeviceSharding(device)
-        embed_and_head, layers = nnx.eval_shape(self._modules)
+        embed_and_head, layers = nnx.eval_shape(self._make_dense_modules)
         self._embed_and_head, self._layers = (
             split(embed_and_head),
             [split(layer) for layer in layers],
@@ -190,8 +191,8 @@ class _Programs:
             for name, (shape, dtype) in fields
         }
 
-    def _modules(self) -> tuple[EmbedAndHead, list[Block]]:
-        """Return (embedding and head, the layers without experts) in the engine's dtype."""
+    def _make_dense_modules(self) -> tuple[EmbedAndHead, list[Block]]:
+        """Return (embedding and head, the layers without their experts) in the engine's dtype."""
         decoder = Decoder(self._config, rngs=nnx.Rngs(0))
         narrow = lambda w: w.astype(self._dtype) if w.dtype == jnp.float32 else w  # noqa: E731
         nnx.update(decoder, jax.tree.map(narrow, nnx.state(decoder)))
@@ -274,8 +275,8 @@ class _Programs:
         blocks = -(-(context + width) // BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         routed: ExpertInputs | None = None
-        bound = runner.context_bound(context + 1, cache.length) if width == 1 else None
-        variant = runner.LayerVariant(native=False, context=bound)
+        bound = runner.num_positions_read(context + 1, cache.length) if width == 1 else None
+        variant = runner.LayerProgramOptions(native=False, context=bound)
         counts = Counter(structure for structure, _ in self._layers)
         arrays_of = dict(self._layers)
         for structure, count in counts.items():

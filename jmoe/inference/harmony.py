@@ -24,8 +24,8 @@ MAX_HEADER_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Harmony:
-    """The ids of the format's special tokens.
+class HarmonyTokens:
+    """The ids of the special tokens of gpt-oss's output format.
 
     ends: the tokens that end a message.
     """
@@ -36,7 +36,7 @@ class Harmony:
     ends: frozenset[int]
 
     @classmethod
-    def detect(cls, tokenizer: Tokenizer) -> Harmony | None:
+    def detect(cls, tokenizer: Tokenizer) -> HarmonyTokens | None:
         """Return the ids of a tokenizer's harmony tokens, or None if it lacks one of them."""
         special = {
             token.content: token_id
@@ -48,7 +48,7 @@ class Harmony:
         start, channel, message, *ends = (special[name] for name in names)
         return cls(start, channel, message, frozenset(ends))
 
-    def is_answer(self, tokenizer: Tokenizer, header: list[int]) -> bool:
+    def is_answer_header(self, tokenizer: Tokenizer, header: list[int]) -> bool:
         """Return whether a message with this header is for the user: its channel is `final`, or it
         has none.
         """
@@ -79,7 +79,7 @@ class ChannelStream:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        harmony: Harmony,
+        harmony: HarmonyTokens,
         prompt_token_ids: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
@@ -117,8 +117,10 @@ class ChannelStream:
 
     def flush(self) -> str:
         """Return the rest of the answer's text at the end of a request."""
-        text = "" if self._header is None or self._expects_role else self._header_as_answer()
-        return text + self._keep_answer_text(self._body.flush())
+        text = (
+            "" if self._header is None or self._expects_role else self._begin_answer_with_header()
+        )
+        return text + self._divert_reasoning(self._body.flush())
 
     def take_reasoning(self) -> str:
         """Return the text of channels other than `final` since the last call."""
@@ -135,26 +137,26 @@ class ChannelStream:
             self._expects_role = token == self._harmony.start
             return text
         if self._header is None:
-            return self._keep_answer_text(self._body.push([token]))
+            return self._divert_reasoning(self._body.push([token]))
         if token == self._harmony.message:
             return self._begin_message(
-                is_answer=self._harmony.is_answer(self._tokenizer, self._header)
+                is_answer=self._harmony.is_answer_header(self._tokenizer, self._header)
             )
         self._header.append(token)
-        return self._header_as_answer() if len(self._header) >= MAX_HEADER_TOKENS else ""
+        return self._begin_answer_with_header() if len(self._header) >= MAX_HEADER_TOKENS else ""
 
     def _begin_message(self, is_answer: bool) -> str:
-        """Start the text of a message, after a newline if it is not the first one of its kind."""
+        """Start a message; return the newline that separates it from an earlier one, else ""."""
         self._header, self._is_answer = None, is_answer
         least = max(0, self._min_new_tokens - self._num_tokens)
         self._body = TextStream(
             self._tokenizer, stop=self._stop if is_answer else (), min_new_tokens=least
         )
         is_next, self._began[is_answer] = self._began[is_answer], True
-        return self._keep_answer_text("\n") if is_next else ""
+        return self._divert_reasoning("\n") if is_next else ""
 
-    def _header_as_answer(self) -> str:
-        """Return the tokens of a malformed header as text of the answer.
+    def _begin_answer_with_header(self) -> str:
+        """Begin an answer with the tokens of a malformed header; return their text.
 
         "" if the header names a channel: an output that ends there has no answer.
         """
@@ -164,7 +166,7 @@ class ChannelStream:
         )
         return self._begin_message(is_answer=True) + self._body.push(outside) if outside else ""
 
-    def _keep_answer_text(self, text: str) -> str:
+    def _divert_reasoning(self, text: str) -> str:
         """Return text of the answer; collect other text for `take_reasoning` and return ""."""
         if self._is_answer:
             return text
@@ -181,7 +183,7 @@ class AnswerConstraint(Constraint):
         self,
         answer: Constraint,
         tokenizer: Tokenizer,
-        harmony: Harmony,
+        harmony: HarmonyTokens,
         prompt_token_ids: Sequence[int],
         end_token_ids: Iterable[int],
     ) -> None:
@@ -198,7 +200,7 @@ class AnswerConstraint(Constraint):
         self._is_answer = not begun
         for token in begun:
             self._track_header(token)
-        self._at_prompt = self._needs_channel()
+        self._at_prompt = self._header_lacks_channel()
 
     def is_ready(self) -> bool:
         return not self._is_answer or self.answer.is_ready()
@@ -224,17 +226,20 @@ class AnswerConstraint(Constraint):
         else:
             self._track_header(token_id)
 
-    def _needs_channel(self) -> bool:
-        """Return whether an incomplete header names no channel yet."""
+    def _header_lacks_channel(self) -> bool:
+        """Return whether a header is incomplete and names no channel yet."""
         return self._header is not None and self._harmony.channel not in self._header
 
     def _track_header(self, token: int) -> None:
-        """Update the state by a token before the answer."""
+        """Advance the state by one token of the headers and channels before the answer."""
         harmony = self._harmony
         if token == harmony.start or token in harmony.ends:
             self._header = []
         elif self._header is not None and token == harmony.message:
-            self._is_answer, self._header = harmony.is_answer(self._tokenizer, self._header), None
+            self._is_answer, self._header = (
+                harmony.is_answer_header(self._tokenizer, self._header),
+                None,
+            )
         elif self._header is not None:
             self._header.append(token)
 

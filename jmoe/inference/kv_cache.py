@@ -97,7 +97,7 @@ def write(
     return lax.fori_loop(0, rows_P.shape[0], write_row, cache)
 
 
-def _write_one_token(
+def _write_one_token_per_row(
     cache: KVCache, rows_P: jax.Array, positions_P: jax.Array, k_P1Gd: jax.Array, v_P1Ge: jax.Array
 ) -> KVCache:
     """Return the cache with one token's key and value written in each row, by one scatter."""
@@ -125,12 +125,12 @@ def write_and_attend(
 
     new: (q_PCHd, k_PCGd, v_PCGe) of this step's tokens.
     context: for one token a row, an exclusive bound on all positions, which selects
-        `attend_at_once`; None selects `attend`, or the native operation where available.
+        `attend_single_tokens`; None selects `attend`, or the native operation where available.
     """
     if context is not None:
-        cache = _write_one_token(cache, rows_P, positions_PC[:, 0], *new[1:])
+        cache = _write_one_token_per_row(cache, rows_P, positions_PC[:, 0], *new[1:])
         at = new[0], cache, rows_P, positions_PC
-        return attend_at_once(
+        return attend_single_tokens(
             *at, context=context, scale=scale, window=window, sinks_H=sinks_H
         ), cache
     if uses_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
@@ -146,7 +146,7 @@ def write_and_attend(
     ), cache
 
 
-def attend_at_once(
+def attend_single_tokens(
     q_P1Hd: jax.Array,
     cache: KVCache,
     rows_P: jax.Array,
@@ -230,7 +230,7 @@ def attend(
     """
     c = q_PCHd.shape[1]
     out = [
-        _attend_rows(
+        _attend_query_block(
             q_PCHd[:, i : i + BLOCK],
             cache,
             rows_P,
@@ -244,7 +244,7 @@ def attend(
     return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
 
 
-def _attend_rows(
+def _attend_query_block(
     q_PCHd: jax.Array,
     cache: KVCache,
     rows_P: jax.Array,
@@ -253,6 +253,7 @@ def _attend_rows(
     window: jax.Array | np.int32 | None,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
+    """Return `attend` for at most `BLOCK` queries a row, [P, C, H, e]."""
     p, c, h, d = q_PCHd.shape
     g, length, e = cache.k_BGSd.shape[1], cache.length, cache.v_BGSe.shape[3]
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
@@ -283,7 +284,7 @@ def _attend_rows(
         out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 
-    carry = (*_initial_softmax_sums(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
+    carry = (*_initial_softmax_state(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
     _, total, out = lax.fori_loop(
         *_used_block_range(positions_PC, length, window), attend_block, carry
     )
@@ -303,7 +304,7 @@ def _used_block_range(
     return jnp.maximum(first, 0) // BLOCK, end
 
 
-def _initial_softmax_sums(
+def _initial_softmax_state(
     sinks_H: jax.Array | None, shape_PGRC: tuple[int, int, int, int]
 ) -> tuple[jax.Array, jax.Array]:
     """Return (maximum score, sum of weights) of each query before its first key, [P, G, Q, 1].

@@ -58,7 +58,7 @@ Say = Callable[[str], None]
 
 
 def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
-    """Open a Hugging Face folder with the dtypes that an engine with these options uses."""
+    """Open a Hugging Face folder with the dtypes that these options ask for, and return it."""
     return LazyCheckpoint(
         folder, options.dtype, "wide" if _uses_several_devices(options) else options.expert_dtype
     )
@@ -104,7 +104,7 @@ class LoadedModel(Closing):
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits = bandwidth_limit_bytes_per_s
-            use_native = mesh is None and uses_native(options, say)
+            use_native = mesh is None and load_native_if_used(options, say)
             _check_activations(checkpoint, options, use_native)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
@@ -176,7 +176,7 @@ def _make_runner_on_one_device(
         bandwidth_limit_bytes_per_s=limits,
         native=use_native,
         int8_activations=options.expert_activations == "int8",
-        on_host=options.pin_host_memory != "on" and computes_on_host(options, memory),
+        on_host=options.pin_host_memory != "on" and load_native_for_host_experts(options, memory),
         pin=options.pin_host_memory,
     )
     embed_and_head, layers = checkpoint.load_dense_modules()
@@ -198,8 +198,8 @@ def _make_runner_on_one_device(
     )
 
 
-def uses_native(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
-    """Return whether an engine on one device uses native (C++) operations, and load them if so.
+def load_native_if_used(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
+    """Load native (C++) operations if an engine on one device uses them; return whether it does.
 
     If they are not built on this machine yet, which takes a minute, this waits only if the options
     ask for them or round activations, or `waits` is set; otherwise they are built in the background
@@ -215,16 +215,16 @@ def uses_native(options: EngineConfig, say: Say = log.info, *, waits: bool = Fal
     if wanted == "off" or platform != "cpu":
         return False
     try:
-        return _load_native(say, waits=waits or is_asked or is_hybrid)
+        return _load_or_build_native(say, waits=waits or is_asked or is_hybrid)
     except native.NotBuiltError as error:
         check(not is_asked, "native", wanted, f"cannot be had here: {error}")
         log.info("no native operations, steps of few tokens are slower: %s", error)
         return False
 
 
-def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
-    """Return whether the CPU may compute experts that the device lacks, with native operations, and
-    load them if so.
+def load_native_for_host_experts(options: EngineConfig, plan: MemoryPlan) -> bool:
+    """Load native operations if the CPU may compute experts that the device lacks; return whether
+    it may.
 
     Policy "hybrid" waits until they are built; otherwise they are built in the background. Policy
     "auto" does not use them if the CPU is the device: no copy would be saved. Raises ValueError if
@@ -237,14 +237,14 @@ def computes_on_host(options: EngineConfig, plan: MemoryPlan) -> bool:
     if plan.expert_tier != "host" or not (is_asked or may_pay):
         return False
     try:
-        return _load_native(log.info, waits=is_asked)
+        return _load_or_build_native(log.info, waits=is_asked)
     except native.NotBuiltError as error:
         check(not is_asked, "policy", plan.policy, f"needs native operations: {error}")
         return False
 
 
-def _load_native(say: Say, *, waits: bool) -> bool:
-    """Load the native operations, and return whether they are there.
+def _load_or_build_native(say: Say, *, waits: bool) -> bool:
+    """Load the native operations; return False if they are not built yet and `waits` is not set.
 
     waits: build them first if they are not built, and report it; otherwise they are built in the
     background, for the next start. Raises `NotBuiltError` if they cannot be built.
@@ -298,7 +298,9 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
 
     Reads headers only.
     """
-    return _memory_planner(checkpoint, options, _free_memory())(model_bytes(checkpoint, options))
+    return _make_memory_planner(checkpoint, options, _free_memory())(
+        model_bytes(checkpoint, options)
+    )
 
 
 def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
@@ -321,7 +323,7 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
     a_device = (
         replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
     )
-    plan = _memory_planner(checkpoint, shortest, free)
+    plan = _make_memory_planner(checkpoint, shortest, free)
     length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
     return replace(options, max_seq_len=length)
 
@@ -335,7 +337,7 @@ def _free_memory() -> FreeMemory:
     return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
 
 
-def _memory_planner(
+def _make_memory_planner(
     checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory
 ) -> Callable[[ModelBytes], MemoryPlan]:
     """Return a function from a model's bytes to the memory plan of these options."""

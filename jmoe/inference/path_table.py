@@ -33,7 +33,7 @@ DIGEST_BYTES = 32
 MAX_KEY = 2**63
 
 
-class LayerEstimate(NamedTuple):
+class PopularityEstimate(NamedTuple):
     """The estimated popularity of a layer's experts.
 
     popularity_E: float64, the expected number of tokens of each expert; 0 without an estimate.
@@ -112,7 +112,7 @@ class PathTable:
     experts: np.ndarray
     counts: np.ndarray
 
-    def estimate_popularity(self, path: Sequence[np.ndarray]) -> LayerEstimate:
+    def estimate_popularity(self, path: Sequence[np.ndarray]) -> PopularityEstimate:
         """Return the estimated popularity of the experts of layer len(path).
 
         path: see `Estimator.estimate`.
@@ -125,7 +125,9 @@ class PathTable:
         rows, total = rows_U[known], int(tokens_U.sum())
         weights = self.counts[rows] * (tokens_U[known] / self.tokens[rows])[:, None]
         popularity_E = np.bincount(self.experts[rows].ravel(), weights.ravel(), minlength=experts)
-        return LayerEstimate(popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0)
+        return PopularityEstimate(
+            popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0
+        )
 
     def likely_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         """Return the K most frequent experts of each distinct path of a step, concatenated."""
@@ -210,7 +212,7 @@ class PathCounter:
         self._tokens = 0
         layers = range(num_layers - 1)
         self._parts = [
-            [_Tally() for _ in range(self._header.max_digits(layer))] for layer in layers
+            [_IntegerCounter() for _ in range(self._header.max_digits(layer))] for layer in layers
         ]
 
     def add(self, choices: Sequence[np.ndarray]) -> None:
@@ -239,11 +241,11 @@ class PathCounter:
         sizes = (h.num_layers, h.num_experts, h.num_experts_per_tok, h.path_length)
         header = TableHeader(*sizes, kept=kept, fingerprint=fingerprint, tokens=self._tokens)
         starts = np.zeros((h.num_layers - 1, h.max_digits(h.num_layers) + 1), np.int64)
-        parts, rows = [_experts_by_path(*_Tally().counts, header)], 0
+        parts, rows = [_experts_by_path(*_IntegerCounter().codes_and_counts(), header)], 0
         for layer, tallies in enumerate(self._parts):
             starts[layer] = rows
             for digit, tally in enumerate(tallies):
-                parts.append(_experts_by_path(*tally.counts, header))
+                parts.append(_experts_by_path(*tally.codes_and_counts(), header))
                 rows += len(parts[-1][0])
                 starts[layer, digit + 1 :] = rows
         return PathTable(
@@ -251,7 +253,7 @@ class PathCounter:
         )
 
 
-class _Tally:
+class _IntegerCounter:
     """Counts occurrences of integers; new ones are merged once they outnumber the distinct old
     ones.
     """
@@ -267,9 +269,8 @@ class _Tally:
         if self._waiting_size > len(self._codes):
             self._merge_new_codes()
 
-    @property
-    def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """(distinct integers, ascending; how often each was added)."""
+    def codes_and_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (distinct integers, ascending; how often each was added)."""
         self._merge_new_codes()
         return self._codes, self._counts
 

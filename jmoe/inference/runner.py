@@ -58,9 +58,9 @@ def runs_on_cpu() -> bool:
     return jax.devices()[0].platform == "cpu"
 
 
-def context_bound(end: int, length: int) -> int:
-    """Return how many positions a program for single tokens reads, if positions 0 to `end` - 1 are
-    used.
+def num_positions_read(end: int, length: int) -> int:
+    """Return how many positions of a row a program for single tokens reads, at least `end`: one of
+    `CONTEXTS`, so that few programs are compiled.
 
     length: positions of the cache, which bounds the result.
     """
@@ -153,10 +153,10 @@ class CachedAttention:
         return out_PCD.reshape(h_PCD.shape)
 
 
-class WholeLayers:
+class DenseLayerRunner:
     """Runs dense layers with unsharded weights, on this device's tokens alone.
 
-    `SplitLayers` overrides it for tensor parallelism.
+    `ShardedDenseLayerRunner` overrides it for tensor parallelism.
     """
 
     lookup = staticmethod(lookup)
@@ -172,7 +172,7 @@ class WholeLayers:
         return layer(h)
 
 
-WHOLE = WholeLayers()
+UNSHARDED = DenseLayerRunner()
 
 
 def attend_local(
@@ -181,7 +181,7 @@ def attend_local(
     cache: KVCache,
     hidden: Hidden,
     places: CachePlaces,
-    layers: WholeLayers = WHOLE,
+    layer_runner: DenseLayerRunner = UNSHARDED,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
     """Run a block without its experts; return (x + attention [P, C, D], cache, y).
 
@@ -193,23 +193,25 @@ def attend_local(
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
     cached = CachedAttention(cache, places)
-    x_PCD = block.attend(x_PCD, lambda module, h: layers.apply(partial(cached, module), h), dtype)
+    x_PCD = block.attend(
+        x_PCD, lambda module, h: layer_runner.apply(partial(cached, module), h), dtype
+    )
     if block.kind == "dense":
         mlp = lambda x_TD: block.feed_forward(x_TD, dtype)  # noqa: E731
-        return x_PCD, cached.cache, layers.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
+        return x_PCD, cached.cache, layer_runner.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
-    real_T = layers.device_positions(places.positions_PC).reshape(-1) < cache.length
+    real_T = layer_runner.device_positions(places.positions_PC).reshape(-1) < cache.length
     # E, which is no expert, for padding
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)
     shared_TD = (
         block.shared_output(h_TD)
         if block.shared_expert is None
-        else layers.apply(block.shared_output, h_TD)
+        else layer_runner.apply(block.shared_output, h_TD)
     )
     return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 
 
-class LayerVariant(NamedTuple):
+class LayerProgramOptions(NamedTuple):
     """Static options of a layer's program.
 
     native: use native (C++) operations.
@@ -222,7 +224,7 @@ class LayerVariant(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _attend_program(
-    variant: LayerVariant,
+    variant: LayerProgramOptions,
     structure: ModuleStructure,
     arrays: Arrays,
     cache: KVCache,
@@ -250,7 +252,7 @@ def embed_local(
     tokens: jax.Array,
     positions_PC: jax.Array,
     dtype: DTypeLike,
-    layers: WholeLayers = WHOLE,
+    layer_runner: DenseLayerRunner = UNSHARDED,
 ) -> Hidden:
     """Return the first layer's input.
 
@@ -258,7 +260,7 @@ def embed_local(
     """
     tokens_PC = tokens.reshape(positions_PC.shape)
     x_PCD = structure.merge(arrays).embed(
-        tokens_PC, layers.device_positions(positions_PC), dtype, layers.lookup
+        tokens_PC, layer_runner.device_positions(positions_PC), dtype, layer_runner.lookup
     )
     return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))
 
@@ -266,7 +268,7 @@ def embed_local(
 _embed = jax.jit(embed_local, static_argnums=(0, 4))
 
 
-class _LayerGroup(NamedTuple):
+class _LayerGroupOptions(NamedTuple):
     """Static arguments of a program that runs several layers.
 
     layout: the slots' layout for native operations; None if the slots are device arrays by name.
@@ -291,7 +293,7 @@ class _LayerGroup(NamedTuple):
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _apply_layers(
-    static: _LayerGroup,
+    static: _LayerGroupOptions,
     arrays: tuple[Arrays, ...],
     caches: tuple[KVCache, ...],
     embed_and_head: Arrays,
@@ -325,7 +327,7 @@ def _apply_layers(
             )
         assert hidden is not None
         for i, structure in enumerate(static.structures):
-            variant = LayerVariant(static.layout is not None, static.context)
+            variant = LayerProgramOptions(static.layout is not None, static.context)
             at = batch.rows_P, batch.positions_PC, windows[i]
             # layers of equal structure share one jitted function, traced once
             x_PCD, cache, y = _attend_program(variant, structure, arrays[i], caches[i], hidden, *at)
@@ -353,7 +355,7 @@ def _apply_layers(
 
 
 def _run_experts_in_slots(
-    static: _LayerGroup, routed: ExpertInputs, slots: PyTree, table_E: jax.Array
+    static: _LayerGroupOptions, routed: ExpertInputs, slots: PyTree, table_E: jax.Array
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
     if static.layout is None:
@@ -391,7 +393,7 @@ class Runner(Protocol):
 
     `make_batch` and `padding_batches` return batches of the runner's own type, which `forward`
     takes; `forward` and `zero_output` return its own type of outputs, which `logits` and
-    `all_logits` take.
+    `logits_of_chunk` take.
     """
 
     config: ModelConfig
@@ -409,7 +411,7 @@ class Runner(Protocol):
     def forward(self, groups: Sequence[Any], /) -> list[Any]: ...
     def copy_row(self, source: int, target: int, num_tokens: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
-    def all_logits(self, hidden: Any, row: int, /) -> jax.Array: ...
+    def logits_of_chunk(self, hidden: Any, row: int, /) -> jax.Array: ...
     def tokens_per_expert(self) -> np.ndarray: ...
     def last_choices(self) -> list[np.ndarray]: ...
 
@@ -483,7 +485,7 @@ class ModelRunner:
         and thus its bits, do not depend on the other batches.
         """
         programs = [
-            group if isinstance(group, BatchOutput) else self._run_several_layers(group)
+            group if isinstance(group, BatchOutput) else self._run_layer_groups_if_possible(group)
             for group in groups
         ]
         left = [
@@ -500,7 +502,7 @@ class ModelRunner:
         """Return a batch's output; its choices count as a step's only once `forward` gets the
         output.
         """
-        return self._run_several_layers(batch) or self.run_layer_by_layer([batch])[0]
+        return self._run_layer_groups_if_possible(batch) or self.run_layer_by_layer([batch])[0]
 
     def can_run_ahead(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` can begin before the host has read the previous
@@ -519,7 +521,7 @@ class ModelRunner:
             slots is not None and self.needs_no_choices and slots.supports(num_tokens, self.dtype)
         )
 
-    def _runs_several_layers(self, positions_PC: Any) -> bool:
+    def _can_run_layer_groups(self, positions_PC: Any) -> bool:
         """Return whether a batch runs several layers a program.
 
         On a CPU this needs few tokens and native operations; on an accelerator, single tokens and
@@ -530,14 +532,14 @@ class ModelRunner:
         stay = self.residency.tables_NE is not None and self.estimator is None
         return stay and positions_PC.shape[1] == 1
 
-    def _context_bound(self, batch: TokenBatch) -> int | None:
+    def _num_positions_read(self, batch: TokenBatch) -> int | None:
         """Return how many positions a batch of single tokens reads on an accelerator; None for
         other batches.
         """
         positions_PC, length = batch.positions_PC, self.caches[0].length
         if self._on_cpu or positions_PC.shape[1] > 1:
             return None
-        return context_bound(
+        return num_positions_read(
             int(positions_PC.max(initial=0, where=positions_PC < length)) + 1, length
         )
 
@@ -553,7 +555,7 @@ class ModelRunner:
 
     def run_layer_by_layer(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
         """Run all batches together, one layer at a time, and return their outputs."""
-        variants = [LayerVariant(self.native, self._context_bound(g)) for g in groups]
+        variants = [LayerProgramOptions(self.native, self._num_positions_read(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         # the layer with experts whose slots running programs may still read, and its outputs
@@ -577,28 +579,28 @@ class ModelRunner:
             routed = [y for y in added if isinstance(y, ExpertInputs)]
             ys = [y for y in added if not isinstance(y, ExpertInputs)]
             if routed:
-                self._release_layer(held)
+                self._release_layer_when_done(held)
                 record = self.config.layers[i].record
                 ys = self._run_experts(record, routed, path)
                 held = (record, ys)
                 for of_group, r in zip(choices, routed, strict=True):
                     of_group.append(r.idx_TK[None])
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
-        self._release_layer(held)
+        self._release_layer_when_done(held)
         return [
             BatchOutput(_add_alone(x), BatchChoices(of_group))
             for x, of_group in zip(xs, choices, strict=True)
         ]
 
-    def _run_several_layers(self, g: TokenBatch) -> BatchOutput | None:
+    def _run_layer_groups_if_possible(self, g: TokenBatch) -> BatchOutput | None:
         """Return a batch's output, run several layers a program; None if the batch does not allow
         it.
         """
-        if not self._runs_several_layers(g.positions_PC):
+        if not self._can_run_layer_groups(g.positions_PC):
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
         layout, slots = self.residency.slots.layout_and_program_operand()
-        context = self._context_bound(g)
+        context = self._num_positions_read(g)
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         embed_and_head, outside = self.embed_and_head
@@ -612,7 +614,7 @@ class ModelRunner:
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
                 place = embed_and_head, start == 0, start + size >= len(self._layers)
-                static = _LayerGroup(
+                static = _LayerGroupOptions(
                     structures, layout, self.config.hidden_act, self.dtype, *place, finds, context
                 )
                 n = self.config.layers[start].record
@@ -706,7 +708,11 @@ class ModelRunner:
                 first += len(of_layers[0]) if of_layers else 0
         return joined
 
-    def _release_layer(self, held: tuple[int, list[jax.Array]] | None) -> None:
+    def _release_layer_when_done(self, held: tuple[int, list[jax.Array]] | None) -> None:
+        """Wait for the outputs of a layer's experts, and release the slots of that layer.
+
+        held: (layer, outputs); nothing is done for None.
+        """
         if held is not None and self.residency.streams:
             jax.block_until_ready(held[1])
             self.residency.release(held[0])
@@ -716,7 +722,7 @@ class ModelRunner:
         numbers = (np.int32(source), np.int32(target), np.int32(num_tokens))
         self.caches = [copy_row(cache, *numbers) for cache in self.caches]
 
-    def all_logits(self, output: BatchOutput, row: int) -> jax.Array:
+    def logits_of_chunk(self, output: BatchOutput, row: int) -> jax.Array:
         """Return the logits after every token of chunk `row` of a batch, padding included, float32
         [C, V].
         """

@@ -176,7 +176,7 @@ def _token_id_arrays(
     return {"bias_ids_BN": bias_ids_BN, "bias_BN": bias_BN, "stop_ids_BN": stop_ids_BN}
 
 
-def new_state(max_batch: int, vocab_size: int) -> SamplerState:
+def initial_sampler_state(max_batch: int, vocab_size: int) -> SamplerState:
     """Return the initial state of `max_batch` rows; it takes 5 * max_batch * vocab_size bytes."""
     shape = (max_batch, vocab_size)
     return SamplerState(
@@ -202,10 +202,11 @@ def greedy(logits_BV: jax.Array) -> jax.Array:
 
     `NOT_FINITE` for rows whose logits are not finite.
     """
-    return _if_finite(logits_BV, _argmax(logits_BV))
+    return _tokens_if_finite(logits_BV, _argmax(logits_BV))
 
 
-def _if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+def _tokens_if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """Return the tokens, with `NOT_FINITE` in rows whose logits are not finite."""
     # the maximum of a row with a NaN is NaN; -inf is allowed, for tokens of probability 0
     top_B = jnp.max(logits_BV, axis=1)
     return jnp.where(top_B < jnp.inf, tokens_B, NOT_FINITE)
@@ -254,7 +255,7 @@ def sample(
             if allowed_BW is not None:
                 x_BV = jnp.where(_unpack_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
         with jax.named_scope("draw"):
-            tokens_B = _if_finite(logits_BV, _sample_adjusted(x_BV, params, positions_B))
+            tokens_B = _tokens_if_finite(logits_BV, _sample_adjusted(x_BV, params, positions_B))
         if not with_logprobs:
             return tokens_B, None
         with jax.named_scope("logprobs"):
@@ -411,7 +412,7 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
 
     def sample_candidates() -> tuple[jax.Array, jax.Array]:
         z_BC, ids_BC = top_k(z_BV, num_candidates)
-        kept_BC = _candidates_mask(z_BC, _row_sums(jnp.exp(z_BV)), params)
+        kept_BC = _kept_candidates_mask(z_BC, _row_sums(jnp.exp(z_BV)), params)
         # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are
         # all tokens beyond the candidates.
         settled_B = (params.top_k_B <= num_candidates) | (
@@ -428,7 +429,7 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
         searched_B = filtered_B & ~settled_B
         everything_BV = jnp.ones_like(z_BV, jnp.bool_)
         kept_BV = lax.cond(
-            jnp.any(searched_B), lambda: _vocabulary_mask(z_BV, params), lambda: everything_BV
+            jnp.any(searched_B), lambda: _kept_vocabulary_mask(z_BV, params), lambda: everything_BV
         )
         kept_BV &= jnp.exp(z_BV) >= params.min_p_B[:, None]
         ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
@@ -441,7 +442,7 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
     return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _argmax(x_BV))
 
 
-def _candidates_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
+def _kept_candidates_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
     """Return bool [B, C], which of the C most likely tokens, in falling order, the filters keep.
 
     z_BC: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
@@ -459,7 +460,7 @@ def _candidates_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) 
     return in_top_k_BC & in_top_p_BC & (weights_BC >= params.min_p_B[:, None])
 
 
-def _vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
+def _kept_vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     """Return bool [B, V], which tokens top-k and top-p keep, without sorting the vocabulary.
 
     Finds the smallest value that each filter keeps by bisection, in 31 passes over the row, which
@@ -471,7 +472,7 @@ def _vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     distance_BV = lax.bitcast_convert_type(jnp.abs(z_BV), jnp.int32)
     ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
 
-    def fewest_reaching(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
+    def fewest_tokens_reaching(amount_BV: jax.Array, needed_B1: jax.Array) -> jax.Array:
         """Return bool [B, V], the fewest tokens whose integer amounts sum to at least `needed`.
 
         Tokens are taken by rising distance from the largest logit, then by id.
@@ -499,9 +500,9 @@ def _vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
         return closer_BV | (equal_BV & (ids_BV <= last_id_B1))
 
     def top_k_mask() -> jax.Array:
-        return fewest_reaching(jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)) | (
-            top_k_B1 == vocab_size
-        )
+        return fewest_tokens_reaching(
+            jnp.ones_like(z_BV, jnp.uint32), top_k_B1.astype(jnp.uint32)
+        ) | (top_k_B1 == vocab_size)
 
     everything_BV = jnp.ones_like(z_BV, jnp.bool_)
     in_top_k_BV = lax.cond(jnp.any(top_k_B1 < vocab_size), top_k_mask, lambda: everything_BV)
@@ -511,7 +512,7 @@ def _vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums(weights_BV))).astype(jnp.uint32)
     total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
-    return in_top_k_BV & ((top_p_B1 >= 1) | fewest_reaching(units_BV, needed_B1))
+    return in_top_k_BV & ((top_p_B1 >= 1) | fewest_tokens_reaching(units_BV, needed_B1))
 
 
 def _bisect(
@@ -592,7 +593,7 @@ class Draw(NamedTuple):
     logprob: TokenLogprob | None
 
 
-class Draws(NamedTuple):
+class PendingDraws(NamedTuple):
     """Tokens that the device is still sampling: one for each chunk, then padding.
 
     wanted: for each chunk, the number of most likely tokens to report log-probabilities of; None
@@ -621,7 +622,7 @@ class Sampler:
         self._max_batch = max_batch
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._state = jax.device_put(new_state(max_batch, vocab_size), jax.devices()[0])
+        self._state = jax.device_put(initial_sampler_state(max_batch, vocab_size), jax.devices()[0])
         # parameters of the last step's sequences, reused while these stay the same
         self._params: tuple[list[Sequence], BatchParams] | None = None
 
@@ -638,14 +639,15 @@ class Sampler:
             in_prompt_V[sequence.prompt_token_ids] = True
             self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
 
-    def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> Draws:
-        """Start sampling a token after each chunk, from the first rows of the logits; does not
-        wait.
+    def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> PendingDraws:
+        """Start sampling a token after each chunk, and return the pending draws; does not wait.
+
+        logits_BV: a row for each chunk, then padding.
         """
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
         if not constrained and all(sequence.sampling.is_plain_greedy for sequence in sequences):
-            return Draws(_greedy(logits_BV), None, [None] * len(chunks))
+            return PendingDraws(_greedy(logits_BV), None, [None] * len(chunks))
         size = self._max_batch  # pads to one shape, so that one program serves any batch
         logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
         params = self._batch_params(sequences, constrained)
@@ -666,7 +668,7 @@ class Sampler:
             allowed_BW,
             with_logprobs=with_logprobs,
         )
-        return Draws(tokens_B, logprobs, wanted)
+        return PendingDraws(tokens_B, logprobs, wanted)
 
     def prompt_logprobs(self, chunk: Chunk, logits_CV: jax.Array) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt tokens that follow each token of a chunk."""

@@ -110,7 +110,7 @@ class SchedulerStats:
 
 
 @dataclass(eq=False)
-class _Row:
+class _CacheRow:
     """A row of the cache.
 
     tokens: those whose keys and values are in the row, from column 0 on; kept after the sequence
@@ -156,7 +156,7 @@ class Scheduler:
         )
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
-        self._rows = [_Row(index) for index in range(self.max_batch)]
+        self._rows = [_CacheRow(index) for index in range(self.max_batch)]
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []  # in the order they came
         self._frees = 0
@@ -255,7 +255,7 @@ class Scheduler:
         for chunk in sorted(plan.prefill, key=lambda chunk: not chunk.is_last):
             by_width.setdefault(self.padded_width(chunk), []).append(chunk)
         for width, chunks in by_width.items():
-            for num_rows in reversed(self._row_counts(width)):
+            for num_rows in reversed(self._program_row_counts(width)):
                 while len(chunks) >= num_rows:
                     groups.append(ChunkGroup(tuple(chunks[:num_rows]), num_rows, width))
                     chunks = chunks[num_rows:]
@@ -265,7 +265,9 @@ class Scheduler:
     def prefill_program_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, width) of every program that prompts may need."""
         return tuple(
-            (rows, width) for width in self.prefill_widths for rows in self._row_counts(width)
+            (rows, width)
+            for width in self.prefill_widths
+            for rows in self._program_row_counts(width)
         )
 
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
@@ -313,7 +315,7 @@ class Scheduler:
         kv_tokens = sum(sequence.num_computed_tokens for sequence in running)
         return SchedulerStats(len(self._waiting), len(running), kv_tokens, self._reused_tokens)
 
-    def _row_counts(self, width: int) -> list[int]:
+    def _program_row_counts(self, width: int) -> list[int]:
         """Return the row counts of programs of this width, ascending; any number of chunks is a sum
         of them.
         """
@@ -343,7 +345,7 @@ class Scheduler:
             default=0,
         )
         if (
-            smallest_bucket(self._next_chunk_tokens(rest), self.prefill_widths) > tokens
+            smallest_bucket(self._next_chunk_size(rest), self.prefill_widths) > tokens
             or 2 * (coming - length) >= rest
         ):
             return False
@@ -359,14 +361,14 @@ class Scheduler:
         self._prefilling.append(sequence)
         return True
 
-    def _next_chunk_tokens(self, rest: int) -> int:
+    def _next_chunk_size(self, rest: int) -> int:
         """Return how many of a prompt's `rest` tokens run in the next step."""
         return min(rest, self.prefill_widths[-1])
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
         assert sequence.row is not None
         prompt, start = sequence.prompt_token_ids, sequence.num_computed_tokens
-        end = start + self._next_chunk_tokens(len(prompt) - start)
+        end = start + self._next_chunk_size(len(prompt) - start)
         copy_from = sequence.copy_from if start == sequence.num_reused_tokens else None
         return Chunk(
             sequence, sequence.row, start, prompt[start:end], end == len(prompt), copy_from

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jmoe.inference.detokenizer import TextStream
-from jmoe.inference.harmony import ChannelStream, Harmony
+from jmoe.inference.harmony import ChannelStream, HarmonyTokens
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 
 log = logging.getLogger("jmoe")
@@ -50,7 +50,7 @@ class Sequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: Constraint | None = None
     prompt_text: str = ""  # returned before the output if the client asks for an echo
-    harmony: Harmony | None = None  # splits the output into channels; None for plain text
+    harmony: HarmonyTokens | None = None  # splits the output into channels; None for plain text
     client: Hashable = None
     request: Hashable = None
     index: int = 0

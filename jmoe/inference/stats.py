@@ -79,7 +79,7 @@ class EngineStats:
 
 
 @dataclass
-class _Steps:
+class _PhaseSums:
     """Sums over the steps of a phase."""
 
     steps: int = 0
@@ -112,7 +112,7 @@ class StatsCollector:
         if self._placer is not None:
             self._placer.reset()
         self._streamed_bytes = self._since["streamed_bytes"]
-        self._phases: dict[Phase, _Steps] = {"prefill": _Steps(), "decode": _Steps()}
+        self._phases: dict[Phase, _PhaseSums] = {"prefill": _PhaseSums(), "decode": _PhaseSums()}
 
     def note_step(self, phase: Phase, tokens: int, seconds: float) -> None:
         if phase == "decode":
@@ -129,7 +129,7 @@ class StatsCollector:
             steps.streamed_bytes += now - self._streamed_bytes
             self._streamed_bytes = now
 
-    def routing_stats(self, max_tokens: int) -> RoutingStats | None:
+    def take_routing_stats(self, max_tokens: int) -> RoutingStats | None:
         """Return routing statistics of the decode steps since the last result; None if they are too
         few.
 

@@ -35,7 +35,7 @@ from jmoe.layers.experts import Experts
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import (
     EXPERTS_PATH,
-    explicit_mesh,
+    find_explicit_mesh,
     path_names,
     shard_array,
     split_over,
@@ -506,7 +506,7 @@ class MoELayer(nnx.Module):
                 "must be bool, as `attention_mask != 0` is",
             )
         graph, state = nnx.split(self)
-        mesh = explicit_mesh(state, x)
+        mesh = find_explicit_mesh(state, x)
         if mesh is None and not self._token_axes:
             return _apply_on_one_device(self, train, x, key, token_mask)
         run = _compile_layer(graph, train)

@@ -54,7 +54,7 @@ from jmoe.run.checkpoint_contents import (
     split_files_over_readers,
     write_step_manifest,
 )
-from jmoe.status import first_line
+from jmoe.status import first_error_line
 from jmoe.types import Json, JsonObject, PyTree
 
 MANIFEST = "manifest.json"
@@ -592,7 +592,7 @@ class Checkpoints:
         older = self.steps()
         last = f"step {older[-1]} is complete" if older else "there is no older checkpoint"
         what = f"checkpoint of step {step} in {self.directory}"
-        raise OSError(f"{what} was not written: {first_line(root)}; {last}") from root
+        raise OSError(f"{what} was not written: {first_error_line(root)}; {last}") from root
 
     def _finish_save(self, manager: ocp.CheckpointManager, step: int) -> None:
         """Wait, in the background thread, for Orbax's rename, then make the rename durable and let

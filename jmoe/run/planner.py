@@ -35,7 +35,7 @@ from jmoe.planning.training import (
     plan_training,
 )
 from jmoe.run.metrics import MetricsLog, read_step_records
-from jmoe.runtime import MEMORY_SHARE, device_memory_share
+from jmoe.runtime import MEMORY_SHARE, gpu_memory_fraction
 
 
 def training_sizes(config: TrainConfig) -> TrainingSizes:
@@ -215,7 +215,7 @@ def described_machine(config: TrainConfig) -> Machine:
     while not folder.exists():
         folder = folder.parent
     device = described.device_figures()
-    device_bytes, share = device.device_bytes, device_memory_share()
+    device_bytes, share = device.device_bytes, gpu_memory_fraction()
     if described.accelerator and not described.device_bytes:
         device_bytes = int(share * device_bytes)
     described_bytes: dict[Tier, int] = {"host": described.host_bytes, "nvme": described.nvme_bytes}

@@ -69,18 +69,22 @@ class Answer(ABC, Generic[Body, Delta]):
         generation = service.loop.submit(sequences, request.state.client)
         generation.logprob_bytes = cls.logprob_bytes
         answer = cls(service, body, prompts, generation, dict(envelope))
-        return _EventStream(answer) if body.stream else await answer._complete_or_abort(request)
+        return (
+            _EventStreamResponse(answer)
+            if body.stream
+            else await answer._complete_or_abort(request)
+        )
 
     @abstractmethod
     def deltas(self) -> AsyncIterator[Delta]:
         """Yield what each engine output adds to a choice, in order of generation."""
 
     @abstractmethod
-    def chunk(self, choices: list[Delta], usage: Usage | None) -> BaseModel:
+    def make_chunk(self, choices: list[Delta], usage: Usage | None) -> BaseModel:
         """Return one chunk of a stream."""
 
     @abstractmethod
-    def response(self, deltas: list[list[Delta]]) -> BaseModel:
+    def make_response(self, deltas: list[list[Delta]]) -> BaseModel:
         """Return the whole response. deltas: for each choice, all its deltas in order."""
 
     async def chunks(self) -> AsyncIterator[BaseModel]:
@@ -88,12 +92,12 @@ class Answer(ABC, Generic[Body, Delta]):
         it.
         """
         async for delta in self.deltas():
-            yield self.chunk(
+            yield self.make_chunk(
                 [delta],
                 self.usage() if self.body.effective_stream_options.continuous_usage_stats else None,
             )
         if self.body.effective_stream_options.include_usage:
-            yield self.chunk([], self.usage())
+            yield self.make_chunk([], self.usage())
 
     async def whole_response(self) -> BaseModel:
         """Return the response after all sequences have ended."""
@@ -101,7 +105,7 @@ class Answer(ABC, Generic[Body, Delta]):
         deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
         async for delta in self.deltas():
             deltas[delta.index].append(delta)
-        return self.response(deltas)
+        return self.make_response(deltas)
 
     def usage(self) -> Usage:
         """Return the token counts so far; only tokens that were read count."""
@@ -128,14 +132,14 @@ class Answer(ABC, Generic[Body, Delta]):
                 request.state.note(f"{self.generation.num_tokens} drawn")
 
 
-class _EventStream(EventSourceResponse):
-    """Server-sent events: the chunks, then `[DONE]`. An error is sent as the last event instead.
+class _EventStreamResponse(EventSourceResponse):
+    """A response of server-sent events: the chunks, then `[DONE]` or an error.
 
     `Connection` closes a connection whose client does not read.
     """
 
     def __init__(self, answer: Answer[Any, Any]) -> None:
-        super().__init__(_event_stream(answer), ping=PING_S, sep="\n")
+        super().__init__(_iterate_events(answer), ping=PING_S, sep="\n")
         self._generation = answer.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,7 +150,7 @@ class _EventStream(EventSourceResponse):
                 scope["state"]["note"](f"{self._generation.num_tokens} drawn")
 
 
-async def _event_stream(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
+async def _iterate_events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
     """Yield one server-sent event per chunk, each on one line.
 
     Events are bytes, since sse-starlette would split text into lines.

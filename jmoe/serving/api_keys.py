@@ -25,7 +25,9 @@ class ApiKeys:
         self._path = None if path is None else Path(path).expanduser()
         self._seen = b"" if self._path is None else self._path.read_bytes()
         self._taken, self._error = self._seen, ""
-        self._digests = [] if self._path is None else _digests(self._seen, str(self._path))
+        self._digests = (
+            [] if self._path is None else _parse_key_digests(self._seen, str(self._path))
+        )
 
     def __bool__(self) -> bool:
         return self._path is not None
@@ -47,7 +49,7 @@ class ApiKeys:
             before, self._seen = self._seen, self._path.read_bytes()
             if self._seen == before != self._taken:
                 self._taken = before
-                self._digests, self._error = _digests(before, str(self._path)), ""
+                self._digests, self._error = _parse_key_digests(before, str(self._path)), ""
                 log.info(
                     "api_key_file = %r: read again: %d keys", str(self._path), len(self._digests)
                 )
@@ -57,7 +59,7 @@ class ApiKeys:
                 log.error("%s; the keys before stay", error)
 
 
-def _digests(content: bytes, path: str) -> list[bytes]:
+def _parse_key_digests(content: bytes, path: str) -> list[bytes]:
     lines = [line.strip() for line in content.decode("utf-8-sig", errors="replace").splitlines()]
     check(any(lines), "api_key_file", path, "must hold a key, one a line")
     for number, line in enumerate(lines, 1):

@@ -17,7 +17,7 @@ from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.json_body import JsonRoute
-from jmoe.serving.metrics import View
+from jmoe.serving.metrics import ExpertView
 from jmoe.serving.middleware import ID_HEADER, AuthMiddleware
 from jmoe.serving.schemas import (
     DetokenizeRequest,
@@ -158,7 +158,7 @@ def tokens_router(service: Service) -> APIRouter:
     return router
 
 
-def live_figures(service: Service, view: View) -> Live:
+def live_figures(service: Service, view: ExpertView) -> Live:
     """Return the figures that the status page shows, with the experts' places from `view`."""
     engine, scheduler = service.loop.snapshot.engine, service.loop.snapshot.scheduler
     return Live(

@@ -49,16 +49,16 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
                 index=output.sequence.index, delta=delta, logprobs=logprobs, finish_reason=reason
             )
 
-    def chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
+    def make_chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
         return ChatChunk(**self.envelope, choices=choices, usage=usage)
 
-    def response(self, deltas: list[list[ChunkChoice]]) -> ChatCompletionResponse:
+    def make_response(self, deltas: list[list[ChunkChoice]]) -> ChatCompletionResponse:
         return ChatCompletionResponse(
-            **self.envelope, choices=list(map(_join_choice, deltas)), usage=self.usage()
+            **self.envelope, choices=list(map(_join_deltas, deltas)), usage=self.usage()
         )
 
 
-def _join_choice(deltas: list[ChunkChoice]) -> ChatChoice:
+def _join_deltas(deltas: list[ChunkChoice]) -> ChatChoice:
     """Return one choice of a whole response, joined from its stream deltas."""
     *_, last = deltas
     assert last.finish_reason is not None

@@ -212,16 +212,14 @@ def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
 
 
 def decode_rendering(answer: bytes) -> str:
-    """Return the text in a fork's answer. Raises `RefusedError` if the fork reports that rendering
-    failed.
-    """
+    """Return the text in a fork's answer. Raises `RenderingError` if the fork reports an error."""
     kind, text = answer[:1], answer[1:]
     if kind == _REFUSED:
-        raise RefusedError(*json.loads(text))
+        raise RenderingError(*json.loads(text))
     return text.decode("utf-8", "surrogatepass")
 
 
-class RefusedError(ValueError):
+class RenderingError(ValueError):
     """The template could not be rendered.
 
     said: the message of an error that the template raised itself, None for any other failure.
@@ -232,7 +230,7 @@ class RefusedError(ValueError):
         self.said = said
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """Parses `{% generation %}` as a plain block; it marks the assistant's text, which only
     training needs.
     """
@@ -272,7 +270,7 @@ def _refuse_underscore(name: object) -> None:
 def _jinja_environment() -> ImmutableSandboxedEnvironment:
     """Return a sandboxed Jinja environment with the extensions and functions of transformers."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

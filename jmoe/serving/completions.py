@@ -34,7 +34,7 @@ class _DeltaBuilder:
         self._begun = False
         self._offsets: TextOffsets | None = None
 
-    def delta(self, output: Output) -> CompletionChoice:
+    def make_delta(self, output: Output) -> CompletionChoice:
         """Return the next delta. With `echo`, the first delta begins with the prompt."""
         text, logprobs = output.text, output.logprobs
         if self._body.max_tokens == 0:  # the engine draws at least one token; drop it
@@ -73,7 +73,7 @@ class _DeltaBuilder:
         return self._vocabulary.completion_logprobs(first, [*(echoed or []), *logprobs], offsets)
 
 
-def _join_choice(deltas: list[CompletionChoice]) -> CompletionChoice:
+def _join_deltas(deltas: list[CompletionChoice]) -> CompletionChoice:
     """Return one choice of a whole response, joined from its stream deltas."""
     logprobs = None
     if deltas[0].logprobs is not None:
@@ -89,9 +89,7 @@ def _join_choice(deltas: list[CompletionChoice]) -> CompletionChoice:
 def _texts_and_token_ids(
     service: Service, body: CompletionRequest
 ) -> tuple[list[str], list[list[int]]]:
-    """Return each prompt's text (empty if the prompt is given as ids and is not echoed), and its
-    token ids.
-    """
+    """Return (text of each prompt, "" for ids that are not echoed; token ids of each prompt)."""
     texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
     if texts:
         return texts, service.encode(texts, add_special_tokens=body.add_special_tokens)
@@ -114,13 +112,15 @@ class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
             for sequence in self.generation.sequences
         ]
         async for output in self.generation:
-            yield choices[output.sequence.index].delta(output)
+            yield choices[output.sequence.index].make_delta(output)
 
-    def chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionResponse:
+    def make_chunk(
+        self, choices: list[CompletionChoice], usage: Usage | None
+    ) -> CompletionResponse:
         return CompletionResponse(**self.envelope, choices=choices, usage=usage)
 
-    def response(self, deltas: list[list[CompletionChoice]]) -> CompletionResponse:
-        return self.chunk(list(map(_join_choice, deltas)), self.usage())
+    def make_response(self, deltas: list[list[CompletionChoice]]) -> CompletionResponse:
+        return self.make_chunk(list(map(_join_deltas, deltas)), self.usage())
 
     def usage(self) -> Usage:
         usage = super().usage()

@@ -29,7 +29,7 @@ from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.admission import FairQueue, QueueLimit
 from jmoe.serving.errors import ApiError
 from jmoe.serving.grammar import JsonConstraint
-from jmoe.serving.metrics import Metrics, Snapshot, View
+from jmoe.serving.metrics import EngineSnapshot, ExpertView, Metrics
 from jmoe.serving.shares import Shares
 
 log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class EngineLoop:
         since_s = time.monotonic() - RATE_WINDOW_S
         return sum(count for at_s, count in self._steps if at_s >= since_s) / RATE_WINDOW_S
 
-    async def expert_view(self) -> View:
+    async def expert_view(self) -> ExpertView:
         """Return the expert residency and load, at most `VIEW_S` seconds old.
 
         An older view is returned if a step takes longer than that or the engine has failed.
@@ -423,16 +423,16 @@ class EngineLoop:
         if self._queue.remove(sequence):
             self.engine.abort(sequence)
 
-    def _compute_view(self) -> View:
+    def _compute_view(self) -> ExpertView:
         streams = self.engine.residency.streams
-        return View(
+        return ExpertView(
             self.engine.residency.occupancy() if streams else [],
             self.engine.tokens_per_expert().tolist(),
         )
 
-    def _take_snapshot(self) -> Snapshot:
+    def _take_snapshot(self) -> EngineSnapshot:
         stats = self.engine.scheduler_stats()
-        return Snapshot(
+        return EngineSnapshot(
             self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue))
         )
 

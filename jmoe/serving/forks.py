@@ -411,7 +411,9 @@ def _answer_questions(
             connection.sendall(_length_prefixed(said))
 
 
-def _start_forks(control: socket.socket, answer: Callable[[bytes], bytes], limits: Limits) -> None:
+def _serve_fork_requests(
+    control: socket.socket, answer: Callable[[bytes], bytes], limits: Limits
+) -> None:
     """Fork once for each (socket, status pipe) pair received on `control`, until `control` is
     closed.
 
@@ -477,7 +479,7 @@ def main() -> None:
         return
     gc.freeze()  # a collection in a fork would copy shared pages
     control.sendall(_length_prefixed(b""))
-    _start_forks(control, answer, limits)
+    _serve_fork_requests(control, answer, limits)
 
 
 if __name__ == "__main__":

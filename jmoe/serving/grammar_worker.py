@@ -20,7 +20,7 @@ MASK, WRONG = b"=", b"!"
 HEAD = struct.Struct("!Idc")
 
 
-class _Session:
+class _MatcherSession:
     """The llguidance matchers of one request's outputs."""
 
     def __init__(self, tokens: LLTokenizer) -> None:
@@ -73,4 +73,6 @@ def begin_masks(
     tokenizer: the contents of tokenizer.json.
     vocab_size: rows of the model's output layer.
     """
-    return _Session(LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)).answer
+    return _MatcherSession(
+        LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
+    ).answer

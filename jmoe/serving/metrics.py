@@ -56,7 +56,7 @@ BALANCE = (
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class EngineSnapshot:
     """Statistics of the engine and scheduler, taken between two steps."""
 
     engine: EngineStats
@@ -64,7 +64,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class View:
+class ExpertView:
     """Where experts are and how often tokens choose them; computed at most once per `VIEW_S`.
 
     slots: for each device slot the (layer, expert) in it, None if it is empty. The list is empty if
@@ -81,8 +81,8 @@ class EngineStatsSource(Protocol):
     kv_tokens_total: capacity of the KV cache, in tokens.
     """
 
-    snapshot: Snapshot
-    last_view: View
+    snapshot: EngineSnapshot
+    last_view: ExpertView
     kv_tokens_total: int
 
 
@@ -183,10 +183,10 @@ class Metrics(Collector):
         }
         moved = {"host": engine.streamed_bytes, "nvme": engine.nvme_bytes}
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield self._family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
-        yield self._family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
+        yield self._make_family(gauge, "jmoe:expert_load_max", BUSIEST, "layer", load)
+        yield self._make_family(counter, "jmoe:tier_bytes", "Read from this tier.", "tier", moved)
 
-    def _engine_families(self, snapshot: Snapshot) -> Iterator[Metric]:
+    def _engine_families(self, snapshot: EngineSnapshot) -> Iterator[Metric]:
         """Yield the engine's and the scheduler's metrics of one value each."""
         engine, scheduler = snapshot.engine, snapshot.scheduler
         kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
@@ -230,19 +230,21 @@ class Metrics(Collector):
                 engine.waited_s,
             ),
         ):
-            yield self._family(family, name, text, None, {"": value})
+            yield self._make_family(family, name, text, None, {"": value})
 
     def _placement_families(self, placement: "PlacementStats") -> Iterator[Metric]:
         """Yield the metrics of experts placed on several devices, per layer or per device."""
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         balancedness = {str(layer): share for layer, share in enumerate(placement.balancedness)}
         loads = {str(device): load for device, load in enumerate(placement.loads)}
-        yield self._family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
+        yield self._make_family(gauge, "jmoe:device_balancedness", BALANCE, "layer", balancedness)
         copies = {str(device): number for device, number in enumerate(placement.copies)}
-        yield self._family(
+        yield self._make_family(
             counter, "jmoe:device_load", "Choices of tokens that it computed.", "device", loads
         )
-        yield self._family(counter, "jmoe:device_copies", "Experts copied to it.", "device", copies)
+        yield self._make_family(
+            counter, "jmoe:device_copies", "Experts copied to it.", "device", copies
+        )
         for name, text, value in (
             (
                 "jmoe:placement_replans",
@@ -261,9 +263,9 @@ class Metrics(Collector):
                 placement.waited_s,
             ),
         ):
-            yield self._family(counter, name, text, None, {"": value})
+            yield self._make_family(counter, name, text, None, {"": value})
 
-    def _family(
+    def _make_family(
         self,
         family: type[CounterMetricFamily] | type[GaugeMetricFamily],
         name: str,

@@ -178,7 +178,7 @@ class AuthMiddleware:
         evicted = self._bytes.items_to_evict(client, len(piece), slow)
         if (
             evicted is None
-            and self._bytes.held_by(client) + len(piece) > self._bytes.limit // SMALL_SHARE
+            and self._bytes.amount_held_by(client) + len(piece) > self._bytes.limit // SMALL_SHARE
         ):
             raise _bodies_full_error()
         for other in evicted or ():

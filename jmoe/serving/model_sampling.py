@@ -18,8 +18,8 @@ from jmoe.types import Json
 
 
 @dataclass(frozen=True)
-class ModelSampling:
-    """Defaults from a model's files.
+class ModelSamplingDefaults:
+    """Sampling parameters and end-of-turn tokens that a model's files set as defaults.
 
     config: the contents of the files.
     defaults: values of `SamplingParams` fields for requests that do not set them; empty with
@@ -32,7 +32,7 @@ class ModelSampling:
     turn_end_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, folder: Path, wanted: Literal["model", "openai"]) -> ModelSampling:
+    def read(cls, folder: Path, wanted: Literal["model", "openai"]) -> ModelSamplingDefaults:
         """Return the defaults in a Hugging Face folder.
 
         Raises ValueError naming the file if its values are no valid sampling parameters.
@@ -49,9 +49,9 @@ class ModelSampling:
             raise ValueError(f"{folder / FILE}: {error}; {hint}") from error
         return cls(config, config.sampling)
 
-    def with_turn_ends(
+    def with_turn_end_tokens(
         self, names: Iterable[str], tokenizer: Tokenizer, vocab_size: int
-    ) -> ModelSampling:
+    ) -> ModelSamplingDefaults:
         """Return a copy whose turn ends are the tokens `names` and config.json's eos_token_id.
 
         Names that are no token, ids beyond `vocab_size`, and tokens that end any text are left out.

@@ -33,7 +33,7 @@ from jmoe.inference.sampling_params import (
 )
 from jmoe.models.generation_config import SAMPLING
 from jmoe.serving.errors import UNKNOWN, replace_surrogates
-from jmoe.serving.model_sampling import ModelSampling
+from jmoe.serving.model_sampling import ModelSamplingDefaults
 from jmoe.types import Json, JsonObject
 
 MAX_CHOICES = 128
@@ -259,7 +259,7 @@ class GenerationBody(RequestBody):
         self,
         max_new_tokens: int,
         choice: int,
-        model: ModelSampling,
+        model: ModelSamplingDefaults,
         *,
         logprobs: int | None,
         prompt_logprobs: int | None = None,

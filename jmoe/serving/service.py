@@ -17,18 +17,23 @@ from fastapi import Request
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint, Harmony
+from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint, HarmonyTokens
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.admission import FairSemaphore
-from jmoe.serving.chat_template import CONTENT_FORM, RefusedError, decode_rendering, read_templates
+from jmoe.serving.chat_template import (
+    CONTENT_FORM,
+    RenderingError,
+    decode_rendering,
+    read_templates,
+)
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, replace_surrogates
 from jmoe.serving.forks import ForkServer, LimitError, Limits, LostError
 from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.middleware import DISCONNECTED
-from jmoe.serving.model_sampling import ModelSampling
+from jmoe.serving.model_sampling import ModelSamplingDefaults
 from jmoe.serving.schemas import GenerationBody, Message
 from jmoe.serving.threads import run_in_thread
 from jmoe.serving.vocabulary import TokenVocabulary
@@ -73,10 +78,10 @@ class Service:
             self._templates = self._start_template_server(setup)
             self._takes_parts = self._content_form(self._templates) == "parts"
             turn_ends = [setup["special_tokens"].get("eos_token", "")]
-        self.harmony = Harmony.detect(self.tokenizer) if self.has_chat else None
+        self.harmony = HarmonyTokens.detect(self.tokenizer) if self.has_chat else None
         turn_ends += TURN_ENDS if self.harmony is not None else ()
-        sampling = ModelSampling.read(folder, config.sampling_defaults)
-        self.model_sampling = sampling.with_turn_ends(
+        sampling = ModelSamplingDefaults.read(folder, config.sampling_defaults)
+        self.model_sampling = sampling.with_turn_end_tokens(
             turn_ends, self.tokenizer, engine.config.vocab_size
         )
         self._end_token_ids = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
@@ -221,7 +226,7 @@ class Service:
             return decode_rendering(
                 await self._run_with_permit(request, partial(self._templates.ask, asked))
             )
-        except RefusedError as error:
+        except RenderingError as error:
             log.info("%s", error)
             said = f"the model's chat template: {error.said or 'cannot render them'}"
             raise ApiError(400, f"messages: {said}", param="messages") from error

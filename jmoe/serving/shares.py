@@ -48,7 +48,7 @@ class Shares(Generic[Item]):
             client, amount = self._items[item]
             self.add(item, client, -amount)
 
-    def held_by(self, client: Hashable) -> int:
+    def amount_held_by(self, client: Hashable) -> int:
         """Return the total amount of all items of `client`."""
         return self._held[client]
 

@@ -14,7 +14,7 @@ from jmoe.serving.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def _byte_of_character() -> dict[str, int]:
     """Return the byte that each character of a byte-level BPE vocabulary stands for.
 
     The inverse of GPT-2's `bytes_to_unicode`.
@@ -39,7 +39,7 @@ class TokenVocabulary:
         self._added = set(added)
         self._special = {token_id for token_id, token in added.items() if token.special}
         byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
-        self._alphabet = _byte_level_alphabet() if byte_level else None
+        self._alphabet = _byte_of_character() if byte_level else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         # Without byte fallback, one unknown token may stand for any number of characters.
         whole = byte_level or "<0x00>" in vocabulary

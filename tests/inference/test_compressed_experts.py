@@ -150,7 +150,7 @@ def test_activations_that_nothing_rounds_are_refused(
             EngineConfig(expert_activations="int8", **changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'int8': must be exact with experts that are wide; set"):
         tiny_engine(folder, policy="resident", expert_activations="int8")
-    monkeypatch.setattr("jmoe.inference.loading._load_native", lambda say, *, waits: False)
+    monkeypatch.setattr("jmoe.inference.loading._load_or_build_native", lambda say, *, waits: False)
     with pytest.raises(ValueError, match="'int8': must be exact without native operations"):
         tiny_engine(folder, policy="resident", expert_dtype="int4", expert_activations="int8")
 

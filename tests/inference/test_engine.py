@@ -20,7 +20,7 @@ import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine
-from jmoe.inference.loading import plan_engine_memory, uses_native
+from jmoe.inference.loading import load_native_if_used, plan_engine_memory
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
@@ -222,12 +222,12 @@ def test_native_operations_that_are_not_built_yet_are_not_waited_for(
     monkeypatch.setattr(native, "build_in_background", lambda: asked.append("background"))
     monkeypatch.setattr(native, "load", lambda: asked.append("load"))
     said: list[str] = []
-    assert not uses_native(EngineConfig(), said.append)
+    assert not load_native_if_used(EngineConfig(), said.append)
     assert asked == ["background"] and said == []
     assert "are being built in the background" in caplog.text
     for options, waits in ((EngineConfig(native="on"), False), (EngineConfig(), True)):
         said.clear()
-        assert uses_native(options, said.append, waits=waits) and asked[-1] == "load"
+        assert load_native_if_used(options, said.append, waits=waits) and asked[-1] == "load"
         assert (
             said[0] == "building the native operations, once on this machine ..." and len(said) == 2
         )

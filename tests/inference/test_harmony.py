@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from jmoe.data.tokenizer import train_bpe
-from jmoe.inference.harmony import AnswerConstraint, ChannelStream, Harmony
+from jmoe.inference.harmony import AnswerConstraint, ChannelStream, HarmonyTokens
 from jmoe.inference.sampling_params import Unconstrained
 from tests.scripted_model import harmony_tokenizer
 
@@ -18,7 +18,7 @@ TOKENIZER = harmony_tokenizer()
 def stream(
     prompt: str = PROMPT, tokenizer: Tokenizer = TOKENIZER, **options: object
 ) -> ChannelStream:
-    harmony = Harmony.detect(tokenizer)
+    harmony = HarmonyTokens.detect(tokenizer)
     assert harmony is not None
     return ChannelStream(tokenizer, harmony, tokenizer.encode(prompt).ids, **options)  # type: ignore[arg-type]
 
@@ -109,7 +109,7 @@ def test_the_prompt_may_begin_the_message() -> None:
 
 
 def test_other_tokenizers_have_no_channels() -> None:
-    assert Harmony.detect(train_bpe(["text"], 300)) is None
+    assert HarmonyTokens.detect(train_bpe(["text"], 300)) is None
 
 
 class Recorded(Unconstrained):
@@ -136,7 +136,7 @@ def test_a_constraint_of_the_answer_begins_with_it() -> None:
     """Before it a channel must be named, and the turn cannot end; its text alone reaches the
     grammar.
     """
-    harmony, inner = Harmony.detect(TOKENIZER), Recorded()
+    harmony, inner = HarmonyTokens.detect(TOKENIZER), Recorded()
     assert harmony is not None
     ends = [0, TOKENIZER.token_to_id("<|return|>")]
     constraint = AnswerConstraint(inner, TOKENIZER, harmony, TOKENIZER.encode(PROMPT).ids, ends)
@@ -153,7 +153,7 @@ def test_a_constraint_of_the_answer_begins_with_it() -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT + "<|channel|>final<|message|>", "2+2="])
 def test_a_constraint_of_an_answer_that_has_begun(prompt: str) -> None:
-    harmony = Harmony.detect(TOKENIZER)
+    harmony = HarmonyTokens.detect(TOKENIZER)
     assert harmony is not None
     constraint = AnswerConstraint(Recorded(), TOKENIZER, harmony, TOKENIZER.encode(prompt).ids, [0])
     assert allowed(constraint) == {5}

@@ -22,7 +22,7 @@ from jmoe.inference.sampler import (
     SamplerState,
     batch_params,
     greedy,
-    new_state,
+    initial_sampler_state,
     prompt_logprobs,
     sample,
     start_sequence,
@@ -74,7 +74,7 @@ def draws(
     tokens, _, _ = (step or run)(
         logits_BV,
         params_of([sampling] * count, vocab_size, **changes),
-        new_state(1, vocab_size),
+        initial_sampler_state(1, vocab_size),
         jnp.full(count, 1, jnp.int32),  # padding rows as far as the state goes
         jnp.arange(1, count + 1, dtype=jnp.int32),
         with_logprobs=False,
@@ -163,8 +163,8 @@ def test_the_sets_kept_are_exact(step: float) -> None:
     and with none.
     """
     rng = np.random.default_rng(2)
-    kept_vocabulary = jax.jit(sampler._vocabulary_mask)
-    kept_candidates = jax.jit(sampler._candidates_mask)
+    kept_vocabulary = jax.jit(sampler._kept_vocabulary_mask)
+    kept_candidates = jax.jit(sampler._kept_candidates_mask)
     for _ in range(10):
         rows = [
             SamplingParams(temperature=1.0, top_k=k, top_p=p)
@@ -360,7 +360,7 @@ def test_lowers_for_a_gpu() -> None:
     arguments = (
         jnp.zeros((4, 999)),
         params_of(MIXED[:4], 999),
-        new_state(4, 999),
+        initial_sampler_state(4, 999),
         *[jnp.zeros(4, jnp.int32)] * 2,
     )
     lowered = run.trace(*arguments, with_logprobs=True).lower(lowering_platforms=("cuda",))  # type: ignore[attr-defined]
@@ -411,7 +411,9 @@ def test_a_repetition_penalty_of_any_size(
 ) -> None:
     logits = np.full((1, 40), -1.0, np.float32)
     logits[0, 3:8] = 2.0, 1.9, -3.0, -2.0, 1.8
-    state = start(new_state(1, 40), 0, jnp.asarray(np.isin(np.arange(40), [3, 4, 5, 6])))
+    state = start(
+        initial_sampler_state(1, 40), 0, jnp.asarray(np.isin(np.arange(40), [3, 4, 5, 6]))
+    )
     sampling = SamplingParams(repetition_penalty=penalty, temperature=temperature, seed=1)
     tokens, _, _ = run(
         jnp.asarray(logits),
@@ -492,7 +494,7 @@ def test_penalties_over_a_whole_output() -> None:
         SamplingParams(presence_penalty=0.9, frequency_penalty=0.35, logit_bias={4: 1.5, 5: -2.0}),
         SamplingParams(repetition_penalty=0.9, frequency_penalty=2.0, logit_bias={7: 3.0}),
     ]
-    state = new_state(5, vocab_size)
+    state = initial_sampler_state(5, vocab_size)
     slots = [3, 0, 4]
     state_slots = jnp.asarray([*slots, 5], jnp.int32)
     prompts = [rng.integers(0, vocab_size, 12).tolist() for _ in rows]
@@ -574,7 +576,7 @@ def test_two_programs_for_a_batch_size() -> None:
             run(
                 jnp.zeros((8, 999)),
                 params_of(rows, 999),
-                new_state(8, 999),
+                initial_sampler_state(8, 999),
                 jnp.arange(8, dtype=jnp.int32),
                 jnp.ones(8, jnp.int32),
                 with_logprobs=with_logprobs,
@@ -614,11 +616,17 @@ def test_only_allowed_tokens_are_drawn() -> None:
     allowed_BW = np.packbits(bits_BV, axis=1, bitorder="little").view(np.int32)
     common = (logits_BV, params_of(rows, 70))
     at = (np.arange(4, dtype=np.int32), np.full(4, 1, np.int32))
-    free, free_logprobs, _ = run(*common, new_state(4, 70), *at, with_logprobs=True)
+    free, free_logprobs, _ = run(*common, initial_sampler_state(4, 70), *at, with_logprobs=True)
     full, _, _ = run(
-        *common, new_state(4, 70), *at, np.full((4, 3), -1, np.int32), with_logprobs=True
+        *common,
+        initial_sampler_state(4, 70),
+        *at,
+        np.full((4, 3), -1, np.int32),
+        with_logprobs=True,
     )
-    tokens, logprobs, _ = run(*common, new_state(4, 70), *at, allowed_BW, with_logprobs=True)
+    tokens, logprobs, _ = run(
+        *common, initial_sampler_state(4, 70), *at, allowed_BW, with_logprobs=True
+    )
     assert full.tolist() == free.tolist()
     assert all(int(token) in row for token, row in zip(tokens, allowed, strict=True))
     assert (

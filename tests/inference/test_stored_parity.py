@@ -57,7 +57,9 @@ def logits_of(model: LoadedModel, tokens_BS: np.ndarray) -> np.ndarray:
     (output,) = runner.forward(
         [TokenBatch(tokens_BS.reshape(-1), np.arange(len(tokens_BS), dtype=np.int32), positions_BS)]
     )
-    return np.stack([np.asarray(runner.all_logits(output, row)) for row in range(len(tokens_BS))])
+    return np.stack(
+        [np.asarray(runner.logits_of_chunk(output, row)) for row in range(len(tokens_BS))]
+    )
 
 
 def expert_arrays(config: ModelConfig, kind: str) -> list[int]:

@@ -126,7 +126,7 @@ def test_rates_are_measured() -> None:
 
 def test_auto_takes_it_where_the_link_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a GPU, whose memory is not the host's."""
-    monkeypatch.setattr("jmoe.inference.loading.computes_on_host", lambda *_: True)
+    monkeypatch.setattr("jmoe.inference.loading.load_native_for_host_experts", lambda *_: True)
     with tiny_engine("mixtral", policy="resident") as resident:
         expected = resident.generate(PROMPTS[:2], **OPTIONS)
     with hybrid_engine(

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from jmoe.serving.model_sampling import ModelSampling
+from jmoe.serving.model_sampling import ModelSamplingDefaults
 from tests.http_servers import LIMIT_S, HttpProcess
 from tests.scripted_model import describe, harmony_tokenizer, save_scripted_model
 
@@ -150,8 +150,8 @@ def test_openais_defaults_by_an_option(folder: Path, tmp_path: Path) -> None:
         "sampling defaults: OpenAI's, temperature 1; --sampling-defaults model: temperature 0.6,"
         " top_k 1"
     )
-    assert ModelSampling.read(folder, "openai").defaults == {} and said in str(
-        ModelSampling.read(folder, "openai")
+    assert ModelSamplingDefaults.read(folder, "openai").defaults == {} and said in str(
+        ModelSamplingDefaults.read(folder, "openai")
     )
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
@@ -159,5 +159,5 @@ def test_openais_defaults_by_an_option(folder: Path, tmp_path: Path) -> None:
         ValueError,
         match=r"generation_config.json: top_p = 1.5: must be in \(0, 1\]; correct it, or",
     ):
-        ModelSampling.read(tmp_path, "model")
-    assert ModelSampling.read(tmp_path, "openai").defaults == {}
+        ModelSamplingDefaults.read(tmp_path, "model")
+    assert ModelSamplingDefaults.read(tmp_path, "openai").defaults == {}

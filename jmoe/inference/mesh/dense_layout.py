@@ -36,7 +36,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
-from jmoe.inference.runner import WHOLE, Arrays, WholeLayers
+from jmoe.inference.runner import UNSHARDED, Arrays, DenseLayerRunner
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
@@ -60,7 +60,7 @@ class MeshBatch(NamedTuple):
 
 
 def all_gather_local(x: jax.Array) -> jax.Array:
-    """Return [N P, ...] from [P, ...] on every device.
+    """Return all devices' [P, ...] arrays as one array [N P, ...], on every device.
 
     Sends bits, as XLA:CPU would send bfloat16 as float32.
     """
@@ -114,11 +114,11 @@ class RowLayout:
         """
         return arrays
 
-    def dense_runner(self, num_tokens: int) -> WholeLayers:
+    def dense_runner(self, num_tokens: int) -> DenseLayerRunner:
         """Return the object that runs dense layers on this device in a step of `num_tokens` tokens;
         use it inside `shard_map`.
         """
-        return WHOLE
+        return UNSHARDED
 
     def hidden_shape(self, batch: MeshBatch, hidden_size: int) -> tuple[int, ...]:
         """Return the global shape of hidden states, whose first dimension is split over the
@@ -173,7 +173,7 @@ class RowLayout:
         return tuple(sorted({*sizes, self.rows_per_device}))
 
     def _padded_batch(self, group: ChunkGroup, rows_per_device: int) -> MeshBatch:
-        """Return a group's batch with this number of rows on each device."""
+        """Return a group's chunks as a batch with `rows_per_device` rows on each device."""
         place_Q = np.zeros(group.num_rows, np.int32)
         free_N = np.arange(self.mesh.size) * rows_per_device
         for q, chunk in enumerate(group.chunks):
@@ -210,8 +210,8 @@ class HeadLayout(RowLayout):
     def device_weights(self, arrays: Arrays) -> Arrays:
         return tuple(w[0] for w in arrays)
 
-    def dense_runner(self, num_tokens: int) -> WholeLayers:
-        return SplitLayers(num_tokens, self.mesh.size, self.length)
+    def dense_runner(self, num_tokens: int) -> DenseLayerRunner:
+        return ShardedDenseLayerRunner(num_tokens, self.mesh.size, self.length)
 
     def hidden_shape(self, batch: MeshBatch, hidden_size: int) -> tuple[int, ...]:
         return -(-batch.tokens_MC.size // self.mesh.size) * self.mesh.size, hidden_size
@@ -234,7 +234,7 @@ class HeadLayout(RowLayout):
 
 
 @dataclass(frozen=True)
-class SplitLayers(WholeLayers):
+class ShardedDenseLayerRunner(DenseLayerRunner):
     """Runs this device's shards of the dense layers on all T tokens of a step.
 
     Inputs and outputs are this device's t tokens.

@@ -85,7 +85,7 @@ class ExpertPlacer:
     A placement changes only if it saves more time on the busiest device than its copies take. No
     plan is made if even a perfect balance would save less than one copy, as in most steps of few
     tokens. What an estimate promises to save is scaled by the fraction of earlier promises that
-    were kept (`_kept_promise_fraction`).
+    were kept (`_realized_savings_fraction`).
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class ExpertPlacer:
         self.estimate_s += seconds
         self._planning_s += seconds
         held = self._experts.placements[layer]
-        planned = self._plan_and_apply(
-            layer, self._estimated_E, steps=1, trust=self._kept_promise_fraction(layer)
+        planned = self._plan_and_apply_if_worthwhile(
+            layer, self._estimated_E, steps=1, trust=self._realized_savings_fraction(layer)
         )
         self._thought_of = None if planned is None else (held, planned)
 
@@ -185,11 +185,11 @@ class ExpertPlacer:
         if not counts_E.any():
             return
         if self._thought_of is not None:
-            self._record_promised_and_kept_tokens(layer, counts_E, *self._thought_of)
+            self._record_planned_and_actual_savings(layer, counts_E, *self._thought_of)
         if self._mesh.placement == "lina" and not self._estimate_was_right(layer, counts_E):
             self._replans += self._estimated_E is not None
             begun, planning_s = time.perf_counter(), self._planning_s
-            self._plan_and_apply(layer, counts_E, steps=1)
+            self._plan_and_apply_if_worthwhile(layer, counts_E, steps=1)
             self._waited_s += time.perf_counter() - begun - (self._planning_s - planning_s)
         loads_N = _device_loads(self._experts.placements[layer], counts_E)
         self._loads_N += loads_N
@@ -216,7 +216,9 @@ class ExpertPlacer:
             popularity_E = np.sum([counts_LE[layer] for counts_LE in self._window], axis=0) / len(
                 self._window
             )
-            self._plan_and_apply(layer, popularity_E, steps=self._mesh.rebalance_every)
+            self._plan_and_apply_if_worthwhile(
+                layer, popularity_E, steps=self._mesh.rebalance_every
+            )
 
     def _estimate_was_right(self, layer: int, counts_E: np.ndarray) -> bool:
         """Return whether the estimate predicted the most popular experts and the busiest device's
@@ -225,27 +227,25 @@ class ExpertPlacer:
         The load may exceed the prediction by as much as one copy of an expert takes.
         """
         estimated_E = self._estimated_E
-        if estimated_E is None or _most_popular(estimated_E, self._top) != _most_popular(
-            counts_E, self._top
-        ):
+        if estimated_E is None or _most_popular_experts(
+            estimated_E, self._top
+        ) != _most_popular_experts(counts_E, self._top):
             return False
         held = self._experts.placements[layer]
         foreseen = _device_loads(held, estimated_E).max() / estimated_E.sum() * counts_E.sum()
         more = _device_loads(held, counts_E).max() - foreseen * (1 + ROUNDING)
         return bool(more * self.costs.row_s <= self.costs.copy_s)
 
-    def _kept_promise_fraction(self, layer: int) -> float:
-        """Return the fraction of a layer's estimated savings that recent steps really saved; 1 at
-        first.
-        """
+    def _realized_savings_fraction(self, layer: int) -> float:
+        """Return the fraction of a layer's estimated savings that recent steps saved; first 1."""
         promised = self._promised_L[layer]
         return float(self._kept_L[layer] / promised) if promised > 0 else 1.0
 
-    def _record_promised_and_kept_tokens(
+    def _record_planned_and_actual_savings(
         self, layer: int, counts_E: np.ndarray, held: Placement, planned: Placement
     ) -> None:
-        """Record what phase one's plan, applied or not, promised to save in this step and what it
-        saves by the gate's counts.
+        """Record the tokens that phase one's plan, applied or not, takes off the busiest device: as
+        estimated, and by the gate's counts.
         """
         assert self._estimated_E is not None
         for sums_L, popularity_E in (
@@ -257,7 +257,7 @@ class ExpertPlacer:
             )
             sums_L[layer] = RECENT * sums_L[layer] + saved
 
-    def _plan_and_apply(
+    def _plan_and_apply_if_worthwhile(
         self, layer: int, popularity_E: np.ndarray, *, steps: int, trust: float = 1.0
     ) -> Placement | None:
         """Plan a layer's placement, and apply it if `steps` steps save more time than its copies
@@ -315,6 +315,6 @@ def _device_loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
     return loads_N
 
 
-def _most_popular(popularity_E: np.ndarray, top: int) -> set[int]:
-    first = np.argsort(-popularity_E, kind="stable")[:top]
+def _most_popular_experts(popularity_E: np.ndarray, most: int) -> set[int]:
+    first = np.argsort(-popularity_E, kind="stable")[:most]
     return set(first[popularity_E[first] > 0].tolist())

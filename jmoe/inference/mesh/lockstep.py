@@ -25,7 +25,7 @@ from jmoe.cluster.channel import Channel
 from jmoe.cluster.clocks import RunningClock
 from jmoe.cluster.rendezvous import ranks_text
 from jmoe.config import DistributedConfig
-from jmoe.status import first_line
+from jmoe.status import first_error_line
 
 BEATS = 10  # heartbeats within the silence after which a process counts as lost
 BEAT_S = 1.0  # longest interval between heartbeats
@@ -44,8 +44,8 @@ class LockstepError(RuntimeError):
     """Another process of the engine is lost or does not progress, so this process cannot go on."""
 
 
-def end_process(line: str) -> None:
-    """Print a line to stderr and exit at once, whatever other threads wait for."""
+def print_and_exit(line: str) -> None:
+    """Print a line to stderr and exit at once with status 70, whatever other threads wait for."""
     sys.stdout.flush()
     os.write(2, f"jmoe: {line}\n".encode())
     os._exit(distributed.EXIT_CODE)
@@ -100,7 +100,7 @@ class Leader:
         step_timeout_s: seconds that a step may take.
         """
         self._channels, self._step_timeout_s = dict(channels), step_timeout_s
-        self.on_lost: Callable[[str], object] = end_process
+        self.on_lost: Callable[[str], object] = print_and_exit
         self.on_stop: Callable[[], object] = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
         self.lost: str | None = None
         self._is_lost, self._closing, self._reporting = (
@@ -160,7 +160,7 @@ class Leader:
         """
         self._closing.set()
         message = ("end",) if error is None else ("lost", f"rank 0 failed: {_error_text(error)}")
-        self._send_all(message)
+        self._send_to_followers(message)
         for thread in self._listeners:
             thread.join()  # ends at the latest when the channel's receive times out
 
@@ -182,12 +182,12 @@ class Leader:
         except TimeoutError:
             self._report_loss(f"rank {rank} was lost: {SILENT}")
         except OSError as error:
-            self._report_loss(f"rank {rank} was lost: {first_line(error)}")
+            self._report_loss(f"rank {rank} was lost: {first_error_line(error)}")
 
     def _send_heartbeats(self, every_s: float) -> None:
-        """Send heartbeats, and check the time of the running step."""
+        """Send heartbeats; report a loss if the running step exceeds `step_timeout_s`."""
         while not self._closing.wait(every_s):
-            self._send_all(("beat", self._num_calls))
+            self._send_to_followers(("beat", self._num_calls))
             since_s, now_s = self._step_since_s, self._clock.skip_suspension()
             if since_s is not None and now_s > since_s + self._step_timeout_s:
                 behind = [rank for rank, calls in self._calls_of.items() if calls < self._num_calls]
@@ -206,12 +206,14 @@ class Leader:
                 return
             self.lost = reason
             self._is_lost.set()
-        self._send_all(("lost", reason), but=failed)
+        self._send_to_followers(("lost", reason), excluded_rank=failed)
         self.on_lost(reason)
 
-    def _send_all(self, message: tuple[object, ...], but: int | None = None) -> None:
+    def _send_to_followers(
+        self, message: tuple[object, ...], excluded_rank: int | None = None
+    ) -> None:
         for rank, channel in self._channels.items():
-            if rank != but:
+            if rank != excluded_rank:
                 with contextlib.suppress(OSError):  # the rank's listener reports the loss
                     channel.send(*message)
 
@@ -264,7 +266,7 @@ class Follower:
             self._num_calls += 1
 
     def _handle_messages(self) -> None:
-        """Handle the leader's messages; exit the process if the leader is lost."""
+        """Queue the leader's calls until it ends; exit the process if the leader is lost."""
         try:
             while (message := self._channel.receive()) is not None:
                 kind, *rest = message
@@ -274,16 +276,16 @@ class Follower:
                     self._waiting.put(None)
                     return
                 elif kind == "lost":
-                    self._end_process(f"ends with rank 0: {rest[0]}")
-            self._end_process("ends: rank 0 was lost: its process has ended")
+                    self._print_and_exit_unless_over(f"ends with rank 0: {rest[0]}")
+            self._print_and_exit_unless_over("ends: rank 0 was lost: its process has ended")
         except TimeoutError:
-            self._end_process(f"ends: rank 0 was lost: {SILENT}")
+            self._print_and_exit_unless_over(f"ends: rank 0 was lost: {SILENT}")
         except OSError as error:
-            self._end_process(f"ends: rank 0 was lost: {first_line(error)}")
+            self._print_and_exit_unless_over(f"ends: rank 0 was lost: {first_error_line(error)}")
 
-    def _end_process(self, line: str) -> None:
+    def _print_and_exit_unless_over(self, line: str) -> None:
         if not self._over.is_set():
-            end_process(line)
+            print_and_exit(line)
 
     def _send_heartbeats(self, every_s: float) -> None:
         """Send heartbeats with the number of calls made, and report a signal once."""
@@ -297,7 +299,7 @@ class Follower:
 
 
 def _error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
+    return f"{type(error).__name__}: {first_error_line(error)}"
 
 
 def _heartbeat_interval_s(silence_s: float) -> float:

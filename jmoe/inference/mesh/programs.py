@@ -43,7 +43,7 @@ FEW_FACTOR = 4  # an expert rarely gets more than this many times the mean numbe
 FEW_MULTIPLE = 8  # rows of a matrix product are rounded up to this
 
 
-class Gate(NamedTuple):
+class GateOutput(NamedTuple):
     """The output of attention and router in a layer with experts.
 
     all_idx_TK: the choices of all devices' tokens, on every device.
@@ -112,11 +112,11 @@ def attend_on_mesh(
     rows_M: jax.Array,
     positions_MC: jax.Array,
     window: jax.Array | None,
-) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
+) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
     """Run a block without its experts on each device's part of the cache; return (hidden states,
     cache, y), as `attend_local` does.
 
-    The third result is the dense MLP's output, or a `Gate`.
+    The third result is the dense MLP's output, or a `GateOutput`.
     """
     routed = structure.merge(arrays).kind == "moe"
 
@@ -127,7 +127,7 @@ def attend_on_mesh(
         hidden: Hidden,
         rows: jax.Array,
         at: jax.Array,
-    ) -> tuple[jax.Array, KVCache, jax.Array | Gate]:
+    ) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
         layers = layout.dense_runner(at.size)
         x_PCD, cache, y = attend_local(
             structure,
@@ -139,13 +139,13 @@ def attend_on_mesh(
         )
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
-        return x_PCD, cache, Gate(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))
+        return x_PCD, cache, GateOutput(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))
 
-    gate_spec: PyTree = Gate(BATCH, REPLICATED)  # type: ignore[arg-type]
+    gate_spec: PyTree = GateOutput(BATCH, REPLICATED)  # type: ignore[arg-type]
     out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
     in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
     sharded = _shard_map(layout.mesh, attend_local_heads, in_specs, out_specs)
-    attended: tuple[jax.Array, KVCache, jax.Array | Gate] = sharded(
+    attended: tuple[jax.Array, KVCache, jax.Array | GateOutput] = sharded(
         arrays, window, cache, hidden, rows_M, positions_MC
     )
     return attended

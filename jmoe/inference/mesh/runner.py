@@ -41,7 +41,7 @@ from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
 from jmoe.inference.mesh.programs import (
     ExchangeShape,
-    Gate,
+    GateOutput,
     attend_on_mesh,
     copy_row_on_mesh,
     embed_on_mesh,
@@ -74,7 +74,7 @@ class MeshHidden(NamedTuple):
     """Hidden states after the last layer, of each row's last token, on every device.
 
     place_Q: each chunk's index among the M rows.
-    number: the batch's index in the step.
+    batch_number: the batch's index in the step.
     """
 
     last_MD: jax.Array
@@ -177,13 +177,13 @@ class MeshRunner:
         self._held = None
         for i, layer in enumerate(self._layers):
             ys: list[jax.Array] = []
-            gates: list[Gate] = []
+            gates: list[GateOutput] = []
             for n, (_, rows_M, positions_MC) in enumerate(groups):
                 x, self.caches[i], y = attend_on_mesh(
                     layout, *layer, self.caches[i], xs[n], rows_M, positions_MC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x)
-                if isinstance(y, Gate):
+                if isinstance(y, GateOutput):
                     gates.append(y)
                 else:
                     ys.append(y)
@@ -225,7 +225,7 @@ class MeshRunner:
         return gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
 
     @call_on_all_ranks
-    def sharded_logits(self, batch_number: int, place_Q: np.ndarray) -> jax.Array:
+    def gather_logits(self, batch_number: int, place_Q: np.ndarray) -> jax.Array:
         """Return the logits after the last token of rows `place_Q`, float32 [Q, V], on every
         device.
 
@@ -237,7 +237,7 @@ class MeshRunner:
         )
 
     @call_on_all_ranks
-    def sharded_row_logits(self, batch_number: int, place: int) -> jax.Array:
+    def gather_row_logits(self, batch_number: int, place: int) -> jax.Array:
         """Return the logits after every token of one row, float32 [C, V], on every device."""
         final = self._final[batch_number]
         x_CD = gather_row_on_mesh(self.layout, final.width, final.x, np.int32(place))
@@ -252,17 +252,17 @@ class MeshRunner:
         at_Q is ignored: `hidden` has the last tokens alone.
         """
         if self.layout.splits_head:
-            return self.sharded_logits(hidden.batch_number, hidden.place_Q).addressable_data(0)
+            return self.gather_logits(hidden.batch_number, hidden.place_Q).addressable_data(0)
         x_QCD = select_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
         return logits_at_tokens(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
-    def all_logits(self, hidden: MeshHidden, row: int) -> jax.Array:
+    def logits_of_chunk(self, hidden: MeshHidden, row: int) -> jax.Array:
         """Return the logits after every token of chunk `row` of a batch, padding included, float32
         [C, V].
         """
         place = int(hidden.place_Q[row])
         if self.layout.splits_head:
-            return self.sharded_row_logits(hidden.batch_number, place).addressable_data(0)
+            return self.gather_row_logits(hidden.batch_number, place).addressable_data(0)
         x_CD = self.gather_row(hidden.batch_number, place).addressable_data(0)
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
@@ -282,8 +282,8 @@ class MeshRunner:
         """
         return list(self.recent_choices[-1]) if self.recent_choices else []
 
-    def measure_costs(self) -> SwapCosts:
-        """Return the measured seconds per row of an expert, and per copy of an expert.
+    def measure_swap_costs(self) -> SwapCosts:
+        """Return the measured seconds of an expert per row, and of a copy of an expert's weights.
 
         Measured on this process's first device.
         """
@@ -296,7 +296,9 @@ class MeshRunner:
             (num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0]
         )
         run = partial(run_experts_for_timing, self.config.hidden_act, x_ND, weights)
-        return SwapCosts(_shortest_s(run) / num_rows, _shortest_s(self.residency.recopy_one_expert))
+        return SwapCosts(
+            _shortest_run_s(run) / num_rows, _shortest_run_s(self.residency.recopy_one_expert)
+        )
 
     @call_on_all_ranks
     def enable_swaps(self, row_s: float, copy_s: float) -> None:
@@ -307,7 +309,7 @@ class MeshRunner:
         self.placer.costs = SwapCosts(row_s, copy_s)
 
     def _run_experts(
-        self, moe_layer: int, gates: list[Gate], path: list[np.ndarray]
+        self, moe_layer: int, gates: list[GateOutput], path: list[np.ndarray]
     ) -> list[jax.Array]:
         """Return the output of a layer's experts for every batch.
 
@@ -372,7 +374,7 @@ def _buffer_row_counts(placement: Placement, idx_TK: np.ndarray, ragged: bool) -
 def make_mesh_runner(
     checkpoint: LazyCheckpoint, options: EngineConfig, experts: MeshExperts, table: PathTable | None
 ) -> MeshRunner:
-    """Load everything but the experts onto the devices, allocate KV caches, and return a runner."""
+    """Load all weights but the experts', and return a runner with zeroed KV caches."""
     assert options.max_seq_len is not None, "the model's positions say it"
     config, mesh = checkpoint.config, experts.mesh
     shapes = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
@@ -447,7 +449,7 @@ def _load_sharded(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     return placed
 
 
-def _shortest_s(run: Callable[[], object]) -> float:
+def _shortest_run_s(run: Callable[[], object]) -> float:
     """Return the shortest time of a few calls in seconds, after one call that compiles."""
     times = []
     for _ in range(1 + TIMED_RUNS):

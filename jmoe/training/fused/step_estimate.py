@@ -18,7 +18,7 @@ from jmoe.planning.gpu_estimate import ExpertKernelFacts, GpuEstimate, estimate_
 from jmoe.planning.gpu_links import GPUS_PER_NODE
 from jmoe.planning.hlo import parse_hlo
 from jmoe.run import ahead_of_time
-from jmoe.runtime import device_memory_share
+from jmoe.runtime import gpu_memory_fraction
 from jmoe.training.fused.step import FusedTrainer
 
 MOST_COSTLY = 5  # kernels that a report lists
@@ -72,7 +72,7 @@ class StepEstimate:
 
     def __str__(self) -> str:
         gpu, memory, kind = self.gpu, self.memory, self.config.estimate
-        share = device_memory_share()
+        share = gpu_memory_fraction()
         free_bytes = share * ACCELERATORS[kind].device_bytes
         fits = "it fits" if memory.num_bytes <= free_bytes else "it does not fit"
         state, temporary, whole = (

@@ -9,7 +9,7 @@ import numpy as np
 
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner
-from jmoe.inference.path_table import LayerEstimate
+from jmoe.inference.path_table import PopularityEstimate
 from jmoe.inference.sequence import Completion
 from jmoe.planning.placement import EMPTY, placement_from_slots
 
@@ -106,7 +106,7 @@ def estimate_wrongly(runner: MeshRunner) -> None:
     experts = runner.residency.index.num_experts
     rising_E = np.arange(1.0, experts + 1) ** 4
     runner.placer._table = _Table([rising_E, rising_E[::-1]])  # type: ignore[assignment]
-    runner.placer._kept_promise_fraction = lambda layer: 1.0  # type: ignore[method-assign]
+    runner.placer._realized_savings_fraction = lambda layer: 1.0  # type: ignore[method-assign]
 
 
 def note_popularity(runner: MeshRunner, noted: list[np.ndarray]) -> None:
@@ -134,9 +134,9 @@ class _Table:
     def __init__(self, popularities: Sequence[np.ndarray]) -> None:
         self._calls, self._popularities = 0, popularities
 
-    def estimate_popularity(self, path: list[np.ndarray]) -> LayerEstimate:
+    def estimate_popularity(self, path: list[np.ndarray]) -> PopularityEstimate:
         self._calls += 1
-        return LayerEstimate(self._popularities[self._calls % len(self._popularities)], 0.0)
+        return PopularityEstimate(self._popularities[self._calls % len(self._popularities)], 0.0)
 
 
 PREPARE: dict[str, Callable[[MeshRunner], None]] = {

@@ -7,7 +7,7 @@ import pytest
 
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
-from jmoe.inference.path_table import LayerEstimate
+from jmoe.inference.path_table import PopularityEstimate
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.planning.placement import Placement, PlacementChanges, place_experts, placement_changes
 
@@ -41,9 +41,9 @@ class Table:
     def __init__(self, popularity_E: np.ndarray) -> None:
         self.popularity_E = popularity_E
 
-    def estimate_popularity(self, path: list[np.ndarray]) -> LayerEstimate:
+    def estimate_popularity(self, path: list[np.ndarray]) -> PopularityEstimate:
         assert len(path) == 1
-        return LayerEstimate(self.popularity_E, 0.0)
+        return PopularityEstimate(self.popularity_E, 0.0)
 
 
 def placer_of(

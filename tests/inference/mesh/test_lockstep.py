@@ -29,7 +29,7 @@ Lead = Callable[..., tuple[Leader, "Lost"]]
 
 
 class Lost(list[str]):
-    """Lines with which `on_lost` or `end_process` was called."""
+    """Lines with which `on_lost` or `print_and_exit` was called."""
 
     def wait(self) -> str:
         wait_for(lambda: bool(self), "nobody was lost")
@@ -61,7 +61,7 @@ def leader(channels: Pair) -> Iterator[Lead]:
     def lead(channels: dict[int, Channel], **options: float) -> tuple[Leader, Lost]:
         lost = Lost()
         # its threads may lose one before it is returned
-        with mock.patch.object(lockstep, "end_process", lost.append):
+        with mock.patch.object(lockstep, "print_and_exit", lost.append):
             made.append(
                 Leader(channels, **{"silence_s": LONG_S, "step_timeout_s": LONG_S, **options})
             )
@@ -231,11 +231,11 @@ def test_a_follower_without_leader_ends(
     there, here = channels(silence_s)
     lost, ended = Lost(), threading.Event()
 
-    def end_process(reason: str) -> None:
+    def print_and_exit(reason: str) -> None:
         lost.append(reason)
         ended.set()
 
-    monkeypatch.setattr(lockstep, "end_process", end_process)
+    monkeypatch.setattr(lockstep, "print_and_exit", print_and_exit)
 
     def collective() -> None:
         end(here)
