@@ -158,7 +158,7 @@ def log_step(run: Session, progress: ProgressBar, step: int, record: JsonObject)
     if run.exporter is not None:
         run.exporter.note_step(step, record)
     progress.set_devices_and_tokens(
-        run.mesh.size, config.tokens_until(step + 1) - config.tokens_until(step)
+        run.mesh.size, config.tokens_before_step(step + 1) - config.tokens_before_step(step)
     )
     progress.show_step(
         step,

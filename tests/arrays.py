@@ -110,7 +110,7 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
                 stacked(experts, experts.iterate_weights(), ""),
                 *(stacked(experts, experts.iterate_moments(), f"{part}.") for part in "mv"),
             )
-        layers = [layer.stack for layer in trainer.config.model.expert_layers]
+        layers = [layer.stack_name for layer in trainer.config.model.expert_layers]
         for stack in sorted(set(layers)):
             own = [[w[np.array(layers) == stack] for w in part.values()] for part in arrays]
             stacks = [

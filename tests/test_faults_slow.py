@@ -202,7 +202,7 @@ def train_records(store: VersionStore, saved: Any, last: int) -> dict[str, Any]:
                     record["m"][:] = record["m"] * np.float32(0.9) + np.float32(step + 1)
                     record["w"][:] = record["w"] * np.float32(0.99) - record["m"]
                     total = np.float32(total * np.float32(0.5) + record["w"][0])
-                    record.put()
+                    record.close_as_changed()
             tiers.count_step(range(NUM_RECORDS))
             if step % 2:
                 tiers.flush()

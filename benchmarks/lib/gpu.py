@@ -37,7 +37,7 @@ from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
 from benchmarks.lib.published import LAYERS, published, tiny
 from benchmarks.lib.report import JsonObject
-from jmoe.run.metrics import peak_flops
+from jmoe.run.metrics import peak_flops_per_s
 
 BUDGET_S = 9 * 60
 
@@ -124,7 +124,7 @@ def limits(result: JsonObject, floors: JsonObject) -> JsonObject:
     near: JsonObject = {}
     reached = floors.get("floors", {}) if floors.get("device") == result.get("device") else {}
     if flops_per_s := result.get("model_flops_per_s"):
-        peak = peak_flops(str(result.get("device")))
+        peak = peak_flops_per_s(str(result.get("device")))
         near["mfu"] = None if peak is None else round(flops_per_s / peak, 4)
         near["of_dense_product"] = (
             round(flops_per_s / reached["flops_per_s"], 4) if reached else None

@@ -191,7 +191,7 @@ def flush_and_free(it: VersionStore, records: RecordCheckpoints, folder: Path) -
         for index in range(64):
             with tiers.get(index, writable=True) as record:
                 record["w"][0] += 1
-                record.put()
+                record.close_as_changed()
         start_s = time.perf_counter()
         tiers.flush()
         flush_s = time.perf_counter() - start_s

@@ -49,9 +49,9 @@ class Channel:
         header = self._read_exactly(_HEADER.size)
         if header is None:
             return None
-        text_bytes, arrays_bytes = _HEADER.unpack(header)
-        data = self._read_exactly(text_bytes + arrays_bytes)
-        return None if data is None else decode(data, text_bytes)
+        json_num_bytes, arrays_bytes = _HEADER.unpack(header)
+        data = self._read_exactly(json_num_bytes + arrays_bytes)
+        return None if data is None else decode(data, json_num_bytes)
 
     def close(self) -> None:
         """Close the connection; `receive` returns None at the other end."""
@@ -102,11 +102,11 @@ def encode(message: Json) -> bytes:
     return _HEADER.pack(len(text), len(data)) + text + data
 
 
-def decode(data: bytes | bytearray, text_bytes: int) -> list[Json]:
-    """Return the message that `encode` wrote. data: bytes without the header; text_bytes: length of
-    the JSON.
+def decode(data: bytes | bytearray, json_num_bytes: int) -> list[Json]:
+    """Return the message that `encode` wrote. data: bytes without the header; json_num_bytes:
+    length of the JSON.
     """
-    at = text_bytes
+    at = json_num_bytes
 
     def restore_array(value: JsonObject) -> Json:
         nonlocal at
@@ -116,5 +116,5 @@ def decode(data: bytes | bytearray, text_bytes: int) -> list[Json]:
         begin, at = at, at + math.prod(shape) * dtype.itemsize
         return np.frombuffer(data[begin:at], dtype).reshape(shape)
 
-    message: list[Json] = json.loads(data[:text_bytes], object_hook=restore_array)
+    message: list[Json] = json.loads(data[:json_num_bytes], object_hook=restore_array)
     return message

@@ -367,6 +367,9 @@ class Watchdog:
             )
 
     def _has_progressed(self, wait: _Wait) -> bool:
+        """Return True if any rank's progress has changed since the last call, for a wait with
+        progress.
+        """
         if wait.progress is None:
             return False
         reports = _result_within_timeout(self._read_reports) or {}
@@ -378,6 +381,7 @@ class Watchdog:
         return changed
 
     def _end_overdue_wait(self, wait: _Wait) -> None:
+        """Print and publish which wait is overdue and which ranks are behind; end this process."""
         waited_s = self._clock.now() - wait.since
         words = f"rank {self._rank} has waited {waited_s:.0f} s for {wait.describe()}"
         words += " without progress" if wait.progress is not None else ""
@@ -393,6 +397,7 @@ class Watchdog:
         self._exit_process()
 
     def _exit_process(self, *, stacks: bool = True) -> None:
+        """End this process at once, by default after printing the stacks of its threads."""
         self._ending.acquire()  # only the first thread prints and exits
         if stacks:
             faulthandler.dump_traceback(file=2)
@@ -404,6 +409,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def _describe_ranks_behind(self, reports: dict[int, JsonObject]) -> str:
+        """Return text that names the ranks behind this one, or says that there are none."""
         lines = []
         for rank in range(self._processes):
             report = reports.get(rank)
@@ -529,6 +535,7 @@ class Watchdog:
                 self._publish_notice(words, ends=False, rank=rank)
 
     def _describe_position(self) -> str:
+        """Return what this rank waits for and for how long, or the last wait that ended."""
         wait = self._wait
         if wait is None:
             return f"the end of {self._last}"

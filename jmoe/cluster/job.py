@@ -169,47 +169,46 @@ def num_node_gpus_and_variable(environment: Mapping[str, str]) -> tuple[int, str
     return None
 
 
-def local_device_ids(environment: Mapping[str, str], visible: int) -> list[int] | None:
-    """Return the indices of the `visible` GPUs that this process uses; None leaves the choice to
-    JAX.
+def local_device_ids(environment: Mapping[str, str], num_visible: int) -> list[int] | None:
+    """Return the indices, among the `num_visible` GPUs that this process sees, of those it uses.
 
-    A process that sees fewer GPUs than the job has on the node was bound to its own GPUs and uses
-    all of them. Processes that see the same GPUs use equal shares. Raises `ValueError` if equal
+    None leaves the choice to JAX. A process that sees fewer GPUs than the job has on the node was
+    bound to its own GPUs and uses all of them. Processes that see the same GPUs use equal shares.
+    Raises `ValueError` if equal
     shares are impossible, or if it is unclear which GPUs are shared.
     """
     task, job = place_on_node(environment), num_node_gpus_and_variable(environment)
     if environment.get(LOCAL_IDS):
         return None
-    if not visible:  # CPU only, or GPUs of another vendor
+    if not num_visible:  # CPU only, or GPUs of another vendor
         return [task.number] if task.processes > 1 else None
-    together = (
-        f"{task.processes} processes on this node see {visible} GPU{'s' * (visible > 1)} each"
-    )
-    if job is not None and visible > job[0]:
+    gpus = f"{num_visible} GPU{'s' * (num_visible > 1)}"
+    together = f"{task.processes} processes on this node see {gpus} each"
+    if job is not None and num_visible > job[0]:
         raise ValueError(
-            f"{job[1]} = {job[0]}: this process sees {visible} GPUs, some of which are not the"
+            f"{job[1]} = {job[0]}: this process sees {num_visible} GPUs, some of which are not the"
             " job's; leave CUDA_VISIBLE_DEVICES as SLURM sets it"
         )
-    bound = visible < (task.processes if job is None else job[0])
+    bound = num_visible < (task.processes if job is None else job[0])
     if bound:
-        if job is not None and visible * task.processes > job[0]:
+        if job is not None and num_visible * task.processes > job[0]:
             raise ValueError(
                 f"{job[1]} = {job[0]}: {together}, and so share some; give each its own (srun"
                 " --gpus-per-task N), or let all see all (srun --gpu-bind none)"
             )
-        return list(range(visible))
+        return list(range(num_visible))
     if job is None and task.processes > 1 and "CUDA_VISIBLE_DEVICES" in environment:
         raise ValueError(
             f"CUDA_VISIBLE_DEVICES = {environment['CUDA_VISIBLE_DEVICES']}: {together}, each its"
             f" own ones or all the same; set {LOCAL_IDS} to the numbers, from 0 on, of those that"
             " are its own"
         )
-    if visible % task.processes:
+    if num_visible % task.processes:
         raise ValueError(
             f"{together}, which cannot be dealt out evenly; start one process a node, or as many as"
-            f" divide {visible}"
+            f" divide {num_visible}"
         )
-    share = visible // task.processes
+    share = num_visible // task.processes
     return list(range(task.number * share, (task.number + 1) * share))
 
 

@@ -90,6 +90,7 @@ def exchange_bytes(
 
 
 def _permute_chunk(chunk_1C: NDArray[np.uint8], pairs: Pairs) -> NDArray[np.uint8]:
+    """Send this process's chunk along `pairs`; return [1, C], the chunk received, or zeros."""
     sharding, send = _sharding_and_permute(pairs)
     own = next(d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index())
     shape = (jax.process_count(), chunk_1C.shape[1])

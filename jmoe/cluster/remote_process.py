@@ -220,8 +220,9 @@ def run_ordered_command(order: LaunchOrder, signals_fd: int) -> int:
 
 
 def describe_oom_kill(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
-    """Return what the kernel's counts of processes killed for lack of memory (`count_oom_kills`)
-    say of a process that SIGKILL ended between them.
+    """Return a clause that says whether the kernel killed a process for lack of memory.
+
+    before, after: results of `count_oom_kills` at the start of the process and after its end.
     """
     rises = {path: count - before.get(path, count) for path, count in after.items()}
     for path, rise in rises.items():

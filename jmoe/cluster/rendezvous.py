@@ -98,6 +98,7 @@ def _accept_ranks(
 
 
 def _send_verdict(caller: socket.socket, verdict: str) -> None:
+    """Send `go` or a reason to stop; do nothing if the connection is broken."""
     with contextlib.suppress(OSError):
         caller.sendall(f"{verdict}\n".encode())
 

@@ -107,7 +107,7 @@ def _num_words(entry: ShardInBuffer, carrier: np.dtype) -> int:
     return entry.num_elements * (jnp.dtype(entry.dtype).itemsize // carrier.itemsize)
 
 
-def flatten(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> jax.Array:
+def flatten_shards(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> jax.Array:
     """Return a device's row [C]: its shards end to end, each cast to the dtype of its use."""
     carrier = _buffer_dtype(entries)
     rows = [
@@ -117,7 +117,7 @@ def flatten(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> ja
     return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
 
 
-def unflatten(
+def unflatten_parameters(
     buffer_RC: jax.Array, entries: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> list[jax.Array]:
     """Return the unsharded parameters from the rows of all devices, buffer_RC."""
@@ -154,7 +154,9 @@ def flatten_gradients(
     return jnp.concatenate(rows, axis=1)
 
 
-def unflatten_gradients(row_G: jax.Array, entries: Sequence[ShardInBuffer]) -> list[jax.Array]:
+def unflatten_gradient_shards(
+    row_G: jax.Array, entries: Sequence[ShardInBuffer]
+) -> list[jax.Array]:
     """Return a device's shards of the gradients from its row [G]."""
     shards, start = [], 0
     for entry in entries:
@@ -200,8 +202,8 @@ def all_reduce_local(tree: PyTree, hierarchy: Hierarchy) -> PyTree:
     if not leaves:
         return tree
     entries = [ShardInBuffer(leaf.shape, 0, jnp.float32) for leaf in leaves]
-    total = all_reduce_buffer_local(flatten(leaves, entries), hierarchy)
-    return jax.tree.unflatten(structure, unflatten_gradients(total, entries))
+    total = all_reduce_buffer_local(flatten_shards(leaves, entries), hierarchy)
+    return jax.tree.unflatten(structure, unflatten_gradient_shards(total, entries))
 
 
 def all_reduce_buffer_local(row_G: jax.Array, hierarchy: Hierarchy) -> jax.Array:
@@ -228,8 +230,8 @@ def gather_parameters_fused_local(
     """Return the unsharded parameters, all-gathered as one buffer; their gradients are
     reduce-scattered as one buffer.
     """
-    return unflatten(
-        all_gather_buffer_local(flatten(shards, entries), hierarchy), entries, hierarchy
+    return unflatten_parameters(
+        all_gather_buffer_local(flatten_shards(shards, entries), hierarchy), entries, hierarchy
     )
 
 
@@ -243,7 +245,7 @@ def _gather_fused_bwd(
     entries: _Entries, hierarchy: Hierarchy, _: None, grads: list[jax.Array]
 ) -> tuple[list[jax.Array]]:
     row_G = reduce_scatter_buffer_local(flatten_gradients(grads, entries, hierarchy), hierarchy)
-    return (unflatten_gradients(row_G, entries),)
+    return (unflatten_gradient_shards(row_G, entries),)
 
 
 gather_parameters_fused_local.defvjp(_gather_fused_fwd, _gather_fused_bwd)

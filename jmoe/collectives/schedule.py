@@ -218,11 +218,12 @@ class _Program:
                 read.update(name for name in equation.inputs if not isinstance(name, Literal))
         return used[::-1]
 
-    def work_places(self) -> dict[int, list[int]]:
-        """Return {position in the list of equations, before which work may run: the equations whose
-        matrix products overlap with that work}.
+    def products_by_work_place(self) -> dict[int, list[int]]:
+        """Return {place: indices of the equations whose matrix products overlap with work there}.
 
-        The positions are the beginning, the all-to-alls that wait for a product, and the end.
+        A place is the index of the equation before which the work may run.
+
+        The places are the beginning, the all-to-alls that wait for a product, and the end.
         """
         place, begin = 0, 0
         places: dict[int, list[int]] = {place: []}
@@ -303,7 +304,7 @@ class _Program:
         first = next(
             (at for at, equation in enumerate(self.equations) if equation.is_all_to_all), 0
         )
-        begins, latest = {first, *self.work_places()}, self._latest_all_to_alls()
+        begins, latest = {first, *self.products_by_work_place()}, self._latest_all_to_alls()
         order: list[int] = []
         deferred: set[int] = set()
         left = set(range(len(self.equations)))
@@ -424,7 +425,7 @@ def interleave_collectives(
     program = _Program(closed)
     if schedule.all_to_alls_first:
         program.move_all_to_alls_first()
-    places = program.work_places()
+    places = program.products_by_work_place()
     hides = {
         place: sum(_num_multiplications(program.equations[i].eqn) for i in some)
         for place, some in places.items()

@@ -33,7 +33,7 @@ class Layer:
     window: int | None
 
     @property
-    def stack(self) -> str:
+    def stack_name(self) -> str:
         """Return the name of the stack that holds this layer's parameters."""
         return STACKS[self.kind]
 

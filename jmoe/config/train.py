@@ -459,7 +459,7 @@ class TrainConfig:
         """Return a copy with `packing` times as many experts per device."""
         return dataclasses.replace(self, comm=dataclasses.replace(self.comm, packing=packing))
 
-    def tokens_until(self, step: int) -> int:
+    def tokens_before_step(self, step: int) -> int:
         """Return the number of tokens of all steps before this one."""
         return step * self.batch_size * self.sequence_length
 

@@ -405,7 +405,7 @@ class VisionTrainConfig(TrainConfig):
             "must be 0 for images, whose tasks name their experts",
         )
 
-    def tokens_until(self, step: int) -> int:
+    def tokens_before_step(self, step: int) -> int:
         """Return the number of patches of all steps before this one; ended tasks add none."""
         images = sum(
             task.batch_size * min(step, task.num_steps or step) for task in self.tasks.values()

@@ -202,13 +202,13 @@ def write_cut_model(
         path: array for path, array in rest.items() if path[0] not in STACKS.values()
     }
     for path in _stacked_array_paths(rest, dense):
-        mine = [n for n, layer in enumerate(config.layers) if layer.stack == path[0]]
+        mine = [n for n, layer in enumerate(config.layers) if layer.stack_name == path[0]]
         parts = []
         for n in mine:
             if n in dense and path[1] == "mlp":
                 parts.append(jnp.asarray(dense[n][path[-1]]))
             else:
-                parts.append(rest[(of_whole[n].stack, *path[1:])][of_whole[n].number])
+                parts.append(rest[(of_whole[n].stack_name, *path[1:])][of_whole[n].number])
         if "router" in path:
             parts = [one[..., kept] for one, kept in zip(parts, kept_Nn, strict=True)]
         if parts:

@@ -110,7 +110,7 @@ def path_model_arrays(
     layers: dict[Names, list[np.ndarray]] = {}
     for layer in config.layers:
         for names, a in arrays.items():
-            if layer.kind == "moe" or names[0] != layer.stack:
+            if layer.kind == "moe" or names[0] != layer.stack_name:
                 continue
             own, name = a[layer.number], names[1:]
             if name[:2] == ("moe", "experts"):

@@ -52,7 +52,7 @@ class LFUCache:
     write. When the cache evicts a dirty record, the record keeps its slot as a staging slot, and
     the cache takes a free staging slot in exchange; so no caller waits for the write. Dirty records
     in staging slots are written first. Dirty records in the cache are written on eviction or after
-    `write_back`.
+    `queue_write_back`.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int, staging_slots: int) -> None:
@@ -215,6 +215,9 @@ class LFUCache:
             self._staging_pins[slot] = self._staging_pins.get(slot, 0) + 1
 
     def _take_cache_slot(self, index: int, demanded: bool) -> int | None:
+        """Return a cache slot for the record, after evicting the record of lowest rank if none is
+        free; None if the new record may not evict it.
+        """
         if not self._hot.num_free:
             place = self._hot.next_victim()
             if place is None:
@@ -248,6 +251,7 @@ class LFUCache:
         return True
 
     def _take_staging_slot(self, demanded: bool) -> int | None:
+        """Return a staging slot that is free or whose record may be dropped, or None."""
         if self._free_staging:
             return self._free_staging.pop()
         unpinned = [
@@ -263,6 +267,7 @@ class LFUCache:
         return self._staged.pop(candidates[0])
 
     def _count_unused(self, index: int) -> None:
+        """Add 1 to the statistics' `unused` if the record has not been used since it was read."""
         if index in self._fresh:
             self._fresh.remove(index)
             self._stats.unused += 1

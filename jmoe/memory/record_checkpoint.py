@@ -302,6 +302,7 @@ class RecordCheckpoints:
         ).start()
 
     def _pin_folders(self, step: int) -> dict[str, str]:
+        """Return the absolute path of the step's pins, by kind of record."""
         return {
             name: str((store.path / PINS / str(step)).absolute())
             for name, store in self.stores.items()
@@ -357,6 +358,10 @@ class RecordCheckpoints:
                             place.rmdir()
 
     def _drain(self, folder: Path) -> bool:
+        """Link or copy the pinned records into the step's folder, and make them durable.
+
+        Return False if the folder was deleted meanwhile, else True.
+        """
         before = _previous_records_folder(folder)
         linked = copied = 0
         try:

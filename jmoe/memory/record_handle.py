@@ -26,7 +26,7 @@ class Record(Closing):
     copy them and wait for the copy. (On CPU `jax.device_put` of such an array makes no copy.)
 
     link: counts the record's bytes when it closes. give_back: called once on closing, with True if
-    the record was put. send: copies arrays from pinned memory to the device.
+    the record was changed. send: copies arrays from pinned memory to the device.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Record(Closing):
             return self._send(names)
         return jax.block_until_ready({name: jax.device_put(self[name], device) for name in names})
 
-    def put(self) -> None:
+    def close_as_changed(self) -> None:
         """Close the record and mark it as changed; raise `ValueError` if it is not writable."""
         check(
             self.data_R.flags.writeable, "writable", False, "must be True in `get` to put a record"

@@ -49,8 +49,9 @@ class Ring(Closing):
 
     load(layer, slot) copies a layer into a slot and returns the bytes copied, when the slot is
     ready. It runs in a thread of the ring, one call at a time. Its error is permanent, because the
-    slot's content is then unknown: every later `acquire`, `begin_round`, `reload_slots` and `wait`
-    raises it. wait_limit_s: longest wait of a call; then `TimeoutError` names layer and slot.
+    slot's content is then unknown: every later `acquire`, `begin_round`, `reload_slots` and
+    `wait_for_loads` raises it. wait_limit_s: longest wait of a call; then `TimeoutError` names
+    layer and slot.
     """
 
     def __init__(

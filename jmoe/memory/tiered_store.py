@@ -1,8 +1,8 @@
 """Gives access to records on NVMe through a cache in host memory, or to records all in host memory.
 
 Reader threads fill page-aligned host memory, on demand of `get` or ahead (`prefetch`). If the store
-is a `VersionStore`, writer threads write changed records (`Record.put`) back. `offload` uses this
-for training and inference.
+is a `VersionStore`, writer threads write changed records (`Record.close_as_changed`) back.
+`offload` uses this for training and inference.
 
 Legend:
   M  slots in host memory
@@ -85,10 +85,10 @@ class TieredStore(Closing):
     allocate: allocates the cache.
 
     With a `VersionStore`, `get(index, writable=True)` gives one caller exclusive access to a
-    record, and `Record.put` marks it as dirty. One of `write_threads` threads writes a dirty record
-    back when the cache evicts it, every `write_back_every_steps` steps (calls of `count_step`), and
-    on `flush`. A `VersionStore` whose files are memory (tmpfs, DAX) is not prefetched: `get`
-    returns an uncached record as a mapping of its file.
+    record, and `Record.close_as_changed` marks it as dirty. One of `write_threads` threads writes a
+    dirty record back when the cache evicts it, every `write_back_every_steps` steps (calls of
+    `count_step`), and on `flush`. A `VersionStore` whose files are memory (tmpfs, DAX) is not
+    prefetched: `get` returns an uncached record as a mapping of its file.
 
     The `get` that waits for a read raises the read's error, and may be repeated. An error that no
     caller waits for, of a prefetch or a write-back, is permanent: every later call raises it. The
@@ -253,10 +253,10 @@ class TieredStore(Closing):
             self._to_do.notify_all()
 
     def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
-        """Return an open record, once it is in host memory; the caller closes or puts it.
+        """Return an open record, once it is in host memory; the caller must close it.
 
         writable: exclusive access; needs a `VersionStore` or unmapped host memory. empty: the
-        caller overwrites the whole record and puts it, so it is not read, and its content is
+        caller overwrites the whole record, so it is not read, and its content is
         undefined until then. Raises `ValueError` if the record is already open and either access is
         writable, `TimeoutError` after `wait_limit_s`.
         """
@@ -333,8 +333,8 @@ class TieredStore(Closing):
                 self._to_do.notify()  # its slot may be evicted now
 
     def flush(self) -> None:
-        """Write back all dirty records, wait for the writes, and make them durable; nobody may put
-        meanwhile.
+        """Write back all dirty records, wait for the writes, and make them durable; no record may
+        change meanwhile.
 
         Raises `ValueError` if a record is open as writable.
         """

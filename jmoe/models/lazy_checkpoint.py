@@ -89,7 +89,7 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
     """Return (embedding and head, the layers in order); the layers' routed experts are removed."""
     blocks = []
     for layer in decoder.config.layers:
-        graph, state = nnx.split(getattr(decoder, layer.stack))
+        graph, state = nnx.split(getattr(decoder, layer.stack_name))
         block = nnx.merge(graph, jax.tree.map(lambda w, i=layer.number: w[i], state))
         assert isinstance(block, Block)
         if block.moe is not None:

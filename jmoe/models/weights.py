@@ -122,7 +122,7 @@ def list_parameters(
     fused, result = has_fused_experts(stored, family), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
-        layers = [i for i, layer in enumerate(config.layers) if layer.stack == names[0]]
+        layers = [i for i, layer in enumerate(config.layers) if layer.stack_name == names[0]]
         source = parameter_source(names, config, family, fused=fused)
         experts = config.num_experts if is_expert(path) else 0
         result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))

@@ -383,9 +383,9 @@ class ExpertState:
                 np.copyto(moments[f"v.{name}"], v[name])
                 if weights is not None:
                     np.copyto(weights[name], w[name])
-            moments.put()
+            moments.close_as_changed()
             if weights is not None:
-                weights.put()
+                weights.close_as_changed()
             self.skipped.note_caught_up(index, now)
             self.slots.set_present(slot, expert, True)
         if pending:

@@ -66,7 +66,7 @@ class GradientWriter:
                 with self._store.get(index, writable=True, empty=True) as record:
                     for name, g in on_host[d].items():
                         np.copyto(record[name], g[row])
-                    record.put()
+                    record.close_as_changed()
 
     def wait_for_writes(self, most_pending: int = 0) -> None:
         """Wait until at most `most_pending` layers are still being written; raise the error of a

@@ -134,7 +134,7 @@ class SavedExperts:
         self, part: str, name: str, layer: int, experts: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         own = self._layers[layer]
-        key = f"{part}.{PREFIXES[own.stack]}{name}"
+        key = f"{part}.{PREFIXES[own.stack_name]}{name}"
         if key not in self._arrays:
             self._arrays[key] = _open_array(self._state, key)
         array: NDArray[np.float32] = self._arrays[key][own.number, experts.tolist()].read().result()

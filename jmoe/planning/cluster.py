@@ -47,7 +47,7 @@ class ClusterPlan:
 
     @property
     def compute_s(self) -> float:
-        return sum(self.training.compute_s)
+        return sum(self.training.compute_s_by_pass)
 
     @property
     def tier_transfers_s(self) -> float:
@@ -122,6 +122,9 @@ def all_to_all_s(training: TrainingPlan, exchanged: LayerExchange, cluster: Clus
 def _exchange_s(
     sent: Traffic, exchange: ExchangePlan, messages: int, num_devices: int, cluster: ClusterConfig
 ) -> float:
+    """Return the seconds of one layer's all-to-alls: the time of the bytes in `sent`, and a latency
+    for each of `messages` messages.
+    """
     network, per_node = cluster.network, cluster.devices_per_node
     if num_devices <= per_node:  # a node has all experts, so no token leaves its node
         inside_bytes = sent.across_bytes + sent.inside_bytes
@@ -141,7 +144,7 @@ def dense_collectives_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig
     Sharded parameters are gathered and reduced in every micro-batch; gradients of replicated ones
     are all-reduced once per step.
     """
-    gathered = model.dense_parameters * model.compute_bytes
+    gathered = model.dense_parameters * model.compute_dtype_bytes
     reduced = model.dense_parameters * GRADIENT_BYTES
     if not model.shard_dense:
         return 2 * _all_gathers_s(reduced, nodes, model.num_layers, cluster)

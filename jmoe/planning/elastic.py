@@ -199,6 +199,10 @@ def plan_layout(
 def _even_shares(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
 ) -> tuple[tuple[ImageShare, ...], ...]:
+    """Return the shares of each device if every device runs equally many images of the joint batch.
+
+    Raises `ValueError` if the batch or a device's memory does not allow it.
+    """
     total = sum(task.batch_size for task in tasks)
     check(
         total % num_devices == 0,

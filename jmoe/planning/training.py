@@ -104,8 +104,8 @@ class TrainingSizes:
     dense_flops: float
     input_bytes: int
     working_bytes: int
-    compute_bytes: int  # per weight, in the compute dtype
-    gradient_bytes: int  # per parameter of an expert's stored gradient
+    compute_dtype_bytes: int  # per weight, in the compute dtype
+    gradient_bytes_per_parameter: int  # of an expert's stored gradient
     num_devices: int = 1
     devices_per_host: int = 1
     residual_bytes: int = 0
@@ -145,7 +145,7 @@ class TrainingSizes:
         GPUs do so if no other gradients are added to these (`training.sharded_decoder`).
         """
         alone = self.num_all_devices == 1 or (self.replicas == 1 and self.micro_batches == 1)
-        return self.on_gpu and alone and self.compute_bytes < WEIGHT_BYTES
+        return self.on_gpu and alone and self.compute_dtype_bytes < WEIGHT_BYTES
 
     @property
     def num_all_devices(self) -> int:
@@ -307,7 +307,7 @@ class TrainingPlan:
         if not place.is_streamed:
             return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
         weights, moments, gradients = (
-            n * model.parameters_per_expert for n in (4, 8, model.gradient_bytes)
+            n * model.parameters_per_expert for n in (4, 8, model.gradient_bytes_per_parameter)
         )
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = _nvme_bytes_per_parameter(model, place) * model.num_device_expert_parameters
@@ -362,7 +362,7 @@ class TrainingPlan:
         return max(seconds * self.machine.flops / (flops * passes) for seconds, passes in both)
 
     @property
-    def compute_s(self) -> tuple[float, float]:
+    def compute_s_by_pass(self) -> tuple[float, float]:
         """Return the seconds of a step's computation, (forward with the optimizer update,
         backward).
         """
@@ -392,7 +392,8 @@ class TrainingPlan:
         """
         longer = max if overlapped else operator.add
         return sum(
-            longer(*both) for both in zip(self.compute_s, self.transfers_s_by_pass, strict=True)
+            longer(*both)
+            for both in zip(self.compute_s_by_pass, self.transfers_s_by_pass, strict=True)
         )
 
     def advice(self) -> list[str]:
@@ -562,9 +563,16 @@ def _possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[S
 
 
 def _tier_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
-    if model.gradient_bytes > 2 and model.compute_bytes == 2 and place.is_streamed:
+    if (
+        model.gradient_bytes_per_parameter > 2
+        and model.compute_dtype_bytes == 2
+        and place.is_streamed
+    ):
         yield SettingChange(
-            "tiers.gradient_dtype", "bfloat16", replace(model, gradient_bytes=2), place
+            "tiers.gradient_dtype",
+            "bfloat16",
+            replace(model, gradient_bytes_per_parameter=2),
+            place,
         )
     for experts, optimizer in candidate_tier_pairs("auto", "auto"):
         if experts != place.experts and optimizer != place.optimizer:
@@ -702,7 +710,11 @@ def plan_training(
 
 def _nvme_bytes_per_parameter(model: TrainingSizes, place: StatePlacement) -> int:
     """Return the bytes on the tier nvme per expert parameter."""
-    kinds = ((place.experts, 4), (place.optimizer, 8), (place.gradients, model.gradient_bytes))
+    kinds = (
+        (place.experts, 4),
+        (place.optimizer, 8),
+        (place.gradients, model.gradient_bytes_per_parameter),
+    )
     return sum(size for tier, size in kinds if tier == "nvme") if place.is_streamed else 0
 
 
@@ -729,7 +741,7 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
         dense_bytes * model.dense_parameters // model.num_dense_shards,
     )
     if model.num_dense_shards > 1:  # the current layer and the next, with their gradients
-        layer_bytes = 2 * (model.compute_bytes + 4)
+        layer_bytes = 2 * (model.compute_dtype_bytes + 4)
         yield (
             "device",
             "unsharded dense layers",
@@ -742,7 +754,7 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     cast_bytes = (
         0
         if place.is_streamed or model.casts_all_experts_at_once
-        else 2 * model.compute_bytes * layer
+        else 2 * model.compute_dtype_bytes * layer
     )
     # the loss and the layers' gradients do not coexist: count the larger
     yield (
@@ -767,15 +779,15 @@ def _summed_gradient_bytes_per_parameter(model: TrainingSizes, place: StatePlace
 
 
 def _resident_expert_rows(
-    model: TrainingSizes, summed_bytes: int, cast_bytes: int
+    model: TrainingSizes, summed_bytes_per_parameter: int, cast_bytes: int
 ) -> Iterator[tuple[Tier, str, int]]:
     """Yield the rows of experts that are all on the device. cast_bytes: of a layer's weights and
     gradients in the compute dtype, if layers are cast one by one.
     """
     yield "device", "experts: weights", 4 * model.num_device_expert_parameters
     yield "device", "experts: moments", 8 * model.num_device_expert_parameters
-    gradient_bytes = summed_bytes + (
-        model.compute_bytes if model.casts_all_experts_at_once else WEIGHT_BYTES
+    gradient_bytes = summed_bytes_per_parameter + (
+        model.compute_dtype_bytes if model.casts_all_experts_at_once else WEIGHT_BYTES
     )
     yield "device", "experts: gradients", gradient_bytes * model.num_device_expert_parameters
     yield "device", "experts: in use", cast_bytes
@@ -783,7 +795,7 @@ def _resident_expert_rows(
         copied = model.num_device_expert_parameters + (
             model.dense_parameters if model.num_all_devices == 1 else 0
         )
-        yield "device", "weights in the products' dtype", model.compute_bytes * copied
+        yield "device", "weights in the products' dtype", model.compute_dtype_bytes * copied
 
 
 def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
@@ -801,12 +813,12 @@ def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]
     yield (
         "device",
         "experts: in use",
-        ((2 + (model.replicas > 1)) * 4 + 2 * model.compute_bytes) * layer,
+        ((2 + (model.replicas > 1)) * 4 + 2 * model.compute_dtype_bytes) * layer,
     )
     kinds = (
         (place.experts, "experts: weights", 4, place.checkpoints),
         (place.optimizer, "experts: moments", 8, place.checkpoints),
-        (place.gradients, "experts: gradients", model.gradient_bytes, 0),
+        (place.gradients, "experts: gradients", model.gradient_bytes_per_parameter, 0),
     )
     saved = -(-model.num_device_expert_parameters // model.replicas)  # replicas share the saving
     for tier, kind, size, checkpoints in kinds:
@@ -820,7 +832,11 @@ def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]
             place.checkpoints * saved
             + (place.gradients != "nvme") * model.num_device_expert_parameters
         )
-        yield "nvme", "gradients in checkpoints", model.gradient_bytes * own * per_host
+        yield (
+            "nvme",
+            "gradients in checkpoints",
+            model.gradient_bytes_per_parameter * own * per_host,
+        )
     if "nvme" in (place.experts, place.optimizer, place.gradients):
         yield "host", "cache of records on nvme", plan.host_cache_bytes * per_host
 

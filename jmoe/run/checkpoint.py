@@ -44,9 +44,9 @@ from jmoe.memory.record_checkpoint import (
 )
 from jmoe.run.checkpoint_contents import (
     PACKING,
-    crc32,
     dtype_and_shape,
     dtype_and_shape_text,
+    file_crc32,
     files_in_folder,
     names_leaves_and_structure,
     read_step_manifest,
@@ -317,7 +317,7 @@ class Checkpoints:
             path = self.step_folder(step) / name
             if path.stat().st_size != size_bytes:
                 return f"is damaged: {name} has {path.stat().st_size} of {size_bytes} bytes"
-            if crc32(path) != crc:
+            if file_crc32(path) != crc:
                 return f"is damaged: the content of {name} has changed since it was written"
         return None
 
@@ -637,7 +637,7 @@ class Checkpoints:
         if (folder := self._folder_being_written()) is None:
             return
         own = {
-            f"state/{path.relative_to(item)}": [path.stat().st_size, crc32(path)]
+            f"state/{path.relative_to(item)}": [path.stat().st_size, file_crc32(path)]
             for item in folder.glob("state*")  # Orbax gives it its final name later
             for path in files_in_folder(item / f"ocdbt.process_{rank}")
         }
@@ -661,7 +661,7 @@ class Checkpoints:
             name = str(path.relative_to(folder))
             has_own_sum = name in files or is_record_path(path.relative_to(folder))
             if not has_own_sum and name not in written_once_more:
-                files[name] = [path.stat().st_size, crc32(path)]
+                files[name] = [path.stat().st_size, file_crc32(path)]
         manifest = {
             "step": self._step,
             "files": files,

@@ -23,7 +23,7 @@ def files_in_folder(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.glob("**/*")) if path.is_file())
 
 
-def crc32(path: Path) -> int:
+def file_crc32(path: Path) -> int:
     crc = 0
     with path.open("rb") as file:
         while block := file.read(CRC_BLOCK_BYTES):

@@ -127,7 +127,7 @@ def _plan_on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> C
     trained = dataclasses.replace(training_sizes(split), devices_per_host=per_node)
     training = plan_training(trained, own.placement, own.machine)
     data, inter, intra = split.checked_mesh_shape(nodes * per_node, per_node)
-    row_bytes, load = trained.compute_bytes * model.hidden_size, None
+    row_bytes, load = trained.compute_dtype_bytes * model.hidden_size, None
     if config.comm.links:
         tokens = trained.step_tokens // trained.num_devices // trained.micro_batches
         load = ExchangeLoad(

@@ -85,7 +85,7 @@ _PEAK_FLOPS: Final = (
 )
 
 
-def peak_flops(device_kind: str) -> float | None:
+def peak_flops_per_s(device_kind: str) -> float | None:
     """Return the dense bfloat16 peak of a device in FLOP/s, by JAX's `device_kind`; None for
     unknown devices (CPU, MIG slices, others).
     """
@@ -480,7 +480,7 @@ def make_progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
     """Return the `ProgressBar` of a run on `mesh`."""
     return ProgressBar(
         num_steps=config.num_steps,
-        tokens_per_step=config.tokens_until(1),
+        tokens_per_step=config.tokens_before_step(1),
         flops_per_token=config.model.flops_per_token(config.sequence_length),
         num_devices=mesh.size,
         device_kind=mesh.devices.flat[0].device_kind,
@@ -494,7 +494,7 @@ class ProgressBar:
     Plain lines are printed at this process's first step, every `every_s` seconds, and at the last
     step. Rates are medians over the last `RATE_STEPS` steps, of all devices together. The first
     step after the start, or after a change of devices or tasks, is left out because it compiles.
-    MFU is shown only if `peak_flops` knows the device.
+    MFU is shown only if `peak_flops_per_s` knows the device.
     """
 
     def __init__(
@@ -513,7 +513,7 @@ class ProgressBar:
         self._num_devices, self._flops_per_token, self._peak = (
             num_devices,
             flops_per_token,
-            peak_flops(device_kind),
+            peak_flops_per_s(device_kind),
         )
         self._step_s: deque[float] = deque(maxlen=RATE_STEPS)
         self._compiles = True  # whether the next step compiles

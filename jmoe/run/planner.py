@@ -61,8 +61,8 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         dense_parameters=model.total_and_active_parameters()[0] - experts * expert,
         step_tokens=tokens,
         dense_flops=flops * tokens,
-        compute_bytes=_compute_dtype_bytes(config),
-        gradient_bytes=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
+        compute_dtype_bytes=_compute_dtype_bytes(config),
+        gradient_bytes_per_parameter=2 if config.tiers.gradient_dtype == "bfloat16" else 4,
         num_devices=devices,
         devices_per_host=inside,
         experts_again=config.remat == "experts",
@@ -91,26 +91,31 @@ class _ActivationBytes(NamedTuple):
 
 def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) -> _ActivationBytes:
     """Return the bytes of the activations of a micro-batch of one replica."""
-    model, compute_bytes, on_gpu = (
+    model, compute_dtype_bytes, on_gpu = (
         config.model,
         _compute_dtype_bytes(config),
         _is_gpu_described(config),
     )
-    number_bytes = compute_bytes if on_gpu else 4  # XLA:CPU widens what it computes in 16 bits
+    number_bytes = (
+        compute_dtype_bytes if on_gpu else 4
+    )  # XLA:CPU widens what it computes in 16 bits
     sizes = model, num_tokens, num_devices, _row_buffers_per_exchange(config)
     working, recomputed = gradient_elements_in_use(*sizes)
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
     return _ActivationBytes(
-        input_bytes=compute_bytes * model.num_hidden_layers * num_tokens * model.hidden_size,
+        input_bytes=compute_dtype_bytes * model.num_hidden_layers * num_tokens * model.hidden_size,
         working_bytes=number_bytes * working,
         recomputed_bytes=number_bytes * recomputed,
-        residual_bytes=compute_bytes * residuals,
-        experts_residual_bytes=compute_bytes * experts,
-        logits_bytes=(4 + compute_bytes) * model.vocab_size * num_tokens,
+        residual_bytes=compute_dtype_bytes * residuals,
+        experts_residual_bytes=compute_dtype_bytes * experts,
+        logits_bytes=(4 + compute_dtype_bytes) * model.vocab_size * num_tokens,
         loss_chunk_bytes=logits_bytes(
-            max(1, num_tokens // num_devices), model.vocab_size, compute_bytes, on_cpu=not on_gpu
+            max(1, num_tokens // num_devices),
+            model.vocab_size,
+            compute_dtype_bytes,
+            on_cpu=not on_gpu,
         ),
     )
 

@@ -85,7 +85,7 @@ class RunMetrics:
 
     def __init__(self, config: TrainConfig, run: str) -> None:
         self._config, self._output_dir = config, Path(config.output_dir)
-        self._tokens_until = config.tokens_until
+        self._tokens_until = config.tokens_before_step
         self._metrics: dict[str, _Metric] = {}
         self._labels = {"run": run}
         self._lock = threading.Lock()  # all values of a step appear at once

@@ -22,7 +22,7 @@ from jmoe.collectives.fusion import (
     all_reduce_local,
     flatten_gradients,
     reduce_scatter_buffer_local,
-    unflatten_gradients,
+    unflatten_gradient_shards,
 )
 from jmoe.config import STACKS, LayerKind
 from jmoe.mesh import DATA, is_expert, path_names
@@ -117,7 +117,7 @@ def reduce_streamed_gradients_local(
         row_G = reduce_scatter_buffer_local(
             flatten_gradients(fused, layout.entries, model.hierarchy), model.hierarchy
         )
-        fused = unflatten_gradients(row_G, layout.entries)
+        fused = unflatten_gradient_shards(row_G, layout.entries)
     others = iter(partial_sums.pop(""))
     reduced = layout.join(
         fused,
@@ -127,7 +127,7 @@ def reduce_streamed_gradients_local(
         name = STACKS[kind]
         layout = model.buffer_layout(params[name], stacked=True)
         fused = (
-            jax.vmap(partial(unflatten_gradients, entries=layout.entries))(jnp.stack(rows_G))
+            jax.vmap(partial(unflatten_gradient_shards, entries=layout.entries))(jnp.stack(rows_G))
             if rows_G
             else []
         )

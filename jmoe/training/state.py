@@ -136,7 +136,7 @@ def read_missing_experts(
     """
     for stack in EXPERT_STACKS:
         shapes = experts_of(shape.params, stack)
-        records = [own.record for own in layers if own.stack == stack]
+        records = [own.record for own in layers if own.stack_name == stack]
         if not shapes:
             continue
 

@@ -55,7 +55,7 @@ def test_table_of_a_decoder(fields: dict[str, object], table: str) -> None:
 def test_table_of_image_tasks() -> None:
     """Layers by token and by task have stacks of their own, and one numbering of records."""
     assert described(IMAGES.layers) == "d0/0 t0/0 m0/1 t1/2 d1/3"
-    assert [layer.stack for layer in IMAGES.expert_layers] == [
+    assert [layer.stack_name for layer in IMAGES.expert_layers] == [
         "task_layers",
         "moe_layers",
         "task_layers",

@@ -101,7 +101,7 @@ def test_records_that_change_in_pinned_memory(tmp_path: Path) -> None:
                 with tiers.get(index, writable=True) as record:
                     check_sent(record.copy_to_device(ARRAYS, CPU), index)
                     record["s"][...] = -index
-                    record.put()
+                    record.close_as_changed()
             for index in range(NUM_RECORDS):
                 with tiers.get(index) as record:
                     assert int(record.copy_to_device(["s"], CPU)["s"]) == -index

@@ -76,7 +76,7 @@ def train(caches: dict[str, TieredStore], step: int) -> None:
                     array[:] = array * np.float32(0.97) + np.float32(step + index) * np.float32(
                         1e-3
                     )
-                record.put()
+                record.close_as_changed()
         cache.count_step(range(NUM_RECORDS))
 
 

@@ -53,7 +53,7 @@ def add(tiers: TieredStore, index: int, amount: float = 1.0) -> int:
         record["w"][:] += amount
         record["n"][...] += 1
         count = int(record["n"])
-        record.put()
+        record.close_as_changed()
     return count
 
 
@@ -263,7 +263,7 @@ def test_one_holder_alone(store: VersionStore) -> None:
             with pytest.raises(ValueError, match="record 1: is open elsewhere"):
                 tiers.get(1, writable=True)
             with pytest.raises(ValueError, match="writable = False"):
-                first.put()
+                first.close_as_changed()
         add(tiers, 1)
 
 
@@ -276,7 +276,7 @@ def test_not_read_where_all_is_replaced(
             with tiers.get(index, writable=True, empty=True) as record:
                 record["w"][:] = index + 5
                 record["n"][...] = 5
-                record.put()
+                record.close_as_changed()
         tiers.flush()
         assert not reads.begun
         with tiers.get(20, writable=True, empty=True) as record:  # it has left the cache
@@ -291,7 +291,7 @@ def test_what_is_forgotten_is_not_written(store: VersionStore, gate: Gate) -> No
         for index in range(NUM_RECORDS):
             with tiers.get(index, writable=True, empty=True) as record:
                 record["n"][...] = 1
-                record.put()
+                record.close_as_changed()
             if index % 2:
                 tiers.drop_changes(index)
         tiers.flush()
@@ -302,7 +302,7 @@ def test_what_is_forgotten_is_not_written(store: VersionStore, gate: Gate) -> No
         with tiers.get(1, writable=True, empty=True) as record:
             record["w"][:] = 1 + 5
             record["n"][...] = 5
-            record.put()
+            record.close_as_changed()
         tiers.flush()
         assert gate.begun == [1]
         check_record(tiers, 1, 5)

@@ -29,8 +29,8 @@ MODEL = TrainingSizes(
     dense_flops=1e11,
     input_bytes=6 * 10**7,
     working_bytes=4 * 10**7,
-    compute_bytes=2,
-    gradient_bytes=4,
+    compute_dtype_bytes=2,
+    gradient_bytes_per_parameter=4,
 )
 MACHINE = Machine(8 * GB, 16 * GB, 100 * GB, False, 1e12, 1e10, 2e9, 1e9, 1e11)
 NVME = StatePlacement("nvme", "nvme", "nvme", 2, 0, 1)
@@ -113,10 +113,10 @@ def test_a_measured_share_of_chosen_experts() -> None:
     )
     assert half.step_s() == pytest.approx(estimated.step_s() / 2)  # all of it transfers
     assert half.step_s(overlapped=False) == pytest.approx(
-        sum(half.compute_s) + sum(half.transfers_s_by_pass)
+        sum(half.compute_s_by_pass) + sum(half.transfers_s_by_pass)
     )
     # updates of those chosen
-    assert estimated.compute_s[0] > half.compute_s[0] > quarter.compute_s[0]
+    assert estimated.compute_s_by_pass[0] > half.compute_s_by_pass[0] > quarter.compute_s_by_pass[0]
     assert quarter.model.tokens_per_expert == 4096 * 2 / 16
     assert half.with_chosen_share(0) == estimated
 
@@ -226,7 +226,7 @@ def test_advice_is_on_the_largest_row_and_never_what_is_already_set() -> None:
     assert "gradient_accumulation_steps" not in advice and "device_layers" not in advice
 
     small = replace(MACHINE, device_bytes=2 * GB, host_bytes=GB, nvme_bytes=20 * GB)
-    full = plan_training(replace(MODEL, gradient_bytes=2), NVME, small)
+    full = plan_training(replace(MODEL, gradient_bytes_per_parameter=2), NVME, small)
     (advice,) = full.advice()
     assert "tiers.gradient_dtype" not in advice and "checkpoint.keep" not in advice
     (advice,) = plan_training(full.model, replace(NVME, checkpoints=2), full.machine).advice()

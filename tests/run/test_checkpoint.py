@@ -546,8 +546,8 @@ with Watchdog(60) as watchdog:
                 checkpoints.save(step, state, step, '{"made": "by %d processes"}' % processes)
     checkpoints.close()
     if mode == "bytes":
-        verified, crc32 = [], checkpoint.crc32
-        checkpoint.crc32 = lambda path: verified.append(str(path.relative_to(Path(folder) / str(step)))) or crc32(path)
+        verified, crc32 = [], checkpoint.file_crc32
+        checkpoint.file_crc32 = lambda path: verified.append(str(path.relative_to(Path(folder) / str(step)))) or crc32(path)
         read = lambda: int(Path("/proc/self/io").read_text().split()[1])
         before = read()
         Checkpoints(Path(folder), CheckpointConfig(keep=3)).restore(step, target)

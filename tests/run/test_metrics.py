@@ -28,7 +28,7 @@ from jmoe.run.metrics import (
     MetricsLog,
     ProgressBar,
     least_loaded_expert,
-    peak_flops,
+    peak_flops_per_s,
     read_events,
     read_step_records,
     recent_expert_load,
@@ -394,7 +394,7 @@ def test_recent_expert_load(tmp_path: Path) -> None:
     ],
 )
 def test_peak_flops(device_kind: str, peak: float | None) -> None:
-    assert peak_flops(device_kind) == peak
+    assert peak_flops_per_s(device_kind) == peak
 
 
 def progress(
@@ -479,12 +479,12 @@ def test_tokens_are_those_of_the_tasks_that_take_part() -> None:
     config = dataclasses.replace(
         ufo_tiny, layout="elastic", tasks=ufo_tiny.tasks | {"fonts": fonts}
     )
-    assert [config.tokens_until(step) for step in (0, 10, 12)] == [
+    assert [config.tokens_before_step(step) for step in (0, 10, 12)] == [
         0,
         10 * 128 * 16,
         (12 * 112 + 10 * 16) * 16,
     ]
-    assert ufo_tiny.tokens_until(12) == 12 * 128 * 16
+    assert ufo_tiny.tokens_before_step(12) == 12 * 128 * 16
 
 
 @pytest.fixture

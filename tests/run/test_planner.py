@@ -9,7 +9,7 @@ import pytest
 from jmoe.config import CommConfig, MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.configs import PRESETS
-from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops, read_events
+from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops_per_s, read_events
 from jmoe.run.planner import (
     described_machine,
     packing_shortfall,
@@ -239,7 +239,7 @@ def test_an_accelerator_is_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> No
         == 989e12 / 2
     )
     for name, nominal in ACCELERATORS.items():
-        assert nominal.flops == peak_flops(f"NVIDIA {name.upper()}".replace("RTX-", "RTX "))
+        assert nominal.flops == peak_flops_per_s(f"NVIDIA {name.upper()}".replace("RTX-", "RTX "))
     with pytest.raises(
         ValueError, match="accelerator = 'b300': must be one of , a100-40gb, a100, h100, h200"
     ):

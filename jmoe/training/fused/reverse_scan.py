@@ -35,11 +35,11 @@ from jmoe.collectives.fusion import (
     ShardInBuffer,
     all_gather_buffer_local,
     all_reduce_buffer_local,
-    flatten,
     flatten_gradients,
+    flatten_shards,
     reduce_scatter_buffer_local,
-    unflatten,
-    unflatten_gradients,
+    unflatten_gradient_shards,
+    unflatten_parameters,
 )
 from jmoe.collectives.schedule import (
     After,
@@ -156,7 +156,7 @@ class _UnbufferedParams:
         over replicas of experts.
         """
         replicated, experts = (
-            flatten([grads[i] for i in some], [self._entries[i] for i in some])
+            flatten_shards([grads[i] for i in some], [self._entries[i] for i in some])
             for some in (self._replicated, self._experts)
         )
         return replicated, experts
@@ -182,7 +182,10 @@ class _UnbufferedParams:
             (self._experts, reduced.experts),
         ):
             stacks = self._set_gradients_at(
-                stacks, index, some, unflatten_gradients(row_G, [self._entries[i] for i in some])
+                stacks,
+                index,
+                some,
+                unflatten_gradient_shards(row_G, [self._entries[i] for i in some]),
             )
         return stacks
 
@@ -425,7 +428,7 @@ class _BoundReverseScan:
         for kind, layers in self.kinds.items():
             fused, outside_buffer[kind] = layers.split(states[kind])
             flat[kind] = jax.vmap(
-                partial(flatten, entries=layers.entries), axis_size=layers.num_layers
+                partial(flatten_shards, entries=layers.entries), axis_size=layers.num_layers
             )(fused)
         run = partial(self._forward_repeat, flat, outside_buffer, keys)
         firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
@@ -515,7 +518,7 @@ class _BoundReverseScan:
     ) -> tuple[jax.Array, MoEStats | None, PyTree]:
         """Return (x after the layer, its statistics, its residuals without its parameters)."""
         layers = self.kinds[kind]
-        params = unflatten(unsharded, layers.entries, self.config.hierarchy)
+        params = unflatten_parameters(unsharded, layers.entries, self.config.hierarchy)
 
         def apply_layer(
             params: list[jax.Array], outside_buffer: list[jax.Array], x: jax.Array
@@ -598,7 +601,7 @@ class _BoundReverseScan:
         """Return the gradients of all layers' parameters, on their shards, by kind."""
         gradients = {}
         for kind, layers in self.kinds.items():
-            unflatten_rows = jax.vmap(partial(unflatten_gradients, entries=layers.entries))
+            unflatten_rows = jax.vmap(partial(unflatten_gradient_shards, entries=layers.entries))
             shards = unflatten_rows(state.sums[kind])
             if saved.summed is not None:
                 shards = jax.tree.map(jnp.add, shards, layers.split(saved.summed[kind])[0])
@@ -697,7 +700,7 @@ class _BoundReverseScan:
     ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
         """Return (the gradients of the flat buffer [R, G], of the other parameters, of x)."""
         layers, hierarchy = self.kinds[kind], self.config.hierarchy
-        params = unflatten(unsharded, layers.entries, hierarchy)
+        params = unflatten_parameters(unsharded, layers.entries, hierarchy)
         known = [*params, *outside_buffer, *jax.tree.leaves(key)]
         dparams, doutside_buffer, dx = restore_known_residuals(residuals, known)((dx, dstats))
         return flatten_gradients(dparams, layers.entries, hierarchy), doutside_buffer, dx

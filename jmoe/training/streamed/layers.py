@@ -37,11 +37,11 @@ from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.collectives.fusion import (
     BufferLayout,
     ShardInBuffer,
-    flatten,
     flatten_gradients,
+    flatten_shards,
     reduce_scatter_buffer_local,
-    unflatten,
-    unflatten_gradients,
+    unflatten_gradient_shards,
+    unflatten_parameters,
 )
 from jmoe.collectives.schedule import interleave_collectives
 from jmoe.config import LayerKind
@@ -124,7 +124,9 @@ class LayerFunctions:
         """Return one layer's dense parameters, unsharded."""
         layout, buffer_RC = self.buffer_layout(params.stack), params.unsharded_RC
         hierarchy = self._sharded.hierarchy
-        fused = [] if buffer_RC is None else unflatten(buffer_RC, layout.entries, hierarchy)
+        fused = (
+            [] if buffer_RC is None else unflatten_parameters(buffer_RC, layout.entries, hierarchy)
+        )
         return layout.join(fused, layer_slice(layout.split(params.stack)[1], layer.number))
 
     def _skip_if_empty(
@@ -201,7 +203,7 @@ class LayerFunctions:
         sums = SummedGradients(None if pending.rows_RG is None else row_G)
         if pending.experts is None:
             return sums
-        experts = unflatten_gradients(experts_G, _expert_buffer_entries(pending.experts))
+        experts = unflatten_gradient_shards(experts_G, _expert_buffer_entries(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
         stored, square = self._cast_to_tier_dtype(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
@@ -552,4 +554,4 @@ def _expert_buffer_entries(experts: ExpertStacks) -> list[ShardInBuffer]:
 
 
 def _flatten_experts(experts: ExpertStacks) -> jax.Array:
-    return flatten(list(experts.values()), _expert_buffer_entries(experts))
+    return flatten_shards(list(experts.values()), _expert_buffer_entries(experts))

@@ -115,7 +115,7 @@ class PassState(Generic[MicroBatch]):
         gathered last.
         """
         bias = self.state.router_bias if layer.kind == "moe" else None
-        return LayerParams(self.stacks[layer.stack], self.unsharded_RC, bias, experts)
+        return LayerParams(self.stacks[layer.stack_name], self.unsharded_RC, bias, experts)
 
 
 def state_without_experts(model: nnx.Module, loss_scale: LossScale | None = None) -> TrainState:
@@ -274,7 +274,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         saves_residuals = train and not full_capacity and self.streamed.saves_residuals
         stacks = unsharded.stacks
         if stacks is None:
-            stacks = {layer.stack: state.params[layer.stack] for layer in self._layers}
+            stacks = {layer.stack_name: state.params[layer.stack_name] for layer in self._layers}
         args = unsharded.outside, stacks, unsharded.flat, unsharded.first_RC
         pass_state = PassState(state, micro_batches, *args, train, full_capacity, saves_residuals)
         xs = []

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jmoe.collectives.fusion import all_gather_buffer_local, flatten, unflatten
+from jmoe.collectives.fusion import all_gather_buffer_local, flatten_shards, unflatten_parameters
 from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
@@ -92,15 +92,17 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         for kind, name in STACKS.items():
             if name in params:
                 layout = model.buffer_layout(params[name], stacked=True)
-                row = partial(flatten, entries=layout.entries)
+                row = partial(flatten_shards, entries=layout.entries)
                 flatten_layers = jax.vmap(row, axis_size=layout.num_layers)
                 flat[kind] = flatten_layers(layout.split(params[name])[0])
         layout = model.buffer_layout(outside)
         shards, outside_buffer = layout.split(outside)
         if shards:
-            rows_RC = all_gather_buffer_local(flatten(shards, layout.entries), scan.hierarchy)
+            rows_RC = all_gather_buffer_local(
+                flatten_shards(shards, layout.entries), scan.hierarchy
+            )
             outside = layout.join(
-                unflatten(rows_RC, layout.entries, scan.hierarchy), outside_buffer
+                unflatten_parameters(rows_RC, layout.entries, scan.hierarchy), outside_buffer
             )
         row_C = flat[first_kind][0]
         gathered = [gather(lambda row: row) for gather in scan.all_gathers_by_chunk(row_C)]
