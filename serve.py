@@ -132,7 +132,7 @@ def print_estimate(config: ServeConfig, folder: Path) -> None:
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
         engine = replace(
-            config.engine, max_seq_len=checkpoint.sequence_length(config.engine.max_seq_len)
+            config.engine, max_seq_len=checkpoint.choose_sequence_length(config.engine.max_seq_len)
         )
         with status(f"compiling the engine's programs for {config.estimate}", say):
             print(estimate_engine(checkpoint, engine, config.estimate))

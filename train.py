@@ -38,7 +38,7 @@ from jmoe.data.corpus import (
     OtherTextError,
     PreparationRole,
     discard_staged,
-    prepare,
+    prepare_corpus,
     publish_staged,
 )
 from jmoe.data.loader import train_batches
@@ -283,7 +283,7 @@ def prepare_text_data(
             keep,
         )
         try:
-            corpus = prepare(config.data, config.model.vocab_size, cache, role)
+            corpus = prepare_corpus(config.data, config.model.vocab_size, cache, role)
         except OtherTextError:
             raise_data_changed(config, resolved)
             raise

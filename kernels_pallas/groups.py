@@ -28,7 +28,7 @@ class RowSlots(NamedTuple):
 
 
 def assign_rows_to_slots(group_sizes_L: jax.Array, num_rows: int, slots_per_group: int) -> RowSlots:
-    """Return the layout with C = `slots_per_group`."""
+    """Return the slots of rows, where the first `slots_per_group` rows of each group get one."""
     num_groups = group_sizes_L.shape[0]
     ends_L = jnp.cumsum(group_sizes_L)
     starts_L = ends_L - group_sizes_L
@@ -44,7 +44,7 @@ def assign_rows_to_slots(group_sizes_L: jax.Array, num_rows: int, slots_per_grou
     return RowSlots(rows_LC, slot_N, starts_L, ends_L)
 
 
-class Tiles(NamedTuple):
+class GroupTiles(NamedTuple):
     """Tiles of `rows` rows each: group l has tiles_L[l] tiles, which cover rows first_L[l] to
     ends_L[l].
     """
@@ -58,17 +58,17 @@ class Tiles(NamedTuple):
         """Return the number of tiles."""
         return self.tiles_L.sum(dtype=jnp.int32)
 
-    def make_tile(self, i: jax.Array, num_rows: int) -> "Tile":
+    def make_tile(self, i: jax.Array, num_rows: int) -> "GroupTile":
         """Return tile i. num_rows: N, all rows."""
         tile_ends_L = jnp.cumsum(self.tiles_L)
         group = (i >= tile_ends_L).sum(dtype=jnp.int32)
         first = self.first_L[group] + (i - (tile_ends_L[group] - self.tiles_L[group])) * self.rows
         start = jnp.minimum(first, num_rows - self.rows)
         at_B = start + jnp.arange(self.rows, dtype=jnp.int32)
-        return Tile(group, start, (at_B >= first) & (at_B < self.ends_L[group]))
+        return GroupTile(group, start, (at_B >= first) & (at_B < self.ends_L[group]))
 
 
-class Tile(NamedTuple):
+class GroupTile(NamedTuple):
     """The B rows from row `start`, of which mine_B marks those of the tile; the others belong to a
     neighbour.
     """

@@ -31,8 +31,10 @@ SMALL_MEMORY = ("8.6", "8.9", "12.0", "12.1")  # 99 KiB of shared memory; others
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The sizes of one tile of a product, and how its program runs."""
+class BlockSizes:
+    """The rows, columns and inner dimension of one tile of a product, and the warps and pipeline
+    stages of the program that computes it.
+    """
 
     rows: int = 128
     columns: int = 128
@@ -41,12 +43,12 @@ class Blocks:
     num_stages: int = 3
 
 
-WIDE, SMALL = Blocks(), Blocks(inner=32, num_stages=4)
-FLOAT32 = Blocks(rows=64, columns=64, inner=32, num_warps=4, num_stages=2)  # no tensor cores
+WIDE, SMALL = BlockSizes(), BlockSizes(inner=32, num_stages=4)
+FLOAT32 = BlockSizes(rows=64, columns=64, inner=32, num_warps=4, num_stages=2)  # no tensor cores
 
 
-def choose_blocks(dtype: jax.typing.DTypeLike) -> Blocks:
-    """Return the blocks of a product of this dtype on the target GPU."""
+def choose_blocks(dtype: jax.typing.DTypeLike) -> BlockSizes:
+    """Return the tile sizes and launch settings of a product of this dtype on the target GPU."""
     if dtype == jnp.float32:
         return FLOAT32
     capability = getattr(target_device(), "compute_capability", None)
@@ -67,7 +69,7 @@ def launch(
     grid: tuple[int, ...],
     operands: Sequence[jax.Array],
     *,
-    blocks: Blocks = WIDE,
+    blocks: BlockSizes = WIDE,
     interpret: bool = False,
 ) -> jax.Array:
     """Return the result of a kernel. body: takes a reference to each operand and to the result.

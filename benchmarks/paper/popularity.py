@@ -327,7 +327,7 @@ def main() -> None:
         folder = Path(shutil.copytree(a.model, Path(scratch) / "model"))
         with LazyCheckpoint(folder) as checkpoint:
             config, fingerprint = checkpoint.config, checkpoint.routing_fingerprint
-            size = checkpoint.sequence_length(None) - 1
+            size = checkpoint.choose_sequence_length(None) - 1
         tokenizer = open_tokenizer(folder / "tokenizer.json")
         num_counted, num_tested = a.profile_tokens // size, a.test_tokens // size
         pieces = draw(tokenizer.encode(a.text.read_text()).ids, size)

@@ -36,7 +36,7 @@ from jmoe.inference import popularity, runner, sampler
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
-from jmoe.models.functional import ModuleStructure, split
+from jmoe.models.functional import ModuleStructure
 from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
 from jmoe.offload import host_experts, slots
@@ -93,7 +93,7 @@ def shapes_of(
     assert block.moe is not None
     outside, layer, router = (
         (structure, programs.abstract(arrays))
-        for structure, arrays in map(split, (ends, block, block.moe.router))
+        for structure, arrays in map(split_arrays, (ends, block, block.moe.router))
     )
     caches = programs.abstract(
         jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE))

@@ -180,7 +180,7 @@ class PreparationRole:
     keep: bool = False
 
 
-def prepare(
+def prepare_corpus(
     config: DataConfig, vocab_size: int, cache_dir: Path, role: PreparationRole | None = None
 ) -> Corpus:
     """Return the corpus of a run: find, check, split, tokenise (once, into `cache_dir`) and
@@ -318,7 +318,7 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
         raise ValueError(
             f"--out = {str(out)!r}: already holds token shards made from other inputs or settings"
         )
-    return prepare(config, vocab_size, out, PreparationRole(report=report))
+    return prepare_corpus(config, vocab_size, out, PreparationRole(report=report))
 
 
 def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:

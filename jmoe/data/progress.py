@@ -7,7 +7,7 @@ from jmoe.status import duration_text
 
 
 class PreparationProgress:
-    """Prints the progress of `corpus.prepare`, at most one line every `every_s` seconds.
+    """Prints the progress of `corpus.prepare_corpus`, at most one line every `every_s` seconds.
 
     Work that takes less than `every_s` prints nothing.
     """

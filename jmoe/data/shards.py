@@ -143,7 +143,9 @@ class BlockChecks:
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces `path` atomically if the block ends without an error."""
+    """Yield a temporary file that is flushed to disk and replaces `path` atomically when the block
+    ends; after an error `path` is unchanged.
+    """
     # not tempfile's, which no other user of a cluster could read; the umask says who may
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
@@ -158,7 +160,7 @@ def replacing_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_content_durably(path: Path, content: bytes) -> None:
-    """Replace the content of a file atomically."""
+    """Replace a file's content atomically and flush it to disk; an error leaves the old content."""
     with replacing_file(path) as file:
         file.write(content)
 

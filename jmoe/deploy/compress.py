@@ -67,7 +67,10 @@ class _CompressedMatrix:
         self._made: dict[str, np.ndarray] = {}
 
     def new_tensors(self) -> list[NewTensor]:
-        """Return the tensors. Write each once, in this order."""
+        """Return the tensors of the matrix, computed when the first is written.
+
+        Write each once, in this order.
+        """
         return [
             NewTensor(self._piece.name + end, dtype, shape, partial(self._take_tensor, end))
             for end, (shape, dtype) in self._fields.items()
@@ -246,7 +249,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
                 if tensor.name not in by_tensor:
                     continue
                 piece, parameter = by_tensor[tensor.name]
-                if parameter.experts and len(parameter.matrix) == 2:
+                if parameter.experts and len(parameter.matrix_shape) == 2:
                     tensors += _CompressedMatrix(source, piece, parameter, layout).new_tensors()
                 else:
                     tensors.append(source.unchanged_copy(tensor))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.models.block import Block, add_residual, causal_attention_fn
-from jmoe.models.functional import ModuleStructure, split
+from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.xla import expert_mlp
@@ -128,10 +128,10 @@ def hidden_states(
     config = checkpoint.config
     embed_and_head, layers = checkpoint.load_dense_modules()
     batches = _batch_slices(*tokens_BS.shape)
-    embed = split(embed_and_head)
+    embed = split_arrays(embed_and_head)
     x = np.concatenate([np.asarray(_embed(*embed, jnp.asarray(tokens_BS[b]))) for b in batches])
     for number, (layer, module) in enumerate(zip(config.layers, layers, strict=True)):
-        block = split(module)
+        block = split_arrays(module)
         parts = [
             jax.device_get(_attend_and_route(*block, jnp.asarray(x[b]), layer.window))
             for b in batches
@@ -165,7 +165,7 @@ def mean_loss(checkpoint: LazyCheckpoint, windows_BS: NDArray[np.int32]) -> floa
     [B, S + 1].
     """
     x_BSD = hidden_states(checkpoint, windows_BS[:, :-1])
-    labels_BS, head = windows_BS[:, 1:], split(checkpoint.load_dense_modules()[0])
+    labels_BS, head = windows_BS[:, 1:], split_arrays(checkpoint.load_dense_modules()[0])
     size = x_BSD.shape[-1]
     losses = [
         np.asarray(

@@ -33,7 +33,7 @@ from jmoe.inference.runner import CachePlaces, Hidden, attend_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual
-from jmoe.models.functional import ModuleStructure, split
+from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import MAX_SHARD_BYTES
 from jmoe.models.safetensors_io import NewTensor, replace_text_durably, write_safetensors
@@ -113,7 +113,7 @@ class PortablePrograms:
             )
 
     def _register_module(self, prefix: str, module: nnx.Module) -> _NamedModule:
-        structure, arrays = split(module)
+        structure, arrays = split_arrays(module)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(nnx.split(module)[1])]
         names = tuple(".".join((prefix, *path_names(path))) for path in paths)
         self._dense |= zip(names, arrays, strict=True)
@@ -232,7 +232,9 @@ def lower(
     for platform in platforms:
         check(platform in PLATFORMS, "platforms", platform, f"must be of {', '.join(PLATFORMS)}")
     with LazyCheckpoint(folder, options.dtype, options.expert_dtype) as checkpoint:
-        options = replace(options, max_seq_len=checkpoint.sequence_length(options.max_seq_len))
+        options = replace(
+            options, max_seq_len=checkpoint.choose_sequence_length(options.max_seq_len)
+        )
         assert options.max_seq_len is not None
         width = min(options.prefill_chunk_tokens, options.max_seq_len)
         with status(f"reading {folder}", say):

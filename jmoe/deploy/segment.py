@@ -53,7 +53,7 @@ def segment(
     }
     engine = EngineConfig(**(defaults | options))
     with open_checkpoint(folder, engine) as checkpoint:
-        engine = replace(engine, max_seq_len=checkpoint.sequence_length(engine.max_seq_len))
+        engine = replace(engine, max_seq_len=checkpoint.choose_sequence_length(engine.max_seq_len))
         token_bytes = checkpoint.config.hidden_size * np.dtype(checkpoint.dtype).itemsize
         tokens = StepTokens(engine.max_batch, token_bytes)
         plan = plan_segments(model_bytes(checkpoint, engine), described, tokens, by)

@@ -203,7 +203,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     """Raise ValueError naming the first option that does not fit the model. Nothing is computed."""
     with open_checkpoint(folder, engine) as checkpoint:
         config, fields = checkpoint.config, checkpoint.fields
-        checkpoint.sequence_length(engine.max_seq_len)
+        checkpoint.choose_sequence_length(engine.max_seq_len)
     tokenizer_file(folder)
     if stages.distil is not None and stages.text is not None:
         student = _student_options(config, stages, stages.distil)

@@ -26,7 +26,7 @@ from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
-from jmoe.models.functional import split
+from jmoe.models.functional import split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead, LazyCheckpoint, split_decoder
 from jmoe.offload import slots
 from jmoe.planning.gpu_estimate import (
@@ -182,8 +182,8 @@ class _StepEstimator:
         self._place = jax.sharding.SingleDeviceSharding(device)
         embed_and_head, layers = nnx.eval_shape(self._make_dense_modules)
         self._embed_and_head, self._layers = (
-            split(embed_and_head),
-            [split(layer) for layer in layers],
+            split_arrays(embed_and_head),
+            [split_arrays(layer) for layer in layers],
         )
         fields = checkpoint.expert_fields.items()
         self._slots = {

@@ -310,7 +310,7 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
     but at least min(`DEFAULT_MAX_SEQ_LEN`, positions). With several processes, whose free memory
     may differ, it is that minimum. Raises ValueError if the options exceed the model's positions.
     """
-    length = checkpoint.sequence_length(options.max_seq_len)
+    length = checkpoint.choose_sequence_length(options.max_seq_len)
     shortest = replace(options, max_seq_len=length)
     if (
         options.max_seq_len is not None

@@ -23,7 +23,7 @@ from jmoe.inference.path_table import PathTable
 from jmoe.layers.router import Router
 from jmoe.memory.hot_set import HitCounts
 from jmoe.models.block import Block
-from jmoe.models.functional import ModuleStructure, split
+from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.offload.policies import Residency
 
 EstimatorName = Literal["router", "counts", "paths"]
@@ -60,7 +60,7 @@ class RouterEstimator(Estimator):
     """Guesses by applying the next layer's router to the current router's input."""
 
     def __init__(self, routers: Sequence[Router], num_experts: int) -> None:
-        self._routers = [split(router) for router in routers]
+        self._routers = [split_arrays(router) for router in routers]
         self._num_experts = num_experts
         self._guesses: list[jax.Array] = []
 

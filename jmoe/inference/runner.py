@@ -38,7 +38,7 @@ from jmoe.layers.attention import Attention
 from jmoe.layers.embedding import lookup
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
-from jmoe.models.functional import ModuleStructure, split
+from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import tiled_table_mlp
@@ -446,8 +446,8 @@ class ModelRunner:
         # of each batch of the last steps
         self.recent_choices: deque[list[BatchChoices]] = deque(maxlen=RECENT_STEPS)
         self.caches = list(caches)
-        self.embed_and_head = split(embed_and_head)
-        self._layers = [split(layer) for layer in layers]
+        self.embed_and_head = split_arrays(embed_and_head)
+        self._layers = [split_arrays(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
         self._windows = [
             None if layer.window is None else np.int32(layer.window) for layer in config.layers

@@ -90,13 +90,18 @@ def _softmax_and_nll(
     return exp_CV * (jnp.exp(top_C1[:, 0] - top_C) / total_C)[:, None], nll_C, label_CV
 
 
-def _loss(
+def _chunked_cross_entropy(
     x_TD: jax.Array,
     w_DV: jax.Array,
     labels_T: jax.Array,
     weights_T: jax.Array,
     axes: tuple[str, ...] = (),
 ) -> jax.Array:
+    """Return the float32 scalar of `cross_entropy`, with the logits computed chunk by chunk.
+
+    axes: mesh axes of the devices that split the vocabulary; () for none.
+    """
+
     def loss_in_chunks(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
         def add_chunk_loss(
             total: jax.Array, chunk: tuple[jax.Array, ...]
@@ -155,7 +160,7 @@ def cross_entropy(
     x and w have one dtype; weights has no gradient. The gradients of x and w are computed together
     with the loss, chunk by chunk, so that each chunk's logits are computed once.
     """
-    return _loss(x_TD, w_DV, labels_T, weights_T)
+    return _chunked_cross_entropy(x_TD, w_DV, labels_T, weights_T)
 
 
 def _cross_entropy_bwd(residuals: PyTree, g: jax.Array) -> PyTree:
@@ -225,7 +230,9 @@ def parallel_cross_entropy(
     to x's dtype for transport and summed in float32. dw needs no reduction. The gradients are those
     of the global sum, whose cotangent must be equal on all devices.
     """
-    total = _loss(*_gather_operands(x_TD, w_DV, labels_T, weights_T, shard), shard.axes)
+    total = _chunked_cross_entropy(
+        *_gather_operands(x_TD, w_DV, labels_T, weights_T, shard), shard.axes
+    )
     return total / lax.axis_size(shard.axes)
 
 

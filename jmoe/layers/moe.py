@@ -341,7 +341,7 @@ class MoELayer(nnx.Module):
         a layer routed by task. token_mask_T: False for tokens that go to no expert. Raises
         ValueError if a custom router lacks an argument or returns wrong shapes.
         """
-        self._check_router_takes(masked=token_mask_T is not None)
+        self._check_router_arguments(masked=token_mask_T is not None)
         made = {
             "topk_idx_TK": topk_idx_TK,
             "topk_weights_TK": topk_weights_TK,
@@ -422,7 +422,7 @@ class MoELayer(nnx.Module):
         routing = Routing(jnp.zeros((0, k), jnp.int32), jnp.zeros((0, k), jnp.float32), *sums)
         return MoEStats(*sums, jnp.zeros((), jnp.int32), routing if keep_routing else None)
 
-    def _check_router_takes(self, masked: bool) -> None:
+    def _check_router_arguments(self, masked: bool) -> None:
         """Raise ValueError if a custom router lacks an argument that the layer gives it."""
         parameters = inspect.signature(self.router).parameters
         if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):

@@ -75,7 +75,7 @@ def _sort_by_expert(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _Sor
     )
 
 
-def _add_combined(
+def _add_weighted_rows(
     out: jax.Array,
     routed: ExpertInputs,
     by_expert: _SortedAssignments,
@@ -186,7 +186,7 @@ def _table_mlp_by_tiles(
         return _write_tile(out, h_TD, by_expert, row, mine, activation)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
-    return _add_combined(
+    return _add_weighted_rows(
         lax.fori_loop(0, ends_E[-1], write_tile, out), routed, by_expert, implementation
     )
 
@@ -316,4 +316,4 @@ def _write_bundle_rows(
     return out
 
 
-_add_combined_compiled = jax.jit(_add_combined)
+_add_combined_compiled = jax.jit(_add_weighted_rows)

@@ -20,7 +20,7 @@ from jmoe.types import PyTree
 class ModuleStructure:
     """A module without its arrays, hashed and compared by identity.
 
-    `split` returns one object for all modules of equal structure.
+    `split_arrays` returns one object for all modules of equal structure.
     """
 
     graph: nnx.GraphDef
@@ -34,7 +34,7 @@ class ModuleStructure:
 _structure = cache(ModuleStructure)
 
 
-def split(module: nnx.Module) -> tuple[ModuleStructure, tuple[jax.Array, ...]]:
+def split_arrays(module: nnx.Module) -> tuple[ModuleStructure, tuple[jax.Array, ...]]:
     """Return (structure, arrays); `structure.merge(arrays)` restores the module."""
     graph, state = nnx.split(module)
     arrays, tree = jax.tree.flatten(state)

@@ -39,9 +39,9 @@ from jmoe.models.tensor_parallel import (
     shard_slices,
 )
 from jmoe.models.weights import (
-    Loader,
     Names,
     Parameter,
+    ParameterLoader,
     check_tensors,
     flatten_by_path,
     list_parameters,
@@ -131,7 +131,7 @@ class LazyCheckpoint(Closing):
         self._parameters = list_parameters(shapes, self.config, family_of(fields), stored)
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)
         self._reader, self._stored = TensorReader(), stored
-        self._loader = Loader(stored, self._reader)
+        self._loader = ParameterLoader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
         self._stored_formats: dict[Names, Format | None] = {}
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
@@ -146,12 +146,13 @@ class LazyCheckpoint(Closing):
             return
         others = [other.name for other in FORMATS.values() if other.partial_block]
         for name, p in self._experts.items():
-            if len(p.matrix) == 2:
+            if len(p.matrix_shape) == 2:
                 words = (
-                    f"needs inputs of {name} to be a multiple of {kind.block}, not {p.matrix[0]}:"
+                    f"needs inputs of {name} to be a multiple of {kind.block}, not"
+                    f" {p.matrix_shape[0]}:"
                     f" must be {' or '.join(['wide', *others])}"
                 )
-                check(p.matrix[0] % kind.block == 0, "expert_dtype", expert_dtype, words)
+                check(p.matrix_shape[0] % kind.block == 0, "expert_dtype", expert_dtype, words)
 
     def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
         """Return the compressed format in which all experts' matrices are stored and can be kept
@@ -159,7 +160,7 @@ class LazyCheckpoint(Closing):
 
         None if they are plain numbers, of several formats, or have no exact form in memory.
         """
-        matrices = [p for p in self._experts.values() if len(p.matrix) == 2]
+        matrices = [p for p in self._experts.values() if len(p.matrix_shape) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
             return MXFP4
         kinds = {self._loader.memory_format(p) for p in matrices}
@@ -180,7 +181,7 @@ class LazyCheckpoint(Closing):
         )
         return max(limit, stretched)
 
-    def sequence_length(self, asked: int | None) -> int:
+    def choose_sequence_length(self, asked: int | None) -> int:
         """Return the maximum number of tokens of a sequence: `asked`, or by default up to 2048.
 
         The default is less if the model has fewer positions; engines raise it where memory allows
@@ -224,11 +225,14 @@ class LazyCheckpoint(Closing):
         """
         fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         for name, p in self._experts.items():
-            if self.expert_format is not None and len(p.matrix) == 2:
-                fields |= stored_fields(self.expert_format, name, p.matrix)
+            if self.expert_format is not None and len(p.matrix_shape) == 2:
+                fields |= stored_fields(self.expert_format, name, p.matrix_shape)
             else:
                 dtype = self._dtypes[p.path]
-                fields[name] = (p.matrix, np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype)
+                fields[name] = (
+                    p.matrix_shape,
+                    np.dtype(np.uint16) if dtype == jnp.bfloat16 else dtype,
+                )
         return fields
 
     @property
@@ -290,7 +294,7 @@ class LazyCheckpoint(Closing):
         """
         for name, parameter in self._experts.items():
             is_kept = self.expert_format is not None and self._stays_compressed(parameter)
-            if is_kept and len(parameter.matrix) == 2:
+            if is_kept and len(parameter.matrix_shape) == 2:
                 views[name][...], views[name + SCALES][...] = self._loader.read_compressed(
                     parameter, layer, expert
                 )
@@ -322,7 +326,11 @@ class LazyCheckpoint(Closing):
         layer: index among the layers with experts.
         """
         p = self._experts[name]
-        at = (slice(layer, layer + 1), slice(expert, expert + 1), *(slice(None),) * len(p.matrix))
+        at = (
+            slice(layer, layer + 1),
+            slice(expert, expert + 1),
+            *(slice(None),) * len(p.matrix_shape),
+        )
         part: np.ndarray = self._loader.read_slice(p, self._dtypes[p.path], at)[0, 0]
         return part
 

@@ -20,7 +20,7 @@ from jmoe.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """The tensors that fill the columns of one parameter, from left to right.
 
     names: tensor names, with the placeholders `{layer}` and `{expert}`.
@@ -45,17 +45,17 @@ class Source:
 
 def as_stored_source(*names: str) -> Source:
     """Return the source of vectors, or of matrices stored as [in, out]."""
-    return Source(names)
+    return TensorSource(names)
 
 
 def transposed_source(*names: str) -> Source:
     """Return the source of matrices stored as [out, in]."""
-    return Source(names, transposed=True)
+    return TensorSource(names, transposed=True)
 
 
 def stacked_source(name: str, *, interleaved: bool = False) -> Source:
     """Return the source of a tensor [E, ...] that holds all experts, each as [in, out]."""
-    return Source((name,), stacked=True, interleaved=interleaved)
+    return TensorSource((name,), stacked=True, interleaved=interleaved)
 
 
 OUTSIDE = {
@@ -103,7 +103,7 @@ LAYER = {
     "shared_expert.w_down": transposed_source("mlp.shared_expert.down_proj.weight"),
     "shared_expert_gate": transposed_source("mlp.shared_expert_gate.weight"),
 }
-FAMILIES: dict[str, dict[str, Source]] = {
+FAMILIES: dict[str, dict[str, TensorSource]] = {
     "mixtral": {
         "moe.router.kernel": transposed_source("block_sparse_moe.gate.weight"),
         "moe.experts.w_up": transposed_source(
@@ -146,8 +146,8 @@ FAMILIES: dict[str, dict[str, Source]] = {
 # asked for the published names.
 FUSED = {
     "moe.router.kernel": transposed_source("mlp.gate.weight"),
-    "moe.experts.w_up": Source(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
-    "moe.experts.w_down": Source(("mlp.experts.down_proj",), transposed=True, stacked=True),
+    "moe.experts.w_up": TensorSource(("mlp.experts.gate_up_proj",), transposed=True, stacked=True),
+    "moe.experts.w_down": TensorSource(("mlp.experts.down_proj",), transposed=True, stacked=True),
 }
 FUSED_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3")
 

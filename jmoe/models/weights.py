@@ -36,7 +36,7 @@ from jmoe.models.tensor_names import (
     FAMILIES,
     LAYER,
     OUTSIDE,
-    Source,
+    TensorSource,
     has_fused_experts,
     parameter_source,
 )
@@ -77,12 +77,12 @@ class Parameter:
 
     path: Names
     shape: tuple[int, ...]
-    source: Source
+    source: TensorSource
     layers: tuple[int, ...]
     experts: int  # 0 if the parameter belongs to no expert
 
     @property
-    def matrix(self) -> tuple[int, ...]:
+    def matrix_shape(self) -> tuple[int, ...]:
         """The shape [rows, columns] or [columns] for one layer and expert."""
         return self.shape[bool(self.layers) + bool(self.experts) :]
 
@@ -90,7 +90,7 @@ class Parameter:
         self, layers: slice = slice(None), experts: slice = slice(None)
     ) -> Iterator[ParameterPiece]:
         """Yield the parameter's tensors, or those of a range of its stack's entries and experts."""
-        source, matrix = self.source, self.matrix
+        source, matrix = self.source, self.matrix_shape
         one_tensor = not self.experts or source.stacked
         for n, layer in list(enumerate(self.layers or (-1,)))[layers]:
             for expert in (-1,) if one_tensor else range(self.experts)[experts]:
@@ -280,7 +280,7 @@ def _transpose_into(out: np.ndarray, x: np.ndarray) -> None:
         out[:, i : i + step] = x[i : i + step].T
 
 
-class Loader:
+class ParameterLoader:
     """Fills parameters, or shards of them, from stored tensors."""
 
     def __init__(self, stored: dict[str, StoredTensor], reader: TensorReader) -> None:
@@ -307,8 +307,8 @@ class Loader:
         """Return the slice `index` of a parameter, read into a new host array."""
         spans = [s.indices(size)[:2] for s, size in zip(index, parameter.shape, strict=True)]
         out = aligned_empty(tuple(end - start for start, end in spans), dtype)
-        lead = len(parameter.shape) - len(parameter.matrix)
-        matrix_spans = [(0, 1)] * (2 - len(parameter.matrix)) + spans[lead:]
+        lead = len(parameter.shape) - len(parameter.matrix_shape)
+        matrix_spans = [(0, 1)] * (2 - len(parameter.matrix_shape)) + spans[lead:]
         leading = [slice(*span) for span in spans[:lead]]
         layers = leading.pop(0) if parameter.layers else slice(None)
         for piece in parameter.pieces(layers, *leading):
@@ -383,7 +383,7 @@ class Loader:
         """
         kind = self.memory_format(parameter)
         assert kind is not None
-        fields = stored_fields(kind, "", parameter.matrix).values()
+        fields = stored_fields(kind, "", parameter.matrix_shape).values()
         values, scales = (np.empty(shape, dtype) for shape, dtype in fields)
         for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):
             stacked = parameter.source.stacked
@@ -448,7 +448,7 @@ def load_arrays(
     dtypes = check_tensors(wanted, stored, folder, config, dtype)
     places = flatten_by_path(shapes)
     with TensorReader() as reader:
-        loader = Loader(stored, reader)
+        loader = ParameterLoader(stored, reader)
         return {
             p.path: loader.load(p, dtypes[p.path], getattr(places[p.path], "sharding", None))
             for p in wanted

@@ -97,7 +97,7 @@ def main() -> None:
     with hugging_face_folder(a.model, lambda line: print(line, file=sys.stderr), "MODEL") as folder:
         with LazyCheckpoint(folder) as checkpoint:
             fingerprint, config = checkpoint.routing_fingerprint, checkpoint.config
-            length = checkpoint.sequence_length(a.max_seq_len)
+            length = checkpoint.choose_sequence_length(a.max_seq_len)
         sizes = (
             config.num_moe_layers,
             config.num_experts,

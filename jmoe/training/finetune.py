@@ -17,7 +17,13 @@ from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
 from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
-from jmoe.models.weights import Loader, Parameter, check_tensors, flatten_by_path, list_parameters
+from jmoe.models.weights import (
+    Parameter,
+    ParameterLoader,
+    check_tensors,
+    flatten_by_path,
+    list_parameters,
+)
 from jmoe.offload.expert_state import ExpertArrays
 from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.state import TrainState, experts_of, without_experts
@@ -126,7 +132,7 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     check_same_identity(f"content of {folder}", lambda: weights_identity(stored))
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
-        loader = Loader(stored, reader)
+        loader = ParameterLoader(stored, reader)
         arrays = {
             p.path: loader.load(p, FLOAT32, places[p.path].sharding)
             for p in wanted
@@ -186,9 +192,9 @@ def _state_at_step_0(
 
 
 def _read_expert(
-    loader: Loader, parameter: Parameter, layer: int, expert: int
+    loader: ParameterLoader, parameter: Parameter, layer: int, expert: int
 ) -> NDArray[np.float32]:
-    everything = (slice(None),) * len(parameter.matrix)
+    everything = (slice(None),) * len(parameter.matrix_shape)
     matrix: NDArray[np.float32] = loader.read_slice(
         parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *everything)
     )

@@ -96,7 +96,7 @@ class TileShape:
         return pl.ds(part * (self.num_columns // self.parts) + first, num)
 
 
-class Refs(NamedTuple):
+class KernelRefs(NamedTuple):
     """The references of a kernel. operands, buffers: inputs and shared memory that only some forms
     have, as `DenseForm.operands` and `DenseForm.buffers` list them.
     """
@@ -170,7 +170,7 @@ class DenseForm:
         return (columns, INNER) if self.transpose_rhs else (INNER, columns)
 
     def start_copies(
-        self, refs: Refs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
+        self, refs: KernelRefs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
     ) -> None:
         """Start the copies of step k of tile (m, n)."""
         m, n = place
@@ -185,7 +185,7 @@ class DenseForm:
             )
 
     def start_row_copies(
-        self, refs: Refs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
+        self, refs: KernelRefs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
     ) -> None:
         """Start the copies of the tile's rows of x."""
         rows = pl.ds(pl.multiple_of(refs.tiles[1, m], ALIGN), ROWS)
@@ -195,7 +195,7 @@ class DenseForm:
             )
 
     def start_products(
-        self, refs: Refs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
+        self, refs: KernelRefs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
     ) -> None:
         """Start the products of step k."""
         x = self.rows_operand(refs, wg, k, stage)
@@ -203,12 +203,12 @@ class DenseForm:
             block = self.weights_operand(refs, wg, part, k, stage)
             plgpu.wgmma(acc, x, block.transpose((1, 0)) if self.transpose_rhs else block)
 
-    def rows_operand(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
+    def rows_operand(self, refs: KernelRefs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
         """Return the warpgroup's rows of a step as an operand of a product."""
         return refs.x_smem.at[stage, 0, pl.ds(wg.top, self.tile.sums_shape[0])]
 
     def weights_operand(
-        self, refs: Refs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
+        self, refs: KernelRefs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
     ) -> Ref:
         """Return the warpgroup's columns of a step as an operand of a product."""
         block = refs.w_smem.at[stage, part]
@@ -242,7 +242,7 @@ class GatheredRowsForm(DenseForm):
         return [plgpu.SMEM(shape, self.x_HND.dtype, transforms=TILED)]
 
     def start_row_copies(
-        self, refs: Refs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
+        self, refs: KernelRefs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
     ) -> None:
         """Start a copy for each row; each warp starts a quarter of them."""
         (src,) = refs.operands
@@ -255,7 +255,7 @@ class GatheredRowsForm(DenseForm):
                 to = refs.x_smem.at[stage, 0, pl.ds(at + b, 1)]
                 plgpu.copy_gmem_to_smem(refs.x.at[0, pl.ds(token, 1), inside], to, barrier)
 
-    def rows_operand(self, refs: Refs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
+    def rows_operand(self, refs: KernelRefs, wg: Warpgroup, k: jax.Array, stage: jax.Array) -> Ref:
         """Move the rows into blocks, and return the blocks."""
         rows = super().rows_operand(refs, wg, k, stage)
         block = _step_buffer(refs, wg, k)
@@ -274,7 +274,7 @@ class QuantizedWeightsForm(DenseForm):
         return [plgpu.SMEM(shape, self.x_HND.dtype, transforms=TILED)]
 
     def weights_operand(
-        self, refs: Refs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
+        self, refs: KernelRefs, wg: Warpgroup, part: int, k: jax.Array, stage: jax.Array
     ) -> Ref:
         """Convert the warpgroup's columns to x's dtype, and return the converted columns."""
         narrow = super().weights_operand(refs, wg, part, k, stage)
@@ -326,7 +326,7 @@ class CompressedWeightsForm(DenseForm):
         ]
 
     def start_copies(
-        self, refs: Refs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
+        self, refs: KernelRefs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
     ) -> None:
         """Start the copies of step k of tile (m, n), and that of its blocks' scales."""
         super().start_copies(refs, place, k, stage, barrier)
@@ -340,7 +340,7 @@ class CompressedWeightsForm(DenseForm):
         )
 
     def start_products(
-        self, refs: Refs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
+        self, refs: KernelRefs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
     ) -> None:
         """Convert the columns to x's dtype, and start a product for each half of x."""
         mine = pl.ds(wg.left, self.tile.sums_shape[1])
@@ -384,7 +384,7 @@ class CompressedWeightsForm(DenseForm):
         return factors
 
 
-def _step_buffer(refs: Refs, wg: Warpgroup, k: jax.Array) -> Ref:
+def _step_buffer(refs: KernelRefs, wg: Warpgroup, k: jax.Array) -> Ref:
     """Return the warpgroup's buffer of step k; that of step k - 1 is being multiplied."""
     return refs.buffers[0].at[wg.number, lax.rem(k, 2)]
 

@@ -27,7 +27,7 @@ from kernels_pallas.grouped_matmul.mosaic_forms import (
     STORED,
     TILED,
     DenseForm,
-    Refs,
+    KernelRefs,
     TileShape,
     Warpgroup,
     check_operands,
@@ -105,7 +105,7 @@ def _matmul_kernel(
         operands, others = others[:num_operands], others[num_operands:]
         terms, others = others[: len(operations)], others[len(operations) :]
         out, x_smem, w_smem, out_smem, *buffers, full, empty = others
-        refs = Refs(tiles, x, w, operands, out, x_smem, w_smem, out_smem, buffers)
+        refs = KernelRefs(tiles, x, w, operands, out, x_smem, w_smem, out_smem, buffers)
         wg = tile.warpgroup(lax.axis_index("wg"))
 
         def steps_and_place_of(i: jax.Array) -> tuple[int, Place]:
@@ -172,7 +172,7 @@ def _apply_by_column(
 
 
 def _store_tile(
-    refs: Refs,
+    refs: KernelRefs,
     tile: TileShape,
     wg: Warpgroup,
     place: Place,

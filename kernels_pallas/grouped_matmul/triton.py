@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, WeightSlots
 from kernels_pallas.token_permute.triton import gather_rows
 from kernels_pallas.triton import (
-    Blocks,
+    BlockSizes,
     Ref,
     check_dtypes,
     choose_blocks,
@@ -131,7 +131,7 @@ def _check_operands(
         raise NotImplementedError(f"weights {w.dtype}: not int8")
 
 
-def _blocks_for_rows(blocks: Blocks, rows_per_group: int) -> Blocks:
+def _blocks_for_rows(blocks: BlockSizes, rows_per_group: int) -> BlockSizes:
     """Return blocks whose tiles are no higher than a group of average size needs."""
     needed = pl.next_power_of_2(max(MIN_ROWS, rows_per_group))
     if needed >= blocks.rows:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.groups import RowSlots, Tiles, as_sliceable, assign_rows_to_slots
+from kernels_pallas.groups import GroupTiles, RowSlots, as_sliceable, assign_rows_to_slots
 from kernels_pallas.matmul import MIN_ROWS, dot, transposed
 from kernels_pallas.token_permute.reference import take_mapped_rows, take_rows, take_rows_or_last
 
@@ -34,7 +34,7 @@ def _slots_per_group_choices(num_rows: int, num_groups: int) -> list[int]:
 
 def _large_and_small_tiles(
     starts: jax.Array, ends: jax.Array, slots_per_group: int, num_rows: int
-) -> list[Tiles]:
+) -> list[GroupTiles]:
     """Return large tiles for the part of each group that fills them, and small tiles for the
     rest.
     """
@@ -43,7 +43,10 @@ def _large_and_small_tiles(
     filled = over // large
     first = starts + slots_per_group
     rest = (over - filled * large + small - 1) // small
-    return [Tiles(filled, first, ends, large), Tiles(rest, first + filled * large, ends, small)]
+    return [
+        GroupTiles(filled, first, ends, large),
+        GroupTiles(rest, first + filled * large, ends, small),
+    ]
 
 
 def _rows_of_equal_groups(
@@ -67,7 +70,7 @@ def _run_even_or_cheapest_layout(
     group_sizes_E: jax.Array,
     num_rows: int,
     run_even: Callable[[], jax.Array],
-    run_layout: Callable[[RowSlots, int, list[Tiles]], jax.Array],
+    run_layout: Callable[[RowSlots, int, list[GroupTiles]], jax.Array],
 ) -> jax.Array:
     """Return run_even() if all groups have one size and cover all rows, else run_layout(layout,
     slots_per_group, tiles) with the cheapest number of slots.
@@ -137,7 +140,7 @@ def grouped_matmul(
         )
 
     def multiply_slots_and_tiles(
-        layout: RowSlots, slots_per_group: int, tiles: list[Tiles]
+        layout: RowSlots, slots_per_group: int, tiles: list[GroupTiles]
     ) -> jax.Array:
         if slots_per_group:
             y_ECF = scaled_matmul(take_mapped_rows(x_ND, src_N, layout.rows_LC), w, scale_EF)
@@ -147,7 +150,7 @@ def grouped_matmul(
         out = as_sliceable(y_NF)
         for some in tiles:
 
-            def write_tile(i: jax.Array, out: jax.Array, some: Tiles = some) -> jax.Array:
+            def write_tile(i: jax.Array, out: jax.Array, some: GroupTiles = some) -> jax.Array:
                 one = some.make_tile(i, num_rows)
                 scale_F = None if scale_EF is None else one.pick_entry(scale_EF)
                 return one.write_rows(
@@ -180,7 +183,7 @@ def weight_gradient(
         ).astype(x_ND.dtype)
 
     def multiply_slots_and_tiles(
-        layout: RowSlots, slots_per_group: int, tiles: list[Tiles]
+        layout: RowSlots, slots_per_group: int, tiles: list[GroupTiles]
     ) -> jax.Array:
         if slots_per_group:
             x_ECD = take_mapped_rows(x_ND, src_N, layout.rows_LC)
@@ -190,7 +193,7 @@ def weight_gradient(
             dw_EDF = jnp.zeros((num_groups, x_ND.shape[1], dy_NF.shape[1]), jnp.float32)
         for some in tiles:
 
-            def add_tile(i: jax.Array, dw_EDF: jax.Array, some: Tiles = some) -> jax.Array:
+            def add_tile(i: jax.Array, dw_EDF: jax.Array, some: GroupTiles = some) -> jax.Array:
                 one = some.make_tile(i, num_rows)
                 return dw_EDF.at[one.group].add(
                     dot(transposed(one.read_rows(x_ND, src_N)), one.read_rows(dy_NF))

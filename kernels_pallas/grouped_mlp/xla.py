@@ -50,7 +50,7 @@ def _overflow_tile_group_and_rows(
     return group, jnp.where(rows_B < layout.ends_L[group], rows_B, num_rows)
 
 
-def _pick_group(weights: MLPWeights, group: jax.Array) -> MLPWeights:
+def _weights_of_group(weights: MLPWeights, group: jax.Array) -> MLPWeights:
     """Return one group's weights."""
     return jax.tree.map(lambda w: pick_in_loop(w, group), weights)
 
@@ -140,7 +140,7 @@ def _grouped_mlp_fwd(
             group, rows_B = _overflow_tile_group_and_rows(
                 layout, tiles_L, i, num_rows, slots_per_group
             )
-            mine = _pick_group(weights, group)
+            mine = _weights_of_group(weights, group)
             y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
             return _put_rows(bits_ND, rows_B, y_BD)
 
@@ -169,7 +169,7 @@ def _grouped_mlp_bwd(
             group, rows_B = _overflow_tile_group_and_rows(
                 layout, tiles_L, i, num_rows, slots_per_group
             )
-            mine, x_BD = _pick_group(weights, group), take_mapped_rows(x, src_N, rows_B)
+            mine, x_BD = _weights_of_group(weights, group), take_mapped_rows(x, src_N, rows_B)
             dx_BD, dmine = _mlp_gradients(
                 x_BD, _up_projection(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
             )

@@ -133,7 +133,7 @@ class _SumSteps:
     parts: int
     size: int
 
-    def place(self, index: jax.Array) -> tuple[jax.Array, Slice]:
+    def first_token_and_lines(self, index: jax.Array) -> tuple[jax.Array, Slice]:
         """Return the first token of step `index` and its range of lines."""
         block = index // self.parts
         lines = pl.ds((index - block * self.parts) * self.height, self.height)
@@ -155,7 +155,7 @@ class _SumSteps:
         return total
 
 
-def _sum_steps(num_tokens: int, k: int, lines: tuple[int, int], itemsize: int) -> _SumSteps:
+def _choose_sum_steps(num_tokens: int, k: int, lines: tuple[int, int], itemsize: int) -> _SumSteps:
     """Return steps of as many tokens, or lines of one token, as fit into shared memory. lines: of a
     row, (number, elements).
     """
@@ -206,7 +206,7 @@ def gather_sum(
     (num_tokens, k), (num_rows, d) = row_TK.shape, y_MD.shape
     y = _rows_as_lines(y_MD)
     _, num_lines, line = y.shape
-    steps = _sum_steps(num_tokens, k, (num_lines, line), y_MD.dtype.itemsize)
+    steps = _choose_sum_steps(num_tokens, k, (num_lines, line), y_MD.dtype.itemsize)
     size, height = steps.size, steps.height
     row_N, weight_N = _rows_and_weights(row_TK, weights_TK, num_rows)
 
@@ -214,13 +214,13 @@ def gather_sum(
         rows_smem, out_smem, full = refs
 
         def start_copies(i: jax.Array, stage: jax.Array) -> None:
-            token, some = steps.place(launch.piece_index(i))
+            token, some = steps.first_token_and_lines(launch.piece_index(i))
             copied = [rows[token * k + n] for n in range(size * k)]
             for n, row in enumerate(copied):
                 plgpu.copy_gmem_to_smem(y.at[row, some], rows_smem.at[stage, n], full.at[stage])
 
         def store_step(i: jax.Array, stage: jax.Array) -> None:
-            token, some = steps.place(launch.piece_index(i))
+            token, some = steps.first_token_and_lines(launch.piece_index(i))
             buffer = lax.rem(i, jnp.int32(2))
             for b in range(size):
                 out_smem[buffer, b] = steps.token_sum(rows_smem, stage, weights, token, b)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kernels_pallas.triton import Blocks, Ref, check_dtypes, index_range, launch, load, store
+from kernels_pallas.triton import BlockSizes, Ref, check_dtypes, index_range, launch, load, store
 
 COLUMNS = 512
-GATHERED = Blocks(rows=16, columns=COLUMNS, num_warps=4, num_stages=1)
-SUMMED = Blocks(rows=4, columns=COLUMNS, num_warps=4, num_stages=1)
+GATHERED = BlockSizes(rows=16, columns=COLUMNS, num_warps=4, num_stages=1)
+SUMMED = BlockSizes(rows=4, columns=COLUMNS, num_warps=4, num_stages=1)
 
 
 def gather_rows(

@@ -551,7 +551,7 @@ with Watchdog(240, 240) as watchdog:
     seen, option = PreparationProgress(lambda line: print(line, flush=True), every_s=1), "distributed.start_timeout_s"
     with watchdog.waiting_for("data", timeout_s=6, progress=seen.progress_text, option=option):
         role = corpus.PreparationRole(rank == 0, seen.report, 6, watchdog.progress_of_rank_0)
-        made = corpus.prepare(DataConfig(path=(text,)), 300, cache, role)
+        made = corpus.prepare_corpus(DataConfig(path=(text,)), 300, cache, role)
     print("prepared", made.fingerprint, f"after {time.monotonic() - begun:.1f} s", flush=True)
 """
 

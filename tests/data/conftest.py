@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from text_corpus import config, write_texts
 
-from jmoe.data.corpus import Corpus, prepare
+from jmoe.data.corpus import Corpus, prepare_corpus
 
 
 @pytest.fixture(scope="module")
@@ -15,4 +15,4 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return prepare(config(texts), 400, tmp_path_factory.mktemp("cache"))
+    return prepare_corpus(config(texts), 400, tmp_path_factory.mktemp("cache"))

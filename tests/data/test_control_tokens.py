@@ -18,7 +18,7 @@ import train
 from jmoe.cluster.distributed import Watchdog
 from jmoe.configs import PRESETS
 from jmoe.data.__main__ import main
-from jmoe.data.corpus import Corpus, prepare
+from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.text_files import PIECE_BYTES
 from jmoe.data.tokenizer import ControlTextCounter, encode_pieces, load_tokenizer, train_bpe
 from jmoe.models.tokenizer_file import open_tokenizer
@@ -55,7 +55,7 @@ def documents(corpus: Corpus) -> list[list[int]]:
 
 def test_tokens_are_those_that_the_model_is_served_with(tokenizer: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", CHATS)
-    corpus = prepare(
+    corpus = prepare_corpus(
         config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
     )
     served = open_tokenizer(tokenizer)
@@ -67,20 +67,20 @@ def test_tokens_are_those_that_the_model_is_served_with(tokenizer: Path, tmp_pat
 
 def test_by_default_they_are_text_and_counted(tokenizer: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*CHATS, *PLAIN])
-    kept = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
+    kept = prepare_corpus(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
     assert not {START, END} & {i for ids in documents(kept) for i in ids}
     assert kept.describe_control_texts().startswith(
         "60 texts hold text of control tokens, kept as text; --data.control-tokens"
     )
     # from the folder of the run
-    again = prepare(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
+    again = prepare_corpus(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
     assert again.describe_control_texts() == kept.describe_control_texts()
-    tokens = prepare(
+    tokens = prepare_corpus(
         config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
     )
     assert tokens.fingerprint != kept.fingerprint
     assert (
-        prepare(
+        prepare_corpus(
             config(write(path, PLAIN), tokenizer=str(tokenizer)), 300, tmp_path / "c"
         ).describe_control_texts()
         == ""
@@ -135,7 +135,7 @@ def test_documents_that_are_read_in_pieces(tokenizer: Path) -> None:
 def test_a_long_document_whose_piece_ends_amid_a_token(tokenizer: Path, tmp_path: Path) -> None:
     text = "x" * (PIECE_BYTES - 4) + "<|im_end|>\n"
     path = write(tmp_path / "a.jsonl", [text, "short", "short"])
-    corpus = prepare(
+    corpus = prepare_corpus(
         config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
     )
     assert max(documents(corpus), key=len)[-2] == END
@@ -147,15 +147,15 @@ def test_shards(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     command = [str(path), "--tokenizer", str(tokenizer), "--out"]
     assert main([*command, str(kept)]) == main([*command, str(made), "--control-tokens"]) == 0
     assert (
-        prepare(config(kept), 300, tmp_path / "cache")
+        prepare_corpus(config(kept), 300, tmp_path / "cache")
         .describe_control_texts()
         .startswith("58 texts hold text of control")
     )
     with pytest.raises(
         ValueError, match=r"data.control_tokens = True: .*kept/.*\.bin was made without; make"
     ):
-        prepare(config(kept, control_tokens=True), 300, tmp_path / "cache")
-    tokens = prepare(config(made, control_tokens=True), 300, tmp_path / "cache")
+        prepare_corpus(config(kept, control_tokens=True), 300, tmp_path / "cache")
+    tokens = prepare_corpus(config(made, control_tokens=True), 300, tmp_path / "cache")
     assert tokens.describe_control_texts() == "" and START in documents(tokens)[0]
     assert main([*command, str(made)]) == 2
     assert (

@@ -25,7 +25,7 @@ from jmoe.config import DataConfig
 from jmoe.data import corpus as corpus_module
 from jmoe.data import loader, text_files
 from jmoe.data.__main__ import main
-from jmoe.data.corpus import Corpus, PreparationRole, prepare
+from jmoe.data.corpus import Corpus, PreparationRole, prepare_corpus
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
 from jmoe.data.shards import (
     TEMPORARY,
@@ -171,7 +171,7 @@ def test_damaged_shard(tmp_path: Path, damage: object, message: str) -> None:
     path = write_shard(tmp_path / "a.bin", [1, 2, 0])
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(ValueError, match=message) as error:
-        prepare(config(path), 300, tmp_path / "cache")
+        prepare_corpus(config(path), 300, tmp_path / "cache")
     assert str(path) in str(error.value)
 
 
@@ -195,7 +195,7 @@ def test_a_large_shard_is_checked_where_it_is_read(
     path = write_shard(tmp_path / "a.bin", ids.tolist(), text_bytes=10**6)
     flip(path, 100_000)
     windows = loader._TokenWindows(
-        prepare(config(path), 300, tmp_path / "cache").sources[0], 100, 300
+        prepare_corpus(config(path), 300, tmp_path / "cache").sources[0], 100, 300
     )
     for index in (0, 500, 1500):
         assert windows[index].tolist() == [0, *ids.tolist()][100 * index : 100 * index + 101]
@@ -206,7 +206,7 @@ def test_a_large_shard_is_checked_where_it_is_read(
         windows[1001]
     flip(path, 199_900, 50)  # of the held-out part
     with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged in bytes"):
-        prepare(config(path), 300, tmp_path / "cache")
+        prepare_corpus(config(path), 300, tmp_path / "cache")
 
 
 def test_a_shard_without_sums_of_blocks_is_checked_whole(
@@ -218,20 +218,20 @@ def test_a_shard_without_sums_of_blocks_is_checked_whole(
     sums = json.loads(content[12 : 12 + int.from_bytes(content[8:12], "little")])["block_sums"]
     path.write_bytes(content.replace(f', "block_sums": "{sums}"'.encode(), b" " * (len(sums) + 18)))
     monkeypatch.setattr(corpus_module, "HASHED_BYTES", 0)
-    prepare(config(path), 300, tmp_path / "cache")
+    prepare_corpus(config(path), 300, tmp_path / "cache")
     flip(path, 20, 3)
     with pytest.raises(ValueError, match=r"a\.bin: this token shard is damaged: its content"):
-        prepare(config(path), 300, tmp_path / "cache")
+        prepare_corpus(config(path), 300, tmp_path / "cache")
 
 
 def test_damaged_tokens_of_a_run_are_prepared_again(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = prepare(config(texts), 400, tmp_path)
+    before = prepare_corpus(config(texts), 400, tmp_path)
     whole = [(tmp_path / name).read_bytes() for name in ("train-00000.bin", "held_out.bin")]
     for name in ("train-00000.bin", "held_out.bin"):
         flip(tmp_path / name, 50, 20)
-        again = prepare(config(texts), 400, tmp_path)
+        again = prepare_corpus(config(texts), 400, tmp_path)
         assert again.fingerprint == before.fingerprint
         assert (
             f"{tmp_path}: the prepared text is damaged, it is prepared again"
@@ -277,7 +277,7 @@ def test_bpe_is_deterministic_and_of_the_given_size(texts: Path) -> None:
 def test_tokenizer_mistakes(tmp_path: Path, texts: Path) -> None:
     def check(path: Path, vocab_size: int, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            prepare(config(texts, tokenizer=str(path)), vocab_size, tmp_path / "cache")
+            prepare_corpus(config(texts, tokenizer=str(path)), vocab_size, tmp_path / "cache")
 
     path = tmp_path / "tokenizer.json"
     check(path, 300, r"data.tokenizer = '.*tokenizer.json': no such file")
@@ -323,7 +323,7 @@ def test_a_tokenizer_without_a_token_for_unknown_text(
     with pytest.raises(
         ValueError, match=rf"data.tokenizer = '{re.escape(str(tmp_path / 't.json'))}': .*{message}"
     ):
-        prepare(options, 512, tmp_path / "cache")
+        prepare_corpus(options, 512, tmp_path / "cache")
 
 
 def test_truncation_in_a_tokenizer_file_does_not_cut_documents(tmp_path: Path, texts: Path) -> None:
@@ -360,7 +360,7 @@ def test_folder_file_and_glob(tmp_path: Path, texts: Path) -> None:
 
 def test_one_file_under_two_paths_is_refused(tmp_path: Path, texts: Path) -> None:
     with pytest.raises(ValueError, match=r"doc00.txt is in both .* would be trained on"):
-        prepare(config(texts, texts / "part0" / "doc00.txt"), 300, tmp_path)
+        prepare_corpus(config(texts, texts / "part0" / "doc00.txt"), 300, tmp_path)
 
 
 def test_one_file_under_two_names_is_refused(tmp_path: Path, texts: Path) -> None:
@@ -375,7 +375,7 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path, texts: Path) -> Non
             r" part"
         ),
     ):
-        prepare(config(folder), 512, tmp_path / "cache")
+        prepare_corpus(config(folder), 512, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["file", "in a folder"])
@@ -400,7 +400,7 @@ def test_what_is_no_file_is_named(
     bad = tmp_path / "bad.txt"
     make(bad)
     with pytest.raises(ValueError, match=rf"data.path = '{re.escape(str(bad))}': .*{message}"):
-        prepare(config(bad if named else tmp_path), 512, tmp_path / "cache")
+        prepare_corpus(config(bad if named else tmp_path), 512, tmp_path / "cache")
 
 
 def test_a_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_name_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"data.path = '.*udcff.txt': must have a name in UTF-8; rename it"
     ):
-        prepare(config(tmp_path), 512, tmp_path / "cache")
+        prepare_corpus(config(tmp_path), 512, tmp_path / "cache")
 
 
 def test_files_are_either_trained_on_or_held_out(corpus: Corpus, texts: Path) -> None:
@@ -428,41 +428,43 @@ def test_split_depends_on_names_not_on_the_place(
     tmp_path: Path, texts: Path, corpus: Corpus
 ) -> None:
     moved = shutil.copytree(texts, tmp_path / "elsewhere")
-    again = prepare(config(moved), 400, tmp_path / "cache")
+    again = prepare_corpus(config(moved), 400, tmp_path / "cache")
     assert again.fingerprint == corpus.fingerprint
-    assert prepare(config(moved), 390, tmp_path / "cache2").fingerprint != corpus.fingerprint
+    assert prepare_corpus(config(moved), 390, tmp_path / "cache2").fingerprint != corpus.fingerprint
     next(moved.rglob("*.txt")).write_text("another text")
-    assert prepare(config(moved), 400, tmp_path / "cache").fingerprint != corpus.fingerprint
+    assert prepare_corpus(config(moved), 400, tmp_path / "cache").fingerprint != corpus.fingerprint
 
 
 def test_text_of_equal_size_and_time_is_prepared_anew(tmp_path: Path, texts: Path) -> None:
     """Where images, Nix or `rsync -a` have set all times alike."""
     copy = shutil.copytree(texts, tmp_path / "texts")
-    before = prepare(config(copy), 400, tmp_path / "cache")
+    before = prepare_corpus(config(copy), 400, tmp_path / "cache")
     path = max(copy.rglob("*.txt"), key=lambda path: path.stat().st_size)
     times, text = path.stat(), path.read_text()
     path.write_text(text.translate(str.maketrans("etaoin", "taoine")))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert path.stat().st_size == times.st_size and path.stat().st_mtime_ns == times.st_mtime_ns
-    after = prepare(config(copy), 400, tmp_path / "cache")
+    after = prepare_corpus(config(copy), 400, tmp_path / "cache")
     assert path.read_text() in train_text(after) + after.held_out_bytes.decode()
     assert after.fingerprint != before.fingerprint
     path.write_text(text)
     with pytest.raises(
         TimeoutError, match=r"it is there, but was made from other inputs .* \(names, sizes, text\)"
     ):
-        prepare(config(copy), 400, tmp_path / "cache", PreparationRole(is_main=False, wait_s=0.1))
+        prepare_corpus(
+            config(copy), 400, tmp_path / "cache", PreparationRole(is_main=False, wait_s=0.1)
+        )
 
 
 def test_held_out_bytes_is_a_cap(tmp_path: Path, texts: Path) -> None:
-    capped = prepare(config(texts, held_out_bytes=1000), 300, tmp_path)
+    capped = prepare_corpus(config(texts, held_out_bytes=1000), 300, tmp_path)
     assert 500 <= len(capped.held_out_bytes) <= 1000
 
 
 def test_single_file_is_split_at_a_line(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("".join(f"line {i} é\r\n" for i in range(400)), newline="")
-    one = prepare(config(path), 300, tmp_path / "cache")
+    one = prepare_corpus(config(path), 300, tmp_path / "cache")
     content = path.read_bytes().decode()
     assert train_text(one) + one.held_out_bytes.decode() == content
     assert one.held_out_bytes.startswith(b"line ")
@@ -473,7 +475,7 @@ def test_single_file_is_split_at_a_line(tmp_path: Path) -> None:
 def test_text_without_lines_is_split_between_characters(tmp_path: Path, size: int) -> None:
     path = tmp_path / "one.txt"
     path.write_text("漢" * (size // 3))
-    one = prepare(config(path), 260, tmp_path / "cache")
+    one = prepare_corpus(config(path), 260, tmp_path / "cache")
     assert train_text(one) + one.held_out_bytes.decode() == path.read_text()
 
 
@@ -483,7 +485,7 @@ def test_jsonl(tmp_path: Path) -> None:
     path.write_text(
         "".join(json.dumps({"id": i, "body": d}) + "\n\n" for i, d in enumerate(documents)) + "\n\n"
     )
-    one = prepare(config(path, field="body"), 300, tmp_path / "cache")
+    one = prepare_corpus(config(path, field="body"), 300, tmp_path / "cache")
     assert train_text(one) + one.held_out_bytes.decode() == "".join(documents)
     separators = np.count_nonzero(one.sources[0].shards[0] == 0) + np.count_nonzero(
         one.held_out_tokens == 0
@@ -509,9 +511,9 @@ def test_a_json_array_is_read_as_its_records_are_as_jsonl(
         ("\n" + json.dumps(RECORDS, indent=indent, ensure_ascii=False)).encode(encoding)
     )
     settings = {"field": "body", "encoding": (encoding,)}
-    expected = prepare(config(tmp_path / "a.jsonl", field="body"), 300, tmp_path / "cache")
+    expected = prepare_corpus(config(tmp_path / "a.jsonl", field="body"), 300, tmp_path / "cache")
     for path, how in ((array, settings), (tmp_path / "lines.json", {"field": "body"})):
-        read = prepare(config(path, **how), 300, tmp_path / "other")
+        read = prepare_corpus(config(path, **how), 300, tmp_path / "other")
         for text in (train_text, lambda corpus: corpus.held_out_bytes.decode()):
             whole = text(read) + text(expected)
             assert len(whole) > 100 and not set('{}[]"') & set(whole)
@@ -535,7 +537,7 @@ def test_a_json_array_is_read_as_its_records_are_as_jsonl(
 def test_mistakes_in_json(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match=message) as error:
-        prepare(config(tmp_path / "a.json"), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path / "a.json"), 300, tmp_path / "cache")
     assert "1 problem(s) in 1 file(s)" in str(error.value) and "--data.encoding" not in str(
         error.value
     )
@@ -556,9 +558,9 @@ def test_conversations_are_refused_with_the_way(
         " conversations as text first, with the model's chat template"
     )
     with pytest.raises(ValueError, match=words):
-        prepare(config(tmp_path / name), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path / name), 300, tmp_path / "cache")
     with pytest.raises(ValueError, match=rf"{place}: data.field = '{field}': is a list, not text"):
-        prepare(config(tmp_path / name, field=field), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path / name, field=field), 300, tmp_path / "cache")
 
 
 def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
@@ -567,7 +569,7 @@ def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"this folder holds no text .*; it has 2 \*.parquet, 1 \*.json"
     ):
-        prepare(config(tmp_path), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path), 300, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -590,7 +592,7 @@ def test_broken_jsonl_names_file_and_line(tmp_path: Path, line: bytes, message: 
     good = b'{"text": "some text of no importance"}\n'
     path.write_bytes(good * 50 + line + b"\n" + good * 50)
     with pytest.raises(ValueError, match=message):
-        prepare(config(path), 300, tmp_path / "cache")
+        prepare_corpus(config(path), 300, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -601,7 +603,7 @@ def test_text_that_is_not_utf8_names_file_and_byte(tmp_path: Path, offset: int) 
     path = tmp_path / "latin.txt"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"latin.txt: not UTF-8 at byte (\d+)") as error:
-        prepare(config(path), 300, tmp_path / "cache")
+        prepare_corpus(config(path), 300, tmp_path / "cache")
     named = int(str(error.value).split("at byte ")[1].split(":")[0])
     assert named in (offset, offset - 1)  # the character that the broken byte belongs to
 
@@ -611,7 +613,7 @@ def test_everything_that_cannot_be_read_is_named_at_once_and_nothing_is_written(
 ) -> None:
     """Also what was prepared before stays as it was."""
     mixed, cache = shutil.copytree(texts, tmp_path / "mixed"), tmp_path / "cache"
-    prepare(config(mixed), 300, cache)
+    prepare_corpus(config(mixed), 300, cache)
     before = {path: path.read_bytes() for path in cache.iterdir()}
     (mixed / "a.txt").write_bytes("naïve café".encode("latin-1"))
     (mixed / "b.md").write_bytes("déjà".encode("cp1252"))
@@ -622,7 +624,7 @@ def test_everything_that_cannot_be_read_is_named_at_once_and_nothing_is_written(
     with pytest.raises(
         ValueError, match=r"data.path: 6 problem\(s\) in 24 file\(s\) of text; nothing was writ"
     ) as error:
-        prepare(config(mixed), 300, cache)
+        prepare_corpus(config(mixed), 300, cache)
     lines = str(error.value).splitlines()
     assert lines[1:] == [
         f"{mixed / 'a.txt'}: not UTF-8 at byte 2: invalid continuation byte",
@@ -644,7 +646,7 @@ def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"data.path: 1000 or more problem\(s\) in 1 file\(s\)"
     ) as error:
-        prepare(config(tmp_path), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path), 300, tmp_path / "cache")
     lines = str(error.value).splitlines()
     assert len(lines) == 22
     assert lines[20].startswith(f"{tmp_path / 'a.jsonl'}:20: ") and lines[21] == "... and 980 more"
@@ -671,8 +673,10 @@ def test_encodings(tmp_path: Path, encoding: str) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_bytes(text.encode(name))
         (tmp_path / folder / "b.jsonl").write_bytes(lines.encode(name))
-    expected = prepare(config(tmp_path / "utf8"), 300, tmp_path / "cache")
-    read = prepare(config(tmp_path / "other", encoding=(encoding,)), 300, tmp_path / "cache2")
+    expected = prepare_corpus(config(tmp_path / "utf8"), 300, tmp_path / "cache")
+    read = prepare_corpus(
+        config(tmp_path / "other", encoding=(encoding,)), 300, tmp_path / "cache2"
+    )
     documents, again = (
         sorted((train_text(one) + one.held_out_bytes.decode()).splitlines())
         for one in (expected, read)
@@ -701,7 +705,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, encoding: str) -> None:
     for folder in ("without", "with"):
         paths = [tmp_path / folder, tmp_path / folder / "c.json"]
         settings = config(*paths, encoding=(encoding,), held_out_fraction=0.3)
-        found.append(prepare(settings, 300, tmp_path / f"cache {folder}"))
+        found.append(prepare_corpus(settings, 300, tmp_path / f"cache {folder}"))
     for tokens in (lambda c: c.held_out_tokens, lambda c: np.concatenate(c.sources[0].shards)):
         np.testing.assert_array_equal(tokens(found[0]), tokens(found[1]))
     assert train_text(found[1], 1) == train_text(found[0], 1)
@@ -717,7 +721,7 @@ def test_an_error_of_the_disk_names_the_file(
     mixed = shutil.copytree(texts, tmp_path / "mixed")
     (mixed / "bad.txt").symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match=r"Input/output error: '.*/mixed/bad\.txt'"):
-        prepare(config(mixed), 300, tmp_path / "cache")
+        prepare_corpus(config(mixed), 300, tmp_path / "cache")
     (tmp_path / "bad.bin").symlink_to("/proc/self/mem")
     with pytest.raises(OSError, match=r"Input/output error: '.*/bad\.bin'"):
         open_shard(tmp_path / "bad.bin")
@@ -727,17 +731,17 @@ def test_an_error_of_the_disk_names_the_file(
     # what opens is read on: a file whose first bytes alone are readable
     monkeypatch.setattr(text_files, "binary_format_advice", lambda path: None)
     with pytest.raises(OSError, match=r"Input/output error: '.*/mixed/bad\.txt'"):
-        prepare(config(mixed), 300, tmp_path / "cache")
+        prepare_corpus(config(mixed), 300, tmp_path / "cache")
 
 
 def test_each_file_is_read_in_the_first_encoding_that_fits(tmp_path: Path, texts: Path) -> None:
     mixed = shutil.copytree(texts, tmp_path / "mixed")
     (mixed / "zz.txt").write_bytes("naïve café\n".encode("latin-1") * 20)
-    both = prepare(config(mixed, encoding=("utf-8", "latin-1")), 300, tmp_path / "cache")
+    both = prepare_corpus(config(mixed, encoding=("utf-8", "latin-1")), 300, tmp_path / "cache")
     text = train_text(both) + both.held_out_bytes.decode()
     assert text.count("naïve café\n") == 20 and "漢字" in text and "Ã" not in text
     with pytest.raises(ValueError, match="not UTF-8 at byte 2"):  # another encoding is another job
-        prepare(config(mixed), 300, tmp_path / "cache")
+        prepare_corpus(config(mixed), 300, tmp_path / "cache")
     for wrong in (("latin-7b",), ("base64",), ()):
         with pytest.raises(
             ValueError, match=r"data.encoding = .*: (must be a text encoding|needs at least one)"
@@ -750,9 +754,10 @@ def test_files_read_and_skipped_are_counted(tmp_path: Path, texts: Path) -> None
     for name in ("a.png", "b.png", "Makefile"):
         (mixed / name).write_text("x")
     assert (
-        prepare(config(texts), 300, tmp_path / "cache").describe_input_files() == "20 file(s) read"
+        prepare_corpus(config(texts), 300, tmp_path / "cache").describe_input_files()
+        == "20 file(s) read"
     )
-    read = prepare(config(mixed), 300, tmp_path / "cache2")
+    read = prepare_corpus(config(mixed), 300, tmp_path / "cache2")
     assert (
         read.describe_input_files()
         == "20 file(s) read, 3 skipped that are no text (2 *.png, 1 Makefile)"
@@ -763,13 +768,13 @@ def test_files_read_and_skipped_are_counted(tmp_path: Path, texts: Path) -> None
 def test_too_little_text(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.txt").write_text(content)
     with pytest.raises(ValueError, match=r"data.path.*too little text"):
-        prepare(config(tmp_path / "a.txt"), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path / "a.txt"), 300, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_vocabulary_that_is_too_small_writes_nothing(tmp_path: Path, texts: Path) -> None:
     with pytest.raises(ValueError, match=r"model.vocab_size = 256: must be at least 257"):
-        prepare(config(texts), 256, tmp_path / "cache")
+        prepare_corpus(config(texts), 256, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -782,7 +787,7 @@ def test_an_absurd_vocabulary_is_refused(tmp_path: Path, texts: Path) -> None:
         ValueError,
         match=r"model.vocab_size = 1000000000: must be at most 4,194,304 .*data.tokenizer",
     ):
-        prepare(config(texts), 10**9, tmp_path / "cache")
+        prepare_corpus(config(texts), 10**9, tmp_path / "cache")
 
 
 def test_standard_library(tmp_path: Path) -> None:
@@ -791,7 +796,7 @@ def test_standard_library(tmp_path: Path) -> None:
     assert not [
         n for n in names if {"test", "tests", "site-packages", "idle_test"} & set(n.split("/"))
     ]
-    library = prepare(DataConfig(held_out_bytes=200_000), 512, tmp_path)
+    library = prepare_corpus(DataConfig(held_out_bytes=200_000), 512, tmp_path)
     assert library.num_train_tokens > 1_000_000
     assert 100_000 <= len(library.held_out_bytes) <= 200_000
     assert 1 < xz_bits_per_byte(library) < unigram_bits_per_byte(library) < 8
@@ -815,20 +820,20 @@ PREPARE = """
 import sys
 from pathlib import Path
 from jmoe.config import DataConfig
-from jmoe.data.corpus import PreparationRole, prepare
+from jmoe.data.corpus import PreparationRole, prepare_corpus
 path, cache, main = sys.argv[1:]
-print(prepare(DataConfig(path=(path,)), 400, Path(cache), PreparationRole(main == "1", wait_s=240)).fingerprint)
+print(prepare_corpus(DataConfig(path=(path,)), 400, Path(cache), PreparationRole(main == "1", wait_s=240)).fingerprint)
 """
 
 
 def test_tokenised_once_then_mapped(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
-    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert prepare_corpus(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
     before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
-    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert prepare_corpus(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
     (tmp_path / "train-00000.bin").unlink()
     (tmp_path / "held_out.txt").write_text("damaged")
-    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert prepare_corpus(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
     assert sorted(before) == sorted(p.name for p in tmp_path.iterdir())
 
 
@@ -847,10 +852,10 @@ def test_waiting_has_a_limit_that_names_the_file(tmp_path: Path, texts: Path) ->
         r" not there"
     )
     with pytest.raises(TimeoutError, match=limit):
-        prepare(config(texts), 400, tmp_path, other)
-    prepare(config(texts), 400, tmp_path)
+        prepare_corpus(config(texts), 400, tmp_path, other)
+    prepare_corpus(config(texts), 400, tmp_path)
     with pytest.raises(TimeoutError, match="made from other inputs"):
-        prepare(config(texts), 401, tmp_path, other)
+        prepare_corpus(config(texts), 401, tmp_path, other)
 
 
 def test_waiting_has_no_limit_while_process_0_goes_on(tmp_path: Path, texts: Path) -> None:
@@ -863,7 +868,7 @@ def test_waiting_has_no_limit_while_process_0_goes_on(tmp_path: Path, texts: Pat
         return min(asked, 20)
 
     with pytest.raises(TimeoutError):
-        prepare(
+        prepare_corpus(
             config(texts),
             400,
             tmp_path,
@@ -884,7 +889,7 @@ def test_progress_is_told_in_every_phase(
         return train(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(corpus_module, "train_bpe", slow)
-    prepare(
+    prepare_corpus(
         config(texts),
         400,
         tmp_path,
@@ -918,7 +923,7 @@ def test_killed_while_it_tokenises(tmp_path: Path, texts: Path, corpus: Corpus) 
     left = [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     assert left
     os.utime(left[0], (time.time() - 7200,) * 2)
-    assert prepare(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
+    assert prepare_corpus(config(texts), 400, tmp_path).fingerprint == corpus.fingerprint
     assert not left[0].exists()
 
 
@@ -933,7 +938,7 @@ def test_command_line_writes_what_data_path_takes(
     assert main(command) == 0
     assert f"{corpus.num_train_tokens} tokens to train on" in capsys.readouterr().out
     for path in (out, out / "*.bin", out / "train-00000.bin"):
-        read = prepare(config(path), 400, tmp_path / "cache")
+        read = prepare_corpus(config(path), 400, tmp_path / "cache")
         assert read.fingerprint == corpus.fingerprint
         assert read.held_out_bytes == corpus.held_out_bytes
     assert not (tmp_path / "cache").exists()
@@ -943,9 +948,9 @@ def test_command_line_writes_what_data_path_takes(
     assert main([str(out), "--out", str(tmp_path / "b"), "--vocab-size", "300"]) == 2
     assert "already token shards" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"vocab_size = 400 exceeds model.vocab_size = 399"):
-        prepare(config(out), 399, tmp_path)
+        prepare_corpus(config(out), 399, tmp_path)
     (out / "held_out.txt").unlink()
-    assert prepare(config(out), 400, tmp_path).held_out_bytes == corpus.held_out_bytes
+    assert prepare_corpus(config(out), 400, tmp_path).held_out_bytes == corpus.held_out_bytes
 
 
 def test_command_line_as_a_program(tmp_path: Path, texts: Path) -> None:
@@ -973,7 +978,7 @@ def test_command_line_as_a_program(tmp_path: Path, texts: Path) -> None:
 def test_shards_beside_text_share_the_tokenizer(tmp_path: Path, texts: Path) -> None:
     shards, more = tmp_path / "shards", write_texts(tmp_path / "more", seed=1)
     assert main([str(texts), "--out", str(shards), "--vocab-size", "300"]) == 0
-    both = prepare(config(shards, more, weights=(3.0, 1.0)), 300, tmp_path / "cache")
+    both = prepare_corpus(config(shards, more, weights=(3.0, 1.0)), 300, tmp_path / "cache")
     assert both.tokenizer_path == tmp_path / "cache" / "tokenizer.json"
     assert len(both.sources) == 2
     assert decode(both, both.held_out_tokens).encode() == both.held_out_bytes
@@ -981,21 +986,21 @@ def test_shards_beside_text_share_the_tokenizer(tmp_path: Path, texts: Path) -> 
     other = tmp_path / "other"
     assert main([str(more), "--out", str(other), "--vocab-size", "290"]) == 0
     with pytest.raises(ValueError, match="come from different tokenizers"):
-        prepare(config(shards, other), 300, tmp_path)
+        prepare_corpus(config(shards, other), 300, tmp_path)
     with pytest.raises(ValueError, match="made with another tokenizer"):
-        prepare(config(shards, tokenizer=str(other / "tokenizer.json")), 300, tmp_path)
+        prepare_corpus(config(shards, tokenizer=str(other / "tokenizer.json")), 300, tmp_path)
     (shards / "tokenizer.json").unlink()
     with pytest.raises(
         ValueError, match=r"data.tokenizer = None: .* come without a tokenizer.json"
     ):
-        prepare(config(shards, more), 300, tmp_path)
+        prepare_corpus(config(shards, more), 300, tmp_path)
 
 
 def test_shards_alone_are_split_and_need_no_tokenizer(tmp_path: Path) -> None:
     ids = ([*range(1, 50), 0]) * 40
     write_shard(tmp_path / "a.bin", ids, text_bytes=8000)
     write_shard(tmp_path / "b.bin", ids[:100], text_bytes=400)
-    alone = prepare(config(tmp_path), 300, tmp_path / "cache")
+    alone = prepare_corpus(config(tmp_path), 300, tmp_path / "cache")
     train, small = alone.sources[0].shards
     assert alone.held_out_tokens[0] == 0
     assert np.array_equal(np.concatenate([train, alone.held_out_tokens]), [0, *ids])
@@ -1014,7 +1019,7 @@ def test_options_of_text_that_no_file_would_honour_are_refused(tmp_path: Path) -
         ValueError,
         match=r"data\.field = 'body': must be 'text' without JSON or JSONL in data\.path",
     ):
-        prepare(DataConfig(path=(str(tmp_path),), field="body"), 512, tmp_path / "cache")
+        prepare_corpus(DataConfig(path=(str(tmp_path),), field="body"), 512, tmp_path / "cache")
     shards = tmp_path / "shards"
     shards.mkdir()
     write_shard(shards / "a.bin", list(range(400)))
@@ -1022,5 +1027,7 @@ def test_options_of_text_that_no_file_would_honour_are_refused(tmp_path: Path) -
         ValueError,
         match=r"data\.encoding = \('latin-1',\): must be \('utf-8',\) with token shards alone",
     ):
-        prepare(DataConfig(path=(str(shards),), encoding=("latin-1",)), 512, tmp_path / "cache")
+        prepare_corpus(
+            DataConfig(path=(str(shards),), encoding=("latin-1",)), 512, tmp_path / "cache"
+        )
     assert not (tmp_path / "cache").exists()

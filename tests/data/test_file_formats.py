@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from text_corpus import config
 
-from jmoe.data.corpus import prepare
+from jmoe.data.corpus import prepare_corpus
 from jmoe.data.file_formats import binary_format_advice
 
 
@@ -68,7 +68,7 @@ def test_binary_files_are_refused_by_their_format(
     """Whatever the name and the encodings, and nobody is told to read them as latin-1."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="1 problem") as error:
-        prepare(config(tmp_path / name, encoding=encoding), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path / name, encoding=encoding), 300, tmp_path / "cache")
     assert f"{tmp_path / name}: {said}" in str(error.value) and "--data.encoding" not in str(
         error.value
     )
@@ -80,7 +80,7 @@ def test_tables_are_refused(tmp_path: Path, name: str) -> None:
     """The model would learn commas and quotes, and `data.field` would say nothing."""
     (tmp_path / name).write_text('id,text\n1,"a"\n' * 100)
     with pytest.raises(ValueError, match=rf"{name}: is a table, not text; write its records as J"):
-        prepare(config(tmp_path / name), 300, tmp_path / "cache")
+        prepare_corpus(config(tmp_path / name), 300, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 

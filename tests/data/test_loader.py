@@ -14,7 +14,7 @@ import pytest
 from text_corpus import config, finish, start, write_shard
 
 from jmoe.data import loader
-from jmoe.data.corpus import Corpus, prepare
+from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.loader import (
     held_out_windows,
     train_batches,
@@ -40,7 +40,7 @@ SHAPE = {"batch_size": 8, "sequence_length": 16, "seed": 3}
 def test_global_batch_does_not_depend_on_processes(
     tmp_path: Path, texts: Path, processes: int, weights: tuple[float, ...]
 ) -> None:
-    two = prepare(config(texts / "part0", texts / "part1", weights=weights), 300, tmp_path)
+    two = prepare_corpus(config(texts / "part0", texts / "part1", weights=weights), 300, tmp_path)
     whole = take(train_batches(two, **SHAPE, num_threads=2), 12)
     parts = [
         take(train_batches(two, **SHAPE, process_index=i, process_count=processes), 12)
@@ -58,7 +58,7 @@ def all_windows(corpus: Corpus, length: int) -> Counter[bytes]:
 
 
 def test_an_epoch_is_every_window_once_in_new_order(tmp_path: Path, texts: Path) -> None:
-    two = prepare(config(texts / "part0", texts / "part1"), 300, tmp_path)
+    two = prepare_corpus(config(texts / "part0", texts / "part1"), 300, tmp_path)
     windows = all_windows(two, 16)
     count = windows.total()
     rows = take(train_batches(two, **{**SHAPE, "batch_size": 1}), 2 * count)[:, 0]
@@ -72,7 +72,7 @@ def test_an_epoch_is_every_window_once_in_new_order(tmp_path: Path, texts: Path)
 def test_mixture_follows_weights(tmp_path: Path) -> None:
     for name, size in (("a", 3000), ("b", 300)):
         write_shard(tmp_path / f"{name}.bin", [ord(name)] * size, text_bytes=size)
-    mixed = prepare(
+    mixed = prepare_corpus(
         config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(0.25, 0.75)), 300, tmp_path
     )
     rows = take(train_batches(mixed, **SHAPE), 50)[..., -1].ravel()
@@ -84,10 +84,10 @@ RESUME = """
 import hashlib, json, sys
 from pathlib import Path
 from jmoe.config import DataConfig
-from jmoe.data.corpus import prepare
+from jmoe.data.corpus import prepare_corpus
 from jmoe.data.loader import train_batches
 path, cache, state, index = sys.argv[1:]
-corpus = prepare(DataConfig(path=(path,)), 400, Path(cache))
+corpus = prepare_corpus(DataConfig(path=(path,)), 400, Path(cache))
 batches = train_batches(corpus, batch_size=8, sequence_length=16, seed=3, process_index=int(index), process_count=2)
 batches.set_state(json.loads(state))
 for _ in range(10):
@@ -164,7 +164,7 @@ def test_too_little_data_for_a_batch(tmp_path: Path, corpus: Corpus) -> None:
         train_batches(corpus, **SHAPE, process_count=3)
     for name, size in (("a", 3000), ("b", 12)):
         write_shard(tmp_path / f"{name}.bin", [5] * size, text_bytes=size)
-    uneven = prepare(
+    uneven = prepare_corpus(
         config(tmp_path / "a.bin", tmp_path / "b.bin", weights=(1.0, 1.0), held_out_fraction=0.3),
         300,
         tmp_path,
@@ -176,7 +176,7 @@ def test_too_little_data_for_a_batch(tmp_path: Path, corpus: Corpus) -> None:
 def test_ids_that_the_vocabulary_lacks_are_named_when_they_are_read(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.bin", [60000] * 400, text_bytes=400)
     batches = train_batches(
-        prepare(config(path), 300, tmp_path), batch_size=2, sequence_length=8, seed=0
+        prepare_corpus(config(path), 300, tmp_path), batch_size=2, sequence_length=8, seed=0
     )
     with pytest.raises(ValueError, match=r"token of 60000 .* not below vocab_size = 300"):
         next(batches)
@@ -217,7 +217,9 @@ def test_unigram_bits_per_byte(
         return loss / len(corpus.held_out_bytes)
 
     assert unigram_bits_per_byte(corpus) == pytest.approx(bits(corpus, [1.0]), rel=1e-12)
-    mixed = prepare(config(texts / "part0", texts / "part1", weights=(3.0, 1.0)), 300, tmp_path)
+    mixed = prepare_corpus(
+        config(texts / "part0", texts / "part1", weights=(3.0, 1.0)), 300, tmp_path
+    )
     assert unigram_bits_per_byte(mixed) == pytest.approx(bits(mixed, [0.75, 0.25]), rel=1e-12)
     monkeypatch.setattr(loader, "UNIGRAM_TOKENS", 1000)
     assert unigram_bits_per_byte(corpus) == pytest.approx(bits(corpus, [1.0]), rel=0.1)

@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from jmoe.config import DataConfig
-from jmoe.data.corpus import prepare
+from jmoe.data.corpus import prepare_corpus
 from jmoe.data.tokenizer import END_OF_TEXT
 from jmoe.inference.engine import Engine
 from tests.http_servers import HttpProcess, is_idle
@@ -171,7 +171,7 @@ def test_tokens_of_fine_tuning_are_those_of_the_server(
         tokenizer=str(model_folder / "tokenizer.json"),
         control_tokens=True,
     )
-    trained = prepare(data, VOCAB_SIZE, tmp_path / "cache").sources[0].shards[0].tolist()
+    trained = prepare_corpus(data, VOCAB_SIZE, tmp_path / "cache").sources[0].shards[0].tolist()
     served = server.post("/tokenize", prompt=text).json()["tokens"]
     assert served.count(0) == 2 and trained[: len(served) + 2] == [0, *served, 0]
 

@@ -57,7 +57,7 @@ from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens
 from jmoe.inference.scheduler import ChunkGroup, smallest_bucket
 from jmoe.layers.experts import SLOT_MULTIPLE
 from jmoe.mesh import BATCH, REPLICATED, put_sharded
-from jmoe.models.functional import ModuleStructure, split
+from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tensor_parallel import per_device_config
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
@@ -408,14 +408,14 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
             num_key_value_heads=heads,
             head_dim=config.dim_per_head,
         )
-    length = checkpoint.sequence_length(options.max_seq_len)
+    length = checkpoint.choose_sequence_length(options.max_seq_len)
     return empty_caches(config, options.max_batch, length, checkpoint.dtype)
 
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     """Return `EmbedAndHead` and the layers, replicated on every device."""
     embed_and_head, layers = checkpoint.load_dense_modules()
-    modules = [split(module) for module in (embed_and_head, *layers)]
+    modules = [split_arrays(module) for module in (embed_and_head, *layers)]
     return [
         (graph, tuple(put_sharded(np.asarray(w), mesh, REPLICATED) for w in arrays))
         for graph, arrays in modules
@@ -429,7 +429,7 @@ def _load_sharded(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
     parts = []  # of this process's devices
     for n in mine:
         embed_and_head, layers = checkpoint.load_dense_shard(n, mesh.size)
-        modules = [split(module) for module in (embed_and_head, *layers)]
+        modules = [split_arrays(module) for module in (embed_and_head, *layers)]
         parts.append(
             [
                 (graph, jax.device_put([w[None] for w in arrays], devices[n]))
