@@ -36,7 +36,7 @@ from jmoe.inference import popularity, runner, sampler
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
-from jmoe.models.functional import ModuleStructure
+from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.huggingface import model_config
 from jmoe.models.lazy_checkpoint import EmbedAndHead, split_decoder
 from jmoe.offload import host_experts, slots

@@ -43,17 +43,17 @@ class TensorSource:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def as_stored_source(*names: str) -> Source:
+def as_stored_source(*names: str) -> TensorSource:
     """Return the source of vectors, or of matrices stored as [in, out]."""
     return TensorSource(names)
 
 
-def transposed_source(*names: str) -> Source:
+def transposed_source(*names: str) -> TensorSource:
     """Return the source of matrices stored as [out, in]."""
     return TensorSource(names, transposed=True)
 
 
-def stacked_source(name: str, *, interleaved: bool = False) -> Source:
+def stacked_source(name: str, *, interleaved: bool = False) -> TensorSource:
     """Return the source of a tensor [E, ...] that holds all experts, each as [in, out]."""
     return TensorSource((name,), stacked=True, interleaved=interleaved)
 
@@ -162,7 +162,7 @@ def has_fused_experts(names: Collection[str], family: str) -> bool:
 
 def parameter_source(
     path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False
-) -> Source:
+) -> TensorSource:
     """Return the source of a parameter of the decoder.
 
     path: the parameter's path in the decoder, e.g. (moe_layers, attention, w_qkv).
