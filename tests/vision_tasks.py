@@ -3,7 +3,7 @@
 import numpy as np
 
 from jmoe.config import CommConfig, RouterConfig, TaskConfig, VisionModelConfig, VisionTrainConfig
-from jmoe.data.images import ImageTask, Split
+from jmoe.data.images import ImageSplit, ImageTask
 from tests.model_configs import OPTIMIZER
 
 COMM = {"schedule": "none"}
@@ -39,11 +39,11 @@ CONFIG = VisionTrainConfig(
 )
 
 
-def split_of(seed: int, images: int, classes: int) -> Split:
+def split_of(seed: int, images: int, classes: int) -> ImageSplit:
     rng = np.random.default_rng(seed)
     labels = np.arange(images, dtype=np.int32) % classes
     pixels = rng.integers(0, 256, (images, 8, 8, 1)) * (labels[:, None, None, None] + 1) // classes
-    return Split(pixels.astype(np.uint8), labels)
+    return ImageSplit(pixels.astype(np.uint8), labels)
 
 
 TASKS = tuple(
