@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jmoe.command_line import answer_early, parse_serve
+from jmoe.command_line import parse_serve, parse_with_default_sigpipe
 from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.runtime import (
@@ -198,7 +198,7 @@ def serve(
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
     from jmoe.serving.chat_template import read_templates
-    from jmoe.serving.http_server import HttpServer, allow_open_files, bind
+    from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
     from jmoe.serving.service import Service
     from jmoe.status import call_repeatedly
 
@@ -211,7 +211,7 @@ def serve(
     open_tokenizer(tokenizer)  # report a damaged tokenizer before weights are read
     read_templates(folder)
     allow_open_files(config.max_connections)
-    listening = bind(config.host, config.port)
+    listening = bind_socket(config.host, config.port)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with Engine(folder, engine_config, leader=leader, say=say) as engine:
@@ -235,7 +235,7 @@ def main() -> None:
     """Run the program. `--help` and mistakes are answered before JAX is imported."""
     reexec_with_env()
     end_at_once_on_interrupt()  # until it serves
-    is_estimate = answer_early(lambda: parse_serve(sys.argv[1:])).estimate
+    is_estimate = parse_with_default_sigpipe(lambda: parse_serve(sys.argv[1:])).estimate
     if (package := first_missing_package(PACKAGES)) is not None:
         sys.exit(
             f"{program_name()}: needs the package {package}, which is not installed: pip install"

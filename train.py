@@ -2,7 +2,7 @@
 
 import sys
 
-from jmoe.command_line import answer_early, parse_train
+from jmoe.command_line import parse_train, parse_with_default_sigpipe
 from jmoe.configs import PRESETS
 from jmoe.runtime import (
     EXIT_LOST,
@@ -18,7 +18,7 @@ from jmoe.runtime import (
 if __name__ == "__main__":
     reexec_with_env()  # before JAX is imported
     end_at_once_on_interrupt()  # outside the training loop
-    if answer_early(lambda: parse_train(sys.argv[1:], PRESETS)).estimate:
+    if parse_with_default_sigpipe(lambda: parse_train(sys.argv[1:], PRESETS)).estimate:
         hide_devices()
 
 import contextlib

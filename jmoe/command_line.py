@@ -93,7 +93,7 @@ class BundleOptions:
     )
 
 
-def answer_early(parse: Callable[[], T]) -> T:
+def parse_with_default_sigpipe(parse: Callable[[], T]) -> T:
     """Return `parse()`. `--help` and mistakes end the process inside it, before the program imports
     JAX.
 

@@ -131,6 +131,7 @@ def num_stack_dims(path: KeyPath) -> int:
 
 
 def is_expert(path: KeyPath) -> bool:
+    """Return whether the parameter at `path` belongs to a layer's routed experts."""
     return EXPERTS_PATH in path_names(path)
 
 

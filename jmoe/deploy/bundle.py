@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jmoe.command_line import answer_early, parse_bundle
+from jmoe.command_line import parse_bundle, parse_with_default_sigpipe
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder, model_file_names
@@ -329,7 +329,7 @@ def _combine_options(asked: EngineConfig, bundled: EngineConfig) -> EngineConfig
 
 def main() -> None:
     """Write the bundle that the command line asks for, and print its number of programs."""
-    options = answer_early(lambda: parse_bundle(sys.argv[1:]))
+    options = parse_with_default_sigpipe(lambda: parse_bundle(sys.argv[1:]))
     out, say = Path(options.out).expanduser(), partial(print, flush=True)
     check_empty_or_new(out)
     with hugging_face_folder(options.model, say, "MODEL") as folder:

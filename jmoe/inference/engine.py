@@ -259,7 +259,7 @@ class Engine(Closing):
             if chunk.copy_from is not None:
                 self._runner.copy_row(chunk.copy_from, chunk.row, chunk.start)
             self._sampler.record_prompt(chunk)
-        groups = self._scheduler.groups(plan)
+        groups = self._scheduler.group_chunks(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.choose_policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")

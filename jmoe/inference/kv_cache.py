@@ -68,7 +68,7 @@ def empty_caches(
     ]
 
 
-def write(
+def write_keys_and_values(
     cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array
 ) -> KVCache:
     """Return the cache with this step's keys and values written; tokens at position S are skipped.
@@ -140,7 +140,7 @@ def write_and_attend(
         )
         return out_PCHe, KVCache(k_BGSd, v_BGSe)
     q_PCHd, k_PCGd, v_PCGe = new
-    cache = write(cache, rows_P, positions_PC, k_PCGd, v_PCGe)
+    cache = write_keys_and_values(cache, rows_P, positions_PC, k_PCGd, v_PCGe)
     return attend(
         q_PCHd, cache, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H
     ), cache

@@ -408,7 +408,7 @@ class Runner(Protocol):
     def make_batch(self, group: ChunkGroup) -> Any: ...
     def padding_batches(self, num_rows: int, width: int) -> list[Any]: ...
     def zero_output(self, num_rows: int, width: int) -> Any: ...
-    def forward(self, groups: Sequence[Any], /) -> list[Any]: ...
+    def forward(self, batches: Sequence[Any], /) -> list[Any]: ...
     def copy_row(self, source: int, target: int, num_tokens: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
     def logits_of_chunk(self, hidden: Any, row: int, /) -> jax.Array: ...
@@ -477,7 +477,7 @@ class ModelRunner:
         x_PCD = np.zeros((num_rows, width, self.config.hidden_size), self.dtype)
         return BatchOutput(jax.device_put(x_PCD, jax.devices()[0]), BatchChoices([]))
 
-    def forward(self, groups: Sequence[TokenBatch | BatchOutput]) -> list[BatchOutput]:
+    def forward(self, batches: Sequence[TokenBatch | BatchOutput]) -> list[BatchOutput]:
         """Return the output of every batch of a step; outputs of `run_batch` are passed through.
 
         Batches of few tokens run one after the other, several layers a program. The others run
@@ -485,12 +485,12 @@ class ModelRunner:
         and thus its bits, do not depend on the other batches.
         """
         programs = [
-            group if isinstance(group, BatchOutput) else self._run_layer_groups_if_possible(group)
-            for group in groups
+            batch if isinstance(batch, BatchOutput) else self._run_layer_groups_if_possible(batch)
+            for batch in batches
         ]
         left = [
             g
-            for g, done in zip(groups, programs, strict=True)
+            for g, done in zip(batches, programs, strict=True)
             if done is None and isinstance(g, TokenBatch)
         ]
         others = iter(self.run_layer_by_layer(left) if left else [])

@@ -3,7 +3,7 @@
 The engine's loop is
 
     plan = scheduler.schedule()
-    ...run `scheduler.groups(plan)`, sample one token for each of plan.sampled_sequences...
+    ...run `scheduler.group_chunks(plan)`, sample one token for each of plan.sampled_sequences...
     finished = scheduler.update(plan, tokens)
 
 Every step runs one token of each decoding sequence (unless it is paused) and a chunk of each prompt
@@ -240,7 +240,7 @@ class Scheduler:
         """Return the width of a prompt chunk, with padding."""
         return smallest_bucket(len(chunk.tokens), self.prefill_widths)
 
-    def groups(self, plan: StepPlan) -> list[ChunkGroup]:
+    def group_chunks(self, plan: StepPlan) -> list[ChunkGroup]:
         """Return a plan's chunks by program: one group of decoding sequences, then groups of
         prompts.
 

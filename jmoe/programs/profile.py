@@ -64,7 +64,7 @@ def split_tokens(tokens: Sequence[int], length: int) -> Iterator[list[int]]:
 
 
 def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int) -> "PathCounter":
-    """Run prompts through an engine and count the experts that their tokens choose, by path.
+    """Run prompts through an engine; return how often tokens chose each expert, by path.
 
     A prefix that the engine reuses from its KV cache is not run, and so not counted again.
     """
@@ -83,7 +83,7 @@ def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int
 
 
 def main() -> None:
-    """Write the table beside the checkpoint, and print its size."""
+    """Write the path table of a text's tokens beside the checkpoint, and print its size."""
     a = _parse_arguments()
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.model_folder import hugging_face_folder

@@ -31,6 +31,7 @@ class QueueLimit:
 
     @property
     def capacity(self) -> int:
+        """Maximum number of sequences that run or wait."""
         return self.max_batch + self.max_waiting
 
     def check_count(self, count: int) -> None:
@@ -54,11 +55,11 @@ class QueueLimit:
         self.metrics.rejected("queue").inc()
         message = f"{len(unfinished)} sequences run and wait, {self.capacity} can: try again later"
         excess = max(1, min(len(unfinished), len(unfinished) + count - self.capacity))
-        seconds = math.ceil(self._tokens_until(unfinished, excess) * token_s)
+        seconds = math.ceil(self._tokens_until_ended(unfinished, excess) * token_s)
         headers = {"Retry-After": str(max(1, min(MAX_RETRY_AFTER_S, seconds)))}
         return ApiError(429, message, code="queue_full", headers=headers)
 
-    def _tokens_until(self, unfinished: Collection[Sequence], count: int) -> int:
+    def _tokens_until_ended(self, unfinished: Collection[Sequence], count: int) -> int:
         """Return how many tokens each running sequence draws until `count` sequences have ended.
 
         The estimate assumes that every sequence draws its `max_new_tokens`.

@@ -40,7 +40,7 @@ class Connections:
     def __post_init__(self) -> None:
         self.shares = Shares(self.config.max_connections)
 
-    def connection(self, **options: Any) -> "Connection":
+    def make_connection(self, **options: Any) -> "Connection":
         """Return a new connection. uvicorn calls it as its protocol factory."""
         return Connection(self, **options)
 

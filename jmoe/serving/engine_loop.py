@@ -303,6 +303,7 @@ class EngineLoop:
         return generation
 
     def _deliver(self, outputs: list[Output]) -> None:
+        """Pass a step's outputs to their requests; free the places of sequences that ended."""
         now_s = time.monotonic()
         self._steps.append((now_s, len(outputs)))
         while self._steps[0][0] < now_s - RATE_WINDOW_S:
@@ -342,7 +343,7 @@ class EngineLoop:
         if self._unsent.amount_of(generation):
             self._unsent.add(generation, generation.client, -generation.unsent_bytes(output))
 
-    def _fail(self, sequence: Sequence, error: ApiError) -> None:
+    def _fail_sequence(self, sequence: Sequence, error: ApiError) -> None:
         if (generation := self._release_place(sequence)) is not None:
             generation.put_output(error)
 
@@ -416,7 +417,7 @@ class EngineLoop:
             except ValueError as error:
                 self._queue.remove(sequence)
                 self._loop.call_soon_threadsafe(
-                    self._fail, sequence, ApiError.from_value_error(error)
+                    self._fail_sequence, sequence, ApiError.from_value_error(error)
                 )
 
     def _abort_on_engine(self, sequence: Sequence) -> None:

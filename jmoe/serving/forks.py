@@ -176,6 +176,7 @@ class Fork:
         return answer
 
     def _receive_bytes(self, data: bytes) -> None:
+        """Buffer bytes from the fork, whose first frame is its pid; b"" raises `_exit_error()`."""
         if not data:
             raise self._exit_error()
         self._buffer += data
@@ -269,7 +270,7 @@ class ForkServer:
         A fork that was not slow is kept for later questions. Raises `LimitError` or `LostError`.
         """
         self._idle = [fork for fork in self._idle if not fork.has_ended]
-        fork = self._idle.pop() if self._idle else await self.new_fork()
+        fork = self._idle.pop() if self._idle else await self.fork_after_restart_if_killed()
         answer = await fork.ask(question)
         if not fork.is_slow:
             self._idle.append(fork)
@@ -286,10 +287,11 @@ class ForkServer:
             raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s")
         return answer
 
-    async def new_fork(self) -> Fork:
-        """Return a new fork, after restarting a helper process that was killed.
+    async def fork_after_restart_if_killed(self) -> Fork:
+        """Return a new fork; first restart the helper process if it was killed.
 
-        The restart runs in a thread, as it may take seconds.
+        The restart runs in a thread, as it may take seconds. Raises `LostError` if no process
+        can be started.
         """
         async with self._starting:
             if self._process.poll() is not None:
@@ -371,6 +373,7 @@ def _read_frame(file: BinaryIO) -> bytes | None:
 
 
 def _limit_memory(limits: Limits) -> None:
+    """Let this process take at most `limits.memory_bytes` beyond what it has now."""
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     allowed = size_bytes + limits.memory_bytes

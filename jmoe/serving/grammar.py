@@ -156,7 +156,7 @@ class Grammars:
         async with self._starting:
             if self._server is None:
                 self._server = await start_in_thread(self._start_fork_server, WHAT)
-        fork = await self._server.new_fork()
+        fork = await self._server.fork_after_restart_if_killed()
         answer = await fork.ask(json.dumps({"schema": text, "count": count}).encode())
         _, _, kind = HEAD.unpack_from(answer)
         said = answer[HEAD.size :]

@@ -41,7 +41,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connections(config).connection,  # type: ignore[arg-type]
+                http=Connections(config).make_connection,  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -82,6 +82,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     def _handle_interrupt(self) -> None:
+        """Start to drain at the first Ctrl-C; exit the process at the second."""
         if self._interrupted:
             print("a second Ctrl-C: ended at once", flush=True)
             os._exit(128 + signal.SIGINT)
@@ -92,13 +93,14 @@ class HttpServer(uvicorn.Server):
         )
         self._start_draining(signal.SIGINT)
 
-    def _start_draining(self, number: int) -> None:
+    def _start_draining(self, signal_number: int) -> None:
+        """Start to drain, and exit when idle; if a drain is under way, exit without waiting."""
         if self._draining is None:
             self._engine_loop.drain(self._drain_timeout_s)
-            self._draining = asyncio.create_task(self._exit_when_idle(number))
+            self._draining = asyncio.create_task(self._exit_when_idle(signal_number))
         else:
             self.should_exit = True
-            self.handle_exit(number, None)
+            self.handle_exit(signal_number, None)
 
     def _drain_for_follower(self) -> None:
         if self._draining is None:
@@ -115,11 +117,11 @@ class HttpServer(uvicorn.Server):
         await asyncio.sleep(self._drain_timeout_s)
         self.should_exit = True
 
-    async def _exit_when_idle(self, number: int) -> None:
+    async def _exit_when_idle(self, signal_number: int) -> None:
         while self._engine_loop.is_busy and not self.should_exit:
             await asyncio.sleep(IDLE_CHECK_S)
         if not self.should_exit:
-            self.handle_exit(number, None)
+            self.handle_exit(signal_number, None)
 
 
 def allow_open_files(max_connections: int) -> None:
@@ -137,7 +139,7 @@ def allow_open_files(max_connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to the address; called before the model is loaded, so that a used port
     fails early.
 

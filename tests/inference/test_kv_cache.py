@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.kv_cache import BLOCK, KVCache, attend, write, write_and_attend
+from jmoe.inference.kv_cache import BLOCK, KVCache, attend, write_and_attend, write_keys_and_values
 
 G, D, E = 2, 4, 3
 LENGTH = 2 * BLOCK
@@ -45,7 +45,7 @@ def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -
     expected = [np.zeros((3, G, LENGTH, dim), dtype) for dim in (D, E)]
     for seed in range(2):  # the second time over what is there
         rows_P, positions_PC, k, v = step(rows, width, jnp.dtype(dtype), seed)
-        cache = jax.jit(write)(cache, rows_P, positions_PC, k, v)
+        cache = jax.jit(write_keys_and_values)(cache, rows_P, positions_PC, k, v)
         for all_, new in zip(expected, (k, v), strict=True):
             for p, (row, start, count) in enumerate(rows):
                 all_[row, :, start : start + count] = new[p, :count].swapaxes(0, 1)

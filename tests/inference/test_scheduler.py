@@ -116,7 +116,7 @@ class Watch:
 
     def groups(self, plan: StepPlan) -> None:
         """Every chunk runs once, in a program that exists, and no row of a prompt's is padding."""
-        groups = self.scheduler.groups(plan)
+        groups = self.scheduler.group_chunks(plan)
         assert {chunk for group in groups for chunk in map(id, group.chunks)} == set(
             map(id, plan.chunks)
         )
@@ -300,7 +300,7 @@ def test_decode_never_waits_for_a_long_prompt() -> None:
 
 
 def group_shapes(engine: Engine) -> list[tuple[int, int]]:
-    groups = engine.scheduler.groups(replace(engine.plans[-1], decode=()))
+    groups = engine.scheduler.group_chunks(replace(engine.plans[-1], decode=()))
     return sorted((len(group.chunks), group.width) for group in groups)
 
 

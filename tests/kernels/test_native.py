@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.kv_cache import KVCache, attend, write
+from jmoe.inference.kv_cache import KVCache, attend, write_keys_and_values
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import top_k_indices
 from jmoe.layers.slot_experts import ExpertInputs
@@ -184,7 +184,7 @@ def test_attention_writes_the_cache_and_reads_it(
         "window": None if window is None else jnp.int32(window),
         "sinks_H": drawn(rng, (h,), jnp.float32)[0] if sinks else None,
     }
-    written = write(cache, rows, positions, k, v)
+    written = write_keys_and_values(cache, rows, positions, k, v)
     want = attend(q, written, rows, positions, **options)
     got, *caches = jax.jit(
         lambda *caches: native.cached_attention((q, k, v), caches, rows, positions, **options)

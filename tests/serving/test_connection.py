@@ -553,7 +553,7 @@ def test_a_client_that_ends_its_side() -> None:
         config = uvicorn.Config(app, log_config=None)
         config.load()
         options = {"config": config, "server_state": ServerState(), "app_state": {}}
-        connection = Connections(ServeConfig("x")).connection(**options)
+        connection = Connections(ServeConfig("x")).make_connection(**options)
         connection.connection_made(Transport())
         connection.data_received(GET + b"\r\n")
         await answering.wait()

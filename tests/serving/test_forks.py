@@ -86,7 +86,7 @@ def test_a_fork_killed_from_outside(server: ForkServer, number: int) -> None:
     words = name.get(signal.Signals(number), f"{signal.Signals(number).name} from outside")
 
     async def ask_and_kill() -> None:
-        fork = await server.new_fork()
+        fork = await server.fork_after_restart_if_killed()
         await fork.ask(b"1")
         asking = asyncio.ensure_future(fork.ask(b"__import__('time').sleep(50)"))
         await asyncio.sleep(0.05)
