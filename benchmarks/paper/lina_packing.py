@@ -150,7 +150,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
         begun = time.perf_counter()
         if controller.is_packing_choice_due(len(steps)):
             before = controller.packing
-            decision, _ = controller.choose_packing(len(steps), now.trainer, now.state)
+            decision, _ = controller.measure_and_choose_packing(len(steps), now.trainer, now.state)
             decisions.append(f"step {len(steps)}: {decision.reason}")
             if controller.packing != before:
                 after = packed[controller.packing].second_training()

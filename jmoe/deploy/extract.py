@@ -34,7 +34,7 @@ from jmoe.models.safetensors_io import (
 from jmoe.models.vision import VisionTransformer, likeliest_experts
 from jmoe.models.weights import Names, flatten_by_path
 from jmoe.runtime import end_at_once_on_interrupt
-from jmoe.training.tasks.run import read_vision_run, vision_model_config
+from jmoe.training.tasks.run import read_vision_run, vision_model_config_from_json
 from jmoe.training.tasks.step import OF_TASKS
 
 MODEL = "model.json"
@@ -166,7 +166,7 @@ def load_task_model(folder: str | Path) -> TaskModel:
         described = json.loads((folder / MODEL).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / MODEL}: cannot be read: {error}") from error
-    config, classes = vision_model_config(described["model"]), tuple(described["classes"])
+    config, classes = vision_model_config_from_json(described["model"]), tuple(described["classes"])
     head, size = described.get("head", "classes"), described.get("head_size", len(classes))
 
     def build_transformer() -> VisionTransformer:

@@ -101,7 +101,7 @@ class StepHistory:
         return self.first + len(self.lr)
 
     def add_step(self, lr: float, clip: float) -> None:
-        """Append the learning rate and clip factor of step `end`."""
+        """Append the learning rate and clip factor of step `end_step`."""
         self.lr.append(lr)
         self.clip.append(clip)
 

@@ -76,8 +76,8 @@ class MeshExperts(ExpertResidency):
         """Return the weights in a layer's expert slots, [N S, ...], sharded over the devices."""
 
     def replica_of_row(self, layer: int) -> jax.Array:
-        """Return int32 [E, C]: the replica that takes each row, of the layer's placement, on every
-        device.
+        """Return int32 [E, C], on every device: which replica of an expert takes each of its rows,
+        by the layer's placement.
         """
         return self._replica_of_row[layer]
 

@@ -211,6 +211,7 @@ class NativeSlots:
 def _native_mlp(
     layout: ExpertByteOffsets, activation: str, y_TD: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
+    """Return `y_TD` plus the weighted sum of each token's experts, by a native CPU operation."""
     h_TD, idx_TK, weights_TK, slots_MR, table_E = arrays
     return slot_mlp((h_TD, idx_TK, weights_TK, y_TD), slots_MR, table_E, layout, activation)
 

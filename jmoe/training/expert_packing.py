@@ -120,12 +120,13 @@ class PackingController:
             self._seconds.append(seconds)
 
     def is_packing_choice_due(self, step: int) -> bool:
-        """Return whether to call `choose_packing` before `step`; False until `EVERY_STEPS` steps
-        have been noted since the start or the last decision.
+        """Return whether to call `measure_and_choose_packing` before `step`.
+
+        False until `EVERY_STEPS` steps have been noted since the start or the last decision.
         """
         return not self.done and is_packing_decided_at(step) and self._steps >= EVERY_STEPS
 
-    def choose_packing(
+    def measure_and_choose_packing(
         self, step: int, trainer: FusedTrainer, state: TrainState
     ) -> tuple[PackingDecision, dict[str, float]]:
         """Measure, choose the packing for the steps from `step` on, and return (decision, measured
@@ -243,7 +244,7 @@ def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple
         // config.gradient_accumulation_steps
         // model.mesh.size
     )
-    shapes = _MeasuredSizes(
+    shapes = _MoELayerSizes(
         tokens, config.model.num_experts_per_tok, config.model.hidden_size, model.dtype
     )
     sent_s = (
@@ -253,7 +254,7 @@ def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class _MeasuredSizes:
+class _MoELayerSizes:
     """The sizes that a measurement needs: tokens per device, experts per token, hidden size, and
     dtype.
     """
@@ -264,7 +265,7 @@ class _MeasuredSizes:
     dtype: DTypeLike
 
 
-def _time_all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes) -> float:
+def _time_all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MoELayerSizes) -> float:
     """Return the forward seconds of a layer's dispatch all-to-alls on zeros, a median."""
     mesh, split, choices = model.mesh, split_over(ALL), (sizes.tokens, sizes.top_k)
     shape: PyTree = jax.ShapeDtypeStruct
@@ -292,7 +293,7 @@ def _time_all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes
 
 
 def _time_experts_s(
-    model: ShardedDecoder, layer: Any, sizes: _MeasuredSizes, state: TrainState
+    model: ShardedDecoder, layer: Any, sizes: _MoELayerSizes, state: TrainState
 ) -> float:
     """Return the forward seconds of a layer's experts, a median, with tokens spread evenly."""
     rows, mesh, split = sizes.tokens * sizes.top_k, model.mesh, split_over(ALL)

@@ -95,7 +95,9 @@ class Session:
             return state
         begun, before = time.perf_counter(), self.expert_packing.packing
         with self.watchdog.waiting_for("expert packing before step", step):
-            decision, measured = self.expert_packing.choose_packing(step, self.trainer, state)
+            decision, measured = self.expert_packing.measure_and_choose_packing(
+                step, self.trainer, state
+            )
             if self.expert_packing.packing != before:
                 config, shape = self.expert_packing.current_config_and_shape()
                 self.mesh = make_mesh(shape)

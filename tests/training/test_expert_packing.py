@@ -102,7 +102,7 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
     state = trainer.init()
     for number in range(STEPS):
         if controller.is_packing_choice_due(number):
-            decision, measured = controller.choose_packing(number, trainer, state)
+            decision, measured = controller.measure_and_choose_packing(number, trainer, state)
             assert measured.keys() == {"all_to_all_s", "ffn_s", "step_s"}
             after = trainer_at(controller)
             if after is not trainer:
@@ -170,7 +170,7 @@ def test_memory_that_forbids_is_named(
         dataclasses.replace(config_of(packing="auto"), machine=small), SHAPE, 1
     )
     trainer = trainer_of(config_of(packing=1), SHAPE)
-    decision, _ = controller.choose_packing(10, trainer, trainer.state_shape)
+    decision, _ = controller.measure_and_choose_packing(10, trainer, trainer.state_shape)
     assert (decision.experts_per_device, decision.done) == (2, True)
     assert "it stays at 2 experts a device: twice as many need " in decision.reason
     assert words in decision.reason

@@ -71,11 +71,11 @@ def layer_slice(tree: Tree, index: Index) -> Tree:
     return entries
 
 
-def _set_at(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
+def _set_layer_at(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
 
 
-def _is_variable(x: object) -> bool:
+def _is_nnx_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable)
 
 
@@ -84,7 +84,7 @@ def _gradient_per_variable(grads: PyTree, state: PyTree) -> list[jax.Array]:
     router's bias.
     """
     own = iter(jax.tree.leaves(grads))
-    variables = jax.tree.leaves(state, is_leaf=_is_variable)
+    variables = jax.tree.leaves(state, is_leaf=_is_nnx_variable)
     return [jnp.zeros_like(v[...]) if isinstance(v, RouterBias) else next(own) for v in variables]
 
 
@@ -139,7 +139,7 @@ class _UnbufferedParams:
             )
 
         sums = layers.split(
-            jax.tree_util.tree_map_with_path(reduced_over, state, is_leaf=_is_variable)
+            jax.tree_util.tree_map_with_path(reduced_over, state, is_leaf=_is_nnx_variable)
         )[1]
         self._entries = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
         self._unreduced, self._replicated, self._experts = (
@@ -195,7 +195,7 @@ class _UnbufferedParams:
     ) -> list[jax.Array]:
         by_position = dict(zip(positions, grads, strict=True))
         return [
-            _set_at(w, index, by_position[i]) if i in by_position else w
+            _set_layer_at(w, index, by_position[i]) if i in by_position else w
             for i, w in enumerate(stacks)
         ]
 
@@ -371,11 +371,12 @@ class _BoundReverseScan:
             k: _UnbufferedParams(layers, states[k], reduces=config.reduces)
             for k, layers in self.kinds.items()
         }
-        layer_bytes = max(self._gradient_bytes(kind) for kind in self.kinds)
+        layer_bytes = max(self._pending_gradient_bytes(kind) for kind in self.kinds)
         self.layers_per_bucket = max(1, config.bucket_bytes // max(1, layer_bytes))
         self.patterns = [pattern.join_repeats(self.layers_per_bucket) for pattern in patterns]
 
-    def _gradient_bytes(self, kind: LayerKind) -> int:
+    def _pending_gradient_bytes(self, kind: LayerKind) -> int:
+        """Return the bytes of one layer's `_PendingGradients`, in float32."""
         return 4 * (
             self.num_devices * sum(entry.num_elements for entry in self.kinds[kind].entries)
             + self.outside_buffer[kind].num_all_reduced_elements()
@@ -409,7 +410,7 @@ class _BoundReverseScan:
             stops = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
             mine = [row[start:end] for row, start, end in zip(rows, starts, stops, strict=True)]
             own = _ReducedGradients(*mine)
-            sums[kind] = _set_at(sums[kind], index, own.row)
+            sums[kind] = _set_layer_at(sums[kind], index, own.row)
             others[kind] = self.outside_buffer[kind].store_reduced(others[kind], index, own)
             starts = stops
         return state._replace(pending=_Bucket(), sums=sums, others=others)

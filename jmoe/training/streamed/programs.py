@@ -166,7 +166,7 @@ class _StepFunctions:
         `outside`).
         """
         losses, dx_BSD, new = self._model.loss_gradients(outside, x_BSD, micro_batch, loss_scale)
-        return losses, dx_BSD, _add_float32(sums, new)
+        return losses, dx_BSD, _add_in_float32(sums, new)
 
     def embed_gradients(
         self,
@@ -177,7 +177,7 @@ class _StepFunctions:
         dweights: Sequence[jax.Array],
     ) -> Params:
         """Return `sums` plus the gradients of `outside` through the embedding."""
-        return _add_float32(
+        return _add_in_float32(
             sums, self._model.embed_gradients(outside, micro_batch, dx_BSD, dweights)
         )
 
@@ -205,7 +205,8 @@ def _device_zeros_like(tree: Params) -> PyTree:
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
 
-def _add_float32(sums: Params, new: Params) -> Params:
+def _add_in_float32(sums: Params, new: Params) -> Params:
+    """Return `sums` [1, ...] with `new` added in float32, leaf by leaf."""
     return jax.tree.map(lambda total, g: total + g.astype(jnp.float32)[None], sums, new)
 
 

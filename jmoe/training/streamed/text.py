@@ -144,7 +144,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
     ) -> tuple[jax.Array, jax.Array, Params]:
         weight = jnp.full(micro_batch.labels_BS.shape, 1.0 / self._num_step_tokens, jnp.float32)
         with jax.named_scope("loss"):
-            loss_and_gradients = jax.value_and_grad(self._own_nll_local, argnums=(0, 1))
+            loss_and_gradients = jax.value_and_grad(self._nll_addend_local, argnums=(0, 1))
             loss, (doutside, dx_BSD) = loss_and_gradients(
                 outside, x_BSD, micro_batch.labels_BS, scale_loss(weight, loss_scale)
             )
@@ -189,9 +189,10 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         head = None if module.head is None else module.head[...]
         return x_TD, self.decoder.head.weight(module.embedding[...], head, self.dtype)
 
-    def _own_nll_local(
+    def _nll_addend_local(
         self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
     ) -> jax.Array:
+        """Return this device's addend to `summed_nll`, before the sum over devices."""
         head = self._norm_and_head(outside, x_BSD)
         labels_T, weights_T = labels_BS.reshape(-1), weights_BS.reshape(-1)
         return self.decoder.head.cross_entropy(*head, labels_T, weights_T)
@@ -200,7 +201,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
     ) -> jax.Array:
         """Return the weighted negative log-likelihood in nats, summed over all devices' tokens."""
-        own = self._own_nll_local(outside, x_BSD, labels_BS, weights_BS)
+        own = self._nll_addend_local(outside, x_BSD, labels_BS, weights_BS)
         total: jax.Array = sum_over_mesh(self.decoder.mesh.size, own)
         return total
 

@@ -99,7 +99,9 @@ def slot_bytes_per_expert(config: VisionTrainConfig, num_devices: int) -> int:
     return config.model.parameters_per_expert * in_use
 
 
-def _count_slots_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[int, dict[str, int]]:
+def _count_shared_and_own_slots(
+    config: VisionTrainConfig, num_devices: int
+) -> tuple[int, dict[str, int]]:
     """Return (slots per layer and device for experts that no single task owns, slots per layer for
     each task's own experts).
     """
@@ -115,7 +117,7 @@ def _count_slots_by_task(config: VisionTrainConfig, num_devices: int) -> tuple[i
     return shared, own
 
 
-def memory_by_task(
+def device_memory_and_bytes_by_task(
     config: VisionTrainConfig, num_devices: int
 ) -> tuple[DeviceMemory, dict[str, int]]:
     """Return (a device's memory and the bytes that all tasks share there, bytes of each task's own
@@ -135,7 +137,7 @@ def memory_by_task(
             dict.fromkeys(config.tasks, 0),
         )
         if places_experts_by_task(config, num_devices):
-            shared_places, places = _count_slots_by_task(config, num_devices)
+            shared_places, places = _count_shared_and_own_slots(config, num_devices)
             shared += shared_places * slot_bytes_per_expert(config, num_devices)
         own_bytes = {
             name: count * slot_bytes_per_expert(config, num_devices)
@@ -166,7 +168,7 @@ def plan_task_layout(
     and the widths of all paths are equal. Raises ValueError if no layout fits, or if
     `gradient_accumulation_steps` does not divide the micro-batch.
     """
-    memory, own_bytes = memory_by_task(config, num_devices)
+    memory, own_bytes = device_memory_and_bytes_by_task(config, num_devices)
     loads = tuple(
         TaskLoad(name, task.batch_size, image_s[name] if image_s else 1.0, own_bytes[name])
         for name, task in config.tasks.items()

@@ -46,7 +46,7 @@ class VisionRun(NamedTuple):
     experts: ReadExperts | None = None
 
 
-def vision_model_config(fields: JsonObject) -> VisionModelConfig:
+def vision_model_config_from_json(fields: JsonObject) -> VisionModelConfig:
     """Return the model configuration from its JSON fields in a checkpoint."""
     values: JsonObject = {
         name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
@@ -74,7 +74,7 @@ def read_vision_run(
             name: TaskConfig(**(v | {"path": tuple(v["path"])}))
             for name, v in saved["tasks"].items()
         }
-        model = vision_model_config(saved["model"])
+        model = vision_model_config_from_json(saved["model"])
         classes = json.loads((checkpoints.directory / str(step) / CLASSES).read_text())
         counts = {name: len(names) for name, names in classes.items()}
         own = dataclasses.replace(

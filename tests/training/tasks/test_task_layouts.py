@@ -17,8 +17,8 @@ from jmoe.training.tasks.layouts import (
     allocated_bytes_per_device,
     check_future_layouts,
     count_own_experts_by_task,
+    device_memory_and_bytes_by_task,
     layout_plan_lines,
-    memory_by_task,
     plan_task_layout,
     slots_line,
 )
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
         for leaf in jax.tree.leaves((state.params, state.m, state.v))
     )
     heads_bytes = 12 * sum(head.size for head in jax.tree.leaves(state.params["heads"]))
-    memory, own_bytes = memory_by_task(ELASTIC, 1)
+    memory, own_bytes = device_memory_and_bytes_by_task(ELASTIC, 1)
     planned = (memory.shared_bytes + sum(own_bytes.values())) * 12 / 16  # without gradients
     assert planned == pytest.approx(state_bytes - heads_bytes, rel=1e-3)
     expert_bytes = 16 * ELASTIC.model.parameters_per_expert
@@ -57,12 +57,12 @@ def test_bytes_are_those_of_the_state_but_for_the_heads() -> None:
         name: count * expert_bytes for name, count in count_own_experts_by_task(ELASTIC).items()
     }
     half = dataclasses.replace(ELASTIC, compute_dtype="bfloat16")
-    assert memory_by_task(half, 1)[1]["glyphs"] == expert_bytes * 18 // 16
+    assert device_memory_and_bytes_by_task(half, 1)[1]["glyphs"] == expert_bytes * 18 // 16
     whole = dataclasses.replace(ELASTIC, comm=CommConfig(schedule="none", shard_dense=False))
-    four = memory_by_task(whole, 4)[0].shared_bytes
+    four = device_memory_and_bytes_by_task(whole, 4)[0].shared_bytes
     # two experts are nobody's, and lie on one device each
     assert four == memory.shared_bytes - expert_bytes
-    assert memory_by_task(ELASTIC, 4)[0].shared_bytes < four
+    assert device_memory_and_bytes_by_task(ELASTIC, 4)[0].shared_bytes < four
 
 
 def test_memory_decides_who_shares_a_device() -> None:
@@ -203,14 +203,16 @@ def test_experts_on_tiers_are_planned() -> None:
     """What the device has of them depends on the layers in use alone; the rest is on its tier."""
     # of three layers
     experts, of_expert = ELASTIC.model.num_experts, ELASTIC.model.parameters_per_expert
-    here = memory_by_task(dataclasses.replace(ELASTIC, layout="even"), 1)[0].shared_bytes
+    here = device_memory_and_bytes_by_task(dataclasses.replace(ELASTIC, layout="even"), 1)[
+        0
+    ].shared_bytes
     for tiers, layers in (
         (TiersConfig(experts="host", optimizer="nvme"), 2),
         (TiersConfig(experts="nvme", optimizer="nvme", device_layers=1), 1),
         (TiersConfig(experts="device", optimizer="host"), 3),
     ):
         config = dataclasses.replace(ELASTIC, tiers=tiers)
-        memory, own_bytes = memory_by_task(config, 1)
+        memory, own_bytes = device_memory_and_bytes_by_task(config, 1)
         assert here - memory.shared_bytes == experts * of_expert * (3 * 16 - 4 * layers - 8)
         assert set(own_bytes.values()) == {0}
     config = dataclasses.replace(
