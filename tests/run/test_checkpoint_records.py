@@ -299,11 +299,11 @@ rows = jax.NamedSharding(mesh, jax.P("d"))
 make = jax.jit(lambda n: {"w": jnp.full((12,), n, jnp.float32)}, out_shardings={"w": rows})
 store = open_store(Path(local), rank, 2)
 records = RecordCheckpoints({"experts": store}, process=rank, num_processes=2)
-copy = record_checkpoint._copy
+copy = record_checkpoint._copy_record
 def slow(*args):
     time.sleep(4 * rank * (args[1].parent.name == "1"))
     copy(*args)
-record_checkpoint._copy = slow
+record_checkpoint._copy_record = slow
 checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=records, timeout_s=8)
 moves = SimpleNamespace(save_state=lambda state: state, progress_counters=records.progress_counters)
 batches = SimpleNamespace(get_state=lambda: 0)
