@@ -44,7 +44,7 @@ from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import ImageSplit, ImageTask
-from jmoe.planning.elastic import ImageShare, TaskLayout, TaskLoad, plan_layout
+from jmoe.planning.elastic import TaskImageRange, TaskLayout, TaskLoad, plan_layout
 
 NUM_DEVICES = 2
 MICRO_BATCH = 16  # images at once, the same for all, so that only who has how many of them differs
@@ -90,7 +90,7 @@ def loads(config: VisionTrainConfig) -> tuple[TaskLoad, ...]:
 def imbalanced_layout(tasks: tuple[TaskLoad, ...], num_devices: int) -> TaskLayout:
     """Return the layout that gives each device whole tasks in order, regardless of size."""
     shares = [
-        [ImageShare(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices]
+        [TaskImageRange(i, 0, task.batch_size) for i, task in enumerate(tasks)][d::num_devices]
         for d in range(num_devices)
     ]
     return TaskLayout(tasks, tuple(map(tuple, shares)))

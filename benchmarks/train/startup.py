@@ -78,11 +78,11 @@ MODULES = (
 )  # the text
 CALL = """
 import json, sys, time
-from jmoe.cluster.rendezvous import connect_all_ranks
+from jmoe.cluster.rendezvous import connect_ranks_to_rank_0
 address, processes, rank, limit_s = sys.argv[1], *map(int, sys.argv[2:5])
 called, problem = time.time(), ""
 try:
-    for line in connect_all_ranks(address, processes, rank, limit_s).values():
+    for line in connect_ranks_to_rank_0(address, processes, rank, limit_s).values():
         line.close()
 except TimeoutError as error:
     problem = str(error)

@@ -35,7 +35,7 @@ import jax
 from jmoe.cluster import job
 from jmoe.cluster.clocks import HostClocks, RunningClock
 from jmoe.cluster.heartbeat import Heartbeat
-from jmoe.cluster.rendezvous import connect_all_ranks, ranks_text
+from jmoe.cluster.rendezvous import connect_ranks_to_rank_0, ranks_text
 from jmoe.config import DistributedConfig
 from jmoe.runtime import EXIT_LOST
 from jmoe.status import first_error_line
@@ -119,7 +119,7 @@ def join_and_connect_processes(
     config: DistributedConfig, *, rank_0_outlives: bool = False
 ) -> dict[int, socket.socket]:
     """Join the other processes like `join_processes`, without the GPU check, and return the open
-    connections of `connect_all_ranks`.
+    connections of `connect_ranks_to_rank_0`.
 
     The result maps rank to socket, and is empty in a run of one process. The caller closes the
     sockets. rank_0_outlives: keep JAX from ending rank 0 when another rank dies, so that rank 0 can
@@ -139,7 +139,7 @@ def join_and_connect_processes(
         return {}
     device_ids = job.local_device_ids(os.environ, job.count_visible_gpus())
     deadline = time.monotonic() + config.start_timeout_s
-    lines = connect_all_ranks(address, processes, rank, config.start_timeout_s)
+    lines = connect_ranks_to_rank_0(address, processes, rank, config.start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
     jax.config.update("jax_enable_recoverability", rank_0_outlives)

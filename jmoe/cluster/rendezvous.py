@@ -1,7 +1,7 @@
 """TCP meeting of all ranks before JAX connects them, so that an error can name the missing ranks.
 
 `jax.distributed.initialize` also waits for all ranks, but aborts the process without naming the
-missing ones. `jmoe.cluster.distributed.join_and_connect_processes` calls `connect_all_ranks`.
+missing ones. `jmoe.cluster.distributed.join_and_connect_processes` calls `connect_ranks_to_rank_0`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import time
 
 
-def connect_all_ranks(
+def connect_ranks_to_rank_0(
     address: str, processes: int, rank: int, timeout_s: float
 ) -> dict[int, socket.socket]:
     """Wait until all ranks are present; return connections by rank: rank 0 gets one to every other

@@ -168,7 +168,9 @@ class DenseLayerRunner:
         return positions_PC
 
     def apply(self, layer: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
-        """Return a dense layer's output for this device's tokens."""
+        """Return layer(h) for this device's tokens. `layer` works on each token alone and has no
+        routed experts.
+        """
         return layer(h)
 
 
@@ -340,7 +342,7 @@ def _apply_layers(
                     find_slots(y.idx_TK, tables, n, static.finds) if static.finds else tables[n]
                 )
                 choices.append(y.idx_TK)
-                y = _run_experts_in_slots(static, y, slots, table_E)
+                y = _add_experts_in_slots(static, y, slots, table_E)
             hidden = Hidden(x_PCD, y)
             if static.layout is None:
                 hidden = lax.optimization_barrier(hidden)
@@ -354,7 +356,7 @@ def _apply_layers(
     return output, logits_PV, tuple(written), jnp.stack(choices) if choices else None
 
 
-def _run_experts_in_slots(
+def _add_experts_in_slots(
     static: _LayerGroupOptions, routed: ExpertInputs, slots: PyTree, table_E: jax.Array
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""

@@ -52,7 +52,7 @@ ITEM = "records"  # name of the Orbax item, and of its folder in a step
 
 
 @dataclass(frozen=True)
-class StepRecords:
+class VerifiedStepRecords:
     """Files of one process's records in a step, as `RecordCheckpoints.verify_records` returns them.
 
     files: kind -> record -> an undamaged file. damaged: a sentence for each damaged file. missing:
@@ -120,7 +120,7 @@ class RecordCheckpoints:
         self._draining: Future[object] | None = None
         self._drained = (0, 0)  # (records drained, records to drain)
         self._counted = 0  # records handled by `verify_records` and `write_memory_records`
-        self._found: tuple[Path, StepRecords] | None = (
+        self._found: tuple[Path, VerifiedStepRecords] | None = (
             None  # the result of `verify_records`, for `restore_records`
         )
 
@@ -215,7 +215,7 @@ class RecordCheckpoints:
         """
         return (*self._drained, self._counted)
 
-    def verify_records(self, folder: Path) -> StepRecords:
+    def verify_records(self, folder: Path) -> VerifiedStepRecords:
         """Return the files of this process's records in a step; each file is read and checked.
 
         Pinned files are preferred to copies in the step. The step may come from any number of
@@ -223,7 +223,7 @@ class RecordCheckpoints:
         """
         lists = read_record_lists(folder)
         num_processes = next((listed["num_processes"] for listed in lists.values()), 0)
-        records = StepRecords({}, [], [])
+        records = VerifiedStepRecords({}, [], [])
         if len(lists) != num_processes or not lists:
             records.missing.append(f"{folder}: {len(lists)} lists of {num_processes} processes")
             return records

@@ -156,7 +156,9 @@ def _check_rope_tables_agree(scaling: JsonObject, parameters: JsonObject) -> Non
     )
 
 
-def _rope_fields(fields: _Fields, theta: float, default: JsonObject | None = None) -> JsonObject:
+def _read_rope_fields(
+    fields: _Fields, theta: float, default: JsonObject | None = None
+) -> JsonObject:
     """Return rope_theta and, for YaRN, rope_scaling as fields of `ModelConfig`.
 
     transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
@@ -234,7 +236,7 @@ def _mixtral_fields(fields: _Fields) -> JsonObject:
         "num_experts_per_tok": choices,
         "sliding_window": fields.optional_integer("sliding_window"),
         "router": _softmax_router_config(fields, choices, True),
-        **_rope_fields(fields, 1e6),
+        **_read_rope_fields(fields, 1e6),
     }
 
 
@@ -248,7 +250,7 @@ def _qwen_fields(fields: _Fields) -> JsonObject:
         "mlp_only_layers": fields.tuple_value("mlp_only_layers"),
         "sliding_window": fields.optional_integer("sliding_window", 4096) if sliding else None,
         "router": _softmax_router_config(fields, choices, fields.flag("norm_topk_prob", False)),
-        **_rope_fields(fields, 1e4),
+        **_read_rope_fields(fields, 1e4),
     }
 
 
@@ -300,7 +302,7 @@ def _olmoe_fields(fields: _Fields) -> JsonObject:
         "router": _softmax_router_config(
             fields, choices, fields.flag("norm_topk_prob", False), 0.01
         ),
-        **_rope_fields(fields, 1e4),
+        **_read_rope_fields(fields, 1e4),
     }
 
 
@@ -328,7 +330,7 @@ def _deepseek_v3_fields(fields: _Fields) -> JsonObject:
             topk_group=fields.integer("topk_group"),
             routed_scaling_factor=fields.number("routed_scaling_factor"),
         ),
-        **_rope_fields(fields, 1e4),
+        **_read_rope_fields(fields, 1e4),
     }
 
 
@@ -352,7 +354,7 @@ def _gpt_oss_fields(fields: _Fields) -> JsonObject:
         "attention_sinks": True,
         "attention_bias": fields.flag("attention_bias", True),
         "router": dataclasses.replace(router, bias=True),
-        **_rope_fields(fields, 150_000.0, _GPT_OSS_YARN),
+        **_read_rope_fields(fields, 150_000.0, _GPT_OSS_YARN),
     }
 
 

@@ -57,7 +57,7 @@ class TaskLoad:
 
 
 @dataclass(frozen=True)
-class ImageShare:
+class TaskImageRange:
     """The images `start` (included) to `stop` (excluded) of the batch of task number `task`."""
 
     task: int
@@ -78,7 +78,7 @@ class TaskLayout:
     """
 
     tasks: tuple[TaskLoad, ...]
-    shares: tuple[tuple[ImageShare, ...], ...]
+    shares: tuple[tuple[TaskImageRange, ...], ...]
     shared_bytes: int = 0
 
     @property
@@ -198,7 +198,7 @@ def plan_layout(
 
 def _even_shares(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
-) -> tuple[tuple[ImageShare, ...], ...]:
+) -> tuple[tuple[TaskImageRange, ...], ...]:
     """Return the shares of each device if every device runs equally many images of the joint batch.
 
     Raises `ValueError` if the batch or a device's memory does not allow it.
@@ -216,7 +216,7 @@ def _even_shares(
         first = 0  # index of the task's first image in the joint batch
         for number, task in enumerate(tasks):
             start, stop = max(begin - first, 0), min(begin + each - first, task.batch_size)
-            own += [ImageShare(number, start, stop)] if start < stop else []
+            own += [TaskImageRange(number, start, stop)] if start < stop else []
             first += task.batch_size
         memory.check_fits([tasks[share.task] for share in own])
         shares.append(tuple(own))
@@ -225,7 +225,7 @@ def _even_shares(
 
 def _shares_of_divided_tasks(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
-) -> tuple[tuple[ImageShare, ...], ...] | None:
+) -> tuple[tuple[TaskImageRange, ...], ...] | None:
     """Return the shares of each device, with at least one device per task; None if there are fewer
     devices than tasks.
 
@@ -252,13 +252,15 @@ def _shares_of_divided_tasks(
     shares = []
     for number, (task, count) in enumerate(zip(tasks, counts, strict=True)):
         ends = [task.batch_size * i // count for i in range(count + 1)]
-        shares += [(ImageShare(number, start, stop),) for start, stop in itertools.pairwise(ends)]
+        shares += [
+            (TaskImageRange(number, start, stop),) for start, stop in itertools.pairwise(ends)
+        ]
     return tuple(shares)
 
 
 def _shares_of_whole_tasks(
     tasks: tuple[TaskLoad, ...], num_devices: int, memory: DeviceMemory
-) -> tuple[tuple[ImageShare, ...], ...]:
+) -> tuple[tuple[TaskImageRange, ...], ...]:
     """Return the shares of each device if every task runs on a single device.
 
     Tasks are assigned by load, the heaviest first (Graham's rule: at most 4/3 of the optimum). If a
@@ -277,7 +279,7 @@ def _shares_of_whole_tasks(
             min(free, key=lambda d: sum(tasks[i].batch_s for i in d)).append(number)
         else:
             return tuple(
-                tuple(ImageShare(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own
+                tuple(TaskImageRange(i, 0, tasks[i].batch_size) for i in sorted(d)) for d in own
             )
     need = max(
         math.ceil(sum(task.num_bytes for task in tasks) / num_devices),

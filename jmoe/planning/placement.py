@@ -20,7 +20,7 @@ from jmoe.config.engine import PlacementPolicy
 from jmoe.planning.placement_policies import (
     CYCLE,
     ROUNDING,
-    ExpertParts,
+    PartsToPlace,
     apportion_turns,
     eplb_parts_and_devices,
     lina_parts_and_devices,
@@ -167,7 +167,7 @@ def place_experts(
         planned = _placement_of_parts(parts, devices, shape, popularity_E)
         if planned.device_loads.max() <= largest * (1 + ROUNDING):
             return planned
-    parts = ExpertParts(np.arange(size), np.full(size, CYCLE), popularity_E)
+    parts = PartsToPlace(np.arange(size), np.full(size, CYCLE), popularity_E)
     return _placement_of_parts(parts, in_order, shape, popularity_E)
 
 
@@ -312,7 +312,7 @@ def placement_changes(held: np.ndarray, new: Placement) -> PlacementChanges:
 
 
 def _placement_of_parts(
-    parts: ExpertParts, device_I: np.ndarray, shape: tuple[int, int], popularity_E: np.ndarray
+    parts: PartsToPlace, device_I: np.ndarray, shape: tuple[int, int], popularity_E: np.ndarray
 ) -> Placement:
     """Return the placement of parts on devices, with each device's experts in ascending order."""
     experts_NS, num_turns_NS = np.full(shape, EMPTY, np.int32), np.zeros(shape, np.int64)

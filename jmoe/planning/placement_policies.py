@@ -22,7 +22,7 @@ ROUNDING = 1e-9  # relative rounding error of float sums
 NOWHERE = -1
 
 
-class ExpertParts(NamedTuple):
+class PartsToPlace(NamedTuple):
     """The parts to assign to slots: their expert, their number of CYCLE turns, and their load, each
     an array [I].
     """
@@ -34,7 +34,7 @@ class ExpertParts(NamedTuple):
 
 def lina_parts_and_devices(
     popularity_E: np.ndarray, num_devices: int, capacity: int
-) -> tuple[ExpertParts, np.ndarray]:
+) -> tuple[PartsToPlace, np.ndarray]:
     """Return Lina's parts and the device of each (section 5.2 of the paper).
 
     Equation 1: an expert needs n_e = N popularity_e / sum(popularity) devices. An expert with n_e
@@ -68,7 +68,7 @@ def lina_parts_and_devices(
 
 def _eplb_parts_within_node(
     popularity_E: np.ndarray, num_devices: int, capacity: int
-) -> tuple[ExpertParts, np.ndarray]:
+) -> tuple[PartsToPlace, np.ndarray]:
     """Return equal replicas of experts, and the device of each; replicas fill the slots, the same
     number on each device.
 
@@ -92,14 +92,14 @@ def _eplb_parts_within_node(
 
 def eplb_parts_and_devices(
     popularity_E: np.ndarray, num_devices: int, capacity: int, num_nodes: int, num_groups: int
-) -> tuple[ExpertParts, np.ndarray]:
+) -> tuple[PartsToPlace, np.ndarray]:
     """Return EPLB's parts and the device of each: groups of experts are packed onto nodes, equally
     many on each, then replicated inside the node.
     """
     if num_nodes == 1:
         return _eplb_parts_within_node(popularity_E, num_devices, capacity)
     experts_GE = np.arange(len(popularity_E)).reshape(num_groups, -1)
-    groups = ExpertParts(
+    groups = PartsToPlace(
         np.arange(num_groups), np.zeros(num_groups), popularity_E[experts_GE].sum(axis=1)
     )
 
@@ -120,7 +120,7 @@ def eplb_parts_and_devices(
     experts, turns, weights, devices = (
         np.concatenate(arrays) for arrays in zip(*rows, strict=True)
     )
-    return ExpertParts(experts, turns, weights), devices
+    return PartsToPlace(experts, turns, weights), devices
 
 
 def _count_replicas(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ def _count_replicas(load_E: np.ndarray, num_slots: int, most_E: np.ndarray) -> n
     return copies_E
 
 
-def _make_parts(shares: list[np.ndarray]) -> ExpertParts:
+def _make_parts(shares: list[np.ndarray]) -> PartsToPlace:
     """Return one part for each share of an expert, without shares that are too small for a single
     turn.
     """
@@ -147,7 +147,7 @@ def _make_parts(shares: list[np.ndarray]) -> ExpertParts:
     for expert, weights in enumerate(shares):
         turns = apportion_turns(weights) if len(weights) > 1 else [CYCLE]
         rows += [(expert, turns[i], weights[i]) for i in range(len(weights)) if turns[i] > 0]
-    return ExpertParts(*(np.array(column) for column in zip(*rows, strict=True)))
+    return PartsToPlace(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def apportion_turns(weights: np.ndarray) -> np.ndarray:
@@ -165,7 +165,7 @@ Choose = Callable[[float, np.ndarray, np.ndarray, np.ndarray], int]
 
 
 def _assign_devices(
-    parts: ExpertParts, num_devices: int, capacity: int, choose_device: Choose
+    parts: PartsToPlace, num_devices: int, capacity: int, choose_device: Choose
 ) -> np.ndarray:
     """Return the device of each part [I]. Parts are assigned by descending load, at most `capacity`
     per device, and no expert twice on a device.

@@ -82,7 +82,7 @@ def jax_is_given(
     """
     told: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: told.update(arguments))
-    monkeypatch.setattr(distributed, "connect_all_ranks", lambda *_: {})
+    monkeypatch.setattr(distributed, "connect_ranks_to_rank_0", lambda *_: {})
     monkeypatch.setattr(distributed.atexit, "register", lambda *_: None)
     monkeypatch.setattr(job, "count_visible_gpus", lambda: visible)
     for name, value in environment.items():

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from jmoe.cluster.remote_process import reserve_port
-from jmoe.cluster.rendezvous import connect_all_ranks
+from jmoe.cluster.rendezvous import connect_ranks_to_rank_0
 
 LIMIT_S = 300
 
@@ -33,7 +33,7 @@ def test_ranks_that_were_told_different_numbers_of_processes(address: str) -> No
     """As where a node of the job has other settings: the run does not begin with too few."""
     with ThreadPoolExecutor(2) as pool:
         ranks = [
-            pool.submit(connect_all_ranks, address, count, rank, LIMIT_S)
+            pool.submit(connect_ranks_to_rank_0, address, count, rank, LIMIT_S)
             for rank, count in ((0, 3), (1, 2))
         ]
         for rank in ranks:
@@ -45,7 +45,7 @@ def test_ranks_that_were_told_different_numbers_of_processes(address: str) -> No
 
 def test_strangers_at_the_port_are_no_ranks(address: str) -> None:
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(connect_all_ranks, address, 3, 0, LIMIT_S)
+        first = pool.submit(connect_ranks_to_rank_0, address, 3, 0, LIMIT_S)
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"jmoe one 3\n", b""):
             while True:
                 with contextlib.suppress(ConnectionRefusedError):  # rank 0 does not listen yet
@@ -54,5 +54,7 @@ def test_strangers_at_the_port_are_no_ranks(address: str) -> None:
                     ) as line:
                         line.sendall(words)
                     break
-        others = [pool.submit(connect_all_ranks, address, 3, rank, LIMIT_S) for rank in (1, 2)]
+        others = [
+            pool.submit(connect_ranks_to_rank_0, address, 3, rank, LIMIT_S) for rank in (1, 2)
+        ]
         assert [close(met) for met in (first, *others)] == [[1, 2], [0], [0]]

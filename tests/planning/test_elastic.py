@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.planning.elastic import DeviceMemory, ImageShare, TaskLayout, TaskLoad, plan_layout
+from jmoe.planning.elastic import DeviceMemory, TaskImageRange, TaskLayout, TaskLoad, plan_layout
 
 PAPER = tuple(TaskLoad(str(i), size) for i, size in enumerate((512, 256, 128, 128)))
 loads = st.builds(
@@ -42,7 +42,10 @@ def test_the_paper_s_layouts() -> None:
     assert counts(plan_layout(PAPER, 4)) == [1, 1, 1, 1]
     assert plan_layout(PAPER, 4).idle_fractions() == (0, 0.5, 0.75, 0.75)
     two = plan_layout([TaskLoad("a", 1), TaskLoad("b", 1), TaskLoad("c", 2)], 2)
-    assert two.shares == ((ImageShare(2, 0, 2),), (ImageShare(0, 0, 1), ImageShare(1, 0, 1)))
+    assert two.shares == (
+        (TaskImageRange(2, 0, 2),),
+        (TaskImageRange(0, 0, 1), TaskImageRange(1, 0, 1)),
+    )
     assert plan_layout(PAPER, 1).images_per_device == (1024,)
     assert plan_layout(PAPER, 4).largest_micro_batch == 128
 

@@ -72,14 +72,14 @@ class TaskLosses:
         self._temperature = np.array([task.contrastive_temperature for task in tasks], np.float32)
 
     @property
-    def embedding_size(self) -> int:
+    def total_embedding_size(self) -> int:
         """C, the total number of embedding features over all contrastive tasks."""
         return int(self._embeds.sum())
 
     @property
     def class_means_shape(self) -> tuple[int, int]:
         """Shape of the class means: (K, C)."""
-        return int(self._num_classes.sum()), self.embedding_size
+        return int(self._num_classes.sum()), self.total_embedding_size
 
     def embeddings(self, logits_BY: jax.Array) -> jax.Array:
         """Return unit vectors [B, C], zero in other tasks' features; zero vectors for images of

@@ -451,7 +451,9 @@ class VisionTrainer:
             return z_MBC.at[index].set(self.losses.embeddings(logits_BY))
 
         with jax.named_scope("contrast"):
-            zeros = jnp.zeros((*batch.label[0].shape, self.losses.embedding_size), jnp.float32)
+            zeros = jnp.zeros(
+                (*batch.label[0].shape, self.losses.total_embedding_size), jnp.float32
+            )
             z_MBC = lax.fori_loop(0, _own_entry_local(counts), embed_micro_batch, zeros)
             return self.losses.contrastive_terms(z_MBC, jax.tree.map(lambda a: a[0], batch))
 

@@ -33,7 +33,7 @@ from jmoe.training.tasks.experts import task_slots
 from jmoe.training.tasks.layouts import layout_notes, tiers_line
 from jmoe.training.tasks.losses import ContrastiveTerms
 from jmoe.training.tasks.step import ended_expert_mask, task_paths
-from jmoe.training.tasks.streamed_model import StreamedVision, TaskMicroBatch, own_micro_batches
+from jmoe.training.tasks.streamed_model import ImageMicroBatch, StreamedVision, own_micro_batches
 from jmoe.types import PyTree
 
 
@@ -60,7 +60,7 @@ def _make_task_programs(model: StreamedVision) -> _TaskPrograms:
     )
 
 
-class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
+class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
     """The `ImageTrainer` of runs with experts on tiers; see `StreamedRunner`.
 
     A device has slots for the experts of `tiers.device_layers` layers: for the experts that its
@@ -178,14 +178,14 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
 
     # Passes
 
-    def _micro_batches(self, state: TrainState, batch: ImageBatch) -> list[TaskMicroBatch]:
+    def _micro_batches(self, state: TrainState, batch: ImageBatch) -> list[ImageMicroBatch]:
         return [
-            TaskMicroBatch(images, state.step)
+            ImageMicroBatch(images, state.step)
             for images in self._wait_on_mesh(self._tasks.split(batch))
         ]
 
     def _loss_gradients(
-        self, pass_state: PassState[TaskMicroBatch], xs: list[jax.Array], sums: Params
+        self, pass_state: PassState[ImageMicroBatch], xs: list[jax.Array], sums: Params
     ) -> tuple[list[PyTree], Params]:
         """Return (losses per micro-batch, summed gradients of the parameters outside the layers),
         after computing the contrastive terms of all micro-batches; replaces each entry of `xs` by
@@ -211,12 +211,12 @@ class StreamedVisionTrainer(StreamedRunner[TaskMicroBatch]):
 
     def _iterate_last_hidden_states(
         self, state: TrainState, batches: Sequence[ImageBatch]
-    ) -> Iterator[tuple[Params, jax.Array, TaskMicroBatch]]:
+    ) -> Iterator[tuple[Params, jax.Array, ImageMicroBatch]]:
         """Yield (unsharded parameters outside the layers, last hidden states, images) for each
         batch.
         """
         each = [self._wait_on_mesh(self._tasks.split(batch)) for batch in batches]
-        micro_batches = [TaskMicroBatch(images) for images in itertools.chain(*each)]
+        micro_batches = [ImageMicroBatch(images) for images in itertools.chain(*each)]
         outside, xs = self._last_hidden_states(state, micro_batches)
         for x_BSD, micro_batch in zip(xs, micro_batches, strict=True):
             yield outside, x_BSD, micro_batch

@@ -50,7 +50,7 @@ from jmoe.training.update import finish_step, sum_over_mesh
 from jmoe.types import PyTree
 
 
-class TaskMicroBatch(NamedTuple):
+class ImageMicroBatch(NamedTuple):
     """One micro-batch of images.
 
     step: seeds the draw of learned paths; None takes each task's likelier expert. contrast: see
@@ -66,7 +66,7 @@ def _outside_params(params: Params) -> Params:
     return {name: tree for name, tree in params.items() if name not in STACKS.values()}
 
 
-class StreamedVision(StreamedModel[TaskMicroBatch]):
+class StreamedVision(StreamedModel[ImageMicroBatch]):
     """The `StreamedModel` of a run of image tasks in one layout. num_classes: by task. slots: see
     `ShardedVision`.
     """
@@ -91,7 +91,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         self.stack_specs = {STACKS[kind]: REPLICATED for kind in self.modules.blocks}
         split: PyTree = BATCH
         step: PyTree = REPLICATED
-        self.micro_batch_spec = TaskMicroBatch(split, step, split)
+        self.micro_batch_spec = ImageMicroBatch(split, step, split)
 
     def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> FirstGatheredParams:
         gathered = self.vision.gather_all_params(params)
@@ -99,7 +99,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         return FirstGatheredParams(_outside_params(gathered), stacks, {}, None)
 
     def embed(
-        self, outside: Params, micro_batch: TaskMicroBatch
+        self, outside: Params, micro_batch: ImageMicroBatch
     ) -> tuple[jax.Array, list[Choices]]:
         module, task_B = self.modules.outside(outside), micro_batch.images.task
         x_BSD = module.embed(micro_batch.images.pixels.astype(jnp.float32) / 255.0, self.dtype)
@@ -113,7 +113,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         kind: LayerKind,
         common: LayerOptions,
         step: jax.Array,
-        micro_batch: TaskMicroBatch,
+        micro_batch: ImageMicroBatch,
         number: int,
     ) -> LayerOptions:
         weight_B = None if self._equal else micro_batch.images.weight
@@ -128,7 +128,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
             else jnp.zeros((), jnp.float32)
         )
 
-    def _logits(self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch) -> jax.Array:
+    def _logits(self, outside: Params, x_BSD: jax.Array, micro_batch: ImageMicroBatch) -> jax.Array:
         module = self.modules.outside(outside)
         logits_BY: jax.Array = module.logits(
             module.norm(x_BSD, self.dtype), micro_batch.images.task
@@ -139,7 +139,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         self,
         outside: Params,
         x_BSD: jax.Array,
-        micro_batch: TaskMicroBatch,
+        micro_batch: ImageMicroBatch,
         loss_scale: LossScale | None,
     ) -> tuple[Metrics, jax.Array, Params]:
         def loss(outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -183,7 +183,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
     # Contrastive losses and evaluation
 
     def embeddings(
-        self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch
+        self, outside: Params, x_BSD: jax.Array, micro_batch: ImageMicroBatch
     ) -> jax.Array:
         """Return the images' unit embeddings [B, C], zero in the features of other tasks."""
         return self.losses.embeddings(self._logits(outside, x_BSD, micro_batch))
@@ -199,7 +199,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         return [jax.tree.map(lambda a, m=m: a[m], contrast) for m in range(len(images))]
 
     def class_embedding_sums(
-        self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch
+        self, outside: Params, x_BSD: jax.Array, micro_batch: ImageMicroBatch
     ) -> jax.Array:
         """Return [K, C]: the sum of the embeddings of each class's images, over all devices."""
         own = self.losses.class_embedding_sums(
@@ -209,7 +209,7 @@ class StreamedVision(StreamedModel[TaskMicroBatch]):
         return total
 
     def evaluation_sums(
-        self, outside: Params, x_BSD: jax.Array, micro_batch: TaskMicroBatch, means_KC: jax.Array
+        self, outside: Params, x_BSD: jax.Array, micro_batch: ImageMicroBatch, means_KC: jax.Array
     ) -> jax.Array:
         """Return [3, A]: per task, the summed negative log-likelihood in nats, correct images, and
         images, over all devices.
