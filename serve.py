@@ -203,8 +203,8 @@ def serve(
     from jmoe.status import call_repeatedly
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
-    tokenizer = tokenizer_file(folder, "model")
     engine_config, memory = plan_engine(config, folder, name)
+    tokenizer = tokenizer_file(folder, "model")
     if config.dry_run:
         print(memory)
         return

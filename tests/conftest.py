@@ -48,9 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # A shell starts its background jobs with Ctrl-C ignored, and our child processes would inherit
-    # that.
+    # A shell starts its background jobs with Ctrl-C ignored, and nohup with SIGHUP; our child
+    # processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_report_header() -> str:

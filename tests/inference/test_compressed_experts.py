@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engines import CHECKPOINTS, tiny_engine
+from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
@@ -111,6 +111,7 @@ def test_activations_in_8_bits(kind: str, folder: Path, tmp_path: Path) -> None:
     """Streamed experts give the bits of resident ones, with prompts of few and of many tokens;
     log-probabilities are near the exact ones, and not the same.
     """
+    needs_compiler()
     prompts = [PROMPTS[0], [3 + 7 * i % 50 for i in range(40)]]
     options = {"expert_dtype": kind, "max_seq_len": 64}
     with tiny_engine(folder, policy="resident", **options) as exact:
@@ -148,6 +149,7 @@ def test_activations_that_nothing_rounds_are_refused(
     ):
         with pytest.raises(ValueError, match=f"expert_activations = 'int8': {words}"):
             EngineConfig(expert_activations="int8", **changes)  # type: ignore[arg-type]
+    needs_compiler()
     with pytest.raises(ValueError, match="'int8': must be exact with experts that are wide; set"):
         tiny_engine(folder, policy="resident", expert_activations="int8")
     monkeypatch.setattr("jmoe.inference.loading._load_or_build_native", lambda say, *, waits: False)

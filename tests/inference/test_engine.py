@@ -457,7 +457,7 @@ def test_experts_from_pinned_memory(
 ) -> None:
     """Slots of an accelerator are filled from memory that it copies from directly."""
     options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
-    accelerator = lambda num_slots, fields, native: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+    accelerator = lambda num_slots, fields, **_: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
     monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
     ring = {"ring_slots": 1} if policy == "ring" else {"device_bytes": 20_000}
     cache = {"host_cache_bytes": 25_000, "cache_dir": tmp_path} if tier == "nvme" else {}
@@ -501,7 +501,7 @@ def test_programs_of_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) 
     options = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0}
     with tiny_engine(name, policy="resident", native="off") as served:
         expected = served.generate(prompts, **options)
-    accelerator = lambda num_slots, fields, native: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+    accelerator = lambda num_slots, fields, **_: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
     monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
     monkeypatch.setattr(runner_module, "runs_on_cpu", lambda: False)
     programs: list[int] = []

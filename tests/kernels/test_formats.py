@@ -16,6 +16,7 @@ from kernels_pallas import compressed
 from kernels_pallas.compressed import SCALES, compress, decode_e2m1, decompress, stored_fields
 from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format, FormatName
 from kernels_pallas.grouped_matmul.mosaic_gpu import WeightSlots, grouped_matmul
+from tests.tiny_engines import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 formats = pytest.mark.parametrize("kind", FORMATS.values(), ids=FORMATS)
@@ -86,6 +87,7 @@ def test_all_scales_of_mxfp4() -> None:
 
 def test_kernels_leave_a_format_that_they_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA takes it then: neither C++ nor Mosaic GPU decodes it as another."""
+    needs_compiler()
     kind = Format("int6", 1, "int8", "float32", 64)  # type: ignore[arg-type]
     monkeypatch.setitem(FORMATS, kind.name, kind)
     fields = stored_fields(kind, "w_up", (64, 128)) | stored_fields(kind, "w_down", (64, 64))

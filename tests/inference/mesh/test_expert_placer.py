@@ -25,10 +25,10 @@ class NotedExperts:
         self.placements = [place_experts(np.ones(EXPERTS), DEVICES, **options)] * LAYERS
         self.moved: list[int] = []
 
-    def changes(self, layer: int, placement: Placement) -> PlacementChanges:
+    def copies_for_placement(self, layer: int, placement: Placement) -> PlacementChanges:
         return placement_changes(self.placements[layer].physical_to_logical, placement)
 
-    def apply(self, layer: int, changed: PlacementChanges) -> None:
+    def apply_copies(self, layer: int, changed: PlacementChanges) -> None:
         self.placements[layer] = changed.placement
         self.copied_bytes += len(changed.fills)
         self.copies_N += np.bincount([fill.device for fill in changed.fills], minlength=DEVICES)
