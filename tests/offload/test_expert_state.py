@@ -155,7 +155,7 @@ PLACES = [
     (TieredStore, "prefetch"),
     (TieredStore, "count_step"),
     (TieredStore, "flush"),
-    (Record, "put"),
+    (Record, "close_as_changed"),
     (VersionStore, "read_into"),
     (VersionStore, "write"),
     (VersionStore, "sync"),

@@ -54,7 +54,7 @@ def test_every_layer_comes_to_its_devices(
                 )
                 held = np.asarray(values, np.float32)
                 for slot in np.flatnonzero(where != EMPTY):
-                    assert (held[slot] == INDEX.records(layer, where[slot])).all()
+                    assert (held[slot] == INDEX.record_numbers(layer, where[slot])).all()
             assert {place for place in ring.occupancy() if place and place[0] == layer} == {
                 (layer, expert) for expert in range(5)
             }

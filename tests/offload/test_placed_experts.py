@@ -37,7 +37,7 @@ def check_weights(experts: PlacedExperts) -> None:
     """Each slot of a placement holds its expert's weights."""
     for layer, placement in enumerate(experts.placements):
         weights, where = experts.layer_weights(layer), placement.physical_to_logical.ravel()
-        numbers = INDEX.records(layer, where)
+        numbers = INDEX.record_numbers(layer, where)
         for values, dtype in ((weights.w_up, jnp.float32), (weights.w_down, jnp.bfloat16)):
             assert values.dtype == dtype and len(values.addressable_shards) == 4
             for slot in np.flatnonzero(where != EMPTY):
