@@ -95,12 +95,11 @@ def attention_gradient(
     """Return the gradients of the operands (q, k, v) of `attention` from its results and the
     gradient of its output.
     """
-    q_BSHd, k_BSGd, v_BSGe = operands
+    q_BSHd, k_BSGd, _ = operands
     o_BSHe, lse_BHS = results
-    of = lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:0:-1], x.shape[3]), x.dtype)  # noqa: E731
     call = jax.ffi.ffi_call(
         "__cudnn$fmhaSoftmaxBackward",
-        (of(q_BSHd), of(k_BSGd), of(v_BSGe), _WORKSPACE),
+        (*map(_heads_before_sequence, operands), _WORKSPACE),
         output_layouts=(_BY_ROWS, _BY_ROWS, _BY_ROWS, None),
         vmap_method="sequential",
         custom_call_api_version=2,
@@ -108,6 +107,12 @@ def attention_gradient(
     )
     dq, dk, dv, _ = call(*operands, lse_BHS, do_BSHe, o_BSHe)
     return dq.transpose(_BY_ROWS), dk.transpose(_BY_ROWS), dv.transpose(_BY_ROWS)
+
+
+def _heads_before_sequence(x_BSHd: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the shape [B, H, S, d], in which cuDNN names the dimensions of [B, S, H, d]."""
+    b, s, h, d = x_BSHd.shape
+    return jax.ShapeDtypeStruct((b, h, s, d), x_BSHd.dtype)
 
 
 _WORKSPACE = jax.ShapeDtypeStruct((0,), np.dtype(np.uint8))  # XLA sets its size

@@ -200,8 +200,8 @@ def _seconds_behind(rank: RankHeartbeat, other: RankHeartbeat) -> float:
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What the run's folder shows at the Unix time `now`: configuration, supervisor's events, and
-    ranks.
+    """A run's configuration, its supervisor's events and its ranks, as read from the run's folder
+    at the Unix time `now`.
     """
 
     config: JsonObject

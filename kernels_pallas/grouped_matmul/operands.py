@@ -1,5 +1,5 @@
-"""What a grouped matmul may do beyond its product: read matrices out of slots, and apply a bias and
-an activation to its sums.
+"""Optional operands of a grouped matmul: slots to read the matrices from, and a bias and an
+activation to apply to its sums.
 
 Legend: N rows sorted by group, F outer dimension, E groups.
 """
