@@ -153,7 +153,7 @@ class Supervisor:
             restarts = RestartPolicy(self._config, read_progress(self.output_dir))
             while True:
                 with contextlib.ExitStack() as ranks_stack:
-                    ranks = self._launch_ranks(ranks_stack)
+                    ranks = self._connect_launchers(ranks_stack)
                     if not ranks:
                         return 128 + self._signals[-1]
                     poller = ranks_stack.enter_context(self._make_absent_host_poller(ranks))
@@ -224,8 +224,9 @@ class Supervisor:
 
     # Start
 
-    def _launch_ranks(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
-        """Return one `RemoteProcess` per rank of the next attempt; empty if a signal arrived first.
+    def _connect_launchers(self, stack: contextlib.ExitStack) -> list[RemoteProcess]:
+        """Return one `RemoteProcess` per rank of the next attempt, whose launcher has answered and
+        waits for its `LaunchOrder`; empty if a signal arrived first.
 
         Raises `OSError` if too few hosts are available within `host_wait_s`.
         """

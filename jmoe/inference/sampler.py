@@ -303,7 +303,7 @@ def _logprobs_of_tokens(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs:
     logits_BV = logits_BV.astype(jnp.float32)
     top_BK, top_ids_BK = top_k(logits_BV, min(num_logprobs, logits_BV.shape[1]))
     max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
-    log_total_B1 = jnp.log(_row_sums(jnp.exp(logits_BV - max_B1)))
+    log_total_B1 = jnp.log(_row_sums_B1(jnp.exp(logits_BV - max_B1)))
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
     return Logprobs(
         chosen_B=(chosen_B1 - max_B1 - log_total_B1)[:, 0],
@@ -335,7 +335,7 @@ def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values_BK, jnp.take_along_axis(ids_BKW.reshape(rows, k * CHUNK_TOKENS), at_BK, axis=1)
 
 
-def _row_sums(x_BV: jax.Array) -> jax.Array:
+def _row_sums_B1(x_BV: jax.Array) -> jax.Array:
     """Return sums over V, [B, 1], in an order of addition that depends on V alone.
 
     The order of `jnp.sum` depends on B too, which would change the last bits.
@@ -412,7 +412,7 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
 
     def sample_candidates() -> tuple[jax.Array, jax.Array]:
         z_BC, ids_BC = top_k(z_BV, num_candidates)
-        kept_BC = _kept_candidates_mask(z_BC, _row_sums(jnp.exp(z_BV)), params)
+        kept_BC = _kept_candidates_mask(z_BC, _row_sums_B1(jnp.exp(z_BV)), params)
         # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are
         # all tokens beyond the candidates.
         settled_B = (params.top_k_B <= num_candidates) | (
@@ -509,7 +509,7 @@ def _kept_vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     weights_BV = jnp.where(in_top_k_BV, jnp.exp(z_BV), 0.0)
     # Probabilities in units of 2^-31: integer sums are exact, so they are monotonic in the set of
     # tokens and do not depend on B.
-    units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums(weights_BV))).astype(jnp.uint32)
+    units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums_B1(weights_BV))).astype(jnp.uint32)
     total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
     return in_top_k_BV & ((top_p_B1 >= 1) | fewest_tokens_reaching(units_BV, needed_B1))

@@ -175,8 +175,8 @@ class LFUCache:
         self._to_clean |= self._dirty
 
     def begin_next_write(self, changing: Collection[int] = ()) -> tuple[int, int] | None:
-        """Return (record, slot) of the next dirty record to write, with a pin for the writer; None
-        if there is none.
+        """Return (record, slot) of the next dirty record that is queued to be written (evicted, or
+        by `queue_write_back`), with a pin for the writer; None if none is queued.
 
         changing: records to skip, because a caller is changing their memory.
         """

@@ -449,7 +449,7 @@ def _same_named_fields(config: ModelConfig, *names: str) -> JsonObject:
     return {name: getattr(config, name) for name in names}
 
 
-def _fields_by_family(config: ModelConfig) -> dict[str, JsonObject]:
+def _family_specific_fields(config: ModelConfig) -> dict[str, JsonObject]:
     """Return the fields that only some families have, by family."""
     router = config.router
     head_dim = {"head_dim": config.dim_per_head}
@@ -549,7 +549,7 @@ def _family_config_json(config: ModelConfig, family: str) -> JsonObject:
         "bos_token_id": None,  # the tokenizer decides; the family's default would be wrong
         "eos_token_id": None,
         "pad_token_id": None,
-        **_fields_by_family(config)[family],
+        **_family_specific_fields(config)[family],
     }
 
 

@@ -69,6 +69,10 @@ def _logits_and_stats(
     tokens_BS: jax.Array,
     mask_BS: jax.Array | None,
 ) -> tuple[jax.Array, MoEStats | None]:
+    """Return (float32 logits [B, S, V], statistics of all layers, or None without experts).
+
+    keep_routing: the statistics include the routing of every token.
+    """
     decoder: Decoder = nnx.merge(graph, state)
     order_BS = None
     # moves the tokens of each row to its front, so that the causal mask hides the padding

@@ -21,9 +21,10 @@ GRADIENT_BYTES = 4  # per parameter, where gradients are summed
 
 
 @dataclass(frozen=True)
-class LayerExchange:
-    """The token exchange of a MoE layer: its plan over nodes and devices. row_bytes: bytes of a
-    token's hidden state.
+class LayerExchangeSettings:
+    """How a MoE layer exchanges tokens, from which `all_to_all_s` computes the time.
+
+    row_bytes: bytes of a token's hidden state.
     """
 
     exchange: ExchangePlan
@@ -72,7 +73,10 @@ class ClusterPlan:
 
 
 def plan_cluster(
-    training: TrainingPlan, exchanged: LayerExchange, cluster: ClusterConfig, batch_tokens: int
+    training: TrainingPlan,
+    exchanged: LayerExchangeSettings,
+    cluster: ClusterConfig,
+    batch_tokens: int,
 ) -> ClusterPlan:
     """Return the plan of `training` on the nodes that its devices fill, with the times of its
     network traffic.
@@ -92,7 +96,9 @@ def plan_cluster(
     )
 
 
-def all_to_all_s(training: TrainingPlan, exchanged: LayerExchange, cluster: ClusterConfig) -> float:
+def all_to_all_s(
+    training: TrainingPlan, exchanged: LayerExchangeSettings, cluster: ClusterConfig
+) -> float:
     """Return the seconds that a step spends in all-to-alls of tokens, from `exchange_traffic` and
     the speed of the links.
 

@@ -54,7 +54,10 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A split, its places in layer order, and the bytes of weights and KV cache on each device."""
+    """A split: its places in layer order, each with the number of layers in a row that lie there.
+
+    device_bytes: bytes of weights and KV cache that each device needs, the same for all.
+    """
 
     by: SegmentBy
     places: tuple[LayerPlace, ...]

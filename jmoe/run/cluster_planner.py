@@ -12,7 +12,12 @@ from pathlib import Path
 from jmoe.config import MeshConfig, TrainConfig, check
 from jmoe.config.cluster import ClusterConfig, read_links
 from jmoe.config.tiers import TIERS
-from jmoe.planning.cluster import ClusterPlan, LayerExchange, describe_bandwidths, plan_cluster
+from jmoe.planning.cluster import (
+    ClusterPlan,
+    LayerExchangeSettings,
+    describe_bandwidths,
+    plan_cluster,
+)
 from jmoe.planning.exchange import ExchangeLoad, plan_exchange
 from jmoe.planning.roofline import scale_chosen_share
 from jmoe.planning.training import plan_training
@@ -143,7 +148,7 @@ def _plan_on_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> C
         topk_group=model.router.topk_group,
         load=load,
     )
-    exchanged = LayerExchange(exchange, row_bytes, model.capacity_factor)
+    exchanged = LayerExchangeSettings(exchange, row_bytes, model.capacity_factor)
     batch_tokens = split.batch_size * split.sequence_length
     return ClusterRow(
         nodes, (data, inter, intra), plan_cluster(training, exchanged, cluster, batch_tokens)

@@ -46,8 +46,8 @@ def print_on_rank_0(text: str) -> None:
 
 @dataclass(kw_only=True)
 class Session:
-    """The parts of a run that live from step to step; `rebalance` may replace `mesh` and `trainer`.
-    One instance per process.
+    """The parts of a run that live from step to step, but for the `TrainState`, which the methods
+    take and return; `rebalance` may replace `mesh` and `trainer`. One instance per process.
     """
 
     config: TrainConfig

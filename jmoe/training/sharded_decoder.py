@@ -267,7 +267,7 @@ class ShardedDecoder(ShardedModel):
         return shape if form is None else shape.map_embedding_table(lambda _: form[2])
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return `state` in the layout of a checkpoint."""
+        """Return `state` in the layout of a checkpoint, which is the same for every mesh."""
         return (
             state
             if self._saved_table_conversion is None

@@ -196,7 +196,9 @@ class ShardedModel(ABC):
         return self.state_shape
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return `state` in the layout of a checkpoint."""
+        """Return `state` in the layout of a checkpoint, which is the same for every mesh; here both
+        layouts are equal. `cast` is left as it is.
+        """
         return state
 
     def from_saved(self, state: TrainState) -> TrainState:

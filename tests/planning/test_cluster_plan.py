@@ -7,7 +7,7 @@ import pytest
 from jmoe.config import MachineConfig
 from jmoe.config.cluster import ClusterConfig, NetworkConfig, StorageConfig
 from jmoe.planning.cluster import (
-    LayerExchange,
+    LayerExchangeSettings,
     checkpoint_s,
     dense_collectives_s,
     expert_all_reduce_s,
@@ -56,7 +56,7 @@ def training(model: TrainingSizes) -> TrainingPlan:
     )
 
 
-def exchanged(nodes: int, devices: int, kind: str = "flat") -> LayerExchange:
+def exchanged(nodes: int, devices: int, kind: str = "flat") -> LayerExchangeSettings:
     exchange = plan_exchange(
         kind,  # type: ignore[arg-type]
         num_nodes=nodes,
@@ -64,7 +64,7 @@ def exchanged(nodes: int, devices: int, kind: str = "flat") -> LayerExchange:
         num_experts=4,
         num_experts_per_tok=1,
     )
-    return LayerExchange(exchange, row_bytes=10, capacity_factor=1.0)
+    return LayerExchangeSettings(exchange, row_bytes=10, capacity_factor=1.0)
 
 
 def test_dense_parameters_of_one_node_stay_inside() -> None:

@@ -231,7 +231,7 @@ class ShardedVision(ShardedModel):
         return shape
 
     def to_saved(self, state: TrainState) -> TrainState:
-        """Return `state` in the layout of a checkpoint."""
+        """Return `state` in the layout of a checkpoint, which is the same for every mesh."""
         return (
             state
             if self.slots is None
