@@ -27,6 +27,9 @@ EXIT_LOST = 70
 EXIT_STOPPED = 75  # EX_TEMPFAIL; launchers pass it as distributed.stopped_exit_code
 # jaxlib reads either variable
 MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# Share of a GPU's memory that JAX allocates in jmoe's programs; by itself it would take 0.75. The
+# rest holds the driver's context, the programs and NCCL's buffers.
+GPU_MEMORY_FRACTION = 0.9
 # XLA's thread pool: collectives between fake devices deadlock on fewer threads
 FAKE_DEVICES = "NPROC"
 
@@ -43,19 +46,33 @@ def first_missing_package(packages: Iterable[str]) -> str | None:
     return next((name for name in packages if find_spec(name) is None), None)
 
 
+def may_use_nvidia_gpu(environment: Mapping[str, str]) -> bool:
+    """Return whether JAX's CUDA plugin is installed and JAX_PLATFORMS does not rule it out."""
+    return environment.get("JAX_PLATFORMS", "") != "cpu" and any(
+        find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)
+    )
+
+
+def gpu_memory_environment(current: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that lets JAX allocate `GPU_MEMORY_FRACTION` of a GPU's memory; an empty
+    dict without a GPU, or if the user has set the fraction.
+    """
+    if not may_use_nvidia_gpu(current) or any(map(current.get, MEMORY_SHARE)):
+        return {}
+    return {MEMORY_SHARE[0]: str(GPU_MEMORY_FRACTION)}
+
+
 def reexec_environment(current: Mapping[str, str]) -> dict[str, str]:
     """Return the environment to re-execute the process with, or an empty dict if `current` needs no
     change.
 
-    Variables set by the user stay unchanged. With JAX's CUDA plugin (unless JAX_PLATFORMS=cpu)
-    there is nothing to change.
+    Variables set by the user stay unchanged. Where JAX may use an NVIDIA GPU there is nothing to
+    change.
     """
     if REEXEC_MARK in current or not sys.platform.startswith("linux"):
         return {}
     wanted = dict(current) | {REEXEC_MARK: "1"}
-    if current.get("JAX_PLATFORMS", "") != "cpu" and any(
-        find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)
-    ):
+    if may_use_nvidia_gpu(current):
         return {}
     wanted.setdefault("GLIBC_TUNABLES", MALLOC)
     fake = (
@@ -83,12 +100,14 @@ def open_closed_standard_streams() -> None:
 
 def reexec_with_env() -> None:
     """Replace this process by the same command with the environment of `reexec_environment`, if
-    that differs from the current one. Standard streams are open afterwards.
+    that differs from the current one; on a GPU set the share of its memory that JAX takes. Standard
+    streams are open afterwards.
 
     `python -m NAME` is re-executed in that form: run by its path, a module's own folder would come
     first in Python's search path.
     """
     open_closed_standard_streams()
+    os.environ |= gpu_memory_environment(os.environ)
     wanted = reexec_environment(os.environ)
     if wanted:
         spec = sys.modules["__main__"].__spec__
@@ -111,8 +130,8 @@ def hide_devices() -> None:
 
 
 def gpu_memory_fraction() -> float:
-    """Return the fraction of a GPU's memory that JAX may allocate: JAX's default of 0.75 unless an
-    environment variable sets it.
+    """Return the fraction of a GPU's memory that JAX may allocate in jmoe's programs:
+    `GPU_MEMORY_FRACTION` unless an environment variable sets it.
 
     Raises `ValueError` if the variable is not a positive number.
     """
@@ -125,7 +144,7 @@ def gpu_memory_fraction() -> float:
             if share <= 0:
                 raise ValueError(f"{name} = {value!r}: must be a number greater than 0")
             return min(1.0, share)
-    return 0.75
+    return GPU_MEMORY_FRACTION
 
 
 def end_at_once_on_interrupt() -> None:

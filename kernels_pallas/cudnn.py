@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.implementations import target_device
+from kernels_pallas.implementations import nvidia_compute_capability
 
 LARGEST_HEAD, LARGEST_ON_HOPPER = 128, 256  # of the backward pass
 LATENT_HEADS = (192, 128)  # the sizes (d, e) of DeepSeek's heads, the only unequal ones
@@ -42,8 +42,10 @@ def check_attention_supported(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise NotImplementedError(f"{names}: not one of bfloat16, float16")
     d, e = q_BSHd.shape[3], v_BSGe.shape[3]
-    capability = target_device().compute_capability
-    major = int(capability.split(".")[0])
+    version = nvidia_compute_capability()
+    if version is None:
+        raise NotImplementedError("not an NVIDIA GPU")
+    major, capability = version[0], "{}.{}".format(*version)
     if major < 8:
         raise NotImplementedError(f"compute capability {capability}: below 8.0")
     if (d, e) == LATENT_HEADS and major in (9, 10):

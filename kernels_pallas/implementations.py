@@ -45,19 +45,31 @@ def target_device() -> jax.Device:
     return jax.devices()[0] if (device := _TARGET.get()) is None else device
 
 
-def default_implementations() -> tuple[Name, ...]:
-    """Return the implementations for the target device, best first. The Mosaic GPU kernels need
-    Hopper, those in Triton an NVIDIA GPU from Ampere on.
+def nvidia_compute_capability() -> tuple[int, int] | None:
+    """Return the target device's compute capability, (9, 0) for Hopper; None if the device is not
+    an NVIDIA GPU.
     """
     device = target_device()
     if device.platform != "gpu":
-        return ("xla",)
+        return None
     major, _, minor = device.compute_capability.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):  # an AMD GPU: gfx942
-        return ("xla",)
-    if device.compute_capability == "9.0":
-        return ("mosaic_gpu", "triton", "xla")
-    return ("triton", "xla") if int(major) >= 8 else ("xla",)
+    # an AMD GPU has gfx942
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
+def default_implementations() -> tuple[Name, ...]:
+    """Return the implementations for the target device, best first. The Mosaic GPU kernels need
+    Hopper, those in Triton an NVIDIA GPU from Ampere on; a GPU without either is named in the log.
+    """
+    capability = nvidia_compute_capability()
+    if capability is not None and capability >= (8, 0):
+        return ("mosaic_gpu", "triton", "xla") if capability == (9, 0) else ("triton", "xla")
+    if (device := target_device()).platform == "gpu":
+        _log_once(
+            f"experts and permutations: no kernel for a GPU of kind {device.compute_capability}"
+            " (NVIDIA from Ampere on has one); xla is used"
+        )
+    return ("xla",)
 
 
 @cache

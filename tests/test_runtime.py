@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jmoe import runtime
 from tests.processes import ROOT
 from tests.train_runs import TrainRuns, losses
 
@@ -88,3 +89,16 @@ def test_a_run_outlives_its_screen(runs: TrainRuns, tmp_path: Path) -> None:
             check=True,
         )
     assert len(losses(tmp_path / "run")) == 7
+
+
+def test_jax_may_take_nine_tenths_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it takes three quarters. What the user has set stays, and a CPU run sets nothing."""
+    monkeypatch.setattr(runtime, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
+    wanted = {"XLA_CLIENT_MEM_FRACTION": "0.9"}
+    assert runtime.gpu_memory_environment({}) == wanted
+    assert runtime.gpu_memory_environment({"JAX_PLATFORMS": "cuda"}) == wanted
+    for given in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        assert runtime.gpu_memory_environment({given: "0.5"}) == {}
+    assert runtime.gpu_memory_environment({"JAX_PLATFORMS": "cpu"}) == {}
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    assert runtime.gpu_memory_environment({}) == {}

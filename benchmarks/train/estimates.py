@@ -1,14 +1,15 @@
 """Estimate training steps on GPUs without one, and compare planned bytes with compiled ones.
 
-    make gpu-estimate    all shapes on an H100, one on the others; half an hour
+    make gpu-estimate    all shapes on an H100, one on the others; an hour or two on two cores
     python benchmarks/train/estimates.py --shapes olmoe mixtral
         some of them; prints and writes nothing
-    python benchmarks/train/estimates.py --targets rtx-4090 a100 --shapes olmoe
+    python benchmarks/train/estimates.py --targets rtx-4090 a100 --shapes olmoe --write
+        replaces these rows of benchmarks/results/estimates.json and keeps the others
 
-The published shapes with as many layers as fit, bfloat16 with float32 masters. Needs JAX's CUDA
-libraries (`make setup EXTRA=cuda13`), no GPU and no driver. step_ms: estimated, see
-`jmoe/planning/gpu_estimate.py`. planned, compiled: GB of a device by `--plan`, and as XLA lays the
-compiled step out. Last line: a JSON object.
+The published shapes with as many layers as fit, bfloat16 with float32 masters; the smallest preset
+of MoESys' Table 2 whole. Needs JAX's CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no
+driver. step_ms: estimated, see `jmoe/planning/gpu_estimate.py`. planned, compiled: GB of a device
+by `--plan`, and as XLA lays the compiled step out. Last line: a JSON object.
 """
 
 if __name__ == "__main__":
@@ -21,10 +22,10 @@ if __name__ == "__main__":
     script.start()
 
 import argparse
+import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from benchmarks import RESULTS
@@ -37,6 +38,7 @@ if __name__ == "__main__":
 from benchmarks.lib import ahead_of_time, report
 from benchmarks.lib.published import published
 from jmoe.config import MachineConfig, MeshConfig, TrainConfig
+from jmoe.configs import PRESETS
 from jmoe.models.huggingface import model_config
 from jmoe.planning.gpu_estimate import GpuKernel
 from jmoe.run.planner import training_plan
@@ -46,40 +48,38 @@ RESULT = RESULTS / "estimates.json"
 TARGETS = get_args(get_type_hints(TrainConfig)["estimate"])[1:]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A published model cut to some layers, and a step of some sequences on one host's devices."""
+def on_one_gpu(model: str, layers: int, batch: int, seq: int = 2048) -> TrainConfig:
+    """Return the run of a published model with this number of layers on one device."""
+    return TrainConfig(
+        model=model_config(published(model, layers)), batch_size=batch, sequence_length=seq
+    )
 
-    model: str
-    layers: int
-    batch: int
-    seq: int = 2048
-    devices: int = 1
-    remat: str = "none"
 
-    def config(self, target: Any) -> TrainConfig:
-        """Return a run of this shape to estimate for a GPU."""
-        return TrainConfig(
-            model=model_config(published(self.model, self.layers)),
-            mesh=MeshConfig(expert_intra=self.devices),
-            machine=MachineConfig(accelerator=target, host_bytes=10**12),
-            batch_size=self.batch,
-            sequence_length=self.seq,
-            remat=self.remat,  # type: ignore[arg-type]
-            estimate=target,
-        )
+def on_eight_gpus(model: str, layers: int) -> TrainConfig:
+    """Return the run of a published model whose experts are sharded over eight devices of a host,
+    with four sequences of 4,096 tokens a device.
+    """
+    run = replace(on_one_gpu(model, layers, 32, 4096), remat="layer")
+    return replace(run, mesh=MeshConfig(expert_intra=8))
 
 
 SHAPES = {
-    "olmoe": Shape("olmoe", 6, 4),
-    "olmoe, 32,768 tokens": Shape("olmoe", 6, 16),
-    "mixtral": Shape("mixtral", 2, 4),
-    "qwen3": Shape("qwen3", 4, 4),
-    "gpt-oss": Shape("gpt-oss", 6, 4),
-    "deepseek-lite": Shape("deepseek-lite", 4, 4),
-    "olmoe, 8 devices": Shape("olmoe", 16, 32, 4096, 8, "layer"),
-    "mixtral, 8 devices": Shape("mixtral", 8, 32, 4096, 8, "layer"),
-    "qwen3, 8 devices": Shape("qwen3", 12, 32, 4096, 8, "layer"),
+    "olmoe": on_one_gpu("olmoe", 6, 4),
+    "olmoe, 16,384 tokens": on_one_gpu("olmoe", 6, 8),
+    "olmoe, 32,768 tokens": on_one_gpu("olmoe", 6, 16),
+    "mixtral": on_one_gpu("mixtral", 2, 4),
+    "qwen3": on_one_gpu("qwen3", 4, 4),
+    "gpt-oss": on_one_gpu("gpt-oss", 6, 4),
+    "deepseek-lite": on_one_gpu("deepseek-lite", 4, 4),
+    "olmoe, 8,192 positions": on_one_gpu("olmoe", 6, 1, 8192),
+    "mixtral, 8,192 positions": on_one_gpu("mixtral", 2, 1, 8192),
+    "qwen3, 8,192 positions": on_one_gpu("qwen3", 4, 1, 8192),
+    "gpt-oss, 8,192 positions": on_one_gpu("gpt-oss", 6, 1, 8192),
+    "deepseek-lite, 8,192 positions": on_one_gpu("deepseek-lite", 4, 1, 8192),
+    "gpt-moe-8e, 8 devices": PRESETS["gpt-moe-8e"][1],
+    "olmoe, 8 devices": on_eight_gpus("olmoe", 16),
+    "mixtral, 8 devices": on_eight_gpus("mixtral", 8),
+    "qwen3, 8 devices": on_eight_gpus("qwen3", 12),
 }
 
 OTHERS_RUN = "olmoe"  # what GPUs other than an H100 are estimated for
@@ -87,16 +87,22 @@ OTHERS_RUN = "olmoe"  # what GPUs other than an H100 are estimated for
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["h100"])
     parser.add_argument(
         "--write", action="store_true", help="into benchmarks/results/estimates.json"
     )
     a = parser.parse_args()
-    a.steps = [(target, name) for target in a.targets for name in a.shapes]
-    if a.write:
-        a.steps += [(target, OTHERS_RUN) for target in TARGETS if target != "h100"]
+    a.steps = [(target, name) for target in a.targets for name in a.shapes or SHAPES]
+    if a.write and not a.shapes:
+        a.steps += [(target, OTHERS_RUN) for target in TARGETS if target not in a.targets]
     return a
+
+
+def estimated_for(run: TrainConfig, target: Any) -> TrainConfig:
+    """Return a run to estimate for a GPU on a host whose memory holds everything."""
+    machine = MachineConfig(accelerator=target, host_bytes=10**12)
+    return replace(run, machine=machine, estimate=target)
 
 
 def planned_bytes(config: TrainConfig) -> int:
@@ -109,15 +115,15 @@ def kernel_text(kernel: GpuKernel) -> str:
     return f"{1e3 * kernel.seconds:.1f} ms in {kernel.launches:,}: {kernel.name} ({kernel.scope})"
 
 
-def row_of(name: str, shape: Shape, step: StepEstimate) -> JsonObject:
+def row_of(name: str, step: StepEstimate) -> JsonObject:
     """Return a step's estimate, and its bytes beside the planner's."""
-    planned, gpu = planned_bytes(step.config), step.gpu
+    run, gpu, planned = step.config, step.gpu, planned_bytes(step.config)
     return {
         "shape": name,
-        "gpu": step.config.estimate,
-        "layers": shape.layers,
-        "devices": shape.devices,
-        "tokens": shape.batch * shape.seq,
+        "gpu": run.estimate,
+        "layers": run.model.num_hidden_layers,
+        "devices": step.num_devices,
+        "tokens": run.batch_size * run.sequence_length,
         "step_ms": round(1e3 * gpu.seconds, 1),
         "tokens_per_s": round(step.tokens_per_s),
         "mfu": round(step.mfu, 4),
@@ -129,7 +135,18 @@ def row_of(name: str, shape: Shape, step: StepEstimate) -> JsonObject:
         "compiled_gb": round(step.memory.num_bytes / 1e9, 2),
         "planned_of_compiled": round(planned / step.memory.num_bytes, 3),
         "slowest": [kernel_text(kernel) for kernel in gpu.kernels[:5]],
+        "date": f"{date.today()}",
     }
+
+
+def rows_in_order(rows: list[JsonObject]) -> list[JsonObject]:
+    """Return the committed rows with these in place of older ones: by GPU, then by shape; rows of
+    shapes that `SHAPES` no longer has are left out.
+    """
+    committed = json.loads(RESULT.read_text())["rows"]
+    newest = {(row["gpu"], row["shape"]): row for row in [*committed, *rows]}
+    steps = [(target, name) for target in ("h100", *TARGETS) for name in SHAPES]
+    return [newest[step] for step in dict.fromkeys(steps) if step in newest]
 
 
 def main() -> None:
@@ -139,7 +156,7 @@ def main() -> None:
     rows = []
     for target, name in a.steps:
         begun = time.perf_counter()
-        row = row_of(name, SHAPES[name], estimate_step(SHAPES[name].config(target)))
+        row = row_of(name, estimate_step(estimated_for(SHAPES[name], target)))
         rows.append(report.progress(row | {"compile_s": round(time.perf_counter() - begun)}))
     result = {
         "benchmark": "training steps on GPUs that are not here: estimated, and planned beside "
@@ -152,7 +169,7 @@ def main() -> None:
             "(gpu_profile_olmoe)",
             "8 devices: the experts over all of them, remat = layer, routing as even as it can be",
         ],
-        "rows": rows,
+        "rows": rows_in_order(rows) if a.write else rows,
         "versions": report.versions("jax", "jaxlib"),
     }
     if a.write:

@@ -320,7 +320,7 @@ def _is_among_heaviest(
     limit_R = jnp.where(totals_R > rows, limit_R, jnp.uint32(0xFFFFFFFF))
     limit_N = jnp.take(limit_R, dest_N, mode="clip")
     below_R, up_to_R = (
-        jnp.searchsorted(sorted_N, limit_R, side=side).astype(jnp.int32)
+        jnp.searchsorted(sorted_N, limit_R, side=side, method="scan_unrolled").astype(jnp.int32)
         for side in ("left", "right")
     )
     room_R, ties_R = rows - (below_R - starts_R), up_to_R - below_R

@@ -22,6 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmoe.types import PyTree
+from kernels_pallas.implementations import target_device
 from kernels_pallas.native import count_multiplications, delay_until_available, runs_in_background
 
 After = Callable[[jax.Array], jax.Array]
@@ -337,10 +338,18 @@ class _Program:
 
 
 class _CollectiveOrder:
-    """A chain of data dependences that makes every collective wait for the previous one."""
+    """A chain of data dependences that makes every collective wait for the previous one.
+
+    On a GPU an `optimization_barrier` carries a dependence and moves no bytes. XLA:CPU drops
+    barriers: there the bits of an array are XORed with an integer that is always 0, which XLA
+    cannot know.
+    """
 
     def __init__(self, axes: tuple[str, ...]) -> None:
-        self.zero = lax.axis_index(axes) // lax.axis_size(axes)
+        self._uses_barriers = target_device().platform == "gpu"
+        self.zero = (
+            jnp.int32(0) if self._uses_barriers else lax.axis_index(axes) // lax.axis_size(axes)
+        )
         self.last = self.zero
 
     def after_last_collective(self, x: jax.Array) -> jax.Array:
@@ -349,6 +358,9 @@ class _CollectiveOrder:
 
     def delay_until(self, x: jax.Array, zero: jax.Array) -> jax.Array:
         """Return x, available only once `zero` is known."""
+        if self._uses_barriers:
+            delayed: jax.Array = lax.optimization_barrier((x, zero))[0]
+            return delayed
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
             return lax.bitcast_convert_type(
@@ -357,10 +369,18 @@ class _CollectiveOrder:
 
     def zero_after(self, y: jax.Array) -> jax.Array:
         """Return an int32 0 that XLA cannot know before y is computed."""
+        if self._uses_barriers:
+            return self._barrier_after(y, self.zero)
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
             first = y[(slice(0, 1),) * y.ndim].reshape(())
             return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+
+    @staticmethod
+    def _barrier_after(y: jax.Array, zero: jax.Array) -> jax.Array:
+        """Return `zero`, available only once y is computed."""
+        delayed: jax.Array = lax.optimization_barrier((y, zero))[1]
+        return delayed
 
     def hold_memory(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
         """Return `result`, and keep XLA from reusing the memory of `arrays` before the last
@@ -379,7 +399,10 @@ class _CollectiveOrder:
 
     def also_wait_for(self, y: jax.Array) -> None:
         """Make later collectives wait for y as well as for the last collective."""
-        self.last = self.last | self.zero_after(y)
+        if self._uses_barriers:
+            self.last = self._barrier_after(y, self.last)
+        else:
+            self.last = self.last | self.zero_after(y)
 
 
 def _assign_work(
@@ -409,9 +432,7 @@ def interleave_collectives(
     inside `shard_map` over `axes`.
 
     Work is dealt to the places where the next all-to-all cannot start yet, in proportion to the
-    multiplications there. Every collective depends on the previous one. XLA:CPU drops
-    `optimization_barrier`, so this is a dependence of data: the bits of each operand are XORed with
-    an integer that is always 0, which XLA cannot know.
+    multiplications there. Every collective depends on the previous one, see `_CollectiveOrder`.
 
     work: functions that each run one of the other collectives. begin: no work starts before this
     value is known. Without it XLA would gather the parameters of all layers at once, or keep those

@@ -1,5 +1,7 @@
 """Work between all-to-alls: where it goes, and that neither it nor what it goes between changes."""
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jmoe.collectives.schedule import (
 )
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
 from kernels_pallas import native
+from kernels_pallas.implementations import tracing_for
 from tests.compiled import inside_shard_map, operations, origins
 
 MESH = make_mesh((1, 1, 8))
@@ -90,6 +93,33 @@ def test_interleave(name: str, order: str | None) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), a, b)
     found = " ".join(op.kind[4] for op in operations(ours.as_text()))  # all-Gather, all-To-all
     assert order is None or found == order.replace("a", "t")
+
+
+def test_on_a_gpu_barriers_keep_the_order() -> None:
+    """Each collective waits for the one before it, and no operand is read and written to say so."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((256, 16), (16, 16)))
+    gpu: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+
+    def body(x: jax.Array, w: jax.Array) -> Any:
+        work = [lambda after: lax.all_gather(after(w), ALL, tiled=True)] * 4
+        return interleave_collectives(layer, (x, w), work, SCHEDULES["chunks"], ALL, x)
+
+    specs: Any = (BATCH, REPLICATED)
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=specs, out_specs=(BATCH, REPLICATED), check_vma=False
+    )
+    with tracing_for(gpu):
+        traced = jax.jit(mapped).trace(x, w)
+    inside = inside_shard_map(traced.jaxpr.jaxpr)
+    assert not any(eqn.primitive.name == "xor" for eqn in inside.eqns)
+    sent = [eqn for eqn in inside.eqns if eqn.primitive.name in ("all_gather", "all_to_all")]
+    assert "".join(eqn.primitive.name[4] for eqn in sent) == "gtgttgg"
+    for before, after in itertools.pairwise(sent):
+        assert before.outvars[0] in origins(inside, after.invars[0])
+    expected = jax.shard_map(layer, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
+    y, _ = traced.lower().compile()(x, w)
+    np.testing.assert_allclose(y, jax.jit(expected)(x, w), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("experts", ["products", "native"])

@@ -49,6 +49,24 @@ def test_by_device(
     assert default_implementations() == names
 
 
+@pytest.mark.parametrize("capability", ["7.5", "gfx942"])
+def test_a_gpu_without_kernels_is_named_once(
+    capability: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its experts run in XLA's form, slower, and nothing said so."""
+    implementations._log_once.cache_clear()
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    with tracing_for(device), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            multiply = lambda x, w: grouped_matmul(x, w, SIZES)  # noqa: E731  # not traced before
+            jax.eval_shape(multiply, jnp.ones((8, 64)), jnp.ones((2, 64, 128)))
+    (record,) = caplog.records
+    assert record.message == (
+        f"experts and permutations: no kernel for a GPU of kind {capability} (NVIDIA from Ampere on"
+        " has one); xla is used"
+    )
+
+
 def test_of_a_device_that_is_only_described() -> None:
     described: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
     with tracing_for(described):

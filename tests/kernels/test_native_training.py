@@ -53,6 +53,7 @@ def wide_attention(
         (33, 2, 1, 16, 16),
         (1, 2, 2, 128, 128),
         (65, 3, 1, 80, 112),
+        (40, 2, 2, 192, 128),  # DeepSeek's
     ],
 )
 def test_causal_attention_and_its_gradient(s: int, heads: int, groups: int, d: int, e: int) -> None:

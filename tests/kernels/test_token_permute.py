@@ -70,6 +70,22 @@ def test_dispatch(rows: int, dropped: int, complete: bool, dtype: Any) -> None:
     np.testing.assert_allclose(dx_TD.astype(jnp.float32), expected, rtol=tolerance, atol=1e-6)
 
 
+def test_the_gradient_of_a_permutation_is_one() -> None:
+    """Bit for bit, and not by a sum in float32, which a GPU wrote to memory and read again."""
+    rng = np.random.default_rng(0)
+    order, x, g = (
+        jnp.asarray(rng.permutation(T), jnp.int32),
+        *(jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16) for _ in range(2)),
+    )
+    rank = jnp.argsort(order)
+
+    def gradient(x: jax.Array, g: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: dispatch(x, order, rank[:, None], True), x)[1](g)[0]
+
+    np.testing.assert_array_equal(jax.jit(gradient)(x, g), g[rank])
+    assert "f32" not in str(jax.make_jaxpr(gradient)(x, g))
+
+
 @pytest.mark.parametrize(
     ("rows", "dropped", "complete"), [(*c, False) for c in CASES] + [(60, 0, True)]
 )

@@ -24,6 +24,7 @@ from jmoe.layers.attention import (
     blocked_attention,
     causal_attention,
     flash_attention,
+    full_attention,
     rotary,
     yarn_frequencies,
 )
@@ -140,6 +141,45 @@ def test_bfloat16(length: int) -> None:
     expected = run(plain, *(a.astype(jnp.float32) for a in arrays))
     assert {a.dtype for a in ours} == {jnp.dtype(jnp.bfloat16)}
     assert_near(ours, expected, 2e-2)
+
+
+@pytest.mark.parametrize("window", [7, 150, 1000])
+def test_sinks_windows_and_wider_values_in_bfloat16(window: int) -> None:
+    """Values and all gradients against float32."""
+    q, k, _, _ = operands(300, 4, 2, jnp.bfloat16)
+    rng = np.random.default_rng(1)
+    v, g = (jnp.asarray(rng.normal(size=(B, 300, n, d + 5)), jnp.bfloat16) for n in (2, 4))
+    sinks = jnp.asarray(rng.normal(size=4) + 2, jnp.float32)
+
+    def with_gradients(attend: Any, *arrays: jax.Array) -> Any:
+        o, vjp = jax.vjp(partial(attend, scale=0.3, window=window), *arrays)
+        return [o, *vjp(g.astype(o.dtype))]
+
+    ours = jax.jit(
+        partial(with_gradients, lambda *x, **form: causal_attention(*x[:3], sinks_H=x[3], **form))
+    )(q, k, v, sinks)
+    expected = jax.jit(partial(with_gradients, plain_with_everything))(
+        *(x.astype(jnp.float32) for x in (q, k, v)), sinks
+    )
+    assert [a.dtype for a in ours] == [*[jnp.bfloat16] * 4, jnp.float32]
+    assert_near(ours, expected, 2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_without_a_mask(dtype: Any, share: float) -> None:
+    """Values and all gradients of what image models take, with grouped heads, against float32."""
+    arrays = operands(50, 4, 2, dtype)
+
+    def plain_unmasked(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array) -> jax.Array:
+        k_BSHd, v_BSHd = (jnp.repeat(x, 2, axis=2) for x in (k_BSGd, v_BSGd))
+        s_BHQC = jnp.einsum("bqhd,bchd->bhqc", q_BSHd, k_BSHd) * np.float32(0.3)
+        return jnp.einsum("bhqc,bchd->bqhd", jax.nn.softmax(s_BHQC), v_BSHd)
+
+    with jax.numpy_dtype_promotion("standard"):  # JAX's function needs it in bfloat16
+        ours = run(partial(full_attention, scale=0.3), *arrays)
+    expected = run(plain_unmasked, *(a.astype(jnp.float32) for a in arrays))
+    assert {a.dtype for a in ours} == {jnp.dtype(dtype)}
+    assert_near(ours, expected, share)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -403,6 +443,8 @@ def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(case: str)
         (jnp.float32, (64, 64), "9.0", "float32: not one of bfloat16, float16"),
         (jnp.bfloat16, (192, 128), "8.9", "heads of 192 and 128 on compute capability 8.9"),
         (jnp.bfloat16, (136, 136), "12.0", "heads of 136: not a multiple of 8 up to 128"),
+        (jnp.bfloat16, (64, 64), "7.5", "compute capability 7.5: below 8.0"),
+        (jnp.bfloat16, (32, 32), "gfx942", "not an NVIDIA GPU"),
     ],
 )
 def test_a_gpu_without_a_kernel_for_the_case_says_so_once(

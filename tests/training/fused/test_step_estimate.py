@@ -78,14 +78,14 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.mfu == pytest.approx(flops / 8 / step.gpu.seconds / 989e12)
     assert f"0.37 s a step, {8 * 256 / step.gpu.seconds:,.0f} tokens/s, " in text
     assert (
-        "memory of a device: 61.0 GB, 50.0 of state and 11.0 besides, of 60.0 GB that JAX takes"
+        "memory of a device: 61.0 GB, 50.0 of state and 11.0 besides, of 72.0 GB that JAX takes"
         in text
     )
-    assert "(75 % of 80 GB): it does not fit" in text
+    assert "(90 % of 80 GB): it fits" in text
     assert text.count("kernel") == 5 and "all-reduce of 8, 10.00 ms of it hidden" in text
     assert text.splitlines()[-1] == "note: a guess"
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert "of 72.0 GB that JAX takes (90 % of 80 GB): it fits" in str(step)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+    assert "of 60.0 GB that JAX takes (75 % of 80 GB): it does not fit" in str(step)
 
 
 @pytest.mark.slow
