@@ -15,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jmoe.command_line import parse_serve, parse_with_default_sigpipe
-from jmoe.config import check
-from jmoe.config.serving import ServeConfig
 from jmoe.runtime import (
     end_at_once_on_interrupt,
     first_missing_package,
     hide_devices,
     ignore_output_errors,
+    import_ahead,
     log_to_stderr,
     program_name,
     reexec_with_env,
@@ -30,6 +28,7 @@ from jmoe.runtime import (
 
 if TYPE_CHECKING:
     from jmoe.config.engine import EngineConfig
+    from jmoe.config.serving import ServeConfig
     from jmoe.deploy.bundle import OpenBundle
     from jmoe.inference.mesh.lockstep import Follower, Leader
     from jmoe.planning.memory_plan import MemoryPlan
@@ -52,14 +51,21 @@ def run(arguments: Sequence[str]) -> None:
     """Serve the model that the command line names until a signal arrives; process 0 answers
     requests, other processes follow it.
     """
+    from jmoe.command_line import parse_serve
+
+    run_config(parse_serve(arguments))
+
+
+def run_config(config: ServeConfig) -> None:
+    """Serve as `config` says until a signal arrives."""
     from jmoe.cluster.distributed import check_gpus_found_and_used, start_jax_backend
     from jmoe.cluster.job import describe_hosts
+    from jmoe.config import check
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.mesh.lockstep import Follower, join_lockstep
     from jmoe.mesh import device_counts_of_hosts
     from jmoe.serving.api_keys import ApiKeys
 
-    config = parse_serve(arguments)
     api_keys = ApiKeys(config.api_key_file)
     with contextlib.ExitStack() as stack:
         role = None
@@ -104,6 +110,7 @@ def open_bundle(config: ServeConfig) -> OpenBundle | None:
 
     Raises ValueError for options that do not go with a bundle, or that need one.
     """
+    from jmoe.config import check
     from jmoe.deploy.bundle import OpenBundle, is_bundle
     from jmoe.status import status
 
@@ -199,7 +206,7 @@ def serve(
     from jmoe.serving.app import make_app
     from jmoe.serving.chat_template import read_templates
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
-    from jmoe.serving.service import Service
+    from jmoe.serving.service import Service, starting_templates
     from jmoe.status import call_repeatedly
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
@@ -214,10 +221,13 @@ def serve(
     listening = bind_socket(config.host, config.port)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    with Engine(folder, engine_config, leader=leader, say=say) as engine:
-        service = Service(engine, config, folder, name)
+    with (
+        starting_templates(folder, config.max_body_bytes) as templates,
+        Engine(folder, engine_config, leader=leader, say=say) as engine,
+    ):
         if programs is not None:
-            say(str(programs))
+            engine.on_prepared = lambda: say(str(programs))
+        service = Service(engine, config, folder, name, templates())
         app = make_app(service, api_keys, jmoe.__version__)
         server = HttpServer(
             app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)")
@@ -233,20 +243,24 @@ def serve(
 
 def main() -> None:
     """Run the program. `--help` and mistakes are answered before JAX is imported."""
-    reexec_with_env()
+    reexec_with_env()  # before other imports, which would be done twice
+    from jmoe.command_line import parse_serve, parse_with_default_sigpipe
+
     end_at_once_on_interrupt()  # until it serves
-    is_estimate = parse_with_default_sigpipe(lambda: parse_serve(sys.argv[1:])).estimate
+    config = parse_with_default_sigpipe(lambda: parse_serve(sys.argv[1:]))
     if (package := first_missing_package(PACKAGES)) is not None:
         sys.exit(
             f"{program_name()}: needs the package {package}, which is not installed: pip install"
             " 'jmoe[serve]'"
         )
-    if is_estimate:
+    if config.estimate:
         hide_devices()
+    else:
+        import_ahead("jmoe.inference.engine", "jmoe.serving.app", "jmoe.serving.http_server")
     ignore_output_errors()
     log_to_stderr()
     try:
-        run(sys.argv[1:])
+        run_config(config)
     except (ValueError, OSError) as error:
         sys.exit(f"{program_name()}: {error}")
 

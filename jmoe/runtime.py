@@ -8,12 +8,14 @@ keeps memory that threads free in one place.
 """
 
 import contextlib
+import gc
 import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +62,21 @@ def gpu_memory_environment(current: Mapping[str, str]) -> dict[str, str]:
     if not may_use_nvidia_gpu(current) or any(map(current.get, MEMORY_SHARE)):
         return {}
     return {MEMORY_SHARE[0]: str(GPU_MEMORY_FRACTION)}
+
+
+def import_ahead(*modules: str) -> None:
+    """Import modules without garbage collections, which take a fifth of the time of a start's
+    imports. What is there afterwards is never scanned again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for module in modules:
+            import_module(module)
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def reexec_environment(current: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.engine import Engine
 from jmoe.programs import generate
 from jmoe.run.checkpoint_contents import read_step_manifest, write_step_manifest
+from tests.compiled import compilations
 from tests.file_systems import read_only
 from tests.http_servers import START_LIMIT_S, start_server
 from tests.model_configs import CHECKPOINTS
@@ -302,6 +303,40 @@ def test_a_run_that_cannot_be_written_is_served_from_elsewhere(
         )
         with pytest.raises(OSError, match=words):
             Engine(folder, EngineConfig(max_batch=1, **options))
+
+
+IMPORTING = """
+import sys
+import serve
+from jmoe.runtime import import_ahead
+assert not {"jax", "numpy", "tyro", "jmoe.config"} & sys.modules.keys(), "before the re-execution"
+import_ahead("jmoe.inference.engine", "jmoe.serving.app", "jmoe.serving.http_server")
+import jmoe.deploy.bundle, jmoe.deploy.model_folder, jmoe.programs.generate
+print(*sorted({".".join(name.split(".")[:2]) for name in sys.modules}))
+"""
+
+
+def test_a_start_imports_no_trainer(run_python: Run) -> None:
+    """Neither Orbax, whose import takes half a second, nor what trains: the folder of a run needs
+    them, that of a model does not.
+    """
+    done = run_python(["-c", IMPORTING])
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.split()
+    assert {"jax", "jmoe.inference", "jmoe.serving"} <= set(imported)
+    unwanted = ("orbax.checkpoint", "tensorstore", "grain", "jmoe.training", "jmoe.optim")
+    assert [name for name in imported if name.startswith(unwanted)] == []
+
+
+def test_prompts_of_any_length_run_the_same_programs(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prompt, new_tokens in (("def f(", 3), ("class A", 5)):
+        arguments = ["generate", str(trained), prompt, "--max-new-tokens", str(new_tokens)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with compilations() as compiled:
+            generate.main()
+    assert compiled == []
 
 
 def test_generate(

@@ -8,8 +8,11 @@ C  bytes of a chunk
 """
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,9 +20,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from jmoe.config import check
+from jmoe.config import check, describe_differences
 from jmoe.mesh import BY_PROCESS, PROCESS, process_mesh
-from jmoe.types import Json
+from jmoe.types import Json, JsonObject
 
 CHUNK_BYTES = 1 << 23  # a transfer holds two chunks in device memory; larger are slower on CPU
 TEXT_BYTES = 1 << 12  # texts are padded to multiples, so that few programs are compiled
@@ -55,6 +58,34 @@ def check_same_identity(name: str, identify: Callable[[], str]) -> None:
         f"must be the same on every process, is another on {others}: copy it to their hosts anew"
     )
     check(not others, name, views[0][:16], constraint)
+
+
+def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> None:
+    """Raise `ValueError` on every process if one of them has other options, code or JAX than
+    process 0. Every process must call this.
+
+    places: prefixes of options that may differ between hosts, such as folders.
+    """
+    if jax.process_count() == 1:
+        return
+    code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _hash_of_code()}
+    first, *others = gather_json({"code": code, **options})
+    for rank, other in enumerate(others, 1):
+        lines = [line for line in describe_differences(first, other) if not line.startswith(places)]
+        if lines:
+            raise ValueError(
+                f"every process must be started with the same options and code (process 0 ->"
+                f" {rank}): {'; '.join(lines)}"
+            )
+
+
+def _hash_of_code() -> str:
+    """Return 16 hex digits that change with any of the program's Python files."""
+    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for folder in ("jmoe", "kernels_pallas"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def split_into_rounds(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:

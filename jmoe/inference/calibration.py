@@ -1,6 +1,7 @@
 """Measure how fast this machine computes a model's layers and copies its experts to the device.
 
-The engine calls `calibrate` before its first request, to choose how each step gets its experts.
+The engine calls `calibrate` after its first answer, while it has no requests, to choose how each
+step gets its experts.
 
 Legend:
 E experts of a layer
@@ -73,7 +74,7 @@ def calibrate(
 
     Times decode steps of 1 and of `max_batch` tokens at `position`, and a prompt's first
     `prefill_tokens` tokens. Tokens are random; experts and routers are real. All programs of these
-    shapes must be compiled already. Overwrites rows of the KV cache.
+    shapes must be compiled already. Overwrites rows of the KV cache, and the experts' slots.
 
     store: holds the streamed experts; None if all experts are on the device.
     """
@@ -125,6 +126,7 @@ def _fill_slots_and_measure_transfers(
     reads its choices back.
     """
     residency, config = runner.residency, runner.config
+    residency.forget_slots()
     num_filled, calibration = _fill_slots_and_measure_bandwidths(
         store, residency.slots, config.num_experts
     )

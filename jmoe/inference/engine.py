@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,20 +26,19 @@ import numpy as np
 
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.ahead import StepAhead, warm_up_token_handover
-from jmoe.inference.calibration import calibrate
+from jmoe.inference.ahead import StepAhead
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream
 from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
+from jmoe.inference.preparation import Preparation
 from jmoe.inference.sampler import NOT_FINITE, Draw, PendingDraws, Sampler
-from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
+from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.memory.closing import Closing
 from jmoe.memory.tiered_store import LinkName
-from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
 from jmoe.offload.policies import ExpertResidency
 from jmoe.planning.streaming import StreamingPlan
@@ -47,6 +46,10 @@ from jmoe.status import status
 
 log = logging.getLogger("jmoe")
 PAUSE_S = 0.005  # how long a step without any tokens to run waits for a constraint
+UNMEASURED = (
+    "until this machine is measured, after the first answer: steps of few tokens load the chosen"
+    " experts, steps whose tokens choose most of them load whole layers"
+)
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
 
 
@@ -58,6 +61,9 @@ class Engine(Closing):
         completions = engine.generate(["def f("], max_new_tokens=32)
 
     Or call `add_request`, then `step` while `has_unfinished`.
+
+    on_prepared: called once all programs that requests may need are compiled, by `prepare_next` or
+        `compile_for_service`.
     """
 
     def __init__(
@@ -71,8 +77,8 @@ class Engine(Closing):
     ) -> None:
         """Load the Hugging Face checkpoint in a folder.
 
-        Programs compile when a step first needs them, unless `compile_for_service` has compiled
-        them.
+        Programs compile when a step first needs them, unless `prepare_next` or
+        `compile_for_service` has compiled them.
 
         leader: with several processes, rank 0's connection to the others. Each of these runs a
             `Follower` with the runner of its own `LoadedModel` of the same folder and options.
@@ -102,24 +108,12 @@ class Engine(Closing):
         self._collector = StatsCollector(self._runner, self._store, StreamingPlan(memory), placer)
         if on_mesh is not None and options.mesh.placement != "even":
             on_mesh.enable_swaps(*on_mesh.measure_swap_costs())
-        # policy "auto" chooses for each step how its experts come, by these measurements
-        if model.on_one is not None and memory.policy == "auto":
-            prefill_tokens = self._scheduler.prefill_widths[-1]
-            with status(
-                "compiling and measuring how fast this machine runs steps", say, timed=True
-            ):
-                for shape in {(1, 1), (self.max_batch, 1), (1, prefill_tokens)}:
-                    self._compile_group(*shape)
-                calibration = calibrate(
-                    model.on_one,
-                    self._store,
-                    self._sampler,
-                    max_batch=self.max_batch,
-                    prefill_tokens=prefill_tokens,
-                    # half of a typical sequence
-                    position=min(self.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,
-                )
-            self._collector.plan = replace(self.plan, calibration=calibration)
+        self._preparation = Preparation(model, self._sampler)
+        self._prepared_s = 0.0
+        # policy "auto" of one device measures the machine, once it has answered a request
+        self._is_measured = model.on_one is None or memory.policy != "auto"
+        self._has_answered = False
+        self.on_prepared: Callable[[], object] = lambda: None
         self._log_plan()
         self._reset_counters_and_choices()
 
@@ -220,6 +214,8 @@ class Engine(Closing):
         RuntimeError naming the prompt whose output cannot be decoded.
         """
         sampling = replace(sampling or SamplingParams(), **fields)
+        if self._has_answered and not self._is_measured and not self.has_unfinished:
+            self._measure_machine()
         sequences = [self.add_request(prompt, sampling) for prompt in prompts]
         outputs: dict[Sequence, list[Output]] = {sequence: [] for sequence in sequences}
         while any(sequence.finish_reason is None for sequence in sequences):
@@ -277,6 +273,7 @@ class Engine(Closing):
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
         outputs = [self._make_output(sequence, draws[sequence]) for sequence in sampled]
         self._drop_unneeded_step()
+        self._has_answered |= any(sequence.finish_reason is not None for sequence in sampled)
         self._collector.note_step(
             "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
         )
@@ -289,25 +286,45 @@ class Engine(Closing):
                     log.info("%s, by %s", self.plan.describe(typical_tokens), routing)
         return outputs
 
+    @property
+    def uses_several_devices(self) -> bool:
+        return self._model.on_mesh is not None
+
+    def prepare_next(self) -> bool:
+        """Do one piece of work that makes later requests faster: compile programs that a request
+        may need, or, with policy "auto" and once a request has been answered, measure the machine.
+
+        Call it while no sequence is unfinished. Return False if nothing is left to do. Counters
+        and the results of requests stay the same.
+        """
+        assert not self.has_unfinished, "steps come first"
+        preparation = self._preparation
+        if preparation.is_done():
+            if self._is_measured or not self._has_answered:
+                return False
+            self._measure_machine()
+            return True
+        begun = time.perf_counter()
+        with self._outside_of_counters():
+            preparation.run_next_task(in_thread=True)
+        self._prepared_s += time.perf_counter() - begun
+        if preparation.is_done():
+            seconds = f"{self._prepared_s:.1f} s, while there were no requests"
+            self._say(f"the programs of all requests are compiled: {seconds}")
+            self.on_prepared()
+        return True
+
     def compile_for_service(self) -> None:
         """Compile every program that a request may need, so that no request waits for a
         compilation.
         """
-        decode_shapes = [(size, 1) for size in self._scheduler.decode_buckets]
-        prefill_program_shapes = self._scheduler.prefill_program_shapes
-        shapes = dict.fromkeys([*decode_shapes, *prefill_program_shapes])
-        parts: list[Callable[[], None]] = [partial(self._compile_group, *shape) for shape in shapes]
-        parts += [self._compile_copies_and_constrained_sampling]
-        parts += [
-            partial(self._compile_prompt_logprobs, *shape) for shape in prefill_program_shapes
-        ]
-        done = 0
-        what = "compiling the programs of all requests"
-        with status(what, self._say, timed=True, amount=lambda: f"{done} of {len(parts)}"):
-            for compile_part in parts:
-                compile_part()
-                done += 1
+        preparation = self._preparation
+        what, amount = "compiling the programs of all requests", lambda: str(preparation)
+        with status(what, self._say, timed=True, amount=amount):
+            while not preparation.is_done():
+                preparation.run_next_task()
         self._reset_counters_and_choices()
+        self.on_prepared()
 
     def stats(self) -> EngineStats:
         """Return counters since the start, or since `reset_stats`."""
@@ -360,20 +377,36 @@ class Engine(Closing):
                         phase.policy,
                     )
         self._ahead = None
+        self._preparation.close()
         self._model.close()
 
     # Parts of a step
 
-    def _compile_copies_and_constrained_sampling(self) -> None:
-        """Compile copies of rows of the cache, and sampling with constraints or many token ids."""
-        self._runner.copy_row(0, 0, 1)
-        self._runner.copy_row(0, self.max_batch - 1, 1)  # between devices is another program
-        logits_1V = self._runner.logits(self._runner.zero_output(1, 1), np.zeros(1, np.int32))
-        self._sampler.warm_up(logits_1V, Unconstrained())
+    def _measure_machine(self) -> None:
+        """Measure how fast the machine runs steps and copies experts; policy "auto" then chooses
+        by that.
 
-    def _compile_prompt_logprobs(self, num_rows: int, width: int) -> None:
-        logits = self._runner.logits_of_chunk(self._runner.zero_output(num_rows, width), 0)
-        self._sampler.warm_up_prompt_logprobs(logits)
+        Overwrites the cached prefixes of ended sequences.
+        """
+        self._is_measured = True
+        self._scheduler.forget_cached_prefixes()
+        what = "measuring how fast this machine runs steps"
+        with status(what, self._say, timed=True), self._outside_of_counters():
+            calibration = self._preparation.measure_machine()
+        self._collector.plan = replace(self.plan, calibration=calibration)
+        self._log_plan()
+
+    @contextlib.contextmanager
+    def _outside_of_counters(self) -> Iterator[None]:
+        """Return a context manager that leaves what runs inside it out of the counters and out of
+        the recorded choices of experts.
+        """
+        recent = self._runner.recent_choices
+        kept = list(recent)
+        with self._collector.excluding_work():
+            yield
+        recent.clear()
+        recent.extend(kept)
 
     def _pause_unready_sequences(self) -> list[tuple[Sequence, Constraint]]:
         """Mark sequences whose constraint is not ready as paused; return [(paused sequence, its
@@ -494,22 +527,6 @@ class Engine(Closing):
             text += stream.flush()
         return text, stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
 
-    def _compile_group(self, num_rows: int, width: int) -> None:
-        """Compile the programs of a group of this shape, by running them on padding."""
-        at_P = np.zeros(num_rows, np.int32)
-        for batch in self._runner.padding_batches(num_rows, width):
-            (output,) = self._runner.forward([batch])
-            if self._model.on_one is not None and self._model.memory.policy == "auto":
-                (whole,) = self._model.on_one.run_layer_by_layer(
-                    [batch]
-                )  # as a step with the ring does
-                self._runner.logits(whole, at_P)
-            logits_PV = self._runner.logits(output, at_P)
-        if width == 1:  # sampling depends on the shape of the logits alone, not on the width
-            self._sampler.warm_up(logits_PV)
-            if self._model.on_one is not None and num_rows < self.max_batch:
-                warm_up_token_handover(self.max_batch, num_rows)
-
     def _reset_counters_and_choices(self) -> None:
         """Reset all counters and recorded choices of experts: steps so far compiled or calibrated.
 
@@ -521,6 +538,8 @@ class Engine(Closing):
 
     def _log_plan(self) -> None:
         log.info("%s", self.plan.memory)
+        if not self._is_measured:
+            log.info("%s", UNMEASURED)
         if self.plan.calibration is not None:
             log.info("%s", self.plan.calibration)
             for num_tokens in (1, self.max_batch, self._scheduler.prefill_widths[-1]):

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 import jax
 
-from jmoe.cluster.processes import check_same_identity
+from jmoe.cluster.processes import check_same_identity, check_same_options
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import empty_caches
@@ -39,7 +39,6 @@ from jmoe.planning.memory_plan import (
 )
 from jmoe.planning.placement import Placement, slot_rows_and_sizes
 from jmoe.planning.roofline import ExpertWeightSizes
-from jmoe.run.compatibility import check_same_options
 from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.status import status
 from kernels_pallas import native

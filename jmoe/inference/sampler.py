@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product, starmap
 from typing import NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import check
-from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, Constraint, SamplingParams
+from jmoe.inference.sampling_params import MAX_IDS, MAX_LOGPROBS, SamplingParams
 from jmoe.inference.scheduler import Chunk
 from jmoe.inference.sequence import Sequence, TokenLogprob
 from jmoe.types import PyTree
@@ -177,11 +178,14 @@ def _token_id_arrays(
 
 
 def initial_sampler_state(max_batch: int, vocab_size: int) -> SamplerState:
-    """Return the initial state of `max_batch` rows; it takes 5 * max_batch * vocab_size bytes."""
+    """Return the initial state of `max_batch` rows, on the default device; it takes
+    5 * max_batch * vocab_size bytes.
+    """
     shape = (max_batch, vocab_size)
-    return SamplerState(
-        in_prompt_MV=jnp.zeros(shape, jnp.bool_), output_counts_MV=jnp.zeros(shape, jnp.int32)
-    )
+    # host arrays, which need no program
+    zeros = np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
+    in_prompt_MV, output_counts_MV = jax.device_put(zeros, jax.devices()[0])
+    return SamplerState(in_prompt_MV=in_prompt_MV, output_counts_MV=output_counts_MV)
 
 
 def start_sequence(
@@ -615,16 +619,33 @@ class PendingDraws(NamedTuple):
         ]
 
 
+class SamplingVariant(NamedTuple):
+    """A program of `sample`.
+
+    wide: takes many token ids, and masks of allowed tokens.
+    """
+
+    wide: bool
+    with_logprobs: bool
+
+
+SAMPLING_VARIANTS = tuple(starmap(SamplingVariant, product((False, True), repeat=2)))
+
+
 class Sampler:
-    """Samples tokens for chunks of sequences; owns the penalties' state on the device."""
+    """Samples tokens for chunks of sequences; owns the penalties' state on the device.
+
+    before_sampling: called with the variant of `sample` that is used next.
+    """
 
     def __init__(self, max_batch: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._max_batch = max_batch
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._state = jax.device_put(initial_sampler_state(max_batch, vocab_size), jax.devices()[0])
+        self._state = initial_sampler_state(max_batch, vocab_size)
         # parameters of the last step's sequences, reused while these stay the same
         self._params: tuple[list[Sequence], BatchParams] | None = None
+        self.before_sampling: Callable[[SamplingVariant], object] = lambda _: None
 
     def record_prompt(self, chunk: Chunk) -> None:
         """Record the prompt of a sequence's first chunk, if penalties will need it."""
@@ -648,8 +669,8 @@ class Sampler:
         constrained = any(sequence.constraint is not None for sequence in sequences)
         if not constrained and all(sequence.sampling.is_plain_greedy for sequence in sequences):
             return PendingDraws(_greedy(logits_BV), None, [None] * len(chunks))
-        size = self._max_batch  # pads to one shape, so that one program serves any batch
-        logits_BV = jnp.pad(logits_BV, ((0, size - logits_BV.shape[0]), (0, 0)))
+        size = self._max_batch
+        logits_BV = self._pad_rows(logits_BV)
         params = self._batch_params(sequences, constrained)
         padding = size - len(chunks)
         rows_B = np.array([chunk.row for chunk in chunks] + [size] * padding, np.int32)
@@ -659,6 +680,7 @@ class Sampler:
         allowed_BW = self._allowed_masks(sequences) if wide else None
         wanted = [sequence.sampling.logprobs for sequence in sequences]
         with_logprobs = any(count is not None for count in wanted)
+        self.before_sampling(SamplingVariant(wide, with_logprobs))
         tokens_B, logprobs, self._state = _sample(
             logits_BV,
             params,
@@ -678,25 +700,43 @@ class Sampler:
         wanted = [chunk.sequence.sampling.prompt_logprobs] * len(following)
         return [lp for lp in _token_logprobs(following, logprobs, wanted) if lp is not None]
 
-    def warm_up(self, logits_BV: jax.Array, constraint: Constraint | None = None) -> None:
-        """Compile sampling from logits of this shape, with and without log-probabilities.
-
-        constraint: compiles the program for constrained outputs.
+    def warm_up(self, logits_BV: jax.Array) -> None:
+        """Compile the programs of sampling that depend on the number of rows of the logits:
+        `greedy`, and the padding to `max_batch` rows; and the counts of a prompt's tokens.
         """
         _greedy(logits_BV).block_until_ready()
-        for logprobs in (None, 0):
-            sequence = Sequence([0], SamplingParams(temperature=1.0, logprobs=logprobs), constraint)
-            self.draw(logits_BV, [Chunk(sequence, self._max_batch, 0, [])])
+        self._pad_rows(logits_BV)
         self._state = _start_sequence(
             self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_)
         )
-        self._params = None
+
+    def warm_up_sampling(self, logits_BV: jax.Array, variant: SamplingVariant) -> None:
+        """Compile a variant of `sample`, by sampling from zeros with a state of their own.
+
+        logits_BV: logits as the model returns them, any number of rows. Any thread may call this.
+        """
+        size, vocab_size = self._max_batch, self._vocab_size
+        params = batch_params([], size=size, vocab_size=vocab_size, wide=variant.wide)
+        words_BW = np.full((size, -(-vocab_size // 32)), -1, np.int32)
+        _sample(
+            self._pad_rows(logits_BV),
+            params,
+            initial_sampler_state(size, vocab_size),
+            np.full(size, size, np.int32),
+            np.zeros(size, np.int32),
+            words_BW if variant.wide else None,
+            with_logprobs=variant.with_logprobs,
+        )
 
     def warm_up_prompt_logprobs(self, logits_CV: jax.Array) -> None:
         """Compile the log-probabilities of prompts for logits of this shape."""
         _prompt_logprobs(
             logits_CV, np.zeros(logits_CV.shape[0], np.int32), num_logprobs=MAX_LOGPROBS
         )
+
+    def _pad_rows(self, logits_BV: jax.Array) -> jax.Array:
+        """Return the logits with `max_batch` rows, so that one program serves any batch."""
+        return jnp.pad(logits_BV, ((0, self._max_batch - logits_BV.shape[0]), (0, 0)))
 
     def greedy(self, logits_BV: jax.Array) -> np.ndarray:
         """Return int32 [B], the most likely token of each row, on the host."""

@@ -203,6 +203,14 @@ class Scheduler:
         sequence.status, sequence.finish_reason, sequence.row = "finished", reason, None
         return True
 
+    def forget_cached_prefixes(self) -> None:
+        """Reuse nothing of the cache's rows, which something else overwrites; no sequence may
+        run.
+        """
+        for row in self._rows:
+            assert row.sequence is None, "its row would be overwritten"
+            row.tokens.clear()
+
     @property
     def decoding_sequences(self) -> list[Sequence]:
         """The running sequences whose prompt is complete."""

@@ -1,5 +1,7 @@
 """Counters of an engine: steps, tokens, and bytes moved. `Engine.stats` reads them."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,6 +115,20 @@ class StatsCollector:
             self._placer.reset()
         self._streamed_bytes = self._since["streamed_bytes"]
         self._phases: dict[Phase, _PhaseSums] = {"prefill": _PhaseSums(), "decode": _PhaseSums()}
+
+    @contextlib.contextmanager
+    def excluding_work(self) -> Iterator[None]:
+        """Return a context manager that leaves out of the counters what runs inside it."""
+        before = self._running_totals()
+        try:
+            yield
+        finally:
+            after = self._running_totals()
+            self._since = {
+                name: since + after[name] - before[name] for name, since in self._since.items()
+            }
+            self._streamed_bytes = after["streamed_bytes"]
+            self._reset_routing()
 
     def note_step(self, phase: Phase, tokens: int, seconds: float) -> None:
         if phase == "decode":

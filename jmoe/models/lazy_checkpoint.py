@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import flax.nnx as nnx
 import jax
@@ -52,6 +53,7 @@ from kernels_pallas.formats import FORMATS, MXFP4, Format
 from kernels_pallas.matmul import dot
 
 DEFAULT_MAX_SEQ_LEN = 2048
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 class EmbedAndHead(nnx.Module):
@@ -96,6 +98,15 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
             del block.moe.experts
         blocks.append(block)
     return EmbedAndHead(decoder), blocks
+
+
+def _on_default_device(module: Module) -> Module:
+    """Return a module whose arrays are in host memory, with copies of them on the default
+    device.
+    """
+    graph, state = nnx.split(module)
+    copied: Module = nnx.merge(graph, jax.device_put(state))
+    return copied
 
 
 class LazyCheckpoint(Closing):
@@ -348,11 +359,22 @@ class LazyCheckpoint(Closing):
         }
 
     def load_dense_modules(self) -> tuple[EmbedAndHead, list[Block]]:
-        """Return all modules but the experts, on the default device."""
-        none = {
-            p.path: jnp.zeros((p.shape[0], 0), self._dtypes[p.path]) for p in self._experts.values()
+        """Return all modules but the experts, on the default device.
+
+        The stacks of layers are split in host memory, which needs no programs.
+        """
+        arrays: dict[Names, PyTree] = {
+            p.path: self._read_unless_experts(p) for p in self._parameters
         }
-        return split_decoder(build_decoder(self.config, none | self.load_dense_arrays()))
+        embed_and_head, layers = split_decoder(build_decoder(self.config, arrays))
+        return _on_default_device(embed_and_head), list(map(_on_default_device, layers))
+
+    def _read_unless_experts(self, p: Parameter) -> np.ndarray:
+        """Return a parameter in host memory, empty if it holds experts."""
+        dtype = self._dtypes[p.path]
+        if p.experts:
+            return np.zeros((p.shape[0], 0), dtype)
+        return self._loader.read_slice(p, dtype, (slice(None),) * len(p.shape))
 
     def load_dense_shard(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
         """Return one device's tensor-parallel shards of all modules but the experts, in host

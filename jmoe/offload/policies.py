@@ -146,6 +146,10 @@ class Residency(ExpertResidency):
         """Prefetch experts that the tokens of a later layer will probably choose."""
         return
 
+    def forget_slots(self) -> None:
+        """Treat all slots as empty, because something else overwrites them; no step may run."""
+        raise NotImplementedError
+
 
 def copy_record(store: TieredStore, index: int, slots: ExpertSlots, slot: int) -> None:
     """Copy one expert's record from the store into a slot."""
@@ -316,6 +320,9 @@ class ChosenExperts(Residency):
             if record in self._copies:  # a wrong guess whose copy had already begun
                 self._finish_copy(self._copies.pop(record))
         self.pool.unpin(self.pool.slots_of(sorted(pinned)))
+
+    def forget_slots(self) -> None:
+        self.pool.drop_records(self.pool.record_in[self.pool.record_in >= 0])
 
     def stats(self) -> ResidencyStats:
         return replace(self._stats)

@@ -20,6 +20,9 @@ MIN_CACHE_RECORDS = 2
 # rest.
 CACHE_SHARE = 1 / 8
 LENGTH_STEP = 1024  # default sequence lengths are multiples of this many tokens
+# and have this many leading binary digits: as free memory varies from start to start, most starts
+# get the same length, and so find their programs compiled
+LENGTH_DIGITS = 3
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,9 @@ def longest_sequence(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * LENGTH_STEP) else (low, middle)
-    return max(shortest, low * LENGTH_STEP)
+    tokens = low * LENGTH_STEP
+    step = 1 << max(0, tokens.bit_length() - LENGTH_DIGITS)
+    return max(shortest, tokens // step * step)
 
 
 def plan_mesh_memory(

@@ -11,6 +11,7 @@ import numpy as np
 from jmoe.config.engine import Policy
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.roofline import (
+    RING_SLOTS,
     Measurements,
     StepPrediction,
     distinct_experts,
@@ -89,8 +90,8 @@ class RoutingStats:
 class StreamingPlan:
     """Memory plan of the experts, and how each step fetches them.
 
-    calibration: None if the policy was configured, so that nothing was measured. routing: of recent
-    steps; None assumes uniform routing.
+    calibration: None if nothing is measured: the policy was configured, or no request has been
+    answered yet. routing: of recent steps; None assumes uniform routing.
     """
 
     memory: MemoryPlan
@@ -145,9 +146,21 @@ class StreamingPlan:
         if self.memory.policy != "auto":
             return self.memory.policy
         if self.calibration is None:
-            return "experts"
+            return self._choose_unmeasured(num_tokens)
         ways = [p for p in self.predictions(num_tokens)[1:] if p.fits]
         return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
+
+    def _choose_unmeasured(self, num_tokens: int) -> Policy:
+        """Return `ring` if the tokens probably choose most of a layer's experts and the ring fits,
+        else `experts`.
+
+        Whole layers need no choices, so that they load while the layers before compute.
+        """
+        weights, device_bytes = self.memory.model.weights, self.memory.device_expert_bytes
+        experts, per_token = weights.num_experts, weights.num_experts_per_tok
+        most = 2 * distinct_experts(experts, per_token, num_tokens) > experts
+        slots = min(RING_SLOTS, weights.num_layers)
+        return "ring" if most and device_bytes >= slots * weights.layer_bytes else "experts"
 
     def predictions(self, num_tokens: int) -> tuple[StepPrediction, ...]:
         """Return the prediction for every policy that may be chosen, `resident` first; empty

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import jmoe.runtime
-from jmoe.config import check
-from kernels_pallas.formats import EXPERT_DTYPES, bits_per_weight_text
+
+SHORTEST_CACHE = 512  # positions
 
 
 def parse_arguments() -> argparse.Namespace:
+    from kernels_pallas.formats import EXPERT_DTYPES, bits_per_weight_text
+
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.programs.generate",
         description=__doc__,
@@ -46,6 +48,7 @@ def encode_prompt(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
 
     Raises ValueError if the prompt is empty, or if prompt and output exceed the model's positions.
     """
+    from jmoe.config import check
     from jmoe.models.lazy_checkpoint import LazyCheckpoint
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
 
@@ -68,9 +71,23 @@ def encode_prompt(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     return ids
 
 
+def cache_length(folder: Path, num_tokens: int) -> int:
+    """Return the positions of a cache for `num_tokens`: a power of two, but at most the model's
+    positions.
+
+    Prompts of other lengths then run the same programs, which they find compiled.
+    """
+    from jmoe.models.lazy_checkpoint import LazyCheckpoint
+
+    with LazyCheckpoint(folder) as checkpoint:
+        limit = checkpoint.max_positions
+    return min(limit, 1 << (max(SHORTEST_CACHE, num_tokens) - 1).bit_length())
+
+
 def main() -> None:
     """Print the prompt and its continuation, and the engine's statistics on stderr."""
     a = parse_arguments()
+    jmoe.runtime.import_ahead("jmoe.inference.engine")
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
@@ -85,7 +102,7 @@ def main() -> None:
         ids = encode_prompt(folder, a.prompt, a.max_new_tokens)
         config = EngineConfig(
             max_batch=1,
-            max_seq_len=len(ids) + a.max_new_tokens,
+            max_seq_len=cache_length(folder, len(ids) + a.max_new_tokens),
             policy=a.policy,
             ring_slots=a.ring_slots,
             device_bytes=a.device_bytes,
@@ -107,7 +124,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jmoe.runtime.reexec_with_env()
+    jmoe.runtime.reexec_with_env()  # before other imports, which would be done twice
     jmoe.runtime.end_at_once_on_interrupt()
     try:
         main()

@@ -3,15 +3,11 @@ training session.
 """
 
 import dataclasses
-import hashlib
 import json
-from importlib.metadata import version
 from pathlib import Path
 
-import jax
-
 from jmoe.cluster.distributed import result_from_rank_0
-from jmoe.cluster.processes import gather_json
+from jmoe.cluster.processes import check_same_options
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, describe_differences
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.types import JsonObject
@@ -109,34 +105,6 @@ def check_same_on_all_processes(config: TrainConfig) -> None:
     """
     places = (*PLACES, *(f"{name}:" for name in PLACE_NAMES))
     check_same_options(json.loads(config.to_json()), places)
-
-
-def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` on every process if one of them has other options, code or JAX than
-    process 0. Every process must call this.
-
-    places: prefixes of options that may differ between hosts, such as folders.
-    """
-    if jax.process_count() == 1:
-        return
-    code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _hash_of_code()}
-    first, *others = gather_json({"code": code, **options})
-    for rank, other in enumerate(others, 1):
-        lines = [line for line in describe_differences(first, other) if not line.startswith(places)]
-        if lines:
-            raise ValueError(
-                f"every process must be started with the same options and code (process 0 ->"
-                f" {rank}): {'; '.join(lines)}"
-            )
-
-
-def _hash_of_code() -> str:
-    """Return 16 hex digits that change with any of the program's Python files."""
-    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for folder in ("jmoe", "kernels_pallas"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:

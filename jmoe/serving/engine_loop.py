@@ -50,6 +50,7 @@ TOO_LARGE = (
 NOT_READ = (
     "what has been drawn and not been read takes too much memory: read faster, or ask for less"
 )
+PAUSE_S = 0.25  # without requests, before work for later ones begins: most clients ask again sooner
 JOIN_LIMIT_S = 90.0  # longer than the time limit of a step that waits for an expert
 
 
@@ -391,17 +392,22 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)
 
     def _run_commands(self) -> bool:
-        """Execute all queued commands; without unfinished sequences, block for the next command.
+        """Execute all queued commands; without unfinished sequences, block for the next command,
+        and prepare the engine for later requests until it comes.
 
         Returns False when the loop must stop.
         """
+        pause_s: float | None = PAUSE_S
         while True:
+            is_idle = not (self.engine.has_unfinished or len(self._queue))
             try:
-                command = self._commands.get(
-                    block=not (self.engine.has_unfinished or len(self._queue))
-                )
+                command = self._commands.get(block=is_idle, timeout=pause_s)
             except queue.Empty:
-                return True
+                if not is_idle:
+                    return True
+                pause_s = 0.0 if self.engine.prepare_next() else None
+                continue
+            pause_s = PAUSE_S
             if command is None:
                 return False
             command()

@@ -8,7 +8,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -50,6 +52,64 @@ RENDER_S = 2.0  # CPU time of one rendering
 RENDER_BYTES = 32  # memory limit per byte of a body; output limit: an eighth
 
 
+@dataclass(frozen=True)
+class Templates:
+    """A model's chat template.
+
+    server: the helper process that renders it.
+    takes_parts: it reads a message's content as parts, not as a string.
+    end_token: the end-of-text token of its settings; "" if there is none.
+    """
+
+    server: ForkServer
+    takes_parts: bool
+    end_token: str
+
+
+def start_templates(folder: Path, max_body_bytes: int) -> Templates | None:
+    """Start the helper process of the chat template in a model's folder; return None if the model
+    has none.
+
+    Waits until the process is ready, a fifth of a second. max_body_bytes: the longest body of a
+    request; the process may use memory in proportion. Raises ValueError if the template is damaged.
+    """
+    setup = read_templates(folder)
+    if setup is None:
+        return None
+    limits = Limits(
+        RENDER_S,
+        (256 << 20) + RENDER_BYTES * max_body_bytes,
+        (1 << 20) + RENDER_BYTES // 8 * max_body_bytes,
+    )
+    server = ForkServer(
+        "the model's chat template", "jmoe.serving.chat_template.begin_rendering", setup, limits
+    )
+    form = decode_rendering(server.ask_blocking(CONTENT_FORM))
+    if not form:
+        log.warning(
+            "the model's chat template shows nothing of a message's content, as a string or in"
+            " parts"
+        )
+    return Templates(server, form == "parts", setup["special_tokens"].get("eos_token", ""))
+
+
+@contextlib.contextmanager
+def starting_templates(
+    folder: Path, max_body_bytes: int
+) -> Iterator[Callable[[], Templates | None]]:
+    """Return a context in which a thread runs `start_templates`, meanwhile the model can be loaded.
+
+    Yields a function that waits for the result; the helper process ends with the block.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="chat template") as thread:
+        starting = thread.submit(start_templates, folder, max_body_bytes)
+        try:
+            yield starting.result
+        finally:
+            if starting.exception() is None and (templates := starting.result()) is not None:
+                templates.server.close()
+
+
 class Service:
     """One served model with all that its routes need.
 
@@ -57,27 +117,31 @@ class Service:
     harmony: the parser of gpt-oss's channels; None for other models.
     """
 
-    def __init__(self, engine: Engine, config: ServeConfig, folder: Path, name: str) -> None:
-        """Compile the engine's programs and start the chat template's helper process.
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServeConfig,
+        folder: Path,
+        name: str,
+        templates: Templates | None,
+    ) -> None:
+        """Take an engine. On several devices, compile its programs: steps there have a time limit.
 
         folder: the model's Hugging Face folder, with a tokenizer.json.
         name: the model's name in the API.
+        templates: from `start_templates`.
         """
         assert engine.tokenizer is not None, "checked before the weights were read"
-        engine.compile_for_service()
+        if engine.uses_several_devices:
+            engine.compile_for_service()
         self.config, self.name, self.created = config, name, int(time.time())
         self.metrics = Metrics(name)
         self.loop = EngineLoop(engine, self.metrics, config)
         self.metrics.watch(self.loop)
         self.tokenizer, self.max_seq_len = engine.tokenizer, engine.max_seq_len
         self.vocabulary = TokenVocabulary(self.tokenizer)
-        self._templates: ForkServer | None = None
-        self._takes_parts = False
-        turn_ends: list[str] = []
-        if (setup := read_templates(folder)) is not None:
-            self._templates = self._start_template_server(setup)
-            self._takes_parts = self._content_form(self._templates) == "parts"
-            turn_ends = [setup["special_tokens"].get("eos_token", "")]
+        self._templates = templates
+        turn_ends = [] if templates is None else [templates.end_token]
         self.harmony = HarmonyTokens.detect(self.tokenizer) if self.has_chat else None
         turn_ends += TURN_ENDS if self.harmony is not None else ()
         sampling = ModelSamplingDefaults.read(folder, config.sampling_defaults)
@@ -92,35 +156,13 @@ class Service:
             FairSemaphore(FORKS),
         )
 
-    def _start_template_server(self, setup: JsonObject) -> ForkServer:
-        body_bytes = self.config.max_body_bytes
-        limits = Limits(
-            RENDER_S,
-            (256 << 20) + RENDER_BYTES * body_bytes,
-            (1 << 20) + RENDER_BYTES // 8 * body_bytes,
-        )
-        return ForkServer(
-            "the model's chat template", "jmoe.serving.chat_template.begin_rendering", setup, limits
-        )
-
-    def _content_form(self, templates: ForkServer) -> str:
-        form = decode_rendering(templates.ask_blocking(CONTENT_FORM))
-        if not form:
-            log.warning(
-                "the model's chat template shows nothing of a message's content, as a string or in"
-                " parts"
-            )
-        return form
-
     @property
     def has_chat(self) -> bool:
         """Whether the model has a chat template."""
         return self._templates is not None
 
     def close(self) -> None:
-        """Kill the worker processes that render templates and compile schemas."""
-        if self._templates is not None:
-            self._templates.close()
+        """Kill the worker processes that compile schemas."""
         self.grammars.close()
 
     def check_model(self, name: str | None) -> None:
@@ -219,12 +261,12 @@ class Service:
                 "messages: the model has no chat template; use /v1/completions",
                 param="messages",
             )
-        plain = [message.for_template(self._takes_parts) for message in messages]
+        plain = [message.for_template(self._templates.takes_parts) for message in messages]
         question = {"messages": plain, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             asked = json.dumps(question).encode()
             return decode_rendering(
-                await self._run_with_permit(request, partial(self._templates.ask, asked))
+                await self._run_with_permit(request, partial(self._templates.server.ask, asked))
             )
         except RenderingError as error:
             log.info("%s", error)

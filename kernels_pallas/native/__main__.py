@@ -1,6 +1,7 @@
 """`python -m kernels_pallas.native`: build the library ahead of its first use and print its path.
 
-With --background the build has low priority, and the library is not loaded.
+With --background the build only gets processor time that nothing else wants, and the library is not
+loaded.
 """
 
 import os
@@ -15,7 +16,7 @@ def main() -> None:
     """
     background = "--background" in sys.argv[1:]
     if background:
-        os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # its compilers inherit it
     try:
         path = build()  # into the cache folder, not a temporary one
         print(path if background else load())

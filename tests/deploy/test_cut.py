@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.deploy import model_folder
+from jmoe.deploy import merged_run
 from jmoe.deploy.cut import (
     check_empty_or_new,
     creating_folder,
@@ -126,11 +126,11 @@ def test_a_power_cut_leaves_a_whole_folder_or_none(
         (folder / "tokenizer.json").write_text("whole")
         return 3
 
-    monkeypatch.setattr(model_folder, "merge_run_to_hugging_face", write)
-    monkeypatch.setattr(model_folder, "_merged_folder_name", lambda *_: "step-3")
+    monkeypatch.setattr(merged_run, "merge_run_to_hugging_face", write)
+    monkeypatch.setattr(merged_run, "_merged_folder_name", lambda *_: "step-3")
     with cut.recording():
         if way == "merged":
-            model_folder._merge_newest_step(tmp_path / "run", cut.root)
+            merged_run._merge_newest_step(tmp_path / "run", cut.root)
         else:
             with creating_folder(cut.root / "step-3") as partial:
                 write(tmp_path, partial)

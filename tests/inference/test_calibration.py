@@ -4,6 +4,7 @@ bytes.
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,6 +96,15 @@ def test_auto_computes_what_resident_computes(
                 assert stats.steps * layers <= known <= 2 * stats.steps * layers
 
 
+def measured_engine(name: str, **options: Any) -> Engine:
+    """Return a tiny engine of policy auto that has answered a request and measured the machine."""
+    engine = tiny_engine(name, **options)
+    engine.generate([[5]], max_new_tokens=1, ignore_eos=True)
+    engine._measure_machine()
+    engine.reset_stats()
+    return engine
+
+
 def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for what programs of several layers make, logits too, nor for steps of whole
     layers beside them.
@@ -119,7 +129,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
     device_bytes = layer_bytes("qwen3_moe") * 5 // 2
     caplog.set_level(logging.INFO, logger="jmoe")
     read_back = {"estimator": "router"}  # else nothing is, and whole layers have no advantage
-    with tiny_engine("qwen3_moe", device_bytes=device_bytes, **read_back) as fast:
+    with measured_engine("qwen3_moe", device_bytes=device_bytes, **read_back) as fast:
         assert fast.plan.choose_policy(1) == fast.plan.choose_policy(4) == "ring"
         run(fast)
         stats = fast.stats()
@@ -128,7 +138,7 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
     for tier in ("host", "nvme"):
         cache = {"host_cache_bytes": 1 << 14, "cache_dir": tmp_path} if tier == "nvme" else {}
         options = {"device_bytes": device_bytes, "expert_tier": tier} | cache | read_back
-        with tiny_engine("qwen3_moe", **options, limits={tier: limit}) as slow:
+        with measured_engine("qwen3_moe", **options, limits={tier: limit}) as slow:
             plan, measured = slow.plan, slow.plan.calibration
             assert measured is not None
             measured = (

@@ -132,6 +132,9 @@ def test_auto_takes_it_where_the_link_is_slow(monkeypatch: pytest.MonkeyPatch) -
     with hybrid_engine(
         "mixtral", policy="auto", expert_tier="host", limits={"host": 1e5}
     ) as engine:
+        engine.generate([[5]], max_new_tokens=1, ignore_eos=True)
+        engine._measure_machine()
+        engine.reset_stats()
         assert engine.plan.calibration is not None and engine.plan.calibration.host_bytes_per_s > 0
         found = engine.generate(PROMPTS[:2], **OPTIONS)
         stats = engine.stats()

@@ -258,8 +258,10 @@ SHORT = dataclasses.replace(MODEL, cache_bytes=2048 * 1000)
         ),  # experts leave 2.9 MB: no 1,024 tokens more
         # even the shortest leave no room for all experts, which are streamed
         (GPU, {}, 131072, 4096),
-        # the 54 - 34 MB that experts leave
-        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 131072, 19456),
+        # of the 54 - 34 MB that experts leave; the same with a little more or less memory
+        (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 131072, 16384),
+        (dataclasses.replace(GPU, device_bytes=57 * MB), {}, 131072, 16384),
+        (dataclasses.replace(GPU, device_bytes=61 * MB), {}, 131072, 20480),
         # all the positions that the model has
         (dataclasses.replace(GPU, device_bytes=60 * MB), {}, 12000, 12000),
         (SMALL_GPU, {}, 131072, 2048),  # experts are streamed: an eighth of 20 MB

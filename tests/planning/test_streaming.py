@@ -44,6 +44,15 @@ def test_each_number_of_tokens_takes_the_fastest_policy() -> None:
     )
 
 
+def test_before_anything_is_measured() -> None:
+    """Whole layers for steps whose tokens choose most experts, if two layers fit."""
+    plan = StreamingPlan(HALF)
+    assert [plan.choose_policy(n) for n in (1, 8, 21, 22, 512)] == ["experts"] * 3 + ["ring"] * 2
+    narrow = plan_memory(MODEL, FREE, EngineConfig(device_bytes=127 * 10**6))
+    assert StreamingPlan(narrow).choose_policy(512) == "experts"
+    assert plan.predictions(8) == () and plan.describe(8) == "8 tokens a step: experts"
+
+
 @pytest.mark.parametrize(
     ("changes", "num_tokens", "policy"),
     [

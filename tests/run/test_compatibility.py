@@ -29,6 +29,7 @@ CONFIG = TrainConfig(num_steps=7)
 STARTING = """
 import sys
 import jax
+from jmoe.cluster import processes
 from jmoe.cluster.distributed import join_processes
 from jmoe.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jmoe.run import compatibility
@@ -37,7 +38,7 @@ rank, port, rate, code = sys.argv[1:]
 limits = DistributedConfig(
     coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
 join_processes(limits)
-compatibility._hash_of_code = lambda own=compatibility._hash_of_code: own() + code
+processes._hash_of_code = lambda own=processes._hash_of_code: own() + code
 config = TrainConfig(
     optimizer=OptimizerConfig(learning_rate=float(rate)), output_dir=rank, distributed=limits)
 try:

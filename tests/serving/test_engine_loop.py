@@ -22,6 +22,7 @@ from jmoe.serving.metrics import Metrics
 from tests.damage import flip_everywhere, poison
 from tests.http_servers import HttpProcess
 
+COMPILED = "the programs of all requests are compiled: "
 BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
 STOPPED = {"stop_token_ids": list(range(17)), "min_tokens": 2}
 SCHEMA = {
@@ -54,16 +55,28 @@ AS_JSON = {
 def test_nothing_is_compiled_after_serving(
     server: HttpProcess, body: dict[str, Any], more: dict[str, Any]
 ) -> None:
-    """A request with what nobody asked for before does not hold up the others; nor did any of
-    another test.
+    """Once the server says that all is compiled: a request with what nobody asked for before does
+    not hold up the others; nor did any of another test.
     """
+    server.until_said(COMPILED)
     response = server.post(
         "/v1/completions", **{"prompt": "def f(x):", "max_tokens": 3} | more | body
     )
     assert response.status_code == 200, response.text
-    start, _, service = server.log.read_text().partition("\nserving ")
+    start, _, service = server.log.read_text().partition(COMPILED)
     assert "Compiling" in start, "this would be seen"
     assert "Compiling" not in service
+
+
+def test_an_answer_before_all_is_compiled(start: Callable[..., HttpProcess]) -> None:
+    """A request that comes at once waits for its own programs, not for all; so does the end."""
+    server = start("--policy", "resident")
+    try:
+        assert server.post("/v1/completions", prompt="x", max_tokens=2).status_code == 200
+        assert server.terminate() == 0
+        assert COMPILED not in server.log.read_text()
+    finally:
+        server.kill()
 
 
 class Panic(BaseException):

@@ -1,0 +1,170 @@
+"""What an engine does while it has no requests: compile the programs of requests to come, and
+measure the machine.
+
+A server listens as soon as its model is loaded. A step compiles the programs that it needs and that
+are not compiled yet; the other ones are compiled here, one task at a time between two requests,
+those that most requests need first. The programs of sampling, the longest to compile, need no
+model: a thread compiles them meanwhile. Called by `Engine`.
+
+Legend:
+P rows of a step
+V vocabulary
+C tokens of a chunk
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import jax
+import numpy as np
+
+from jmoe.inference.ahead import warm_up_token_handover
+from jmoe.inference.calibration import calibrate
+from jmoe.inference.loading import LoadedModel
+from jmoe.inference.sampler import SAMPLING_VARIANTS, Sampler, SamplingVariant
+from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
+from jmoe.planning.streaming import Calibration
+
+Shape = tuple[int, int]  # rows and tokens a row of a program
+
+
+class _SamplingPrograms:
+    """Compiles the programs of `sample` in a thread, except those that a step needs earlier."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: dict[SamplingVariant, Future[None]] = {}
+
+    def start_thread(self, compile_variant: Callable[[SamplingVariant], None]) -> None:
+        """Begin to compile all variants in a thread, one after the other."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling programs")
+        for variant in SAMPLING_VARIANTS:
+            self._pending[variant] = self._thread.submit(compile_variant, variant)
+
+    def wait_if_compiling(self, variant: SamplingVariant) -> None:
+        """Return once the thread does not compile this variant, neither now nor later: the caller
+        compiles a variant that the thread has not begun.
+        """
+        pending = self._pending.pop(variant, None)
+        if pending is not None and not pending.cancel():
+            pending.result()
+
+    def close(self) -> None:
+        """End the thread, once the program that it compiles is done."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+
+class Preparation:
+    """The programs that requests may need, compiled task by task."""
+
+    def __init__(self, model: LoadedModel, sampler: Sampler) -> None:
+        self._model, self._sampler, self._runner = model, sampler, model.runner
+        self._max_batch = model.scheduler.max_batch
+        # only policy "auto" of one device chooses for each step how its experts come
+        self._chooses_policy = model.on_one is not None and model.memory.policy == "auto"
+        self._compiled: set[Shape] = set()
+        self._logits_1V: jax.Array | None = None
+        self._sampling = _SamplingPrograms()
+        sampler.before_sampling = self._sampling.wait_if_compiling
+        self._tasks = deque(self._list_tasks())
+        self._num_tasks = len(self._tasks)
+
+    def is_done(self) -> bool:
+        """Whether all programs that requests may need are compiled."""
+        return not self._tasks
+
+    def __str__(self) -> str:
+        return f"{self._num_tasks - len(self._tasks)} of {self._num_tasks}"
+
+    def run_next_task(self, *, in_thread: bool = False) -> None:
+        """Compile the programs of the next task, by running them on padding.
+
+        in_thread: let a thread compile the programs of sampling meanwhile.
+        """
+        self._tasks.popleft()()
+        if in_thread and len(self._tasks) == self._num_tasks - 1:
+            assert self._logits_1V is not None, "the first task makes them"
+            self._sampling.start_thread(partial(self._sampler.warm_up_sampling, self._logits_1V))
+
+    def close(self) -> None:
+        """End the thread that compiles, once its program is done."""
+        self._sampling.close()
+
+    def measure_machine(self) -> Calibration:
+        """Return how fast this machine computes and copies, for policy "auto".
+
+        Compiles the programs that it times. Overwrites the KV cache and the experts' slots: no
+        request may run, and no cached prefix may be used afterwards.
+        """
+        model, scheduler = self._model, self._model.scheduler
+        assert model.on_one is not None
+        prefill_tokens = scheduler.prefill_widths[-1]
+        for shape in {(1, 1), (self._max_batch, 1), (1, prefill_tokens)} - self._compiled:
+            self._compile_group(shape)
+        return calibrate(
+            model.on_one,
+            model.store,
+            self._sampler,
+            max_batch=self._max_batch,
+            prefill_tokens=prefill_tokens,
+            # half of a typical sequence
+            position=min(scheduler.max_seq_len, DEFAULT_MAX_SEQ_LEN) // 2,
+        )
+
+    def _list_tasks(self) -> list[Callable[[], None]]:
+        """Return the tasks in the order in which requests usually need their programs."""
+        scheduler = self._model.scheduler
+        prompts = scheduler.prefill_program_shapes
+        # one sequence of any length, then several
+        shapes = [(1, 1), *(shape for shape in prompts if shape[0] == 1)]
+        shapes += [(rows, 1) for rows in scheduler.decode_buckets] + [*prompts]
+        shapes = list(dict.fromkeys(shapes))
+        tasks: list[Callable[[], None]] = [partial(self._compile_group, shape) for shape in shapes]
+        if self._chooses_policy:
+            tasks += [partial(self._compile_whole_layers, shape) for shape in shapes]
+        tasks.append(self._compile_copies)
+        tasks += [partial(self._compile_prompt_logprobs, shape) for shape in prompts]
+        return tasks + [partial(self._compile_sampling, variant) for variant in SAMPLING_VARIANTS]
+
+    def _compile_group(self, shape: Shape) -> None:
+        """Compile the programs of a group of this shape, by running them on padding."""
+        num_rows, width = shape
+        for batch in self._runner.padding_batches(num_rows, width):
+            (output,) = self._runner.forward([batch])
+            logits_PV = self._runner.logits(output, np.zeros(num_rows, np.int32))
+        if width == 1:  # sampling depends on the shape of the logits alone, not on the width
+            self._sampler.warm_up(logits_PV)
+            if num_rows == 1:
+                self._logits_1V = logits_PV
+            if self._model.on_one is not None and num_rows < self._max_batch:
+                warm_up_token_handover(self._max_batch, num_rows)
+        self._compiled.add(shape)
+
+    def _compile_whole_layers(self, shape: Shape) -> None:
+        """Compile the programs of a group in a step with whole layers, which policy "auto" may
+        choose.
+        """
+        runner, (num_rows, width) = self._model.on_one, shape
+        assert runner is not None
+        for batch in runner.padding_batches(num_rows, width):
+            (output,) = runner.run_layer_by_layer([batch])
+            runner.logits(output, np.zeros(num_rows, np.int32))
+
+    def _compile_copies(self) -> None:
+        """Compile copies of rows of the cache, by copying nothing."""
+        self._runner.copy_row(0, 0, 0)
+        # between devices is another program
+        self._runner.copy_row(0, self._max_batch - 1, 0)
+
+    def _compile_sampling(self, variant: SamplingVariant) -> None:
+        """Compile a variant of `sample`, unless that is done."""
+        assert self._logits_1V is not None, "the first task makes them"
+        self._sampling.wait_if_compiling(variant)
+        self._sampler.warm_up_sampling(self._logits_1V, variant)
+
+    def _compile_prompt_logprobs(self, shape: Shape) -> None:
+        logits_CV = self._runner.logits_of_chunk(self._runner.zero_output(*shape), 0)
+        self._sampler.warm_up_prompt_logprobs(logits_CV)

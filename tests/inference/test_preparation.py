@@ -1,0 +1,84 @@
+"""Programs that are compiled between requests, and the machine measured after the first answer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_engines import tiny_engine
+
+from jmoe.inference.engine import Engine
+from jmoe.planning.streaming import StreamingPlan
+from tests.compiled import compilations
+from tests.inference.test_calibration import PROMPTS, layer_bytes, run
+
+
+def prepare(engine: Engine) -> int:
+    """Prepare an engine until nothing is left; return the number of calls that did something."""
+    calls = 0
+    while engine.prepare_next():
+        calls += 1
+    return calls
+
+
+def test_requests_between_preparations_get_their_own_programs_first() -> None:
+    """A request runs after any number of tasks, compiles only its own programs, and later ones
+    none.
+    """
+    said: list[str] = []
+    with tiny_engine("mixtral", policy="resident", max_batch=4) as engine:
+        engine._say = said.append
+        assert engine.prepare_next()
+        with compilations() as own:
+            engine.generate([[5, 6, 7]], max_new_tokens=2, ignore_eos=True)
+        with compilations() as others:
+            assert prepare(engine) > 5
+        with compilations() as service:
+            engine.generate([[5], [11, 3], list(range(5, 20))], max_new_tokens=10, logprobs=2)
+        assert not engine.prepare_next()
+    assert 0 < len(own) < len(others) and service == []
+    assert len(said) == 1 and said[0].startswith("the programs of all requests are compiled: ")
+
+
+@pytest.mark.parametrize("options", [{"policy": "resident"}, {"policy": "ring", "ring_slots": 1}])
+def test_preparing_leaves_no_trace(options: dict[str, Any]) -> None:
+    """Of counters, of the experts' use and of the cache, whose prefixes are reused."""
+    with tiny_engine("mixtral", **options) as engine:
+        first = engine.generate([PROMPTS[0]], max_new_tokens=6, ignore_eos=True, logprobs=1)
+        stats, use = engine.stats(), engine.tokens_per_expert()
+        prepare(engine)
+        assert engine.stats() == stats
+        np.testing.assert_array_equal(engine.tokens_per_expert(), use)
+        again = engine.generate([PROMPTS[0]], max_new_tokens=6, ignore_eos=True, logprobs=1)
+        assert engine.scheduler_stats().reused_tokens == len(PROMPTS[0]) - 1
+    assert again[0].token_ids == first[0].token_ids
+
+
+def test_the_machine_is_measured_after_the_first_answer() -> None:
+    """Slots and cached prefixes, which the measurement overwrites, are not used afterwards."""
+    with tiny_engine("mixtral") as resident:
+        expected = [run(resident), run(resident)]
+    with tiny_engine("mixtral", device_bytes=layer_bytes("mixtral") * 7 // 4) as engine:
+        prepare(engine)
+        assert engine.plan.calibration is None  # nobody has had an answer yet
+        found = run(engine)
+        stats = engine.stats()
+        assert engine.plan.calibration is None
+        assert prepare(engine) == 1
+        assert engine.plan.calibration is not None and engine.stats().steps == stats.steps
+        assert engine.stats().streamed_bytes == stats.streamed_bytes
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected[0]]
+        reused = engine.scheduler_stats().reused_tokens
+        found = run(engine)
+        assert engine.scheduler_stats().reused_tokens == reused, "the rows were overwritten"
+    for a, b in zip(found, expected[1], strict=True):
+        assert a.token_ids == b.token_ids
+
+
+def test_a_second_call_of_generate_measures() -> None:
+    """Of an engine without a server, which has no idle time of its own."""
+    with tiny_engine("mixtral", device_bytes=layer_bytes("mixtral") * 7 // 4) as engine:
+        plans: list[StreamingPlan] = []
+        for _ in range(2):
+            run(engine)
+            plans.append(engine.plan)
+    assert [plan.calibration is not None for plan in plans] == [False, True]
