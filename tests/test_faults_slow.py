@@ -59,6 +59,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "host": ("--tiers.experts", "host", "--tiers.optimizer", "host"),
     "nvme": NVME,
     "nvme, gradients too": (*NVME, "--tiers.gradients", "nvme"),
+    "nvme, updated on the host": (*NVME, "--tiers.update", "host"),
 }
 OFTEN = (
     "--num-steps",

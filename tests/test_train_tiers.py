@@ -94,6 +94,34 @@ def test_the_end_of_a_run_has_predictions_with_an_estimated_and_the_measured_sha
     assert planned.step_s() == pytest.approx(measured_s)
 
 
+@pytest.mark.slow
+def test_a_run_updated_on_the_host_that_is_killed_goes_on_to_the_bit(
+    runs: TrainRuns, tmp_path: Path, start_python: Start
+) -> None:
+    """As the same run in host memory that nothing disturbed, with weights in bfloat16; and the
+    end says how few bytes went to the device and back.
+    """
+    options = ("--tiers.update", "host", "--compute-dtype", "bfloat16")
+    screen = runs.finish(tmp_path / "whole", *HOST, *options, *LENGTH)
+    assert re.search(r"; host to devices \d+\.\d\d GB, back \d+\.\d\d GB\n", screen)
+    (event,) = [
+        e for e in read_events(tmp_path / "whole" / "metrics.jsonl") if e["event"] == "tiers"
+    ]
+    assert 0 < event["to_device_bytes"] < 2 * event["from_device_bytes"]
+    run = tmp_path / "run"
+    command = runs.command(run, *NVME, *options, *ENDLESS)
+    process = start_python(command, run.with_suffix(".log"), runs.environment())
+    process.wait_until(lambda: committed(run))
+    kill_while_saving(process, run)
+    assert committed(run)[-1] < STEPS
+    runs.finish(run, *NVME, *options, *LENGTH)
+    assert len(resumes(run)) == 1
+    assert {step: loss for step, loss in losses(run) if step < STEPS} == dict(
+        losses(tmp_path / "whole")
+    )
+    assert evaluations(run)[-1] == evaluations(tmp_path / "whole")[-1]
+
+
 def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
     runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start
 ) -> None:

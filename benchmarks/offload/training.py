@@ -19,6 +19,8 @@ replicas            bytes of a step, and updates, with 1, 2 and 4 replicas of ev
 room                bytes on the device, and seconds of a step, with slots for all experts of a
                     layer and for the share that a step of text chooses (`tiers.device_experts`,
                     MoESys' alpha); the losses are the same to the bit
+updates             seconds and bytes of a step with AdamW on the device and on the host
+                    (`tiers.update`), in turn
 replay              seconds to replay 1, 10 and 100 missed steps of an expert, beside its fetch
 retention           tokens/s with experts in host memory over tokens/s with all of them on the
                     device, by tokens of a step
@@ -54,7 +56,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import fio, report
 from benchmarks.lib.report import JsonObject
 from benchmarks.lib.slow_disk import SlowDisk
-from benchmarks.offload import copies, room, two_nodes
+from benchmarks.offload import copies, room, two_nodes, updates
 from benchmarks.offload.session import (
     Session,
     StepCost,
@@ -225,7 +227,7 @@ def measure_expected(a: argparse.Namespace, folder: Path) -> JsonObject:
                 replace(config, model=replace(config.model, router=RouterConfig()))
             )
             steps = [session.step(number) for number in range(a.steps)][a.steps // 4 :]
-        cache = [store.cache for store in session.program.expert_stats().stores]
+        cache = [store.cache for store in session.program.expert_stats().store_stats]
         hits, misses = sum(stats.hits for stats in cache), sum(stats.misses for stats in cache)
         read, written = (
             sum(getattr(step, f"{way}_bytes") for step in steps) for way in ("read", "written")
@@ -334,6 +336,7 @@ def main() -> None:
         "mapped": copies.measure_mapped,
         "replicas": copies.measure_replicas,
         "room": room.measure,
+        "updates": updates.measure,
         "replay": measure_replay,
         "retention": measure_retention,
         "two_nodes": two_nodes.measure,

@@ -17,6 +17,7 @@ from jmoe.config.checks import (
 )
 
 Tier = Literal["device", "host", "nvme"]
+Update = Literal["device", "host"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the largest
 OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps")  # options of the tier nvme
 
@@ -41,6 +42,10 @@ class TiersConfig:
     gradients: Literal["host", "nvme"] = "host"
     # data type of the stored gradients; bfloat16 is exact for compute_dtype = bfloat16
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    # where AdamW updates the experts: on the device, to which their float32 weights and moments go
+    # and from which they return, or on the host's cores, which send only weights in compute_dtype;
+    # auto: where the planner predicts the faster step
+    update: Literal["auto", "device", "host"] = "device"
     # folder of the tier nvme, in which each run makes its own subfolder; "": OUTPUT_DIR/records
     path: str = ""
     # host memory in which a process caches records of the tier nvme; 0: a quarter of their bytes
@@ -87,14 +92,18 @@ class TiersConfig:
         ).items():
             check_unset(self, "tiers", [name], why)
 
-    def with_tiers(self, experts: Tier, optimizer: Tier) -> TiersConfig:
+    def with_tiers(
+        self, experts: Tier, optimizer: Tier, update: Update | None = None
+    ) -> TiersConfig:
         """Return a copy with these tiers in place of `auto`, and options that the tiers do not use
-        reset to their defaults.
+        reset to their defaults. update: replaces `update`, unless the tiers do not use it.
         """
         idle = _unused_options_with_reasons(experts, optimizer, self.gradients)
         options: dict[str, Any] = {
             f.name: f.default for f in dataclasses.fields(self) if f.name in idle
         }
+        if update is not None:
+            options = {"update": update} | options
         if experts == "device":  # all of them are there
             options["device_experts"] = 1.0
         return dataclasses.replace(self, experts=experts, optimizer=optimizer, **options)
@@ -123,13 +132,15 @@ def _unused_options_with_reasons(experts: str, optimizer: str, gradients: str) -
             " device"
         )
         return dict.fromkeys(
-            ("gradients", "gradient_dtype", "pin_host_memory", "device_layers", *OF_NVME), why
+            ("gradients", "gradient_dtype", "update", "pin_host_memory", "device_layers", *OF_NVME),
+            why,
         )
     idle = {}
     if "nvme" not in (experts, optimizer, gradients):
         idle = dict.fromkeys(OF_NVME, "with nothing on the tier nvme")
     if experts == "device":
         idle["device_layers"] = "with tiers.experts = 'device', where those of all layers are"
+        idle["update"] = "with tiers.experts = 'device', which holds the float32 weights"
     return idle
 
 
@@ -174,12 +185,15 @@ class MachineConfig:
     memory_bytes_per_s: float = 0.0  # of the device
     nvme_read_bytes_per_s: float = 2e9
     nvme_write_bytes_per_s: float = 1.5e9
+    # of a host's memory, where it updates experts (tiers.update); with a CPU as the device, its own
+    host_memory_bytes_per_s: float = 1e11
 
     def __post_init__(self) -> None:
         check_field_types(self)
         check_not_negative(self, "device_bytes", "host_bytes", "nvme_bytes")
         check_not_negative(self, "flops", "link_bytes_per_s", "memory_bytes_per_s")
         check_positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
+        check_positive(self, "host_memory_bytes_per_s")
 
     def device_figures(self) -> AcceleratorPeaks:
         """The device's figures: those given explicitly, else the accelerator's."""

@@ -275,7 +275,8 @@ class TrainConfig:
     # loss_scale
     compute_dtype: Dtype = "bfloat16"
     # on a CPU with AVX512-BF16, run parts of a bfloat16 step with C++ operations, which are
-    # compiled once per machine. auto: if a compiler is found; on: required; off: use XLA only
+    # compiled once per machine; with tiers.update = "host" any CPU updates experts with them. auto:
+    # if a compiler is found; on: required; off: use XLA only
     native: Literal["auto", "on", "off"] = "auto"
     # what the backward pass recomputes. experts: the outputs of the experts' matrices; layer:
     # everything but the layers' inputs

@@ -359,6 +359,8 @@ class VisionTrainConfig(TrainConfig):
         for name in ("experts", "optimizer"):
             tier = getattr(self.tiers, name)
             check(tier != "auto", f"tiers.{name}", tier, "must be device, host or nvme for images")
+        update = self.tiers.update
+        check(update != "auto", "tiers.update", update, "must be device or host for images")
         share = self.tiers.device_experts
         check(
             share == 1,

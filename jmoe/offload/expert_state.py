@@ -4,11 +4,11 @@ memory or NVMe holds the rest.
 `training/streamed` calls this state layer by layer. Each expert has up to three records
 (`ExpertIndex`): weights, AdamW moments, and a gradient that is not applied yet. The update is lazy:
 an expert's pending gradient and the steps it skipped are applied when the expert is next fetched
-(`lazy_adamw.catch_up`).
+(`lazy_adamw.catch_up`), on its device or on the host (`expert_updates.py`).
 
 If several devices of a process hold one expert (replicas, or devices whose tasks share the expert),
-the expert has one set of records. The first of these devices computes the update and sends the
-weights to the others (`LocalExperts.replica_rows`).
+the expert has one set of records. The first of these devices, or the host, computes the update, and
+all of them get the weights (`LocalExperts.replica_rows`).
 
 Legend:
   N  MoE layers
@@ -26,24 +26,22 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import OptimizerConfig
-from jmoe.memory.record_handle import Record
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.ring import Ring
 from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
 from jmoe.offload.expert_index import ExpertIndex
+from jmoe.offload.expert_updates import ExpertRecords, ExpertUpdate, LinkBytes
 from jmoe.offload.gradient_writer import GradientWriter
 from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.offload.skipped_steps import SkippedSteps
 from jmoe.offload.slot_rows import ChosenRows
-from jmoe.offload.training_slots import DeviceStacks, Slot, TrainingSlots
+from jmoe.offload.training_slots import DeviceStacks, Slot, SlotPlace, TrainingSlots
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ class ExpertStats:
     and for gradients to be written. chosen_share: the mean fraction of a device's experts of a
     layer that a step's tokens choose; most_chosen_share: the largest such fraction. room: the
     fraction of a device's experts that fits a slot. slot_bytes: bytes of all slots on this
-    process's devices.
+    process's devices. link: bytes of weights, moments and gradients moved between host and devices.
     """
 
     weights: TieredStats | None
@@ -78,6 +76,7 @@ class ExpertStats:
     most_chosen_share: float
     room: float
     slot_bytes: int
+    link: LinkBytes
 
     @property
     def store_stats(self) -> list[TieredStats]:
@@ -162,7 +161,8 @@ class ExpertState:
     applied to an expert, or the position of the pass, is then unknown. The last checkpoint stays
     valid.
 
-    replay_state: the steps that the records, and the weights that `initial` reads, have skipped.
+    update: where AdamW updates the experts. replay_state: the steps that the records, and the
+    weights that `initial` reads, have skipped.
     initial: reads a layer's weights into slots that have no weight records. slot_sizes: initial
     size of the slots; it grows if a step chooses more experts (`grow_slots`), and a slot takes the
     new size at its next fetch. wait_limit_s: longest wait for a layer.
@@ -172,7 +172,7 @@ class ExpertState:
         self,
         stores: RecordTiers,
         *,
-        optimizer: OptimizerConfig,
+        update: ExpertUpdate,
         index: ExpertIndex,
         shapes: Mapping[str, tuple[int, ...]],
         slot_sizes: SlotSizes,
@@ -181,23 +181,25 @@ class ExpertState:
         wait_limit_s: float = 600.0,
     ) -> None:
         assert index.local_experts is not None and (slot_sizes.experts is None or initial is None)
+        assert stores.weights is not None or not update.on_host
         self.stores, self.shapes = stores, dict(shapes)
         self.index, self.local = index, index.local_experts
         num_slots = min(slot_sizes.layers, index.num_layers)
-        self.slots = TrainingSlots(self.local, self.shapes, num_slots, slot_sizes.experts)
-        self.skipped = SkippedSteps(replay_state, index.num_records, optimizer)
-        self._optimizer = optimizer
+        self.slots = TrainingSlots(
+            *(self.local, self.shapes, num_slots, slot_sizes.experts, update.slot_dtypes)
+        )
+        self.skipped = SkippedSteps(replay_state, index.num_records, update.optimizer)
+        self._update = update
         # the experts that each layer's tokens chose in its last pass
         self._chosen = np.zeros((index.num_layers, self.local.experts.size), np.bool_)
         self._initial = initial
         self._failed: BaseException | None = None
         self._updates = self._replayed = 0
+        self._link = LinkBytes()
         # fractions of a device's experts that tokens chose
         self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0
         self._waited_s = 0.0
         self._counters = threading.Lock()
-        dtype = stores.gradients.layout.fields[0].dtype
-        self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
         self._fetched = (0, 0)  # the layer fetched last, and its slot
         self._gradients = GradientWriter(stores.gradients, index, self.slots, self.permanent_errors)
@@ -331,69 +333,61 @@ class ExpertState:
             self.slots.assign_rows_and_find_absent(slot, experts),
             self.skipped.are_behind(records, now),
         )
-        stores, fetched_bytes = self.stores, 0
+        stores, on_host, link = self.stores, self._update.on_host, LinkBytes()
         if stores.weights is not None:
-            stores.weights.prefetch(records[missing])
+            stores.weights.prefetch(records[missing | (stale & on_host)])
         stores.moments.prefetch(records[stale])
         stores.gradients.prefetch(records[stale & self.skipped.has_gradient(records)])
         for expert, index, is_missing, is_stale in zip(
             experts.tolist(), records.tolist(), missing, stale, strict=True
         ):
-            if is_missing:
+            place = SlotPlace(slot, layer, expert)
+            if is_missing and not (is_stale and on_host):  # the host sends updated weights itself
                 assert stores.weights is not None, (layer, expert)
                 with stores.weights.get(index) as record:
-                    fetched_bytes += self.slots.write_weights(slot, layer, expert, record)
+                    link = link.plus(self._update.write_weights(self.slots, place, record))
                 self.slots.set_present(slot, expert, True)
             if is_stale:
-                fetched_bytes += self._apply_skipped_steps(slot, expert, index, now)
-        return fetched_bytes
+                link = link.plus(self._apply_skipped_steps(place, index, now))
+        with self._counters:
+            self._link = self._link.plus(link)
+        return link.to_device
 
     # The update
 
-    def _apply_skipped_steps(self, slot: int, expert: int, index: int, now: int) -> int:
-        """Apply the steps that an expert has skipped, up to step `now`; return the bytes fetched.
+    def _apply_skipped_steps(self, place: SlotPlace, index: int, now: int) -> LinkBytes:
+        """Apply the steps that an expert has skipped, up to step `now`, to its records and to the
+        slot; return the bytes moved.
 
-        The slot must hold the expert's weights.
+        The slot must hold the expert's weights, unless the host updates.
         """
-        stores, names = self.stores, self.shapes
+        stores, update = self.stores, self._update
         steps, pending = self.skipped.skipped_steps_of(index, now)
         # every read that may fail comes before the first change
         with contextlib.ExitStack() as held:
-            places = self.slots.replica_rows(slot, self.index.layer_and_expert_of(index)[0], expert)
-            device = self.slots.devices[places[0][0]]
             moments = held.enter_context(stores.moments.get(index, writable=True))
-            fetched_bytes = moments.data_R.nbytes
-            g: Mapping[str, np.ndarray | jax.Array] = self._no_gradient
-            if pending:
-                gradient = held.enter_context(stores.gradients.get(index))
-                g = gradient.copy_to_device(names, device)
-                fetched_bytes += gradient.data_R.nbytes
-            weights: Record | None = None
+            gradient = held.enter_context(stores.gradients.get(index)) if pending else None
+            weights = None
             if stores.weights is not None:
-                weights = held.enter_context(stores.weights.get(index, writable=True, empty=True))
-            self.slots.set_present(slot, expert, False)  # until slot and records agree
-            both = moments.copy_to_device(
-                [f"{part}.{name}" for part in "mv" for name in names], device
-            )
-            m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
+                weights = held.enter_context(
+                    stores.weights.get(index, writable=True, empty=not update.on_host)
+                )
+            # until slot and records agree
+            self.slots.set_present(place.slot, place.expert, False)
             missed = self.skipped.missed_windows(steps, pending=pending)
-            w, m, v = self.slots.catch_up_expert(slot, places, (m, v), g, missed, self._optimizer)
-            for name in names:
-                np.copyto(moments[f"m.{name}"], m[name])
-                np.copyto(moments[f"v.{name}"], v[name])
-                if weights is not None:
-                    np.copyto(weights[name], w[name])
+            records = ExpertRecords(weights, moments, gradient)
+            moved = update.catch_up(self.slots, place, records, missed)
             moments.close_as_changed()
             if weights is not None:
                 weights.close_as_changed()
             self.skipped.note_caught_up(index, now)
-            self.slots.set_present(slot, expert, True)
+            self.slots.set_present(place.slot, place.expert, True)
         if pending:
             stores.gradients.drop_changes(index)
         with self._counters:
             self._updates += 1
             self._replayed += len(steps) - pending
-        return fetched_bytes
+        return moved
 
     # Gradients
 
@@ -518,6 +512,7 @@ class ExpertState:
                 if self.slots.num_rows is None
                 else self.slots.num_rows / self.local.max_experts_per_device,
                 self.slots.num_bytes,
+                self._link.plus(LinkBytes(from_device=self._gradients.received_bytes)),
             )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ class GradientWriter:
 
     slots: where the layers' experts are on the devices; gradients have the same rows. guard: the
     context in which the thread writes. waited_s: seconds that callers waited for the thread.
+    received_bytes: bytes of gradients that have come from the devices.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class GradientWriter:
         self._store, self._index, self._slots, self._guard = store, index, slots, guard
         self._thread = ThreadPoolExecutor(1, "gradients")
         self._writes: list[Future[None]] = []
-        self.waited_s = 0.0
+        self.waited_s, self.received_bytes = 0.0, 0
 
     def start_write(
         self, layer: int, experts: NDArray[np.int64], gradients: Sequence[DeviceStacks]
@@ -60,6 +61,7 @@ class GradientWriter:
                 d: {name: np.asarray(g) for name, g in gradients[d].items()}
                 for d in {d for d, _ in firsts}
             }
+            self.received_bytes += sum(g.nbytes for own in on_host.values() for g in own.values())
             gradients.clear()
             records = self._index.record_numbers(layer, local.experts[experts]).tolist()
             for (d, row), index in zip(firsts, records, strict=True):

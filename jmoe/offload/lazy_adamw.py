@@ -89,6 +89,25 @@ def catch_up(
 _catch_up_alone = jax.jit(catch_up, static_argnames="config")
 
 
+def catch_up_arrays(
+    w: Params,
+    m: Params,
+    v: Params,
+    g: Params | None,
+    windows: Iterable[MissedSteps],
+    *,
+    config: OptimizerConfig,
+) -> tuple[Params, Params, Params]:
+    """Return an expert's (w, m, v) on the host after the missed AdamW steps, computed by JAX's
+    default device. g: the gradient of the first step; None if it has none.
+    """
+    if g is None:
+        g = {name: np.zeros(a.shape, a.dtype) for name, a in w.items()}
+    for window in windows:
+        w, m, v = _catch_up_alone(w, m, v, g, window, config=config)
+    return jax.device_get((w, m, v))
+
+
 class StepHistory:
     """Learning rates and clip factors of consecutive steps from `first` on, float32 values."""
 
@@ -235,8 +254,5 @@ class ReplayState:
         """
         assert (g is not None) == (index in self.pending), index
         steps = range(self.applied.get(index, self.step), self.step)
-        if g is None:
-            g = {name: np.zeros(a.shape, a.dtype) for name, a in w.items()}
-        for window in self.history.missed_windows(steps, pending=index in self.pending):
-            w, m, v = _catch_up_alone(w, m, v, g, window, config=self.optimizer)
-        return jax.device_get((w, m, v))
+        windows = self.history.missed_windows(steps, pending=index in self.pending)
+        return catch_up_arrays(w, m, v, g, windows, config=self.optimizer)

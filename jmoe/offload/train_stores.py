@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import TrainConfig, check
@@ -31,6 +32,12 @@ from jmoe.offload.expert_state import (
     RecordTiers,
     SlotSizes,
     record_layouts,
+)
+from jmoe.offload.expert_updates import (
+    DeviceUpdate,
+    ExpertUpdate,
+    HostUpdate,
+    load_native_adamw,
 )
 from jmoe.offload.lazy_adamw import ReplayState
 
@@ -65,6 +72,7 @@ class ExpertStores:
         self._allocate, self.note = choose_host_allocator(
             self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
         )
+        self._update = self._make_update()
         self._open_stores = contextlib.ExitStack()
         self._versions = self._open_version_stores(run)
         lazy = self._tiers.optimizer == "nvme"
@@ -86,6 +94,20 @@ class ExpertStores:
         if len(self._saved) < len(self._own):
             self.records.save_only |= {"weights": self._saved, "moments": self._saved}
         self.records.settings = self.fresh_replay_state(0).settings
+
+    def _make_update(self) -> ExpertUpdate:
+        """Return the update on the device or on the host, as `tiers.update` says."""
+        optimizer, shapes, update = self._config.optimizer, self._shapes, self._tiers.update
+        needed = "must be device or host here: `jmoe.run.planner.with_chosen_tiers` chooses"
+        check(update != "auto", "tiers.update", update, needed)
+        if update == "device":
+            return DeviceUpdate(optimizer, shapes, self._tiers.gradient_dtype)
+        dtypes = {
+            name: jnp.dtype(self._config.compute_dtype if len(shape) >= 2 else "float32")
+            for name, shape in shapes.items()
+        }
+        is_native = load_native_adamw(self._config.native)
+        return HostUpdate(optimizer, shapes, dtypes, is_native=is_native, allocate=self._allocate)
 
     def _open_version_stores(self, run: str) -> dict[str, VersionStore]:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
@@ -189,7 +211,7 @@ class ExpertStores:
                 self._open_store("moments", tiers.optimizer, moments),
                 self._open_store("gradients", tiers.gradients, None, own.pending),
             ),
-            optimizer=self._config.optimizer,
+            update=self._update,
             index=self._index,
             shapes=self._shapes,
             slot_sizes=SlotSizes(

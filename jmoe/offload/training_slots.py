@@ -10,9 +10,9 @@ Legend:
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from jax import lax
 from numpy.typing import NDArray
 
 from jmoe.config import OptimizerConfig
-from jmoe.memory.record_handle import Record
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import MissedSteps, catch_up
 from jmoe.offload.slot_arrays import put_record, zero_arrays
@@ -33,6 +32,24 @@ log = logging.getLogger(__name__)
 DeviceStacks = dict[str, jax.Array]
 Slot = list[DeviceStacks]  # one entry per device of this process
 Moments = Mapping[str, jax.Array | np.ndarray]  # by parameter
+
+
+class SlotPlace(NamedTuple):
+    """An expert of a layer in a slot. expert: position among the process's experts."""
+
+    slot: int
+    layer: int
+    expert: int
+
+
+class WeightSource(Protocol):
+    """One expert's weights in host memory, such as a `Record`."""
+
+    def copy_to_device(self, names: Collection[str], device: jax.Device, /) -> dict[str, jax.Array]:
+        """Return arrays, by name, in the device's memory, after the transfer has ended.
+
+        On CPU they may alias the host memory.
+        """
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -64,8 +81,8 @@ class TrainingSlots:
 
     Slots are numbered from 0, experts from 0 to P - 1. num_rows: rows of a slot on a device; None
     means one row for each of the device's experts. After `grow_slots` a slot takes its larger size
-    at its next `grow_if_asked`. Two threads may use two different slots at once, never the same
-    slot.
+    at its next `grow_if_asked`. dtypes: of the weights, by parameter; None means float32. Two
+    threads may use two different slots at once, never the same slot.
     """
 
     def __init__(
@@ -74,6 +91,7 @@ class TrainingSlots:
         shapes: Mapping[str, tuple[int, ...]],
         num_slots: int,
         num_rows: int | None,
+        dtypes: Mapping[str, np.dtype] | None = None,
     ) -> None:
         self.local, self.shapes, self.devices, self.num_rows = (
             local,
@@ -81,6 +99,8 @@ class TrainingSlots:
             local.all_devices,
             num_rows,
         )
+        wide = dict.fromkeys(shapes, np.dtype(np.float32))
+        self._fields = {n: (shape, (dtypes or wide)[n]) for n, shape in self.shapes.items()}
         self._rows = [SlotRows(local, num_rows) for _ in range(num_slots)]
         self.stacks = [self._make_empty_slot(num_rows) for _ in range(num_slots)]
         self._present = [np.zeros(local.experts.size, np.bool_) for _ in self.stacks]
@@ -89,7 +109,9 @@ class TrainingSlots:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all slots on all devices of this process."""
-        expert_bytes = sum(4 * math.prod(shape) for shape in self.shapes.values())
+        expert_bytes = sum(
+            dtype.itemsize * math.prod(shape) for shape, dtype in self._fields.values()
+        )
         rows = sum(
             self.local.max_experts_per_device if slot.num_rows is None else slot.num_rows
             for slot in self._rows
@@ -105,8 +127,7 @@ class TrainingSlots:
 
     def _make_empty_slot(self, num_rows: int | None) -> Slot:
         rows = self.local.max_experts_per_device if num_rows is None else num_rows
-        fields = {name: (shape, np.dtype(np.float32)) for name, shape in self.shapes.items()}
-        return [zero_arrays(rows, fields, device) for device in self.devices]
+        return [zero_arrays(rows, self._fields, device) for device in self.devices]
 
     # Experts of a slot
 
@@ -182,25 +203,29 @@ class TrainingSlots:
             part for part, replicas in zip(parts, self.local.devices, strict=True) for _ in replicas
         ]
 
-    def replica_rows(self, slot: int, layer: int, expert: int) -> list[tuple[int, int]]:
+    def replica_rows(self, place: SlotPlace) -> list[tuple[int, int]]:
         """Return (position of the device, row) of every replica of an expert."""
-        return self._rows[slot].replica_rows(layer, expert)
+        return self._rows[place.slot].replica_rows(place.layer, place.expert)
 
     # Weights of a slot
 
-    def write_weights(self, slot: int, layer: int, expert: int, record: Record) -> int:
-        """Copy an expert's weights into its rows of the slot; return the bytes copied."""
-        stacks, places = self.stacks[slot], self.replica_rows(slot, layer, expert)
-        for d, row in places:
-            sent = record.copy_to_device(self.shapes, self.devices[d])
+    def first_device(self, place: SlotPlace) -> jax.Device:
+        """Return the first of the devices that hold an expert."""
+        return self.devices[self.replica_rows(place)[0][0]]
+
+    def write_weights(self, place: SlotPlace, source: WeightSource) -> int:
+        """Copy an expert's weights into its rows of the slot; return the bytes sent."""
+        stacks, rows, num_bytes = self.stacks[place.slot], self.replica_rows(place), 0
+        for d, row in rows:
+            sent = source.copy_to_device(self.shapes, self.devices[d])
+            num_bytes += sum(w.nbytes for w in sent.values())
             stacks[d] = put_record(stacks[d], sent, np.int32(row))
-        jax.block_until_ready([stacks[d] for d, _ in places])
-        return record.data_R.nbytes * len(places)
+        jax.block_until_ready([stacks[d] for d, _ in rows])
+        return num_bytes
 
     def catch_up_expert(
         self,
-        slot: int,
-        places: Sequence[tuple[int, int]],
+        place: SlotPlace,
         moments: tuple[Moments, Moments],
         gradient: Moments,
         missed: Iterable[MissedSteps],
@@ -209,12 +234,13 @@ class TrainingSlots:
         """Apply the missed steps to one expert; return its (w, m, v) by parameter, on the first
         device.
 
-        places: (position of the device, row) of each replica; the first device computes and sends
-        the weights to the others. moments: (m, v) before the steps.
+        The first of the devices that hold the expert computes, and sends the weights to the others.
+        moments: (m, v) before the steps.
         """
         w: Any = None
         (m, v), g = moments, gradient
-        stacks, (first, first_row) = self.stacks[slot], places[0]
+        places = self.replica_rows(place)
+        stacks, (first, first_row) = self.stacks[place.slot], places[0]
         for window in missed:
             stacks[first], w, m, v = _catch_up_row(
                 optimizer, stacks[first], np.int32(first_row), m, v, g, window

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from jmoe.config.tiers import TIERS, Tier
+from jmoe.config.tiers import TIERS, Tier, Update
 from jmoe.planning.memory_plan import RESERVE
 from jmoe.planning.roofline import distinct_experts, scale_chosen_share
 
@@ -24,6 +24,10 @@ PASSES = 3  # products of a weight with a token: one forward, two backward
 SAVED_AT_ONCE = 8  # expert records of each kind that are copied to host memory at a time
 # memory traffic of a parameter's update: 28 bytes by AdamW, 24 to and from its records
 UPDATE_BYTES = 52
+# memory traffic of a parameter's update on the host: 30 bytes by AdamW (weight, moments and
+# gradient read, weight, moments and a 16-bit copy written), 8 by the gradient's way to its record
+# and the copy's way to the device
+HOST_UPDATE_BYTES = 38
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class Machine:
     products. link_bytes_per_s: between host and device. nvme_read_bytes_per_s,
     nvme_write_bytes_per_s: of the disk. memory_bytes_per_s: of the device's memory. source: origin
     of the device's figures. assumed_tiers: tiers whose free bytes were read from the planning
-    machine, because the configuration gives none.
+    machine, because the configuration gives none. host_memory_bytes_per_s: of the host's memory,
+    all its devices together.
     """
 
     device_bytes: int
@@ -48,6 +53,7 @@ class Machine:
     memory_bytes_per_s: float
     source: str = "as given"
     assumed_tiers: tuple[Tier, ...] = ()
+    host_memory_bytes_per_s: float = 1e11
 
     def free_bytes(self, tier: Tier) -> int:
         return {"device": self.device_bytes, "host": self.host_bytes, "nvme": self.nvme_bytes}[tier]
@@ -217,7 +223,7 @@ class ExpertTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Tier of each kind of state. gradients, device_layers and device_experts are as in
+    """Tier of each kind of state. gradients, device_layers, device_experts and update are as in
     `TrainConfig.tiers`.
 
     host_cache_bytes: None means a quarter of the records on NVMe.
@@ -230,6 +236,7 @@ class StatePlacement:
     host_cache_bytes: int | None
     checkpoints: int  # number of checkpoints whose records stay on NVMe
     device_experts: float = 1.0  # slots per layer, as a fraction of a device's experts
+    update: Update = "device"
 
     @property
     def is_streamed(self) -> bool:
@@ -306,9 +313,8 @@ class TrainingPlan:
         model, place = self.model, self.placement
         if not place.is_streamed:
             return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
-        weights, moments, gradients = (
-            n * model.parameters_per_expert for n in (4, 8, model.gradient_bytes_per_parameter)
-        )
+        bytes_per_parameter = 4, 8, model.gradient_bytes_per_parameter
+        weights, moments, gradients = (n * model.parameters_per_expert for n in bytes_per_parameter)
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = _nvme_bytes_per_parameter(model, place) * model.num_device_expert_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
@@ -324,19 +330,29 @@ class TrainingPlan:
                 written += size * goes * missed * (tier == "nvme")
             return ExpertTraffic(link, read, written)
 
-        return traffic_of([(1, 1), (1, 1), (1, 0)]), traffic_of([(again, 0), (0, 0), (0, 1)])
+        forward = traffic_of([(1, 1), (1, 1), (1, 0)])
+        back = traffic_of([(again, 0), (0, 0), (0, 1)])
+        if place.update == "host":
+            sent = model.compute_dtype_bytes * model.parameters_per_expert
+            forward = forward._replace(link_bytes=sent)
+            back = back._replace(link_bytes=again * sent + gradients)
+        return forward, back
 
     @property
     def expert_transfer_s_by_pass(self) -> tuple[float, float]:
-        """Return the seconds of one expert's transfers, (forward, backward), each on the slower of
-        link and disk.
+        """Return the seconds of one expert's transfers, (forward, backward), each on the slowest of
+        link, disk and, for an update on the host, the host's memory.
         """
-        machine, seconds = self.machine, []
-        for traffic in self.expert_traffic_by_pass():
+        machine, per_host, seconds = self.machine, self.model.devices_per_host, list[float]()
+        updates = HOST_UPDATE_BYTES * self.model.parameters_per_expert, 0
+        for traffic, updated in zip(self.expert_traffic_by_pass(), updates, strict=True):
             over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
             disk = traffic.read_bytes / machine.nvme_read_bytes_per_s
             disk += traffic.written_bytes / machine.nvme_write_bytes_per_s
-            seconds.append(max(over_link, disk * self.model.devices_per_host))
+            by_host = 0.0
+            if self.placement.update == "host" and not machine.shared:
+                by_host = updated / machine.host_memory_bytes_per_s
+            seconds.append(max(over_link, disk * per_host, by_host * per_host))
         return seconds[0], seconds[1]
 
     @property
@@ -372,12 +388,15 @@ class TrainingPlan:
         expert_flops = 2 * model.parameters_per_expert * choices
         dense_flops = model.dense_flops / PASSES
         num_active = model.num_layers * model.active_experts
-        updated = model.dense_parameters / model.num_dense_shards
-        updated += num_active * model.parameters_per_expert
+        updated_bytes = UPDATE_BYTES * model.dense_parameters / model.num_dense_shards
+        if self.placement.update == "device":
+            updated_bytes += UPDATE_BYTES * num_active * model.parameters_per_expert
+        elif machine.shared:  # the host's cores are those that compute
+            updated_bytes += HOST_UPDATE_BYTES * num_active * model.parameters_per_expert
         passes = zip(self.expert_products_by_pass, self.dense_products_by_pass, strict=True)
         flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)
-        return forward + updated * UPDATE_BYTES / machine.memory_bytes_per_s, back
+        return forward + updated_bytes / machine.memory_bytes_per_s, back
 
     @property
     def transfers_s_by_pass(self) -> tuple[float, float]:
@@ -575,6 +594,8 @@ def _tier_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[Setti
             place,
         )
     for experts, optimizer in candidate_tier_pairs("auto", "auto"):
+        if experts == "device" and place.update == "host":
+            continue
         if experts != place.experts and optimizer != place.optimizer:
             both = f"{experts} and tiers.optimizer = {optimizer}"
             yield SettingChange(
@@ -807,13 +828,20 @@ def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]
         if place.experts == "device"
         else min(place.device_layers, model.num_layers)
     )
-    yield "device", "experts: weights", 4 * slots * layer
-    # Gradients of the current layer and of the layer moving to its tier, and both in the compute
-    # dtype. With replicas, the gradients of a third layer are being all-reduced.
+    on_host = place.update == "host"  # slots then have the compute dtype
+    yield (
+        "device",
+        "experts: weights",
+        (model.compute_dtype_bytes if on_host else WEIGHT_BYTES) * slots * layer,
+    )
+    # Gradients of the current layer and of the layer moving to its tier, and the weights, unless
+    # their slots have it, and gradients in the compute dtype. With replicas, the gradients of a
+    # third layer are being all-reduced.
+    cast_bytes = (2 - on_host) * model.compute_dtype_bytes
     yield (
         "device",
         "experts: in use",
-        ((2 + (model.replicas > 1)) * 4 + 2 * model.compute_dtype_bytes) * layer,
+        ((2 + (model.replicas > 1)) * WEIGHT_BYTES + cast_bytes) * layer,
     )
     kinds = (
         (place.experts, "experts: weights", 4, place.checkpoints),

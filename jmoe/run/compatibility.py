@@ -46,6 +46,7 @@ FREE = (
     "tiers.optimizer",
     "tiers.path",
     "tiers.pin_host_memory",
+    "tiers.update",
     "tiers.write_back_every_steps",
 )
 NOTED = {

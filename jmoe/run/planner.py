@@ -18,7 +18,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.config.parallel import largest_packing, packed_shape
-from jmoe.config.tiers import Tier
+from jmoe.config.tiers import Tier, Update
 from jmoe.layers.experts import up_projection_columns
 from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
@@ -252,10 +252,13 @@ def described_machine(config: TrainConfig) -> Machine:
         memory_bytes_per_s=device.memory_bytes_per_s,
         source=source,
         assumed_tiers=tuple(tier for tier, size in described_bytes.items() if not size),
+        host_memory_bytes_per_s=described.host_memory_bytes_per_s,
     )
 
 
-def _state_placement(config: TrainConfig, experts: Tier, optimizer: Tier) -> StatePlacement:
+def _state_placement(
+    config: TrainConfig, experts: Tier, optimizer: Tier, update: Update = "device"
+) -> StatePlacement:
     tiers = config.tiers
     return StatePlacement(
         experts=experts,
@@ -265,6 +268,7 @@ def _state_placement(config: TrainConfig, experts: Tier, optimizer: Tier) -> Sta
         host_cache_bytes=tiers.host_cache_bytes or None,
         checkpoints=config.checkpoint.num_kept,
         device_experts=tiers.device_experts,
+        update=update,
     )
 
 
@@ -282,10 +286,9 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
     mesh, inside = config.mesh, max(1, config.mesh.expert_intra)
     config.checked_mesh_shape(max(1, mesh.data) * mesh.expert_inter * inside, inside)
     model, tiers = training_sizes(config), config.tiers
-    assert tiers.experts != "auto" and tiers.optimizer != "auto"
-    return plan_training(
-        model, _state_placement(config, tiers.experts, tiers.optimizer), described_machine(config)
-    )
+    assert tiers.experts != "auto" and tiers.optimizer != "auto" and tiers.update != "auto"
+    place = _state_placement(config, tiers.experts, tiers.optimizer, tiers.update)
+    return plan_training(model, place, described_machine(config))
 
 
 def packing_shortfall(config: TrainConfig, machine: Machine) -> MemoryShortfall:
@@ -321,18 +324,34 @@ def packing_summary(config: TrainConfig) -> str:
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
-    """Return the run with every `auto` tier replaced by the fastest that fits. Raises `ValueError`
-    if none fits.
+    """Return the run with every `auto` tier replaced by the fastest that fits, and
+    `tiers.update = "auto"` by what the planner predicts to be faster. Raises `ValueError` if no
+    tier fits.
     """
     tiers = config.tiers
-    if "auto" not in (tiers.experts, tiers.optimizer):
+    if "auto" not in (tiers.experts, tiers.optimizer, tiers.update):
         return config
-    model = training_sizes(config)
-    pairs = candidate_tier_pairs(tiers.experts, tiers.optimizer)
-    place = first_fitting_plan(
-        model, described_machine(config), [_state_placement(config, *pair) for pair in pairs]
-    ).placement
-    return dataclasses.replace(config, tiers=tiers.with_tiers(place.experts, place.optimizer))
+    model, machine = training_sizes(config), described_machine(config)
+    places = list[StatePlacement]()
+    for pair in candidate_tier_pairs(tiers.experts, tiers.optimizer):
+        updates = _candidate_updates(tiers.update, experts=pair[0])
+        both = [_state_placement(config, *pair, update) for update in updates]
+        places += sorted(both, key=lambda place: plan_training(model, place, machine).step_s())
+    place = places[0]
+    if "auto" in (tiers.experts, tiers.optimizer):
+        place = first_fitting_plan(model, machine, places).placement
+    chosen = tiers.with_tiers(place.experts, place.optimizer, place.update)
+    return dataclasses.replace(config, tiers=chosen)
+
+
+def _candidate_updates(update: str, *, experts: Tier) -> tuple[Update, ...]:
+    """Return the values of `tiers.update` that an option, which may be `auto`, allows with the
+    weights on this tier; the first is that of equal predictions.
+    """
+    if experts == "device":
+        return ("device",)
+    both: tuple[Update, ...] = ("device", "host")
+    return tuple(name for name in both if update in ("auto", name))
 
 
 # fractions of a device's experts of a layer, see `ExpertStats`
@@ -362,6 +381,8 @@ def _summable_counts(stats: ExpertStats) -> dict[str, float]:
         "nvme_written_bytes": sum(store.nvme_writes.num_bytes for store in stores),
         "host_bytes": sum(store.host.num_bytes for store in stores),
         "slot_bytes": stats.slot_bytes,
+        "to_device_bytes": stats.link.to_device,
+        "from_device_bytes": stats.link.from_device,
         "updates": stats.updates,
         "replayed_steps": stats.replayed_steps,
     }
@@ -412,7 +433,9 @@ def tier_totals_text(totals: dict[str, float]) -> str:
     """Return the counters of `tier_totals` as lines of text."""
     return (
         f"NVMe: {totals['nvme_read_bytes'] / 1e9:.2f} GB read,"
-        f" {totals['nvme_written_bytes'] / 1e9:.2f} GB written\nexperts: {totals['updates']}"
+        f" {totals['nvme_written_bytes'] / 1e9:.2f} GB written; host to devices"
+        f" {totals['to_device_bytes'] / 1e9:.2f} GB, back {totals['from_device_bytes'] / 1e9:.2f}"
+        f" GB\nexperts: {totals['updates']}"
         f" updates, {totals['replayed_steps']} missed steps replayed\na layer's step chose"
         f" {100 * totals['chosen_share']:.0f} % of a device's experts, at most"
         f" {100 * totals['most_chosen_share']:.0f} %; room for {100 * totals['room']:.0f} %"

@@ -1,8 +1,15 @@
 """CPU operations in C++: for few rows, whose weights XLA:CPU reads at a fraction of the memory
-bandwidth; and for attention and experts of a training step, which XLA:CPU splits into products and
-passes over memory.
+bandwidth; for attention and experts of a training step, which XLA:CPU splits into products and
+passes over memory; and for AdamW on the host.
 """
 
+from kernels_pallas.native.adamw import (
+    AdamWSettings,
+    HostAdamWSteps,
+    HostParameter,
+    adamw_in_place,
+    round_to_bfloat16,
+)
 from kernels_pallas.native.api import (
     SLOT_ARRAYS,
     ExpertByteOffsets,
@@ -51,11 +58,15 @@ __all__ = [
     "MAX_ROWS",
     "SIZE_MULTIPLE",
     "SLOT_ARRAYS",
+    "AdamWSettings",
     "ExpertByteOffsets",
+    "HostAdamWSteps",
+    "HostParameter",
     "MLPArrays",
     "NoCacheError",
     "NotBuiltError",
     "SlotFinder",
+    "adamw_in_place",
     "allow_native_inference",
     "allow_native_training",
     "build_in_background",
@@ -74,6 +85,7 @@ __all__ = [
     "load",
     "multiplies_many_rows",
     "rms_norm",
+    "round_to_bfloat16",
     "runs_in_background",
     "slot_mlp",
     "sources_digest",

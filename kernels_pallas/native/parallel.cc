@@ -11,18 +11,21 @@ int usable_cores() {
   return int(std::thread::hardware_concurrency());
 }
 
-Pool* pool = nullptr;
+Pool* pools[2] = {};
 std::mutex making;
 
 }  // namespace
 
-Pool& Pool::get() {
+Pool& Pool::get() { return numbered(0); }
+Pool& Pool::of_updates() { return numbered(1); }
+
+Pool& Pool::numbered(int number) {
   // threads do not survive a fork: a child makes its own
-  static const int once = pthread_atfork(nullptr, nullptr, [] { pool = nullptr; });
+  static const int once = pthread_atfork(nullptr, nullptr, [] { pools[0] = pools[1] = nullptr; });
   (void)once;
   std::lock_guard<std::mutex> lock(making);
-  if (!pool) pool = new Pool();
-  return *pool;
+  if (!pools[number]) pools[number] = new Pool();
+  return *pools[number];
 }
 
 Pool::Pool() : helpers_(std::max(0, usable_cores() - 1)) {

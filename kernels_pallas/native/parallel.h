@@ -25,7 +25,10 @@ inline void relax() {
 
 class Pool {
  public:
-  static Pool& get();  // never destroyed: its threads end with the process
+  // Never destroyed: their threads end with the process. Updates of parameters have threads of their own: they run
+  // beside the operations of a step, and neither is to take all cores from the other.
+  static Pool& get();
+  static Pool& of_updates();
 
   int threads() const { return helpers_ + 1; }
 
@@ -48,6 +51,7 @@ class Pool {
   static constexpr std::chrono::microseconds kAwake{200};  // longer than between two operations of a step
 
   Pool();
+  static Pool& numbered(int number);
   void help();
   static void work(const Phases& phases);
 

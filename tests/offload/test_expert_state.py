@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from jmoe.memory.record_handle import Record
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.memory.version_store import VersionStore
 from jmoe.offload.expert_state import ExpertState
+from jmoe.offload.expert_updates import HostUpdate
 from jmoe.offload.gradient_writer import GradientWriter
 from jmoe.offload.training_slots import TrainingSlots
 from jmoe.run.checkpoint import Checkpoints
@@ -60,12 +61,17 @@ class Fault:
 
 
 class Training:
-    """A run on NVMe from step `FIRST` on, to be repeated from there."""
+    """A run on NVMe from step `FIRST` on, to be repeated from there.
 
-    def __init__(self, folder: Path) -> None:
-        tiers = TiersConfig(
-            "nvme", "nvme", "nvme", path=str(folder / "records"), host_cache_bytes=120_000
-        )
+    places: (owner, name) of each function that can fail.
+    """
+
+    def __init__(
+        self, folder: Path, places: list[tuple[Any, str]], update: Literal["device", "host"]
+    ) -> None:
+        tiers = TiersConfig("nvme", "nvme", "nvme", update=update, host_cache_bytes=120_000)
+        tiers = dataclasses.replace(tiers, path=str(folder / "records"))
+        self.places = places
         self.folder, self.config = folder / "checkpoints", dataclasses.replace(CONFIG, tiers=tiers)
         self.program = StreamedTrainer(self.config, mesh_of(1, 1, 1))
         state = self.program.init()
@@ -80,9 +86,9 @@ class Training:
 
     def count_calls(self) -> dict[str, int]:
         """How often a run without a fault calls each place that can fail."""
-        counted = {name: Fault(getattr(self.holder(owner), name), 0) for owner, name in PLACES}
+        counted = {name: Fault(getattr(self.holder(owner), name), 0) for owner, name in self.places}
         with pytest.MonkeyPatch.context() as patch:
-            for owner, name in PLACES:
+            for owner, name in self.places:
                 self.put(patch, owner, name, counted[name])
             self.forget_what_was_saved()
             assert_same(self.go_on(FIRST), self.expected)
@@ -145,7 +151,15 @@ class Training:
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    training = Training(tmp_path_factory.mktemp("faults"))
+    training = Training(tmp_path_factory.mktemp("faults"), PLACES, "device")
+    yield training
+    training.program.close()
+
+
+@pytest.fixture(scope="module")
+def updated_on_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    folder = tmp_path_factory.mktemp("faults-host")
+    training = Training(folder, PLACES_OF_HOST_UPDATES, "host")
     yield training
     training.program.close()
 
@@ -168,6 +182,17 @@ PLACES = [
     (RecordCheckpoints, "write_list"),
     (RecordCheckpoints, "_drain"),
 ]
+PLACES_OF_HOST_UPDATES = [
+    (TieredStore, "get"),
+    (TieredStore, "prefetch"),
+    (Record, "close_as_changed"),
+    (VersionStore, "read_into"),
+    (VersionStore, "write"),
+    (HostUpdate, "catch_up"),
+    (HostUpdate, "write_weights"),
+    (TrainingSlots, "write_weights"),
+    (jmoe.offload.training_slots, "put_record"),
+]
 OF_SAVES = ("pin_versions", "write_list", "_drain", "flush")  # the experts are as they were
 
 
@@ -177,6 +202,25 @@ OF_SAVES = ("pin_versions", "write_list", "_drain", "flush")  # the experts are 
 def test_an_error_ends_the_run_or_changes_nothing(
     training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_errors(training, owner, name, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    PLACES_OF_HOST_UPDATES,
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_an_error_of_an_update_on_the_host(
+    updated_on_host: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_errors(updated_on_host, owner, name, monkeypatch)
+
+
+def check_errors(
+    training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See `test_an_error_ends_the_run_or_changes_nothing`."""
     calls, original = training.calls[name], getattr(training.holder(owner), name)
     assert calls > 0
     for fails_at in sorted({1 + calls // 2, calls}):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -117,6 +117,36 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 )
 def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_path: Path) -> None:
     """Gradients wait and experts were idle; the run had gone on for a while from where it saved."""
+    check_that_it_goes_on(undisturbed, tiers, tmp_path)
+
+
+def test_updated_on_the_host_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    undisturbed = train(CONFIG, dataclasses.replace(HOST, update="host"))
+    check_that_it_goes_on(undisturbed, dataclasses.replace(NVME, update="host"), tmp_path)
+
+
+@pytest.mark.parametrize(("first", "then"), [("host", "device"), ("device", "host")])
+def test_the_update_may_move_between_device_and_host(
+    undisturbed: Trained,
+    first: Literal["host", "device"],
+    then: Literal["host", "device"],
+    tmp_path: Path,
+) -> None:
+    """With gradients that wait, to another tier and back again."""
+    config = dataclasses.replace(CONFIG, native="off")  # XLA: the bits of the device's update
+    with Opened(tmp_path, dataclasses.replace(NVME, update=first), config) as run:
+        run.save(run.steps(run.program.init(), SAVED))
+        assert run.listed(SAVED)["beside"]["applied"]
+    with Opened(tmp_path, dataclasses.replace(HOST, update=then), config) as run:
+        run.save(run.steps(run.restore(SAVED), SAVED + 1))
+    with Opened(tmp_path, dataclasses.replace(NVME, update=then), config) as run:
+        state = run.steps(run.restore(SAVED + 1), STEPS)
+        assert run.losses == undisturbed.losses[SAVED + 1 :]
+        assert differing(run.whole(state), undisturbed.state) == []
+
+
+def check_that_it_goes_on(undisturbed: Trained, tiers: TiersConfig, tmp_path: Path) -> None:
+    """See `test_it_goes_on_to_the_bit`."""
     with Opened(tmp_path, tiers) as run:
         state = run.steps(run.program.init(), SAVED)
         run.save(state)

@@ -13,7 +13,7 @@ import pytest
 from jmoe.config import OptimizerConfig
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import StepHistory
-from jmoe.offload.training_slots import TrainingSlots
+from jmoe.offload.training_slots import SlotPlace, TrainingSlots
 
 P, SHAPES = 4, {"w": (3, 2)}
 FIRST, SECOND, THIRD = jax.devices()[:3]
@@ -44,7 +44,7 @@ def test_experts_are_placed_on_every_device_that_has_them() -> None:
     assert slots.assign_rows_and_find_absent(1, np.array([1, 2])).tolist() == [True, True]
     for expert, value in ((1, 7.0), (2, 8.0)):
         copies = 2 if expert == 1 else 1
-        assert slots.write_weights(1, 5, expert, record(value)) == 24 * copies
+        assert slots.write_weights(SlotPlace(1, 5, expert), record(value)) == 24 * copies
         slots.set_present(1, expert, True)
     assert weights(slots, 1) == [[0, 7], [0, 7], [8, 0]]
     assert slots.assign_rows_and_find_absent(1, np.arange(P)).tolist() == [True, False, False, True]
@@ -65,7 +65,7 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
 ) -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, 1)
     assert slots.assign_rows_and_find_absent(0, np.array([1])).tolist() == [True]
-    slots.write_weights(0, 0, 1, record(7.0))
+    slots.write_weights(SlotPlace(0, 0, 1), record(7.0))
     slots.set_present(0, 1, True)
     slots.grow_slots(1)
     slots.grow_if_asked(0)
@@ -82,13 +82,11 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
 def test_an_update_reaches_all_replicas() -> None:
     slots = TrainingSlots(LOCAL, SHAPES, 1, None)
     config = OptimizerConfig(weight_decay=0.0, warmup_steps=0)
-    slots.write_weights(0, 0, 1, record(1.0))
+    slots.write_weights(SlotPlace(0, 0, 1), record(1.0))
     zeros = {"w": np.zeros(SHAPES["w"], np.float32)}
     gradient = {"w": np.ones(SHAPES["w"], np.float32)}
     missed = StepHistory(0, [0.5], [1.0]).missed_windows(range(1), pending=True)
-    w, m, v = slots.catch_up_expert(
-        0, slots.replica_rows(0, 0, 1), (zeros, zeros), gradient, missed, config
-    )
+    w, m, v = slots.catch_up_expert(SlotPlace(0, 0, 1), (zeros, zeros), gradient, missed, config)
     assert weights(slots, 0)[0] == weights(slots, 0)[1] == [0, np.asarray(w["w"])[0, 0]]
     assert (
         np.asarray(w["w"])[0, 0] == pytest.approx(0.5) and np.all(m["w"] > 0) and np.all(v["w"] > 0)

@@ -124,6 +124,41 @@ def test_a_measured_share_of_chosen_experts() -> None:
     assert spread.active_experts == 4
 
 
+def test_an_update_on_the_host() -> None:
+    """Weights go in 2 bytes and gradients come; the host's memory is then in the way as well."""
+    there, here = (
+        plan_training(MODEL, replace(NVME, update=u), MACHINE) for u in ("device", "host")
+    )
+    traffic = [plan.expert_traffic_by_pass() for plan in (there, here)]
+    link = [sum(each.link_bytes for each in both) / 10**6 for both in traffic]
+    again = 1 - 2 / 16  # of layers: the last two are still on the device
+    assert link == pytest.approx([32 + 4 * again, 6 + 2 * again])
+    disks = [[each._replace(link_bytes=0) for each in both] for both in traffic]
+    assert disks[0] == disks[1]
+
+    sizes = [{row[:2]: row[2] for row in plan.rows} for plan in (there, here)]
+    for kind, of_device, of_host in (
+        ("experts: weights", 4 * 2, 2 * 2),
+        ("experts: in use", 2 * 4 + 2 * 2, 2 * 4 + 2),
+    ):
+        assert [size["device", kind] for size in sizes] == [
+            n * 64 * 10**6 for n in (of_device, of_host)
+        ]
+    assert here.needed_bytes("host") == there.needed_bytes("host")
+
+    in_host_memory = replace(
+        NVME, experts="host", optimizer="host", gradients="host", update="host"
+    )
+    slow = replace(MACHINE, host_memory_bytes_per_s=38e6)  # a second for each expert
+    plan = plan_training(replace(MODEL, devices_per_host=4), in_host_memory, slow)
+    assert plan.expert_transfer_s_by_pass[0] == pytest.approx(4)
+    assert there.compute_s_by_pass[0] > here.compute_s_by_pass[0]
+    assert there.compute_s_by_pass[1] == here.compute_s_by_pass[1]
+    shared = plan_training(MODEL, in_host_memory, replace(slow, shared=True))
+    assert shared.expert_transfer_s_by_pass == (0, 0)  # the cores that compute update as well
+    assert there.compute_s_by_pass[0] > shared.compute_s_by_pass[0] > here.compute_s_by_pass[0]
+
+
 def test_a_smaller_batch_is_expected_to_choose_a_smaller_share() -> None:
     few = replace(MODEL, chosen_share=0.3, step_tokens=32, max_micro_batches=4)
     shares = [

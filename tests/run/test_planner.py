@@ -56,6 +56,23 @@ def test_auto_becomes_a_tier(tmp_path: Path) -> None:
         run(device_bytes=10**6)
 
 
+def test_auto_updates_where_the_step_is_faster() -> None:
+    """On a GPU the link decides, or the host's memory; with experts on the device nothing."""
+
+    def update(tiers: TiersConfig, **machine: float) -> str:
+        gpu = MachineConfig(accelerator="h100", host_bytes=10**12, **machine)  # type: ignore[arg-type]
+        config = with_chosen_tiers(dataclasses.replace(TINY, tiers=tiers, machine=gpu))
+        return config.tiers.update
+
+    host = TiersConfig("host", "host", update="auto")
+    assert update(host) == "host"
+    assert update(host, host_memory_bytes_per_s=1e8) == "device"
+    assert update(dataclasses.replace(host, update="device")) == "device"
+    every = TiersConfig("auto", "auto", update="auto")
+    assert update(every, device_bytes=10**12) == "device"  # where the experts are, too
+    assert update(dataclasses.replace(every, experts="host"), device_bytes=10**12) == "host"
+
+
 def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
     """It is planned with, and the summary has the prediction with the share of its own run too."""
 
@@ -77,6 +94,7 @@ def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
 
     def summary(config: TrainConfig, share: float) -> tuple[str, dict[str, Any]]:
         counts = ("waited_s", "nvme_read_bytes", "nvme_written_bytes", "updates", "replayed_steps")
+        counts = (*counts, "to_device_bytes", "from_device_bytes")
         totals = dict.fromkeys(counts, 0.0) | {
             "chosen_share": share,
             "most_chosen_share": 0.9,
@@ -221,7 +239,7 @@ def test_an_accelerator_is_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> No
     plan = training_plan(h100)
     assert not plan.machine.shared
     assert (plan.machine.device_bytes, plan.machine.flops, plan.machine.link_bytes_per_s) == (
-        60 * 10**9,
+        72 * 10**9,
         989e12,
         64e9,
     )

@@ -74,13 +74,23 @@ def in_host_memory() -> Iterator[Trainer]:
         yield trainer
 
 
+@pytest.fixture(scope="module")
+def updated_on_host() -> Iterator[Trainer]:
+    with contextlib.closing(trainer_of(ONE, dataclasses.replace(HOST, update="host"))) as trainer:
+        yield trainer
+
+
 @pytest.fixture
 def trainer(request: pytest.FixtureRequest, in_host_memory: Trainer) -> Trainer:
     """The trainer with experts where the test's parameter says."""
+    if request.param == "updated on the host":
+        return request.getfixturevalue("updated_on_host")  # type: ignore[no-any-return]
     return on_device() if request.param == "device" else in_host_memory
 
 
-BOTH = pytest.mark.parametrize("trainer", ["device", "host"], indirect=True)
+PLACES = pytest.mark.parametrize(
+    "trainer", ["device", "host", "updated on the host"], indirect=True
+)
 
 
 def step(
@@ -173,7 +183,7 @@ def test_an_overflow_on_two_devices_with_experts_in_host_memory(
         assert_overflow_changes_the_scale_alone(trainer)
 
 
-@BOTH
+@PLACES
 def test_skipped_steps_leave_no_trace(trainer: Trainer) -> None:
     """A run that skips steps ends where one ends that takes the others with the same scales, bit
     for bit.
@@ -191,17 +201,21 @@ def test_skipped_steps_leave_no_trace(trainer: Trainer) -> None:
     assert differing(*ends) == []
 
 
-def test_gradients_wait_with_the_scale_of_their_step(in_host_memory: Trainer) -> None:
+def test_gradients_wait_with_the_scale_of_their_step(
+    in_host_memory: Trainer, updated_on_host: Trainer
+) -> None:
     """The scale has changed when they are applied."""
     ends = []
-    for trainer in (on_device(), in_host_memory):
+    for trainer in (on_device(), in_host_memory, updated_on_host):
         state = trainer.init()
         for number in range(6):
             state, values = step(trainer, with_scale(state, 2.0 ** (6 + number)), number)
             assert values["loss_scale"] == 2 ** (6 + number) and values["skipped_steps"] == 0
         ends.append(but_for_scale(full_state(trainer, state)))
-    for ours, expected in zip(*map(jax.tree.leaves, ends), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-5)
+    of_device, *others = map(jax.tree.leaves, ends)
+    for other in others:
+        for ours, expected in zip(other, of_device, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-5)
 
 
 class OneOverflows(FusedTrainer):

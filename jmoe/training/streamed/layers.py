@@ -383,12 +383,14 @@ class LayerFunctions:
         dparams: Params,
         dexperts: PyTree = None,
     ) -> GradAccumulator:
-        """Return `sums` with one micro-batch's gradients of a layer added."""
+        """Return `sums` with one micro-batch's gradients of a layer added, in float32."""
         layout, rows_RG = self.buffer_layout(params.stack), sums.rows_RG
         fused, outside_buffer = layout.split(dparams)
         if self._scan is not None and self._sharded.fused:
             new_RG = flatten_gradients(fused, layout.entries, self._scan.hierarchy)
             rows_RG = new_RG if rows_RG is None else rows_RG + new_RG
+        # weights in a slot may have the dtype of the products (`tiers.update = "host"`)
+        dexperts = jax.tree.map(lambda g: g.astype(jnp.float32), dexperts)
         if sums.experts is not None:
             dexperts = jax.tree.map(jnp.add, sums.experts, dexperts)
         totals = [

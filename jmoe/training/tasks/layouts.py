@@ -90,13 +90,17 @@ def slot_bytes_per_expert(config: VisionTrainConfig, num_devices: int) -> int:
 
     These are float32 weights in the slots of all resident layers, and for one layer a copy in the
     compute dtype, a gradient, and the previous layer's gradient, which is still being copied out.
-    On a mesh with replicas, the gradient exists before and after its sum over devices.
+    With `tiers.update = "host"` the slots have the compute dtype, without a copy. On a mesh with
+    replicas, the gradient exists before and after its sum over devices.
     """
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
     groups = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     gradients = GRADIENT_BYTES * (2 if num_devices > groups else 1) + written
-    in_use = 4 * _num_layers_on_device(config) + gradients + _cast_bytes_per_element(config)
-    return config.model.parameters_per_expert * in_use
+    cast = _cast_bytes_per_element(config)
+    weights = 4 * _num_layers_on_device(config) + cast
+    if config.tiers.update == "host":
+        weights = (cast or 4) * _num_layers_on_device(config)
+    return config.model.parameters_per_expert * (weights + gradients)
 
 
 def _count_shared_and_own_slots(

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jmoe.config.parallel import packed_shape
 from jmoe.memory import version_store
 from jmoe.offload.expert_state import ExpertState
 from jmoe.run.checkpoint import Checkpoints
+from jmoe.run.planner import training_plan
 from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed.step import StreamedTrainer
@@ -36,6 +37,10 @@ CONFIG = TrainConfig(
     compute_dtype="float32",
 )
 HOST = TiersConfig(experts="host", optimizer="host")
+UPDATED_ON_HOST = dataclasses.replace(HOST, update="host")
+# Tests compile with few of XLA's optimizations: only XLA's own update on the host then has the
+# bits of the device's. `test_host_update.py` compiles as users do.
+BY_XLA = dataclasses.replace(CONFIG, native="off")
 
 
 def batch(config: TrainConfig, step: int) -> jax.Array:
@@ -173,6 +178,68 @@ def test_where_it_lies_changes_no_bit(
     if tiers.optimizer == "nvme":
         moments = there.stats.moments
         assert moments.nvme.num_bytes > 0 and moments.nvme_writes.num_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "slots"),
+    [
+        pytest.param(UPDATED_ON_HOST, 1, marks=pytest.mark.slow),
+        (UPDATED_ON_HOST, 3),
+        pytest.param(
+            dataclasses.replace(UPDATED_ON_HOST, optimizer="nvme"), 2, marks=pytest.mark.slow
+        ),
+        (
+            TiersConfig("nvme", "nvme", "nvme", update="host", host_cache_bytes=150_000),
+            2,
+        ),
+    ],
+)
+def test_an_update_on_the_host_changes_no_bit(
+    on_host: Trained, tiers: TiersConfig, slots: int, tmp_path: Path
+) -> None:
+    there = train(BY_XLA, stored_in(tiers, tmp_path, device_layers=slots), reopen_after=3)
+    assert there.losses == on_host.losses
+    assert there.held_out == on_host.held_out
+    assert differing(there.state, on_host.state) == []
+    assert there.stats.replayed_steps > 0
+
+
+def test_the_native_update_is_the_devices_but_for_rounding(on_host: Trained) -> None:
+    same_training(train(CONFIG, UPDATED_ON_HOST), on_host, losses_rtol=1e-6, metrics_rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "gradient_dtype"),
+    [
+        ("bfloat16", "float32"),
+        pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_on_the_host_moves_few_bytes(
+    compute_dtype: Literal["bfloat16", "float32"], gradient_dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """Of every expert a step moves what the planner says: weights in the dtype of the products,
+    twice where the backward pass fetches them again, and the gradient.
+    """
+    model = dataclasses.replace(MODEL, num_experts_per_tok=E)  # every expert, in every step
+    tiers = dataclasses.replace(UPDATED_ON_HOST, gradient_dtype=gradient_dtype, device_layers=1)
+    config = dataclasses.replace(CONFIG, model=model, compute_dtype=compute_dtype, tiers=tiers)
+    with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, 1))) as program:
+        state, links = program.init(), []
+        for step in range(3):
+            state, _ = program.step(state, batch(config, step))
+            program._open_experts._ring.wait_for_loads()  # until the next step begins
+            links.append(program.expert_stats().link)
+    per_parameter = [
+        np.subtract(links[2], links[1])[i] / (N * E * model.parameters_per_expert) for i in (0, 1)
+    ]
+    weight, gradient = (4 if d == "float32" else 2 for d in (compute_dtype, gradient_dtype))
+    assert per_parameter == [pytest.approx(weight * (1 + (N - 1) / N)), gradient]
+    planned = training_plan(config).expert_traffic_by_pass()
+    assert sum(per_parameter) * model.parameters_per_expert == pytest.approx(
+        sum(traffic.link_bytes for traffic in planned)
+    )
 
 
 def test_weights_come_from_files_that_are_memory(

@@ -36,7 +36,9 @@ HOST = TiersConfig(experts="host", optimizer="host", device_layers=1)
 MIXED = TiersConfig(experts="device", optimizer="host")
 NVME = TiersConfig(experts="nvme", optimizer="nvme", gradients="nvme")
 HALF = TiersConfig(experts="host", optimizer="nvme")
+UPDATED = dataclasses.replace(HALF, update="host")
 TIERS = {"device": DEVICE, "mixed": MIXED, "host": HOST, "half": HALF, "nvme": NVME}
+TIERS |= {"updated on the host": UPDATED}
 # Every kind of layer, those with experts in turn; two contrastive tasks.
 MODEL = dataclasses.replace(
     CONFIG.model, num_hidden_layers=4, task_layers=(1, 3), mlp_only_layers=(0,)
@@ -167,6 +169,7 @@ def test_experts_in_host_memory_change_no_loss(tmp_path: Path) -> None:
         ("nvme", (1, 1, 1), {"gradient_accumulation_steps": 2, "remat": "layer"}),
         ("mixed", (2, 1, 2), {}),  # experts apart: tokens are exchanged; two replicas of each
         ("half", (2, 1, 2), {"gradient_accumulation_steps": 2}),
+        ("updated on the host", (2, 1, 2), {"gradient_accumulation_steps": 2}),
         ("nvme", (2, 1, 1), {"layout": "elastic"}),  # 2 | 1 + 1 + ...
         ("host", (8, 1, 1), {"layout": "elastic"}),  # 4 / 2 / 1 / 1
         ("mixed", (4, 1, 1), {"layout": "elastic"}),
@@ -186,6 +189,7 @@ def test_no_tier_and_no_layout_changes_a_loss(
         pytest.param("host", 4, 2, marks=pytest.mark.slow),
         pytest.param("nvme", 2, 3, marks=pytest.mark.slow),
         pytest.param("mixed", 8, 2, marks=pytest.mark.slow),
+        pytest.param("updated on the host", 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_experts_on_tiers_lie_where_their_tasks_run(
@@ -202,7 +206,7 @@ def test_experts_on_tiers_lie_where_their_tasks_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["host", "mixed"])
+@pytest.mark.parametrize("name", ["host", "mixed", "updated on the host"])
 def test_paths_are_learned_alike_where_tasks_run(tmp_path: Path, name: str) -> None:
     model = dataclasses.replace(LEARNED.model, mlp_only_layers=(0, 2))
     config = dataclasses.replace(LEARNED, model=model, layout="elastic")
@@ -247,11 +251,13 @@ def test_bfloat16_is_rounded_alike(tmp_path: Path, shape: tuple[int, ...], layou
     """Products and the gradients that wait, both in bfloat16: of relative precision 2**-8."""
     config = dataclasses.replace(MANY, compute_dtype="bfloat16", layout=layout)
     losses = []
-    for tiers in (DEVICE, dataclasses.replace(NVME, gradient_dtype="bfloat16")):
+    both = [dataclasses.replace(t, gradient_dtype="bfloat16") for t in (NVME, UPDATED)]
+    for tiers in (DEVICE, *both):
         # JAX's own attention promotes bfloat16 without a word
         with jax.numpy_dtype_promotion("standard"), opened(config, tiers, tmp_path, *shape) as run:
             losses.append(run.train(3)["task_loss"])
-    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02, atol=0.02)
+    for ours in losses[1:]:
+        np.testing.assert_allclose(ours, losses[0], rtol=0.02, atol=0.02)
 
 
 def save(run: Run, folder: Path, step: int) -> None:

@@ -1,0 +1,143 @@
+"""Compare the bytes/s of AdamW on the host's cores with those of a copy of the same memory.
+
+    python benchmarks/kernels/host_adamw.py
+
+AdamW reads weight, moments and gradient and writes weight, moments and a bfloat16 copy: 30 bytes a
+parameter with a float32 gradient, 28 with a bfloat16 one. Parameters of `--elements` each lie in
+`--bytes` of memory, so that no cache holds what a call takes. The copy is memcpy by as many threads
+as there are cores, of as many bytes, read and written ones counted. A round has every row and the
+copy, one after the other; medians of the rounds, and of a round's ratios to its copy.
+
+xla_gb_per_s is the same update without the native operation, on one parameter.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start(reexec=True)
+
+import ctypes
+import itertools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.lib import report
+from jmoe.config import OptimizerConfig
+from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
+from jmoe.offload.lazy_adamw import StepHistory, catch_up_arrays
+from kernels_pallas import native
+
+CONFIG = OptimizerConfig()
+SETTINGS = native.AdamWSettings(CONFIG.beta1, CONFIG.beta2, CONFIG.eps, CONFIG.weight_decay)
+STEPS = native.HostAdamWSteps(*(np.full(1, x, np.float32) for x in (1e-4, 2.0, 3.0)), clip=0.5)
+BFLOAT16 = np.dtype(jnp.bfloat16)
+GRADIENTS = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
+Call = Callable[[], object]
+
+
+def filled(size: int, dtype: np.dtype, rng: np.random.Generator) -> np.ndarray:
+    """Return numbers in page-aligned memory, as records have them."""
+    num_bytes = size * dtype.itemsize
+    (memory,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+    array = memory[:num_bytes].view(dtype)
+    array[...] = np.resize(np.abs(rng.normal(size=min(size, 1 << 16))), size)
+    return array
+
+
+def updates(elements: int, num_bytes: int, gradient: np.dtype) -> tuple[Call, int]:
+    """Return a call that updates the next of many parameters, and the bytes it moves."""
+    moved, rng, wide = (
+        (28 if gradient.itemsize == 2 else 30) * elements,
+        np.random.default_rng(0),
+        np.dtype(np.float32),
+    )
+    parameters = itertools.cycle(
+        [
+            native.HostParameter(
+                *(filled(elements, dtype, rng) for dtype in (wide, wide, wide, gradient)),
+                copy=filled(elements, BFLOAT16, rng),
+                decay=True,
+            )
+            for _ in range(max(2, num_bytes // moved))
+        ]
+    )
+    return lambda: native.adamw_in_place([next(parameters)], STEPS, SETTINGS), moved
+
+
+def copies(num_bytes: int) -> tuple[Call, int]:
+    """Return a call that copies with every core, and the bytes it reads and writes."""
+    threads = len(os.sched_getaffinity(0))
+    part = num_bytes // 2 // threads // PAGE_BYTES * PAGE_BYTES
+    here, there = (allocate_slots(threads, part) for _ in range(2))
+    here[...], there[...] = 1, 2
+    pool, copy = ThreadPoolExecutor(threads), ctypes.CDLL(None).memcpy
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+    def copy_part(i: int) -> None:
+        copy(there[i].ctypes.data, here[i].ctypes.data, part)
+
+    return lambda: list(pool.map(copy_part, range(threads))), 2 * threads * part
+
+
+def by_xla(elements: int) -> tuple[Call, int]:
+    """Return a call of XLA's update, and the bytes of its arrays."""
+    rng = np.random.default_rng(0)
+    arrays = [{"w": filled(elements, np.dtype(np.float32), rng).reshape(-1, 1)} for _ in range(4)]
+    (window,) = StepHistory(0, [1e-4], [0.5]).missed_windows(range(1), pending=True)
+    return lambda: catch_up_arrays(*arrays, [window], config=CONFIG), 28 * elements
+
+
+def seconds(call: Call) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--bytes", type=int, default=1 << 30)
+    parser.add_argument(
+        "--elements", type=int, nargs="+", default=[1 << 16, 3 * 768 * 2048, 3 << 23]
+    )
+    a = parser.parse_args()
+    native.load()
+    copy, copied = copies(a.bytes)
+    rows = []
+    for elements in a.elements:
+        kinds = {name: updates(elements, a.bytes, dtype) for name, dtype in GRADIENTS.items()}
+        kinds["xla"] = by_xla(elements)
+        repeats = {name: max(1, (32 << 20) // moved) for name, (_, moved) in kinds.items()}
+        rates: dict[str, list[float]] = {name: [] for name in (*kinds, "copy")}
+        for number in range(a.rounds + 1):
+            for name, (call, moved) in kinds.items():
+                taken = sum(seconds(call) for _ in range(repeats[name])) / repeats[name]
+                rates[name].append(moved / taken / 1e9)
+            rates["copy"].append(copied / seconds(copy) / 1e9)
+            if not number:  # compiles, and touches memory for the first time
+                rates = {name: [] for name in rates}
+        for name in GRADIENTS:
+            row = {
+                "elements": elements,
+                "gradient": name,
+                "gb_per_s": report.median(rates[name], 1),
+                "xla_gb_per_s": report.median(rates["xla"], 1),
+                "copy_gb_per_s": report.median(rates["copy"], 1),
+                "of_copy": report.ratio(rates[name], rates["copy"]),
+            }
+            rows.append(report.progress(row))
+    about = {"options": report.options(a), "instruction_set": native.instruction_set()}
+    report.finish(about | {"threads": len(os.sched_getaffinity(0)), "rows": rows} | report.where())
+
+
+if __name__ == "__main__":
+    main()

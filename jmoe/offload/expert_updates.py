@@ -1,0 +1,345 @@
+"""Where AdamW updates an offloaded expert: on its device (`DeviceUpdate`) or on the host's cores
+(`HostUpdate`).
+
+`expert_state.py` decides which expert takes which steps, and opens its records. On the device the
+float32 weights and moments travel there and back. On the host they stay, and only weights in the
+dtype of the products go to the device. Both ways give the same bits on a CPU.
+
+Legend:
+  W  steps of one call
+"""
+
+import contextlib
+import logging
+import queue
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.config import OptimizerConfig, check
+from jmoe.memory.buffers import Allocate, Slots, allocate_slots
+from jmoe.memory.pinned import PinnedSlots
+from jmoe.memory.record_handle import Record
+from jmoe.memory.record_layout import RecordLayout
+from jmoe.offload.lazy_adamw import NO_GRADIENT, MissedSteps, Params, catch_up_arrays
+from jmoe.offload.training_slots import Moments, SlotPlace, TrainingSlots, WeightSource
+from jmoe.status import status
+from kernels_pallas import native
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+STAGED_EXPERTS = 2  # the ring's thread and the main thread each send one expert at a time
+
+log = logging.getLogger(__name__)
+
+
+class ExpertRecords(NamedTuple):
+    """The open records of one expert.
+
+    weights: None if the weights stay on the device. gradient: None if no gradient waits.
+    """
+
+    weights: Record | None
+    moments: Record
+    gradient: Record | None
+
+
+class LinkBytes(NamedTuple):
+    """Bytes moved between host and devices."""
+
+    to_device: int = 0
+    from_device: int = 0
+
+    def plus(self, other: "LinkBytes") -> "LinkBytes":
+        """Return the sums of both."""
+        return LinkBytes(self[0] + other[0], self[1] + other[1])
+
+
+class ExpertUpdate(Protocol):
+    """Moves experts' weights to their slots, and applies missed AdamW steps to experts."""
+
+    optimizer: OptimizerConfig
+    on_host: bool  # whether `catch_up` reads the weights' record, not the slot
+    slot_dtypes: Mapping[str, np.dtype]  # of the weights in the slots, by parameter
+
+    def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
+        """Copy an up-to-date record of weights to the slot."""
+
+    def catch_up(
+        self,
+        slots: TrainingSlots,
+        place: SlotPlace,
+        records: ExpertRecords,
+        missed: Iterable[MissedSteps],
+    ) -> LinkBytes:
+        """Apply the missed steps to the records and to the slot; the first missed step takes the
+        gradient.
+        """
+
+
+class DeviceUpdate:
+    """AdamW on the device: float32 weights, moments and gradient go there; weights and moments
+    return.
+    """
+
+    on_host = False
+
+    def __init__(
+        self, optimizer: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], gradient_dtype: str
+    ) -> None:
+        self.optimizer = optimizer
+        self.slot_dtypes: Mapping[str, np.dtype] = dict.fromkeys(shapes, np.dtype(np.float32))
+        dtype = jnp.dtype(gradient_dtype)
+        self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+
+    def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
+        return LinkBytes(slots.write_weights(place, weights))
+
+    def catch_up(
+        self,
+        slots: TrainingSlots,
+        place: SlotPlace,
+        records: ExpertRecords,
+        missed: Iterable[MissedSteps],
+    ) -> LinkBytes:
+        names, (weights, moments, gradient) = list(slots.shapes), records
+        device = slots.first_device(place)
+        both = moments.copy_to_device([f"{part}.{name}" for part in "mv" for name in names], device)
+        m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
+        g: Moments = self._no_gradient
+        if gradient is not None:
+            g = gradient.copy_to_device(names, device)
+        w, m, v = slots.catch_up_expert(place, (m, v), g, missed, self.optimizer)
+        for name in names:
+            np.copyto(moments[f"m.{name}"], m[name])
+            np.copyto(moments[f"v.{name}"], v[name])
+            if weights is not None:
+                np.copyto(weights[name], w[name])
+        returned = [m, v] if weights is None else [w, m, v]
+        return LinkBytes(_num_bytes(both, g), _num_bytes(*returned))
+
+
+class HostUpdate:
+    """AdamW on the host's cores, in the records themselves; the updated weights go to the slot in
+    the dtype of the products.
+
+    slot_dtypes: dtype of each parameter in the products. allocate: allocates the memory that
+    weights in another dtype than float32 are sent from. is_native: whether the native operation
+    updates, not XLA:CPU; both give the same bits.
+
+    Raises `ValueError` if JAX has no CPU backend.
+    """
+
+    on_host = True
+
+    def __init__(
+        self,
+        optimizer: OptimizerConfig,
+        shapes: Mapping[str, tuple[int, ...]],
+        slot_dtypes: Mapping[str, np.dtype],
+        *,
+        is_native: bool,
+        allocate: Allocate = allocate_slots,
+    ) -> None:
+        self.optimizer = optimizer
+        self.slot_dtypes: Mapping[str, np.dtype] = dict(slot_dtypes)
+        self._names, self._is_native, self._cpu = list(shapes), is_native, _cpu_device()
+        self._settings = native.AdamWSettings(
+            optimizer.beta1, optimizer.beta2, optimizer.eps, optimizer.weight_decay
+        )
+        # parameters whose copies for the slot the native operation writes
+        self._natively_rounded = {
+            name for name, dtype in slot_dtypes.items() if is_native and dtype == BFLOAT16
+        }
+        self._staging: _StagingBuffers | None = None
+        if any(dtype != np.float32 for dtype in slot_dtypes.values()):
+            layout = RecordLayout.from_arrays(
+                {name: (shape, slot_dtypes[name]) for name, shape in shapes.items()}
+            )
+            self._staging = _StagingBuffers(layout, allocate)
+
+    def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
+        with self._source(weights) as (source, copies):
+            self._write_copies({name: weights[name] for name in self._names}, copies)
+            return LinkBytes(slots.write_weights(place, source))
+
+    def catch_up(
+        self,
+        slots: TrainingSlots,
+        place: SlotPlace,
+        records: ExpertRecords,
+        missed: Iterable[MissedSteps],
+    ) -> LinkBytes:
+        weights, moments, gradient = records
+        assert weights is not None, place
+        w = {name: weights[name] for name in self._names}
+        m, v = ({n: moments[f"{part}.{n}"] for n in self._names} for part in "mv")
+        g = None if gradient is None else {name: gradient[name] for name in self._names}
+        with self._source(weights) as (source, copies):
+            for window in missed:
+                if self._is_native:
+                    self._apply_natively((w, m, v), g, window, copies)
+                else:
+                    self._apply_by_xla((w, m, v), g, window)
+            others = {n: c for n, c in copies.items() if n not in self._natively_rounded}
+            self._write_copies(w, others)
+            return LinkBytes(slots.write_weights(place, source))
+
+    @contextlib.contextmanager
+    def _source(self, weights: Record) -> Iterator[tuple[WeightSource, dict[str, np.ndarray]]]:
+        """Yield (what to send to the slot, the arrays to fill before, by parameter).
+
+        This is the record itself, without arrays to fill, if the slots are float32.
+        """
+        if self._staging is None:
+            yield weights, {}
+            return
+        with self._staging.take() as staged:
+            yield staged, staged.arrays
+
+    def _write_copies(self, w: Mapping[str, np.ndarray], copies: Mapping[str, np.ndarray]) -> None:
+        """Write the weights to these arrays, in the arrays' dtypes."""
+        rounded = self._natively_rounded & copies.keys()
+        for name in copies.keys() - rounded:
+            np.copyto(copies[name], w[name], casting="same_kind")
+        if rounded:
+            native.round_to_bfloat16([(w[name], copies[name]) for name in rounded])
+
+    def _apply_natively(
+        self,
+        state: tuple[Params, Params, Params],
+        g: Params | None,
+        window: MissedSteps,
+        copies: Mapping[str, np.ndarray],
+    ) -> None:
+        """Apply one window of steps to (w, m, v), and write the copies in bfloat16."""
+        w, m, v = state
+        count, first, gradient_at = (
+            int(np.asarray(n)) for n in (window.num_steps, window.step, window.gradient_at)
+        )
+        with jax.default_device(self._cpu):
+            factors_W2 = np.array(
+                [_bias_factors(self.optimizer, t) for t in range(first, first + count)], np.float32
+            )
+        lr_W, clip = np.asarray(window.lr_W)[:count], float(np.asarray(window.clip))
+        steps = native.HostAdamWSteps(lr_W, factors_W2[:, 0], factors_W2[:, 1], clip)
+        if gradient_at == NO_GRADIENT:
+            g = None
+        parameters = [
+            native.HostParameter(
+                *(w[n], m[n], v[n], None if g is None else g[n]),
+                copy=copies[n] if n in self._natively_rounded else None,
+                decay=w[n].ndim >= 2,
+            )
+            for n in self._names
+        ]
+        native.adamw_in_place(parameters, steps, self._settings)
+
+    def _apply_by_xla(
+        self,
+        state: tuple[Params, Params, Params],
+        g: Params | None,
+        window: MissedSteps,
+    ) -> None:
+        """Apply one window of steps to (w, m, v) without the native operation."""
+        w, m, v = state
+        with jax.default_device(self._cpu):
+            updated = catch_up_arrays(w, m, v, g, [window], config=self.optimizer)
+        for arrays, news in zip(state, updated, strict=True):
+            for name, array in arrays.items():
+                np.copyto(array, news[name])
+
+
+class _StagedExpert:
+    """One expert's weights in the dtypes of the slots, in host memory, to be sent to a device.
+
+    arrays: by parameter, to be written before `copy_to_device`.
+    """
+
+    def __init__(self, layout: RecordLayout, memory: Slots, number: int) -> None:
+        self.arrays = layout.views(memory[number])
+        self._send = (
+            partial(memory.copy_to_device, number, layout)
+            if isinstance(memory, PinnedSlots)
+            else None
+        )
+
+    def copy_to_device(self, names: Iterable[str], device: jax.Device) -> dict[str, jax.Array]:
+        """Return arrays, by name, in the device's memory, after the transfer has ended.
+
+        On CPU they may alias this memory.
+        """
+        if self._send is not None:
+            return self._send(list(names))
+        return jax.block_until_ready({n: jax.device_put(self.arrays[n], device) for n in names})
+
+
+class _StagingBuffers:
+    """`STAGED_EXPERTS` experts in memory that `allocate` returns."""
+
+    def __init__(self, layout: RecordLayout, allocate: Allocate) -> None:
+        memory = allocate(STAGED_EXPERTS, layout.record_bytes)
+        self._free = queue.SimpleQueue[_StagedExpert]()
+        for number in range(STAGED_EXPERTS):
+            self._free.put(_StagedExpert(layout, memory, number))
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[_StagedExpert]:
+        """Yield a buffer that no other thread has; wait for one."""
+        staged = self._free.get()
+        try:
+            yield staged
+        finally:
+            self._free.put(staged)
+
+
+def _num_bytes(*trees: Moments) -> int:
+    return sum(array.nbytes for tree in trees for array in tree.values())
+
+
+def _cpu_device() -> jax.Device:
+    """Return a CPU of JAX's. Raises `ValueError` if JAX has none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            "tiers.update = 'host': must be device without JAX's CPU backend: add cpu to"
+            f" $JAX_PLATFORMS ({error})"
+        ) from error
+
+
+@lru_cache(maxsize=4096)
+def _bias_factors(config: OptimizerConfig, step: int) -> tuple[float, float]:
+    """Return 1 / (1 - beta^t) of both moments for step number `step`, as XLA:CPU computes them."""
+    m_factor, v_factor = _compute_bias_factors(config, np.int32(step))
+    return float(m_factor), float(v_factor)
+
+
+@partial(jax.jit, static_argnums=0)
+def _compute_bias_factors(config: OptimizerConfig, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    t = (step + 1).astype(jnp.float32)
+    return 1 / (1 - config.beta1**t), 1 / (1 - config.beta2**t)
+
+
+def load_native_adamw(setting: Literal["auto", "on", "off"]) -> bool:
+    """Load the native operations for updates on the host, built first if necessary; return whether
+    they may be used.
+
+    setting: `TrainConfig.native`. Raises `ValueError` if it is "on" and they cannot be built.
+    """
+    if setting == "off":
+        return False
+    try:
+        with contextlib.ExitStack() as stack:
+            if not native.is_built():
+                words = "building the native operations, once on this machine"
+                stack.enter_context(status(words, log.info, timed=True))
+            native.load()
+    except native.NotBuiltError as error:
+        check(setting != "on", "native", setting, f"cannot be had here: {error}")
+        log.warning("XLA updates the experts on the host, more slowly: %s", error)
+        return False
+    return True
