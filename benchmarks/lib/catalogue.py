@@ -36,6 +36,7 @@ TITLES = {
     "hybrid_cpu": ("inference", "Experts copied to the device, or computed on the CPU"),
     "compressed_transformers_cpu": ("inference", "Log-probabilities of compressed experts"),
     "serving_cpu": ("inference", "The server beside its own engine"),
+    "starting_cpu": ("inference", "From the command to the first answer"),
     "serving_aot": ("inference", "Engine programs, compiled for an H200"),
     "eplb_cpu": ("inference", "Expert placements under a skewed load"),
     "training_tiers_cpu": ("offloading", "Training with experts in host memory or on NVMe"),
