@@ -134,13 +134,14 @@ def print_estimate(config: ServeConfig, folder: Path) -> None:
     this machine need not have.
     """
     from jmoe.inference.engine_estimate import estimate_engine
-    from jmoe.inference.loading import open_checkpoint
+    from jmoe.inference.loading import open_checkpoint, with_sequence_length
     from jmoe.status import status
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
-        engine = replace(
-            config.engine, max_seq_len=checkpoint.choose_sequence_length(config.engine.max_seq_len)
-        )
+        engine = config.engine
+        if engine.max_seq_len is None and engine.cache_tokens is None:
+            engine = replace(engine, max_seq_len=checkpoint.choose_sequence_length(None))
+        engine = with_sequence_length(checkpoint, engine)
         with status(f"compiling the engine's programs for {config.estimate}", say):
             print(estimate_engine(checkpoint, engine, config.estimate))
 
@@ -163,6 +164,7 @@ def plan_engine(
     """Return the engine's options, with the length of its sequences set, and where its bytes go;
     print what requests may be.
     """
+    from jmoe.config.engine import CACHE_BLOCK
     from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
     from jmoe.serving.model_sampling import ModelSamplingDefaults
 
@@ -173,12 +175,12 @@ def plan_engine(
     sampling = ModelSamplingDefaults.read(folder, config.sampling_defaults)
     say(
         f"{model_name} from {folder}: {engine_config.max_batch} sequences at once, {length:,}"
-        " tokens each"
+        f" tokens each, {engine_config.num_cache_blocks() * CACHE_BLOCK:,} in the cache"
     )
     if config.engine.max_seq_len is None and length != positions:
         say(
             f"the model has {positions:,} positions; --max-seq-len allows longer sequences,"
-            " --max-batch makes room"
+            " --cache-tokens sets the memory of all together"
         )
     say(str(sampling))
     return engine_config, memory

@@ -33,7 +33,7 @@ from benchmarks.lib import ahead_of_time, gpu, report
 from benchmarks.lib.published import LAYERS, published
 from jmoe.config import ModelConfig
 from jmoe.inference import popularity, runner, sampler
-from jmoe.inference.kv_cache import KVCache, empty_caches
+from jmoe.inference.kv_cache import BLOCK, KVCache, empty_caches, table_width
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.functional import ModuleStructure, split_arrays
@@ -95,9 +95,8 @@ def shapes_of(
         (structure, programs.abstract(arrays))
         for structure, arrays in map(split_arrays, (ends, block, block.moe.router))
     )
-    caches = programs.abstract(
-        jax.eval_shape(lambda: empty_caches(config, max(sizes.batch), 2 * sizes.prompt, DTYPE))
-    )
+    num_blocks = max(sizes.batch) * table_width(2 * sizes.prompt)
+    caches = programs.abstract(jax.eval_shape(lambda: empty_caches(config, num_blocks, DTYPE)))
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     every = config.num_moe_layers * config.num_experts
     num_slots = {
@@ -122,7 +121,7 @@ def engine_programs(
     """Compile steps of a prompt and of every batch, then the programs of some policies alone."""
     shapes = shapes_of(programs, config, sizes)
     for rows, width in ((batch, width) for width in (sizes.prompt, 1) for batch in sizes.batch):
-        step_programs(programs, config, shapes, rows, width)
+        step_programs(programs, config, shapes, (rows, width), table_width(2 * sizes.prompt))
     for name, arrays in shapes.slots.items():
         what = f"expert into a slot, {name}"
         programs.compile(what, put_record, arrays, shapes.record, programs.of(jnp.int32))
@@ -132,21 +131,25 @@ def step_programs(
     programs: ahead_of_time.Programs,
     config: ModelConfig,
     shapes: EngineShapes,
-    rows: int,
-    width: int,
+    sizes: tuple[int, int],
+    num_blocks: int,
 ) -> None:
-    """Compile the programs of a step of `rows` sequences with `width` tokens each."""
+    """Compile the programs of a step.
+
+    sizes: (sequences, tokens of each). num_blocks: of a sequence's table.
+    """
+    rows, width = sizes
     of, do = programs.of, programs.compile
     outside, layer, router, caches, kept, _ = shapes
     what, tokens = f"{rows} x {width} tokens", rows * width
-    context = runner.num_positions_read(1, caches[0].length) if width == 1 else None
+    context = runner.num_positions_read(1, num_blocks * BLOCK) if width == 1 else None
     batch = runner.TokenBatch(
-        of(jnp.int32, tokens), of(jnp.int32, rows), of(jnp.int32, rows, width)
+        of(jnp.int32, tokens), of(jnp.int32, rows, num_blocks), of(jnp.int32, rows, width)
     )
     positions_PC = batch.positions_PC
     x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
     variant = runner.LayerProgramOptions(False, context)
-    inputs = *layer, caches[0], x, batch.rows_P, positions_PC, None
+    inputs = *layer, caches[0], x, batch.blocks_PW, positions_PC, None
     x_PCD, _, routed = do(
         f"layer but for experts, {what}", runner._attend_program, variant, *inputs
     )
@@ -186,7 +189,7 @@ def decode_program(
         context,
     )
     programs.compile(
-        f"all layers, resident, {batch.rows_P.shape[0]} x 1 tokens",
+        f"all layers, resident, {batch.blocks_PW.shape[0]} x 1 tokens",
         runner._apply_layers,
         static,
         (arrays,) * count,

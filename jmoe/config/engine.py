@@ -15,6 +15,7 @@ from jmoe.config.checks import (
 )
 from kernels_pallas.formats import EXPERT_DTYPES, INT8_TAKING, ExpertDtype
 
+CACHE_BLOCK = 128  # positions of a block of the KV cache
 Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # Of experts over devices. even: each once, in order; lina: devices in proportion to popularity,
 # unpopular ones packed;
@@ -94,6 +95,10 @@ class EngineConfig:
     # that keys and values do not displace experts from the device; in several processes and in
     # portable programs at most 2048
     max_seq_len: int | None = None
+    # tokens that the KV cache holds for all sequences together, in whole blocks of 128 on every
+    # device; sequences wait for blocks, or give theirs back and are computed again. None:
+    # max_batch * max_seq_len, so that no sequence waits for blocks
+    cache_tokens: int | None = None
     # which experts are on the device. resident: all; ring: those of a few layers at a time;
     # experts: the experts that the tokens chose, and the most used ones; hybrid: like experts, but
     # the CPU computes some of the missing ones in host memory; auto: resident if that fits, else
@@ -142,6 +147,8 @@ class EngineConfig:
         check_field(apart, self, "pin_host_memory", "must be auto or off with policy = 'hybrid'")
         usable = self.native != "off" or self.policy != "hybrid"
         check_field(usable, self, "native", "must be auto or on with policy = 'hybrid'")
+        check_positive_or_none(self, "cache_tokens")
+        self._check_cache_size()
         enough = self.max_seq_len is None or self.max_seq_len >= 2
         check_field(
             enough, self, "max_seq_len", "must be at least 2, a token of prompt and one of output"
@@ -160,6 +167,31 @@ class EngineConfig:
         self._check_streaming()
         if self.mesh.devices > 1:
             self._check_mesh()
+
+    @property
+    def num_cache_pools(self) -> int:
+        """Return the number of devices that have blocks of the cache of their own."""
+        return 1 if self.mesh.dense == "tensor" else self.mesh.devices
+
+    def num_cache_blocks(self, block_tokens: int = CACHE_BLOCK) -> int:
+        """Return the number of blocks of the cache on all devices; `max_seq_len` must be set.
+
+        block_tokens: positions of a block.
+        """
+        assert self.max_seq_len is not None, "the model's positions say it"
+        if self.cache_tokens is None:
+            return self.max_batch * -(-self.max_seq_len // block_tokens)
+        return self.num_cache_pools * -(-self.cache_tokens // (self.num_cache_pools * block_tokens))
+
+    def _check_cache_size(self) -> None:
+        """Reject a cache that cannot hold the longest sequence."""
+        if self.cache_tokens is None:
+            return
+        fewest, where = self.num_cache_pools * (self.max_seq_len or 2), ""
+        if self.num_cache_pools > 1:
+            where = f", on each of {self.num_cache_pools} devices"
+        words = f"must be at least {fewest}: a sequence of {self.max_seq_len or 2} tokens"
+        check_field(self.cache_tokens >= fewest, self, "cache_tokens", words + where)
 
     @property
     def mesh_allows_ring(self) -> bool:

@@ -4,7 +4,8 @@ FOLDER gets a prefill and a decode program (StableHLO from `jax.export`, for CPU
 weights, the tokenizer, and run.py, which generates tokens with JAX and numpy alone. Both programs
 are plain XLA without jmoe's kernels, so that they compile on any machine.
 
-Legend: P rows of a step, C tokens per row, V vocabulary, E experts of a layer.
+Legend: P rows of a step, W blocks of a row of the cache, C tokens per row, V vocabulary, E experts
+of a layer.
 """
 
 import argparse
@@ -135,6 +136,7 @@ class PortablePrograms:
 
     def run_step(
         self,
+        table_width: int,
         weights: Weights,
         caches: list[tuple[jax.Array, jax.Array]],
         tokens_PC: jax.Array,
@@ -144,7 +146,10 @@ class PortablePrograms:
     ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's
         keys and values).
+
+        table_width: blocks of a row of the caches, which lie one after the other.
         """
+        blocks_PW = rows_P[:, None] * table_width + jnp.arange(table_width, dtype=jnp.int32)
         embed_and_head, written = self._embed_and_head.select_arrays(weights), []
         hidden = embed_local(
             self._embed_and_head.structure,
@@ -155,7 +160,7 @@ class PortablePrograms:
         )
         for layer, cache in zip(self._layers, caches, strict=True):
             experts = {field: weights[name] for field, name in layer.experts.items()}
-            places = CachePlaces(rows_P, positions_PC, layer.window)
+            places = CachePlaces(blocks_PW, positions_PC, layer.window)
             static = (layer.block.structure, self.config.hidden_act)
             new, hidden = _apply_layer(
                 *static,
@@ -165,7 +170,7 @@ class PortablePrograms:
                 hidden,
                 places,
             )
-            written.append((new.k_BGSd, new.v_BGSe))
+            written.append((new.k_NGLd, new.v_NGLe))
         x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
@@ -173,11 +178,8 @@ class PortablePrograms:
         self, options: EngineConfig
     ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """Return shapes and dtypes of the key and value cache of each layer."""
-        assert options.max_seq_len is not None, "the model's positions say it"
-        make = partial(
-            empty_caches, self.config, options.max_batch, options.max_seq_len, self.checkpoint.dtype
-        )
-        return [(cache.k_BGSd, cache.v_BGSe) for cache in jax.eval_shape(make)]
+        make = partial(empty_caches, self.config, options.num_cache_blocks(), self.checkpoint.dtype)
+        return [(cache.k_NGLd, cache.v_NGLe) for cache in jax.eval_shape(make)]
 
     def export_step(
         self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]
@@ -192,7 +194,8 @@ class PortablePrograms:
         whole, row = (
             jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, width), (num_rows,))
         )
-        program = jax.export.export(jax.jit(self.run_step, donate_argnums=1), platforms=platforms)
+        run_step = partial(self.run_step, options.num_cache_blocks() // options.max_batch)
+        program = jax.export.export(jax.jit(run_step, donate_argnums=1), platforms=platforms)
         return program(weights, self.cache_shapes(options), whole, row, whole, row)
 
 

@@ -224,9 +224,11 @@ class PortableModel:
         self._caches = [
             tuple(jnp.zeros(shape, plan["cache_dtype"]) for shape in layer) for layer in shapes
         ]
-        self._padding = shapes[0][0][2]  # S, the position of padding tokens
-        self._programs = {name: self._load_and_compile(folder, name) for name in plan["programs"]}
         self.max_batch: int = plan["max_batch"]
+        num_blocks, _, block_tokens, _ = shapes[0][0]
+        # S, the position of padding tokens
+        self._padding = num_blocks * block_tokens // self.max_batch
+        self._programs = {name: self._load_and_compile(folder, name) for name in plan["programs"]}
         self.max_seq_len: int = plan["max_seq_len"]
 
     def _load_and_compile(self, folder: Path, name: str) -> Any:

@@ -12,6 +12,7 @@ B sampled tokens (P or `max_batch`)
 C tokens a row, 1
 D hidden
 V vocabulary
+W blocks of a table
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence
 
-NOWHERE = 2**30  # an invalid row of the cache
+NOWHERE = 2**30  # an invalid row
 # fills the rows of a step that belong to no running sequence
 IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])
 
@@ -52,7 +53,7 @@ class StepOutcome(NamedTuple):
 class StepAhead:
     """A decode step that the device runs before the host has read the previous step's tokens.
 
-    places: each sequence's row in the programs and its token's column of the cache.
+    places: each sequence's row in the programs and its token's position.
     """
 
     places: dict[Sequence, tuple[int, int]]
@@ -65,19 +66,21 @@ class StepAhead:
         """Start the next step of a decode group, from sampled tokens that are still on the device.
 
         tokens_B: int32, the token sampled for each row of the group.
-        continuing: the group's sequences that may continue after these tokens.
+        continuing: the group's sequences that may continue after these tokens, each with a block
+            for its next token.
         """
         places: dict[Sequence, tuple[int, int]] = {}
-        rows_P = np.zeros(group.num_rows, np.int32)
-        positions_P1 = np.full((group.num_rows, 1), runner.caches[0].length, np.int32)  # padding
+        blocks_PW = np.zeros((group.num_rows, runner.table_width), np.int32)
+        positions_P1 = np.full((group.num_rows, 1), runner.length, np.int32)  # padding
         for row, chunk in enumerate(group.chunks):
             if chunk.sequence in continuing:
-                rows_P[row], positions_P1[row, 0] = chunk.row, chunk.end
+                blocks_PW[row, : len(chunk.block_ids)] = chunk.block_ids
+                positions_P1[row, 0] = chunk.end
                 places[chunk.sequence] = row, chunk.end
         tokens_P = (
             tokens_B if tokens_B.size == group.num_rows else _first_rows(tokens_B, group.num_rows)
         )
-        output = runner.run_batch(TokenBatch(tokens_P, rows_P, positions_P1))
+        output = runner.run_batch(TokenBatch(tokens_P, blocks_PW, positions_P1))
         logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))
         return cls(places, output._replace(logits_PV=logits_PV))
 

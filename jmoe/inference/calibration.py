@@ -13,6 +13,7 @@ D hidden
 import math
 import statistics
 import time
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -93,8 +94,17 @@ def calibrate(
         .tolist()
     )
     sequence = Sequence(tokens)
-    decode = tuple(Chunk(sequence, row, position, [tokens[row]]) for row in range(max_batch))
-    prefill = Chunk(sequence, 0, 0, tokens[:prefill_tokens])
+    # a small cache has fewer blocks than these sequences would need; times do not depend on content
+    num_blocks = runner.caches[0].k_NGLd.shape[0]
+    tables = [
+        array("i", [(row * runner.table_width + i) % num_blocks for i in range(runner.table_width)])
+        for row in range(max_batch)
+    ]
+    decode = tuple(
+        Chunk(sequence, row, position, [tokens[row]], block_ids=tables[row])
+        for row in range(max_batch)
+    )
+    prefill = Chunk(sequence, 0, 0, tokens[:prefill_tokens], block_ids=tables[0])
     batch = runner.make_batch(ChunkGroup(decode, max_batch, 1))
     by_tokens = {
         prefill_tokens: _measure_layers_s(
@@ -148,7 +158,7 @@ def _measure_layers_s(runner: ModelRunner, batch: TokenBatch) -> float:
     (output,) = runner.forward([batch])
     if output.logits_PV is None:
         return forward_s
-    alone, at_P = output._replace(logits_PV=None), np.zeros(len(batch.rows_P), np.int32)
+    alone, at_P = output._replace(logits_PV=None), np.zeros(len(batch.blocks_PW), np.int32)
     jax.block_until_ready(runner.logits(alone, at_P))  # compiles outside of the timing
     return max(
         0.0, forward_s - _median_s(lambda: jax.block_until_ready(runner.logits(alone, at_P)))

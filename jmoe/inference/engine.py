@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jmoe.config import check
-from jmoe.config.engine import EngineConfig
+from jmoe.config.engine import CACHE_BLOCK, EngineConfig
 from jmoe.inference.ahead import StepAhead
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream
@@ -99,6 +99,8 @@ class Engine(Closing):
             on_mesh.leader = leader
         self.config, self.max_batch = self._runner.config, self._scheduler.max_batch
         self.max_seq_len = self._scheduler.max_seq_len
+        # of all sequences together, on all devices
+        self.cache_tokens = self._scheduler.stats().blocks * CACHE_BLOCK
         self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
         self._ahead: StepAhead | None = None
@@ -252,8 +254,8 @@ class Engine(Closing):
             return []
         begun = time.perf_counter()
         for chunk in plan.prefill:
-            if chunk.copy_from is not None:
-                self._runner.copy_row(chunk.copy_from, chunk.row, chunk.start)
+            if chunk.copies:
+                self._runner.copy_blocks(chunk.copies, len(chunk.copies))
             self._sampler.record_prompt(chunk)
         groups = self._scheduler.group_chunks(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -336,7 +338,7 @@ class Engine(Closing):
         return self._collector.plan
 
     def scheduler_stats(self) -> SchedulerStats:
-        """Return the numbers of running and waiting requests, and of cached and reused tokens."""
+        """Return the numbers of running and waiting requests, of blocks, and of reused tokens."""
         return self._scheduler.stats()
 
     def reset_stats(self) -> None:
@@ -452,6 +454,11 @@ class Engine(Closing):
             }
             if (
                 continuing
+                and all(
+                    self._scheduler.has_block_ahead(c)
+                    for c in plan.decode
+                    if c.sequence in continuing
+                )
                 and smallest_bucket(len(continuing), self._scheduler.decode_buckets)
                 == groups[0].num_rows
             ):
@@ -474,7 +481,11 @@ class Engine(Closing):
         """
         for row, chunk in enumerate(group.chunks):
             sequence = chunk.sequence
-            if sequence.status == "prefill" and sequence.sampling.prompt_logprobs is not None:
+            wanted = sequence.sampling.prompt_logprobs is not None
+            # a preempted sequence that has output has them
+            if wanted and sequence.status == "prefill" and not sequence.output_token_ids:
+                if chunk.start == 0:
+                    sequence.prompt_logprobs.clear()
                 logprobs = self._sampler.prompt_logprobs(
                     chunk, self._runner.logits_of_chunk(output, row)
                 )

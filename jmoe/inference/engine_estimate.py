@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS, AcceleratorPeaks
 from jmoe.inference import runner, sampler
-from jmoe.inference.kv_cache import BLOCK, empty_caches
+from jmoe.inference.kv_cache import BLOCK, empty_caches, table_width
 from jmoe.inference.loading import model_bytes
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
@@ -177,7 +177,8 @@ class _StepEstimator:
         self._config = checkpoint.config
         self._dtype = checkpoint.dtype
         self._memory = memory
-        self._options = options
+        assert options.max_seq_len is not None, "the model's positions say it"
+        self._options, self._max_seq_len = options, options.max_seq_len
         self._gpu, self._device, self.temporary_bytes = gpu, device, 0
         self._place = jax.sharding.SingleDeviceSharding(device)
         embed_and_head, layers = nnx.eval_shape(self._make_dense_modules)
@@ -239,7 +240,7 @@ class _StepEstimator:
         tokens = num_rows * width
         batch = runner.TokenBatch(
             self._abstract_array(jnp.int32, tokens),
-            self._abstract_array(jnp.int32, num_rows),
+            self._abstract_array(jnp.int32, num_rows, table_width(self._max_seq_len)),
             self._abstract_array(jnp.int32, num_rows, width),
         )
         hidden, embed = self._compile_and_estimate(
@@ -262,25 +263,21 @@ class _StepEstimator:
         """Return (shapes of the last layer's output, [(name, how often it runs, estimate) of each
         program]).
         """
-        config, options = self._config, self._options
-        assert options.max_seq_len is not None
-        cache = jax.eval_shape(
-            lambda: empty_caches(config, options.max_batch, options.max_seq_len or 0, self._dtype)[
-                0
-            ]
-        )
+        config, num_blocks = self._config, self._options.num_cache_blocks()
+        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, self._dtype)[0])
         num_rows, width = batch.positions_PC.shape
         tokens = num_rows * width
         window = None if config.sliding_window is None else self._abstract_array(jnp.int32)
         blocks = -(-(context + width) // BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         routed: ExpertInputs | None = None
-        bound = runner.num_positions_read(context + 1, cache.length) if width == 1 else None
+        length = table_width(self._max_seq_len) * BLOCK
+        bound = runner.num_positions_read(context + 1, length) if width == 1 else None
         variant = runner.LayerProgramOptions(native=False, context=bound)
         counts = Counter(structure for structure, _ in self._layers)
         arrays_of = dict(self._layers)
         for structure, count in counts.items():
-            operands = cache, hidden, batch.rows_P, batch.positions_PC, window
+            operands = cache, hidden, batch.blocks_PW, batch.positions_PC, window
             (x_PCD, _, y), attend = self._compile_and_estimate(
                 blocks, runner._attend_program, variant, structure, arrays_of[structure], *operands
             )

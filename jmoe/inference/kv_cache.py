@@ -1,11 +1,18 @@
 """The KV cache, one array of keys and one of values per layer, and attention over it.
 
+The arrays consist of blocks of `BLOCK` positions. A row of a step has a table of blocks: its
+position i is in block i // BLOCK of its table. Several tables may share a block that is full; a
+step writes only to blocks that one table has. `BlockPool` decides which blocks a table has, and
+programs take tables as operands, so they do not depend on them. Blocks before the window of a layer
+stay in the table, because other layers of the same model may read them.
+
 Steps update the arrays in place (by donation). bfloat16 is stored as its bits, uint16: XLA:CPU
 would otherwise convert the whole cache to read or write a part of it.
 
 Legend:
-B cache rows
-S positions of a row
+N blocks of the cache
+W blocks of a table
+S positions of a table, W * BLOCK; position S marks a padding token of a step
 P rows of a step
 C tokens a row in this step
 G key/value heads
@@ -26,11 +33,12 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import ModelConfig
+from jmoe.config.engine import CACHE_BLOCK
 from kernels_pallas.matmul import dot
 from kernels_pallas.native import cached_attention, uses_native_attention
 from kernels_pallas.saved import bfloat16_as_uint16
 
-BLOCK = 128
+BLOCK = CACHE_BLOCK
 _NONE = -1e30  # the score of masked keys: finite, as differences of -inf would be NaN
 
 
@@ -39,27 +47,29 @@ _NONE = -1e30  # the score of masked keys: finite, as differences of -inf would 
 class KVCache:
     """One layer's keys and values."""
 
-    k_BGSd: jax.Array
-    v_BGSe: jax.Array
-
-    @property
-    def length(self) -> int:
-        """S, the positions of a row. Position S marks a padding token of a step."""
-        return self.k_BGSd.shape[2]
+    k_NGLd: jax.Array
+    v_NGLe: jax.Array
 
 
-def empty_caches(
-    config: ModelConfig, max_batch: int, max_seq_len: int, dtype: jnp.dtype
-) -> list[KVCache]:
-    """Return zeroed caches, one for each layer, with `max_batch` rows.
+def table_width(max_seq_len: int) -> int:
+    """Return W, the number of blocks of a table for sequences of up to `max_seq_len` tokens."""
+    return -(-max_seq_len // BLOCK)
 
-    max_seq_len: positions of a row, rounded up to a multiple of `BLOCK`.
+
+def consecutive_blocks(num_rows: int, max_seq_len: int) -> np.ndarray:
+    """Return tables with blocks of their own for rows 0, 1, ..., int32 [num_rows, W]: row r has
+    blocks r W to r W + W - 1.
     """
-    length = -(-max_seq_len // BLOCK) * BLOCK
+    width = table_width(max_seq_len)
+    return np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
+
+
+def empty_caches(config: ModelConfig, num_blocks: int, dtype: jnp.dtype) -> list[KVCache]:
+    """Return zeroed caches of `num_blocks` blocks, one cache for each layer."""
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
     value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
     dims = [
-        (max_batch, config.num_key_value_heads, length, dim)
+        (num_blocks, config.num_key_value_heads, BLOCK, dim)
         for dim in (config.dim_per_head, value_dim)
     ]
     return [
@@ -68,52 +78,94 @@ def empty_caches(
     ]
 
 
+def is_real(positions_PC: jax.Array, blocks_PW: jax.Array) -> jax.Array:
+    """Return which tokens of a step are no padding, bool [P, C]."""
+    return positions_PC < blocks_PW.shape[1] * BLOCK
+
+
 def write_keys_and_values(
-    cache: KVCache, rows_P: jax.Array, positions_PC: jax.Array, k_PCGd: jax.Array, v_PCGe: jax.Array
+    cache: KVCache,
+    blocks_PW: jax.Array,
+    positions_PC: jax.Array,
+    k_PCGd: jax.Array,
+    v_PCGe: jax.Array,
 ) -> KVCache:
     """Return the cache with this step's keys and values written; tokens at position S are skipped.
 
-    The positions of a row must be consecutive: each row is written as one slice, as scatters are
-    slow on XLA:CPU. A slice that would pass the end starts earlier and keeps the old content there.
+    The positions of a row must be consecutive.
     """
+    operands = cache, blocks_PW, positions_PC, k_PCGd, v_PCGe
+    written: KVCache = lax.platform_dependent(*operands, cpu=write_slices, default=write_scattered)
+    return written
+
+
+def write_slices(
+    cache: KVCache,
+    blocks_PW: jax.Array,
+    positions_PC: jax.Array,
+    k_PCGd: jax.Array,
+    v_PCGe: jax.Array,
+) -> KVCache:
+    """Return `write_keys_and_values`, by one slice for each row and block that the row touches:
+    scatters are slow on XLA:CPU.
+
+    A slice that would pass the block's end starts earlier and keeps the old content there.
+    """
+    width = min(positions_PC.shape[1], BLOCK)
+    slices = (positions_PC.shape[1] - 2) // BLOCK + 2  # the most blocks that a row can touch
+    around = (width, width)  # a slice may begin before the first token, and end after the last
     new = KVCache(
-        bfloat16_as_uint16(k_PCGd).swapaxes(1, 2), bfloat16_as_uint16(v_PCGe).swapaxes(1, 2)
+        *(
+            jnp.pad(bfloat16_as_uint16(x).swapaxes(1, 2), ((0, 0), (0, 0), around, (0, 0)))
+            for x in (k_PCGd, v_PCGe)
+        )
     )
-    width, real_PC = positions_PC.shape[1], positions_PC < cache.length
+    real_PC = jnp.pad(is_real(positions_PC, blocks_PW), ((0, 0), around))
 
-    def write_row(p: jax.Array, cache: KVCache) -> KVCache:
-        start = jnp.minimum(positions_PC[p, 0], cache.length - width)
-        late = positions_PC[p, 0] - start
-        real_C1 = jnp.roll(real_PC[p], late)[:, None]
+    def write_slice(i: jax.Array, cache: KVCache) -> KVCache:
+        p, start = i // slices, positions_PC[i // slices, 0]
+        place = start // BLOCK + i % slices  # in the table
+        first = jnp.clip(start - place * BLOCK, 0, BLOCK - width)  # of the block's positions
+        token = width + place * BLOCK + first - start
+        block = blocks_PW[p, jnp.minimum(place, blocks_PW.shape[1] - 1)]
+        real_C1 = lax.dynamic_slice_in_dim(real_PC[p], token, width)[:, None]
 
-        def put_tokens(all_BGSd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
-            at = (rows_P[p], 0, start, 0)
-            old = lax.dynamic_slice(all_BGSd, at, (1, all_BGSd.shape[1], width, all_BGSd.shape[3]))
-            piece = jnp.where(real_C1, jnp.roll(new_PGCd[p], late, axis=1), old[0])
-            return lax.dynamic_update_slice(all_BGSd, piece[None], at)
+        def put_tokens(all_NGLd: jax.Array, new_PGCd: jax.Array) -> jax.Array:
+            at, size = (block, 0, first, 0), (1, all_NGLd.shape[1], width, all_NGLd.shape[3])
+            old = lax.dynamic_slice(all_NGLd, at, size)
+            piece = lax.dynamic_slice(new_PGCd, (p, 0, token, 0), size)
+            return lax.dynamic_update_slice(all_NGLd, jnp.where(real_C1, piece, old), at)
 
         return jax.tree.map(put_tokens, cache, new)
 
-    return lax.fori_loop(0, rows_P.shape[0], write_row, cache)
+    return lax.fori_loop(0, blocks_PW.shape[0] * slices, write_slice, cache)
 
 
-def _write_one_token_per_row(
-    cache: KVCache, rows_P: jax.Array, positions_P: jax.Array, k_P1Gd: jax.Array, v_P1Ge: jax.Array
+def write_scattered(
+    cache: KVCache,
+    blocks_PW: jax.Array,
+    positions_PC: jax.Array,
+    k_PCGd: jax.Array,
+    v_PCGe: jax.Array,
 ) -> KVCache:
-    """Return the cache with one token's key and value written in each row, by one scatter."""
+    """Return `write_keys_and_values`, by one scatter for the keys and one for the values."""
+    row_P1 = jnp.arange(positions_PC.shape[0])[:, None]
+    # padding is beyond the table, and gets block N, which does not exist
+    block_PC = blocks_PW.at[row_P1, positions_PC // BLOCK].get(
+        mode="fill", fill_value=cache.k_NGLd.shape[0]
+    )
 
-    def put_token(all_BGSd: jax.Array, new_P1Gd: jax.Array) -> jax.Array:
-        return all_BGSd.at[rows_P, :, positions_P].set(
-            bfloat16_as_uint16(new_P1Gd)[:, 0], mode="drop"
-        )
+    def put_tokens(all_NGLd: jax.Array, new_PCGd: jax.Array) -> jax.Array:
+        at = block_PC, slice(None), positions_PC % BLOCK
+        return all_NGLd.at[at].set(bfloat16_as_uint16(new_PCGd), mode="drop")
 
-    return KVCache(put_token(cache.k_BGSd, k_P1Gd), put_token(cache.v_BGSe, v_P1Ge))
+    return KVCache(put_tokens(cache.k_NGLd, k_PCGd), put_tokens(cache.v_NGLe, v_PCGe))
 
 
 def write_and_attend(
     new: tuple[jax.Array, jax.Array, jax.Array],
     cache: KVCache,
-    rows_P: jax.Array,
+    blocks_PW: jax.Array,
     positions_PC: jax.Array,
     *,
     scale: float,
@@ -124,32 +176,33 @@ def write_and_attend(
     """Write this step's keys and values; return (attention output [P, C, H, e], cache).
 
     new: (q_PCHd, k_PCGd, v_PCGe) of this step's tokens.
-    context: for one token a row, an exclusive bound on all positions, which selects
-        `attend_single_tokens`; None selects `attend`, or the native operation where available.
+    context: for one token a row, an exclusive bound on all positions, a multiple of `BLOCK`, which
+        selects `attend_single_tokens`; None selects `attend`, or the native operation if there is
+        one.
     """
     if context is not None:
-        cache = _write_one_token_per_row(cache, rows_P, positions_PC[:, 0], *new[1:])
-        at = new[0], cache, rows_P, positions_PC
+        cache = write_scattered(cache, blocks_PW, positions_PC, *new[1:])
+        at = new[0], cache, blocks_PW, positions_PC
         return attend_single_tokens(
             *at, context=context, scale=scale, window=window, sinks_H=sinks_H
         ), cache
     if uses_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
-        caches = (cache.k_BGSd, cache.v_BGSe)
-        out_PCHe, k_BGSd, v_BGSe = cached_attention(
-            new, caches, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H
+        caches = (cache.k_NGLd, cache.v_NGLe)
+        out_PCHe, k_NGLd, v_NGLe = cached_attention(
+            new, caches, blocks_PW, positions_PC, scale=scale, window=window, sinks_H=sinks_H
         )
-        return out_PCHe, KVCache(k_BGSd, v_BGSe)
+        return out_PCHe, KVCache(k_NGLd, v_NGLe)
     q_PCHd, k_PCGd, v_PCGe = new
-    cache = write_keys_and_values(cache, rows_P, positions_PC, k_PCGd, v_PCGe)
+    cache = write_keys_and_values(cache, blocks_PW, positions_PC, k_PCGd, v_PCGe)
     return attend(
-        q_PCHd, cache, rows_P, positions_PC, scale=scale, window=window, sinks_H=sinks_H
+        q_PCHd, cache, blocks_PW, positions_PC, scale=scale, window=window, sinks_H=sinks_H
     ), cache
 
 
 def attend_single_tokens(
     q_P1Hd: jax.Array,
     cache: KVCache,
-    rows_P: jax.Array,
+    blocks_PW: jax.Array,
     positions_P1: jax.Array,
     *,
     context: int,
@@ -161,21 +214,24 @@ def attend_single_tokens(
     once.
 
     The positions only enter a mask, so a GPU needs no loop whose length depends on data. Otherwise
-    as `attend`.
+    as `attend`. It copies the blocks of the context to one array first; a kernel that reads blocks
+    in place (flash-decoding) would take this function's place.
     """
     p, _, h, d = q_P1Hd.shape
-    g = cache.k_BGSd.shape[1]
-    last_P1 = jnp.where(positions_P1 < cache.length, positions_P1, -1)
+    g = cache.k_NGLd.shape[1]
+    last_P1 = jnp.where(is_real(positions_P1, blocks_PW), positions_P1, -1)
     at_L = jnp.arange(context, dtype=jnp.int32)
     seen_PL = at_L <= last_P1
     if window is not None:
         seen_PL &= at_L > last_P1 - window
 
-    def read_rows(x_BGSd: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(x_BGSd[:, :, :context][rows_P], q_P1Hd.dtype)
+    def read_rows(x_NGLd: jax.Array) -> jax.Array:
+        x_PWGLd = x_NGLd.at[blocks_PW[:, : context // BLOCK]].get(mode="clip")
+        x_PGLd = x_PWGLd.swapaxes(1, 2).reshape(p, g, context, -1)  # all positions of the context
+        return lax.bitcast_convert_type(x_PGLd, q_P1Hd.dtype)
 
     s_PGRL = (
-        dot(q_P1Hd.reshape(p, g, h // g, d), read_rows(cache.k_BGSd), b_transposed=True) * scale
+        dot(q_P1Hd.reshape(p, g, h // g, d), read_rows(cache.k_NGLd), b_transposed=True) * scale
     )
     s_PGRL = jnp.where(seen_PL[:, None, None], s_PGRL, _NONE)
     top = s_PGRL.max(axis=-1, keepdims=True)
@@ -185,36 +241,30 @@ def attend_single_tokens(
     weights = jnp.exp(s_PGRL - top)
     total = weights.sum(axis=-1, keepdims=True) + (0.0 if sinks_H is None else jnp.exp(sinks - top))
     # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
-    v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_rows(cache.v_BGSe), 0)
+    v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_rows(cache.v_NGLe), 0)
     out = dot(weights.astype(q_P1Hd.dtype), v_PGLe) / total
     return out.astype(q_P1Hd.dtype).reshape(p, 1, h, -1)
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_row(
-    cache: KVCache, source: jax.Array, target: jax.Array, num_tokens: jax.Array
+def copy_blocks(
+    cache: KVCache, sources_W: jax.Array, targets_W: jax.Array, count: jax.Array
 ) -> KVCache:
-    """Return the cache with the first `num_tokens` positions of row `source` copied to row
-    `target`.
-
-    Copies whole blocks, so up to `BLOCK` - 1 further positions too.
+    """Return the cache with the first `count` of the blocks `sources_W` copied, in order, to the
+    blocks `targets_W`.
     """
 
-    def copy_row_blocks(x_BGSd: jax.Array) -> jax.Array:
-        def copy_block(i: jax.Array, x_BGSd: jax.Array) -> jax.Array:
-            size = (1, x_BGSd.shape[1], BLOCK, x_BGSd.shape[3])
-            piece = lax.dynamic_slice(x_BGSd, (source, 0, i * BLOCK, 0), size)
-            return lax.dynamic_update_slice(x_BGSd, piece, (target, 0, i * BLOCK, 0))
+    def copy_block(i: jax.Array, x_NGLd: jax.Array) -> jax.Array:
+        block = lax.dynamic_index_in_dim(x_NGLd, sources_W[i])
+        return lax.dynamic_update_index_in_dim(x_NGLd, block, targets_W[i], 0)
 
-        return lax.fori_loop(0, (num_tokens + BLOCK - 1) // BLOCK, copy_block, x_BGSd)
-
-    return jax.tree.map(copy_row_blocks, cache)
+    return jax.tree.map(lambda x_NGLd: lax.fori_loop(0, count, copy_block, x_NGLd), cache)
 
 
 def attend(
     q_PCHd: jax.Array,
     cache: KVCache,
-    rows_P: jax.Array,
+    blocks_PW: jax.Array,
     positions_PC: jax.Array,
     *,
     scale: float,
@@ -233,7 +283,7 @@ def attend(
         _attend_query_block(
             q_PCHd[:, i : i + BLOCK],
             cache,
-            rows_P,
+            blocks_PW,
             positions_PC[:, i : i + BLOCK],
             scale,
             window,
@@ -247,7 +297,7 @@ def attend(
 def _attend_query_block(
     q_PCHd: jax.Array,
     cache: KVCache,
-    rows_P: jax.Array,
+    blocks_PW: jax.Array,
     positions_PC: jax.Array,
     scale: float,
     window: jax.Array | np.int32 | None,
@@ -255,20 +305,21 @@ def _attend_query_block(
 ) -> jax.Array:
     """Return `attend` for at most `BLOCK` queries a row, [P, C, H, e]."""
     p, c, h, d = q_PCHd.shape
-    g, length, e = cache.k_BGSd.shape[1], cache.length, cache.v_BGSe.shape[3]
+    g, e = cache.k_NGLd.shape[1], cache.v_NGLe.shape[3]
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
-    last_P1 = jnp.max(jnp.where(positions_PC < length, positions_PC, -1), axis=1, keepdims=True)
+    real_PC = is_real(positions_PC, blocks_PW)
+    last_P1 = jnp.max(jnp.where(real_PC, positions_PC, -1), axis=1, keepdims=True)
 
-    def read_block(x_BGSd: jax.Array, i: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(x_BGSd, i * BLOCK, BLOCK, axis=2)[rows_P]
-        return lax.bitcast_convert_type(part, q.dtype)
+    def read_block(x_NGLd: jax.Array, i: jax.Array) -> jax.Array:
+        block_P = lax.dynamic_index_in_dim(blocks_PW, i, 1, keepdims=False)
+        return lax.bitcast_convert_type(x_NGLd.at[block_P].get(mode="clip"), q.dtype)
 
     def attend_block(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
-        s = dot(q, read_block(cache.k_BGSd, i), b_transposed=True) * scale
+        s = dot(q, read_block(cache.k_NGLd, i), b_transposed=True) * scale
         at_L = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         seen = at_L <= at_Q
         if window is not None:
@@ -280,27 +331,29 @@ def _attend_query_block(
         # key makes `kept` 0, which discards them
         weights = jnp.exp(s - new_top)
         # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
-        v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_block(cache.v_BGSe, i), 0)
+        v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_block(cache.v_NGLe, i), 0)
         out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 
     carry = (*_initial_softmax_state(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
     _, total, out = lax.fori_loop(
-        *_used_block_range(positions_PC, length, window), attend_block, carry
+        *_used_block_range(positions_PC, real_PC, window), attend_block, carry
     )
     out = (out / jnp.maximum(total, 1e-30)).astype(q.dtype)
     return out.reshape(p, g, h // g, c, e).transpose(0, 3, 1, 2, 4).reshape(p, c, h, e)
 
 
 def _used_block_range(
-    positions_PC: jax.Array, length: int, window: jax.Array | np.int32 | None
+    positions_PC: jax.Array, real_PC: jax.Array, window: jax.Array | np.int32 | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (first, end) of the blocks to which this step's tokens attend."""
-    real = positions_PC < length
-    end = jnp.max(jnp.where(real, positions_PC, -1)) // BLOCK + 1
+    """Return (first, end) of the tables' places to which this step's tokens attend.
+
+    real_PC: which tokens are no padding, whose position exceeds all others.
+    """
+    end = jnp.max(jnp.where(real_PC, positions_PC, -1)) // BLOCK + 1
     if window is None:
         return jnp.int32(0), end
-    first = jnp.min(jnp.where(real, positions_PC, length)) - window + 1
+    first = jnp.min(positions_PC) - window + 1
     return jnp.maximum(first, 0) // BLOCK, end
 
 

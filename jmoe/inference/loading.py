@@ -15,7 +15,7 @@ import jax
 from jmoe.cluster.processes import check_same_identity, check_same_options
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.kv_cache import empty_caches
+from jmoe.inference.kv_cache import empty_caches, table_width
 from jmoe.inference.mesh.runner import MeshRunner, make_mesh_caches, make_mesh_runner
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
@@ -183,15 +183,23 @@ def _make_runner_on_one_device(
     # Arguments committed to a device compile another program than uncommitted ones, so everything
     # that a step replaces is committed from the start.
     caches = jax.device_put(
-        empty_caches(config, options.max_batch, options.max_seq_len, dtype), jax.devices()[0]
+        empty_caches(config, options.num_cache_blocks(), dtype), jax.devices()[0]
     )
+    width = table_width(options.max_seq_len)
     name = options.estimator
     if name == "auto":
         name = "router" if residency.finder is None else None
     estimator = make_estimator(name, residency, layers, config.num_experts, table)
     return (
         ModelRunner(
-            config, embed_and_head, layers, residency, caches, dtype, estimator, native=use_native
+            config,
+            embed_and_head,
+            layers,
+            residency,
+            (caches, width),
+            dtype,
+            estimator,
+            native=use_native,
         ),
         store,
     )
@@ -303,12 +311,17 @@ def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> Mem
 
 
 def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
-    """Return the options with `max_seq_len` set.
+    """Return the options with `max_seq_len` set, and `cache_tokens` where memory limits it.
 
-    If the options leave it open, it is as large as the model's positions and the free memory allow,
-    but at least min(`DEFAULT_MAX_SEQ_LEN`, positions). With several processes, whose free memory
-    may differ, it is that minimum. Raises ValueError if the options exceed the model's positions.
+    If both are open, the cache takes what the free memory allows, up to `max_batch` sequences of
+    all the model's positions and at least as many of min(`DEFAULT_MAX_SEQ_LEN`, positions). With
+    several processes, whose free memory may differ, it is that minimum. A sequence may be as long
+    as the cache of a device and the model's positions allow. Raises ValueError if the options
+    exceed the model's positions.
     """
+    if options.max_seq_len is None and options.cache_tokens is not None:
+        longest = options.cache_tokens // options.num_cache_pools
+        return replace(options, max_seq_len=min(checkpoint.max_positions, longest))
     length = checkpoint.choose_sequence_length(options.max_seq_len)
     shortest = replace(options, max_seq_len=length)
     if (
@@ -324,7 +337,10 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
     )
     plan = _make_memory_planner(checkpoint, shortest, free)
     length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
-    return replace(options, max_seq_len=length)
+    if length == checkpoint.max_positions:
+        return replace(options, max_seq_len=length)
+    longest = min(checkpoint.max_positions, options.max_batch // options.num_cache_pools * length)
+    return replace(options, max_seq_len=longest, cache_tokens=options.max_batch * length)
 
 
 def _free_memory() -> FreeMemory:

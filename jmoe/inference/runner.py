@@ -16,6 +16,7 @@ V vocabulary
 E experts of a layer
 K experts that a token chooses
 N layers with experts
+W blocks of a table
 """
 
 import time
@@ -31,7 +32,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
-from jmoe.inference.kv_cache import KVCache, copy_row, write_and_attend
+from jmoe.inference.kv_cache import BLOCK, KVCache, copy_blocks, is_real, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.layers.attention import Attention
@@ -59,10 +60,10 @@ def runs_on_cpu() -> bool:
 
 
 def num_positions_read(end: int, length: int) -> int:
-    """Return how many positions of a row a program for single tokens reads, at least `end`: one of
-    `CONTEXTS`, so that few programs are compiled.
+    """Return how many positions of a table a program for single tokens reads, at least `end`: one
+    of `CONTEXTS`, so that few programs are compiled.
 
-    length: positions of the cache, which bounds the result.
+    length: positions of a table, which bounds the result.
     """
     return min(next(n for n in CONTEXTS if n >= end), length)
 
@@ -71,12 +72,13 @@ class TokenBatch(NamedTuple):
     """The tokens of one program, as host arrays; tokens_T may be on the device.
 
     tokens_T: int32.
-    rows_P: int32, rows of the cache.
-    positions_PC: int32, columns of the cache; position S marks padding.
+    blocks_PW: int32, each row's table of blocks of the cache; the places that no token reaches may
+        hold any block.
+    positions_PC: int32, positions of each row; S = W * `BLOCK` marks padding.
     """
 
     tokens_T: Any
-    rows_P: Any
+    blocks_PW: Any
     positions_PC: Any
 
 
@@ -119,7 +121,7 @@ class CachePlaces(NamedTuple):
     context: see `write_and_attend`.
     """
 
-    rows_P: jax.Array
+    blocks_PW: jax.Array
     positions_PC: jax.Array
     window: jax.Array | np.int32 | None = None
     context: int | None = None
@@ -136,13 +138,13 @@ class CachedAttention:
 
     def __call__(self, attention: Attention, h_PCD: jax.Array) -> jax.Array:
         """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D]."""
-        rows_P, positions_PC, window, context = self._places
+        blocks_PW, positions_PC, window, context = self._places
         new = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
         out_PCHe, self.cache = write_and_attend(
             new,
             self.cache,
-            rows_P,
+            blocks_PW,
             positions_PC,
             scale=attention.scale,
             window=window,
@@ -202,7 +204,9 @@ def attend_local(
         mlp = lambda x_TD: block.feed_forward(x_TD, dtype)  # noqa: E731
         return x_PCD, cached.cache, layer_runner.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
-    real_T = layer_runner.device_positions(places.positions_PC).reshape(-1) < cache.length
+    real_T = is_real(layer_runner.device_positions(places.positions_PC), places.blocks_PW).reshape(
+        -1
+    )
     # E, which is no expert, for padding
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)
     shared_TD = (
@@ -231,7 +235,7 @@ def _attend_program(
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
-    rows_P: jax.Array,
+    blocks_PW: jax.Array,
     positions_PC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
@@ -241,7 +245,7 @@ def _attend_program(
             arrays,
             cache,
             hidden,
-            CachePlaces(rows_P, positions_PC, window, variant.context),
+            CachePlaces(blocks_PW, positions_PC, window, variant.context),
         )
 
 
@@ -330,7 +334,7 @@ def _apply_layers(
         assert hidden is not None
         for i, structure in enumerate(static.structures):
             variant = LayerProgramOptions(static.layout is not None, static.context)
-            at = batch.rows_P, batch.positions_PC, windows[i]
+            at = batch.blocks_PW, batch.positions_PC, windows[i]
             # layers of equal structure share one jitted function, traced once
             x_PCD, cache, y = _attend_program(variant, structure, arrays[i], caches[i], hidden, *at)
             # stops fusion across layers: results equal those of one program per layer bit for bit
@@ -411,7 +415,7 @@ class Runner(Protocol):
     def padding_batches(self, num_rows: int, width: int) -> list[Any]: ...
     def zero_output(self, num_rows: int, width: int) -> Any: ...
     def forward(self, batches: Sequence[Any], /) -> list[Any]: ...
-    def copy_row(self, source: int, target: int, num_tokens: int) -> None: ...
+    def copy_blocks(self, copies: Any, count: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
     def logits_of_chunk(self, hidden: Any, row: int, /) -> jax.Array: ...
     def tokens_per_expert(self) -> np.ndarray: ...
@@ -427,7 +431,7 @@ class ModelRunner:
         embed_and_head: EmbedAndHead,
         layers: Sequence[Block],
         residency: Residency,
-        caches: Sequence[KVCache],
+        caches: tuple[Sequence[KVCache], int],
         dtype: DTypeLike,
         estimator: Estimator | None = None,
         *,
@@ -436,6 +440,7 @@ class ModelRunner:
         """Split the modules into structures and arrays.
 
         embed_and_head, layers: from `LazyCheckpoint.load_dense_modules`.
+        caches: (each layer's cache, W).
         native: use native (C++) operations for few tokens.
         """
         self.native = native
@@ -447,7 +452,7 @@ class ModelRunner:
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         # of each batch of the last steps
         self.recent_choices: deque[list[BatchChoices]] = deque(maxlen=RECENT_STEPS)
-        self.caches = list(caches)
+        self.caches, self.table_width = list(caches[0]), caches[1]
         self.embed_and_head = split_arrays(embed_and_head)
         self._layers = [split_arrays(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
@@ -455,16 +460,21 @@ class ModelRunner:
             None if layer.window is None else np.int32(layer.window) for layer in config.layers
         ]
 
+    @property
+    def length(self) -> int:
+        """S, the positions of a table, and the position of padding."""
+        return self.table_width * BLOCK
+
     def make_batch(self, group: ChunkGroup) -> TokenBatch:
         """Return a group's chunks as host arrays, padded to [num_rows, width]."""
         tokens_PC = np.zeros((group.num_rows, group.width), np.int32)
-        rows_P = np.zeros(group.num_rows, np.int32)
-        positions_PC = np.full((group.num_rows, group.width), self.caches[0].length, np.int32)
+        blocks_PW = np.zeros((group.num_rows, self.table_width), np.int32)
+        positions_PC = np.full((group.num_rows, group.width), self.length, np.int32)
         for i, chunk in enumerate(group.chunks):
-            rows_P[i] = chunk.row
+            blocks_PW[i, : len(chunk.block_ids)] = chunk.block_ids
             tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
-        return TokenBatch(tokens_PC.reshape(-1), rows_P, positions_PC)
+        return TokenBatch(tokens_PC.reshape(-1), blocks_PW, positions_PC)
 
     def padding_batches(self, num_rows: int, width: int) -> list[TokenBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
@@ -538,7 +548,7 @@ class ModelRunner:
         """Return how many positions a batch of single tokens reads on an accelerator; None for
         other batches.
         """
-        positions_PC, length = batch.positions_PC, self.caches[0].length
+        positions_PC, length = batch.positions_PC, self.length
         if self._on_cpu or positions_PC.shape[1] > 1:
             return None
         return num_positions_read(
@@ -571,7 +581,7 @@ class ModelRunner:
                     *layer,
                     self.caches[i],
                     xs[n],
-                    g.rows_P,
+                    g.blocks_PW,
                     g.positions_PC,
                     self._windows[i],
                 )
@@ -719,10 +729,16 @@ class ModelRunner:
             jax.block_until_ready(held[1])
             self.residency.release(held[0])
 
-    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first `num_tokens` positions of one row of every cache to another row."""
-        numbers = (np.int32(source), np.int32(target), np.int32(num_tokens))
-        self.caches = [copy_row(cache, *numbers) for cache in self.caches]
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
+        """Copy blocks of every cache to other blocks, one after the other.
+
+        copies: at most W pairs (source, target), of which the first `count` are copied.
+        """
+        sources_W, targets_W = np.zeros((2, self.table_width), np.int32)
+        for i, (source, target) in enumerate(copies):
+            sources_W[i], targets_W[i] = source, target
+        operands = sources_W, targets_W, np.int32(count)
+        self.caches = [copy_blocks(cache, *operands) for cache in self.caches]
 
     def logits_of_chunk(self, output: BatchOutput, row: int) -> jax.Array:
         """Return the logits after every token of chunk `row` of a batch, padding included, float32

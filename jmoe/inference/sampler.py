@@ -189,15 +189,19 @@ def initial_sampler_state(max_batch: int, vocab_size: int) -> SamplerState:
 
 
 def start_sequence(
-    state: SamplerState, row: int | jax.Array, in_prompt_V: jax.Array | np.ndarray
+    state: SamplerState,
+    row: int | jax.Array,
+    in_prompt_V: jax.Array | np.ndarray,
+    output_counts_V: jax.Array | np.ndarray | int = 0,
 ) -> SamplerState:
-    """Return the state after a new sequence took a row; only needed for sequences with penalties.
+    """Return the state after a sequence took a row; only needed for sequences with penalties.
 
     in_prompt_V: bool, the tokens that occur in its prompt.
+    output_counts_V: int32, how often each token occurs in the output that it has already.
     """
     return SamplerState(
         in_prompt_MV=state.in_prompt_MV.at[row].set(in_prompt_V),
-        output_counts_MV=state.output_counts_MV.at[row].set(0),
+        output_counts_MV=state.output_counts_MV.at[row].set(output_counts_V),
     )
 
 
@@ -648,9 +652,11 @@ class Sampler:
         self.before_sampling: Callable[[SamplingVariant], object] = lambda _: None
 
     def record_prompt(self, chunk: Chunk) -> None:
-        """Record the prompt of a sequence's first chunk, if penalties will need it."""
+        """Record the prompt, and the output of a preempted sequence, before the first chunk of a
+        sequence that got its row, if penalties will need them.
+        """
         sequence, s = chunk.sequence, chunk.sequence.sampling
-        is_first = chunk.start == sequence.num_reused_tokens
+        is_first = chunk.start == sequence.first_position
         if is_first and (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (
             1,
             0,
@@ -658,7 +664,12 @@ class Sampler:
         ):
             in_prompt_V = np.zeros(self._vocab_size, np.bool_)
             in_prompt_V[sequence.prompt_token_ids] = True
-            self._state = _start_sequence(self._state, np.int32(chunk.row), in_prompt_V)
+            counts_V = np.bincount(
+                np.array(sequence.output_token_ids, np.int64), minlength=self._vocab_size
+            )
+            self._state = _start_sequence(
+                self._state, np.int32(chunk.row), in_prompt_V, counts_V.astype(np.int32)
+            )
 
     def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> PendingDraws:
         """Start sampling a token after each chunk, and return the pending draws; does not wait.
@@ -707,7 +718,10 @@ class Sampler:
         _greedy(logits_BV).block_until_ready()
         self._pad_rows(logits_BV)
         self._state = _start_sequence(
-            self._state, np.int32(0), np.zeros(self._vocab_size, np.bool_)
+            self._state,
+            np.int32(0),
+            np.zeros(self._vocab_size, np.bool_),
+            np.zeros(self._vocab_size, np.int32),
         )
 
     def warm_up_sampling(self, logits_BV: jax.Array, variant: SamplingVariant) -> None:

@@ -1,4 +1,4 @@
-"""Continuous batching: decide which tokens run in the next step, and in which row of the KV cache.
+"""Continuous batching: decide which tokens run in the next step, and in which blocks of the cache.
 
 The engine's loop is
 
@@ -7,21 +7,33 @@ The engine's loop is
     finished = scheduler.update(plan, tokens)
 
 Every step runs one token of each decoding sequence (unless it is paused) and a chunk of each prompt
-that fits, so a long prompt never blocks the others. The cache is [max_batch, max_seq_len]: a
-running sequence owns one row, and its token i (prompt, then output) is in column i.
+that fits, so a long prompt never blocks the others. A running sequence has one of `max_batch` rows
+(of the sampler's state; a row belongs to one device) and a table of blocks: its token i (prompt,
+then output) is in block i // block_tokens of the table.
 
 Imports the standard library and jmoe's own modules without JAX.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
 
 from jmoe.config import check
-from jmoe.config.engine import EngineConfig
+from jmoe.config.engine import CACHE_BLOCK, EngineConfig
+from jmoe.inference.block_pool import (
+    NO_TOKENS,
+    NOTHING_CACHED,
+    BlockPool,
+    CachedPrefix,
+    common_prefix_length,
+    extend_digests,
+)
 from jmoe.inference.sequence import FinishReason, Sequence
 
 SMALLEST_WIDTH = 16  # of prefill programs; a narrower one would hardly be faster
@@ -50,13 +62,14 @@ def smallest_bucket(n: int, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of a sequence that run in one step, from column `start` of a row of the
-    cache.
+    """Consecutive tokens of a sequence that run in one step, from position `start` on.
 
     is_last: a token is sampled after them: they end the prompt, or are the sequence's latest
         output.
-    copy_from: row whose columns 0 to start - 1 are copied into `row` before the step runs; copies
-        happen in the plan's order.
+    block_ids: the sequence's table: the blocks of its positions, in order. It has the position
+        after the chunk too where a decoding sequence has a block for it.
+    copies: pairs (block, block into which it is copied before the step runs). All copies happen
+        before any token of the step is written, in the plan's order.
     """
 
     sequence: Sequence
@@ -64,7 +77,8 @@ class Chunk:
     start: int
     tokens: list[int]
     is_last: bool = True
-    copy_from: int | None = None
+    block_ids: array[int] = field(default_factory=lambda: array("i"))
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
@@ -101,50 +115,64 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Current numbers of sequences and tokens; `reused_tokens` counts since the start."""
+    """Current numbers of sequences, tokens and blocks; the last four count since the start."""
 
-    waiting: int  # sequences without a row of the cache
+    waiting: int  # sequences without a row: new ones, and preempted ones
     running: int  # sequences with a row
-    kv_tokens: int  # tokens of running sequences in the cache
+    kv_tokens: int  # tokens of running sequences in the cache, those of a shared block once
+    blocks: int  # of the cache
+    blocks_used: int  # held by running sequences
+    blocks_cached: int  # held by none, whose tokens can be reused until the memory is needed
     reused_tokens: int  # prompt tokens that were found in the cache and so not run
+    prompt_tokens: int  # of the sequences that have got a row
+    preemptions: int  # sequences that gave back their blocks, to be computed again
 
 
-@dataclass(eq=False)
-class _CacheRow:
-    """A row of the cache.
+class _Admission(NamedTuple):
+    """A pool that a waiting sequence may enter, and what the cache has of the sequence.
 
-    tokens: those whose keys and values are in the row, from column 0 on; kept after the sequence
-        ends, for reuse.
+    here: the prefix in this pool, whose full blocks are shared. longest: the longest prefix in any
+    pool, from which the tokens beyond `here` are copied.
     """
 
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    sequence: Sequence | None = None
-    freed_at: int = 0  # increases with every row that is freed; 0 if this one never was
+    pool: int
+    here: CachedPrefix
+    longest: CachedPrefix
 
 
 class Scheduler:
-    """Assigns rows of the cache and steps to sequences, first come, first served. Not thread-safe.
+    """Assigns rows, blocks and steps to sequences, first come, first served. Not thread-safe.
 
     Prompt and output together have at most `max_seq_len` tokens. Each prompt chunk is padded to one
     of `prefill_widths`; the split into chunks does not depend on other sequences.
 
-    A finished sequence leaves its tokens in its row, for prefix reuse. A new sequence takes the
-    free row that shares the longest prefix with its prompt (the least recently used one among
-    equals), and runs only the remaining tokens. If a running row shares a longer prefix, that
-    prefix is copied. The sequence waits while an earlier prompt is computing at least half of the
-    tokens that it needs, and then copies them. At least the last prompt token always runs, for its
-    logits, and all of them if `prompt_logprobs` are requested.
+    A sequence shares the full blocks of the longest prefix that the cache has of its prompt. The
+    part of a block that goes on from there is copied to a block of its own (if no running sequence
+    has the block and the prompt continues it, the block itself is taken). Only the remaining tokens
+    run. The sequence waits while an earlier prompt is computing at least half of the tokens that it
+    needs. At least the last prompt token always runs, for its logits, and all of them if
+    `prompt_logprobs` are requested. Blocks of finished sequences stay until their memory is needed.
+
+    A sequence enters once there are blocks for its prompt, and one more for each running sequence
+    that may need one. If a decoding sequence needs a block and all are in use, the sequence that
+    entered last is preempted: it gives its blocks back, waits in front of the others, and later
+    computes its prompt and output again, save what the cache still has.
 
     eos_token_ids: tokens that end a sequence unless it ignores them.
     """
 
     def __init__(
-        self, config: EngineConfig, eos_token_ids: Collection[int] = (), *, ratio: int = 2
+        self,
+        config: EngineConfig,
+        eos_token_ids: Collection[int] = (),
+        *,
+        ratio: int = 2,
+        block_tokens: int = CACHE_BLOCK,
     ) -> None:
         """Set the sizes of programs.
 
         ratio: between consecutive sizes; a larger ratio means fewer programs and more padding.
+        block_tokens: positions of a block; another number than the cache's is for tests.
         """
         assert config.max_seq_len is not None, "the model's positions say it"
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
@@ -156,11 +184,17 @@ class Scheduler:
         )
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
-        self._rows = [_CacheRow(index) for index in range(self.max_batch)]
+        self.block_tokens = block_tokens
+        num_pools = config.num_cache_pools
+        size = config.num_cache_blocks(block_tokens) // num_pools
+        self._pools = [BlockPool(i * size, size, block_tokens) for i in range(num_pools)]
+        self._rows_per_pool = self.max_batch // num_pools
+        self._rows: list[Sequence | None] = [None] * self.max_batch
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: list[Sequence] = []  # in the order they came
-        self._frees = 0
-        self._reused_tokens = 0
+        self._running: list[Sequence] = []  # in the order they entered
+        self._prefilling: list[Sequence] = []  # likewise
+        self._clock = count(1)  # of uses of blocks
+        self._reused_tokens = self._prompt_tokens = self._preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises ValueError as `check_prompt` does."""
@@ -186,54 +220,53 @@ class Scheduler:
         running.
 
         Between `schedule` and `update` this discards the token being sampled. After reason "error"
-        the row's content is not reused.
+        the content of the sequence's blocks is not reused.
         """
         if sequence.row is not None:
-            row = self._rows[sequence.row]
             if reason == "error":
-                row.tokens.clear()
-            self._frees += 1
-            row.sequence, row.freed_at = None, self._frees
+                self._pool_of(sequence).hide(sequence.block_ids)
+            self._give_back(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
             return False
-        if sequence.status == "prefill":
-            self._prefilling.remove(sequence)
-        sequence.status, sequence.finish_reason, sequence.row = "finished", reason, None
+        sequence.status, sequence.finish_reason = "finished", reason
         return True
 
     def forget_cached_prefixes(self) -> None:
-        """Reuse nothing of the cache's rows, which something else overwrites; no sequence may
+        """Reuse nothing of the cache's blocks, which something else overwrites; no sequence may
         run.
         """
-        for row in self._rows:
-            assert row.sequence is None, "its row would be overwritten"
-            row.tokens.clear()
+        assert not self._running, "their blocks would be overwritten"
+        for pool in self._pools:
+            pool.forget_cached()
 
     @property
     def decoding_sequences(self) -> list[Sequence]:
         """The running sequences whose prompt is complete."""
-        running = [row.sequence for row in self._rows if row.sequence is not None]
-        return [sequence for sequence in running if sequence.status == "decode"]
+        return [sequence for sequence in self._running if sequence.status == "decode"]
 
     def schedule(self) -> StepPlan:
         """Return the next step; empty if no sequence waits and all running ones are paused.
 
         Idempotent until `update` is called.
         """
+        for sequence in self.decoding_sequences:  # the ones that entered first come first
+            if sequence.status == "decode" and not sequence.is_paused:
+                self._take_next_block(sequence)
         decode = tuple(
             Chunk(
-                row.sequence,
-                row.index,
-                row.sequence.num_computed_tokens,
-                row.sequence.output_token_ids[-1:],
+                sequence,
+                row,
+                sequence.num_computed_tokens,
+                sequence.output_token_ids[-1:],
+                block_ids=sequence.block_ids,
             )
-            for row in self._rows
-            if row.sequence is not None
-            and row.sequence.status == "decode"
-            and not row.sequence.is_paused
+            for row, sequence in enumerate(self._rows)
+            if sequence is not None and sequence.status == "decode" and not sequence.is_paused
         )
+        for chunk in decode:
+            self._take_block_ahead(chunk)
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens
         while len(chunks) < len(self._prefilling) or self._admit_next(tokens):
@@ -302,6 +335,10 @@ class Scheduler:
                 finished.append(sequence)
         return finished
 
+    def has_block_ahead(self, chunk: Chunk) -> bool:
+        """Return whether a decoding sequence has a block for the token after its chunk's."""
+        return chunk.end < len(chunk.block_ids) * self.block_tokens
+
     def may_continue(self, sequence: Sequence) -> bool:
         """Return False if the sequence ends with the token being sampled, whatever that token
         is.
@@ -316,12 +353,22 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether a sequence waits or runs."""
-        return bool(self._waiting) or any(row.sequence is not None for row in self._rows)
+        return bool(self._waiting or self._running)
 
     def stats(self) -> SchedulerStats:
-        running = [row.sequence for row in self._rows if row.sequence is not None]
-        kv_tokens = sum(sequence.num_computed_tokens for sequence in running)
-        return SchedulerStats(len(self._waiting), len(running), kv_tokens, self._reused_tokens)
+        num_blocks = sum(pool.num_blocks for pool in self._pools)
+        return SchedulerStats(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            kv_tokens=sum(sequence.num_computed_tokens for sequence in self._running)
+            - sum(pool.num_shared_tokens for pool in self._pools),
+            blocks=num_blocks,
+            blocks_used=num_blocks - sum(pool.num_free for pool in self._pools),
+            blocks_cached=sum(pool.num_cached for pool in self._pools),
+            reused_tokens=self._reused_tokens,
+            prompt_tokens=self._prompt_tokens,
+            preemptions=self._preemptions,
+        )
 
     def _program_row_counts(self, width: int) -> list[int]:
         """Return the row counts of programs of this width, ascending; any number of chunks is a sum
@@ -333,40 +380,165 @@ class Scheduler:
             rows.append(rows[-1] * ROWS_RATIO)
         return rows
 
-    def _admit_next(self, tokens: int) -> bool:
-        """Give the longest waiting sequence a row; return False if it must go on waiting.
+    def _pool_of(self, sequence: Sequence) -> BlockPool:
+        """Return the pool of a running sequence's blocks."""
+        assert sequence.row is not None
+        return self._pools[sequence.row // self._rows_per_pool]
 
-        It needs a free row, and its first chunk, padded, must not exceed `tokens`.
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks of `num_tokens` positions."""
+        return -(-num_tokens // self.block_tokens)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Take a running sequence's row and blocks away; their content can be reused."""
+        assert sequence.row is not None
+        self._pool_of(sequence).release(sequence.block_ids, next(self._clock))
+        self._rows[sequence.row] = None
+        self._running.remove(sequence)
+        if sequence.status == "prefill":
+            self._prefilling.remove(sequence)
+        # chunks of the step under way still have the old table
+        sequence.row, sequence.block_ids = None, array("i")
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Make a running sequence wait in front of the others, to compute its tokens again."""
+        self._give_back(sequence)
+        sequence.status, sequence.num_computed_tokens = "waiting", 0
+        sequence.num_preemptions += 1
+        self._waiting.appendleft(sequence)
+        self._preemptions += 1
+
+    def _take_next_block(self, sequence: Sequence) -> None:
+        """Give a decoding sequence a block for its next token, if it has none.
+
+        If all blocks are in use, the sequences of the same pool that entered last are preempted,
+        this one at the latest.
         """
-        free = [row for row in self._rows if row.sequence is None]
-        if not free or not self._waiting:
+        needed, pool = self._num_blocks(sequence.num_computed_tokens + 1), self._pool_of(sequence)
+        while sequence.row is not None and len(sequence.block_ids) < needed:
+            if pool.num_free:
+                sequence.block_ids.extend(pool.take(1))
+            else:
+                self._preempt(next(s for s in reversed(self._running) if self._pool_of(s) is pool))
+
+    def _take_block_ahead(self, chunk: Chunk) -> None:
+        """Give a decoding sequence a block for the token after its chunk's, if it may have such a
+        token and a block is free.
+
+        The step after this one may begin before `update` (`StepAhead`).
+        """
+        sequence = chunk.sequence
+        if self.may_continue(sequence) and not self.has_block_ahead(chunk):
+            pool = self._pool_of(sequence)
+            if pool.num_free:
+                sequence.block_ids.extend(pool.take(1))
+
+    def _num_blocks_soon(self, pool: BlockPool) -> int:
+        """Return the number of running sequences of a pool that may need another block."""
+        return sum(
+            len(s.block_ids)
+            < self._num_blocks(
+                min(
+                    self.max_seq_len,
+                    len(s.prompt_token_ids) + s.sampling.max_new_tokens,
+                )
+                - 1  # the last token is never written
+            )
+            for s in self._running
+            if self._pool_of(s) is pool
+        )
+
+    def _admit_next(self, tokens: int) -> bool:
+        """Give the longest waiting sequence a row and blocks; return False if it must go on
+        waiting.
+
+        It needs a free row and blocks, and its first chunk, padded, must not exceed `tokens`.
+        """
+        if not self._waiting or None not in self._rows:
             return False
         sequence = self._waiting[0]
-        prompt = sequence.prompt_token_ids if sequence.sampling.prompt_logprobs is None else []
-        shared = {row.index: _common_prefix_length(row.tokens, prompt[:-1]) for row in self._rows}
-        target = max(free, key=lambda row: (shared[row.index], -row.freed_at))
-        source = max(self._rows, key=lambda row: shared[row.index])
-        length = shared[source.index]
-        rest = len(sequence.prompt_token_ids) - length
+        known = sequence.known_token_ids
+        needs_all = sequence.sampling.prompt_logprobs is not None and not sequence.output_token_ids
+        reusable = [] if needs_all else known[:-1]
+        admissions = self._possible_admissions(sequence, reusable)
         coming = max(
-            (_common_prefix_length(s.prompt_token_ids, prompt[:-1]) for s in self._prefilling),
+            (common_prefix_length(s.known_token_ids, reusable) for s in self._prefilling),
             default=0,
         )
-        if (
-            smallest_bucket(self._next_chunk_size(rest), self.prefill_widths) > tokens
-            or 2 * (coming - length) >= rest
-        ):
+        for admission in admissions:
+            length = max(admission.here.num_tokens, admission.longest.num_tokens)
+            rest = len(known) - length
+            if (
+                smallest_bucket(self._next_chunk_size(rest), self.prefill_widths) > tokens
+                or 2 * (coming - length) >= rest
+            ):
+                return False
+            if self._enter(sequence, admission, len(known)):
+                break
+        else:
             return False
         self._waiting.popleft()
-        if length > shared[target.index]:
-            sequence.copy_from = source.index
-        # a copied prefix is added to the row's tokens once the step that copies it has run
-        del target.tokens[shared[target.index] :]
-        target.sequence = sequence
-        sequence.status, sequence.row = "prefill", target.index
-        sequence.num_computed_tokens = sequence.num_reused_tokens = length
-        self._reused_tokens += length
+        sequence.status = "prefill"
+        sequence.num_computed_tokens = sequence.first_position = length
+        if not sequence.num_preemptions:
+            sequence.num_reused_tokens = length
+            self._reused_tokens += length
+            self._prompt_tokens += len(known)
+        self._running.append(sequence)
         self._prefilling.append(sequence)
+        return True
+
+    def _possible_admissions(self, sequence: Sequence, reusable: list[int]) -> list[_Admission]:
+        """Return the pools with a free row, best first: the one that has the longest prefix of the
+        `reusable` tokens, then the one whose next block has been unused for longest.
+        """
+        prefixes = [
+            pool.find(reusable, sequence.block_digests) if reusable else NOTHING_CACHED
+            for pool in self._pools
+        ]
+        longest = max(prefixes, key=lambda prefix: prefix.num_tokens)
+        free = [
+            i
+            for i, pool in enumerate(self._pools)
+            if pool.num_free and None in self._rows_of_pool(i)
+        ]
+        free.sort(key=lambda i: (-prefixes[i].num_tokens, self._pools[i].oldest_use))
+        return [_Admission(i, prefixes[i], longest) for i in free]
+
+    def _rows_of_pool(self, pool: int) -> list[Sequence | None]:
+        return self._rows[pool * self._rows_per_pool : (pool + 1) * self._rows_per_pool]
+
+    def _enter(self, sequence: Sequence, admission: _Admission, num_tokens: int) -> bool:
+        """Give a waiting sequence a row of a pool, and blocks for `num_tokens` tokens.
+
+        Returns False, without effect, if the pool has too few free blocks.
+        """
+        pool, (number, here, longest) = self._pools[admission.pool], admission
+        shared, tail = list(here.full), here.tail
+        copied: list[int] = []  # blocks whose content comes into the first new ones
+        if longest.num_tokens > here.num_tokens:  # in another pool
+            copied, tail = longest.full[len(shared) :], None
+            copied += [] if longest.tail is None else [longest.tail]
+        elif tail is not None and pool.is_cached(tail) and pool.num_tokens(tail) == here.num_tail:
+            shared, tail = [*shared, tail], None
+        elif tail is not None:
+            copied = [tail]
+        num_new = self._num_blocks(num_tokens) - len(shared)
+        num_free = pool.num_free - sum(map(pool.is_cached, shared))
+        if num_free < num_new + self._num_blocks_soon(pool):
+            return False
+        pool.hold(shared)
+        if tail is not None and pool.is_cached(tail):
+            pool.keep_longest(tail)
+        new = pool.take(num_new)
+        if tail in new:  # there was no other: its first tokens stay where they are
+            new.remove(tail)
+            new.insert(0, tail)
+            copied = []
+        sequence.block_ids = array("i", [*shared, *new])
+        sequence.copies = tuple(zip(copied, new, strict=False))
+        row = self._rows.index(None, number * self._rows_per_pool)
+        self._rows[row], sequence.row = sequence, row
         return True
 
     def _next_chunk_size(self, rest: int) -> int:
@@ -375,25 +547,38 @@ class Scheduler:
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
         assert sequence.row is not None
-        prompt, start = sequence.prompt_token_ids, sequence.num_computed_tokens
-        end = start + self._next_chunk_size(len(prompt) - start)
-        copy_from = sequence.copy_from if start == sequence.num_reused_tokens else None
+        tokens, start = sequence.known_token_ids, sequence.num_computed_tokens
+        end = start + self._next_chunk_size(len(tokens) - start)
         return Chunk(
-            sequence, sequence.row, start, prompt[start:end], end == len(prompt), copy_from
+            sequence,
+            sequence.row,
+            start,
+            tokens[start:end],
+            end == len(tokens),
+            sequence.block_ids,
+            sequence.copies if start == sequence.first_position else (),
         )
 
     def _note_computed(self, chunk: Chunk) -> None:
-        """Record that a chunk's keys and values are in its row."""
+        """Record that a chunk's keys and values are in its blocks, and those copied before it."""
         sequence = chunk.sequence
-        if sequence.status == "finished":  # ended while the step ran; its row may have a new owner
+        if sequence.row is None:  # ended while the step ran; its blocks may have a new owner
             return
         assert (sequence.row, sequence.num_computed_tokens) == (chunk.row, chunk.start), (
             "a plan is taken in once"
         )
-        resident = self._rows[chunk.row].tokens
-        # the prefix that was copied before the first chunk
-        resident += sequence.prompt_token_ids[len(resident) : chunk.start]
-        resident += chunk.tokens
+        pool, size, start = self._pool_of(sequence), self.block_tokens, chunk.start
+        tokens, digests = chunk.tokens, sequence.block_digests
+        if start == sequence.first_position:  # blocks that were copied before have no tokens yet
+            tokens, start = sequence.known_token_ids[: chunk.end], 0
+        for i in range(start // size, self._num_blocks(chunk.end)):
+            block = sequence.block_ids[i]
+            begin = i * size + pool.num_tokens(block)
+            new = tokens[begin - start : (i + 1) * size - start]
+            if new:
+                if len(digests) < i:
+                    extend_digests(digests, sequence.known_token_ids, i, size)
+                pool.extend(block, digests[i - 1] if i else NO_TOKENS, new)
         sequence.num_computed_tokens = chunk.end
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
@@ -404,21 +589,3 @@ class Scheduler:
                 return "stop"
         full = sequence.num_tokens >= self.max_seq_len
         return "length" if full or len(output) >= sampling.max_new_tokens else None
-
-
-def _common_prefix_length(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix of two lists.
-
-    Bisects with slice comparisons, which run in C: prompts may be very long.
-    """
-    if not a or not b or a[0] != b[0]:
-        return 0
-    # invariant: the first `equal` elements agree; the first `end` differ, or do not exist
-    equal, end = 1, min(len(a), len(b)) + 1
-    while end - equal > 1:
-        middle = (equal + end) // 2
-        if a[equal:middle] == b[equal:middle]:
-            equal = middle
-        else:
-            end = middle
-    return equal

@@ -59,13 +59,20 @@ class Sequence:
     status: Literal["waiting", "prefill", "decode", "finished"] = field(
         default="waiting", init=False
     )
-    # row of the cache; None while the sequence waits and after it has finished
+    # row of the sampler's state; None while the sequence waits and after it has finished
     row: int | None = field(default=None, init=False)
+    # blocks of the cache that have its tokens, in order; empty without a row
+    block_ids: array[int] = field(default_factory=lambda: array("i"), init=False)
+    # digests of its first full blocks of tokens, as many as were needed (`BlockPool.find`)
+    block_digests: list[bytes] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)  # tokens in the cache
-    # computed tokens that an earlier sequence left in the row, or that were copied from another row
+    # position of the first token that it computed since it got its row
+    first_position: int = field(default=0, init=False)
+    # pairs (block, block of its own) to be copied before its first chunk
+    copies: tuple[tuple[int, int], ...] = field(default=(), init=False)
+    num_preemptions: int = field(default=0, init=False)  # how often it had to give its row back
+    # prompt tokens that the cache had when the sequence first got a row
     num_reused_tokens: int = field(default=0, init=False)
-    # the row from which the reused tokens are copied
-    copy_from: int | None = field(default=None, init=False)
     # includes the end-of-text or stop token that ended the sequence
     output_token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -93,6 +100,13 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """The prompt and the output so far; not to be changed."""
+        if not self.output_token_ids:
+            return self.prompt_token_ids
+        return self.prompt_token_ids + self.output_token_ids
 
     @contextlib.contextmanager
     def catch_errors(self, what: Guarded) -> Iterator[None]:

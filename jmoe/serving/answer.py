@@ -19,7 +19,14 @@ from jmoe.inference.sequence import Sequence
 from jmoe.serving.engine_loop import Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.middleware import DISCONNECTED
-from jmoe.serving.schemas import ChunkChoice, CompletionChoice, Envelope, GenerationBody, Usage
+from jmoe.serving.schemas import (
+    ChunkChoice,
+    CompletionChoice,
+    Envelope,
+    GenerationBody,
+    PromptTokensDetails,
+    Usage,
+)
 from jmoe.serving.service import Service, wait_for_disconnect
 from jmoe.types import JsonObject
 
@@ -112,8 +119,14 @@ class Answer(ABC, Generic[Body, Delta]):
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = self.generation.num_read_tokens
         total = prompt_tokens + completion_tokens
+        sequences = self.generation.sequences
+        of_prompts = sequences[:: len(sequences) // len(self.prompts)]  # the first choice of each
+        cached = sum(sequence.num_reused_tokens for sequence in of_prompts)
         return Usage(
-            prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=total,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
     async def _complete_or_abort(self, request: Request) -> BaseModel | Response:

@@ -83,7 +83,10 @@ class Generation:
     @property
     def num_waiting(self) -> int:
         """Number of sequences that have not started to run."""
-        return sum(sequence.status == "waiting" for sequence in self.sequences)
+        return sum(
+            sequence.status == "waiting" and not sequence.num_preemptions
+            for sequence in self.sequences
+        )
 
     def put_output(self, output: Output | ApiError) -> None:
         """Queue an output for the reader, or an error that the reader's next read raises."""
@@ -163,7 +166,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, metrics: Metrics, config: ServeConfig) -> None:
         # handlers call only the engine's thread-safe methods
         self.engine, self._metrics = engine, metrics
-        self.kv_tokens_total = engine.max_batch * engine.max_seq_len  # capacity of the cache
+        self.kv_tokens_total = engine.cache_tokens  # capacity of the cache
         self._limit = QueueLimit(engine.max_batch, config.max_waiting, metrics)
         self._places: Shares[Generation] = Shares(self._limit.capacity)
         self._unsent: Shares[Generation] = Shares(MAX_UNSENT_BYTES)

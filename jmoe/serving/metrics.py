@@ -189,7 +189,7 @@ class Metrics(Collector):
     def _engine_families(self, snapshot: EngineSnapshot) -> Iterator[Metric]:
         """Yield the engine's and the scheduler's metrics of one value each."""
         engine, scheduler = snapshot.engine, snapshot.scheduler
-        kv_usage = scheduler.kv_tokens / self._loop.kv_tokens_total
+        kv_usage = scheduler.blocks_used / scheduler.blocks
         copying = engine.roofline_fraction
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for family, name, text, value in (
@@ -201,6 +201,14 @@ class Metrics(Collector):
                 scheduler.waiting,
             ),
             (gauge, "vllm:kv_cache_usage_perc", "Part of the cache in use, 0 to 1.", kv_usage),
+            (gauge, "jmoe:kv_blocks", "Blocks of the cache.", scheduler.blocks),
+            (gauge, "jmoe:kv_blocks_used", "Blocks of running sequences.", scheduler.blocks_used),
+            (
+                gauge,
+                "jmoe:kv_blocks_cached",
+                "Blocks of ended sequences whose tokens can be reused.",
+                scheduler.blocks_cached,
+            ),
             (
                 gauge,
                 "jmoe:expert_hit_rate",
@@ -215,6 +223,18 @@ class Metrics(Collector):
             ),
             (gauge, "jmoe:device_expert_bytes", "Memory of the slots.", engine.device_expert_bytes),
             (gauge, "jmoe:host_expert_bytes", "Host memory of experts.", engine.host_expert_bytes),
+            (
+                counter,
+                "vllm:prefix_cache_queries",
+                "Prompt tokens that were looked up in the cache.",
+                scheduler.prompt_tokens,
+            ),
+            (
+                counter,
+                "vllm:num_preemptions",
+                "Sequences that gave back their part of the cache, to be computed again.",
+                scheduler.preemptions,
+            ),
             (
                 counter,
                 "vllm:prefix_cache_hits",

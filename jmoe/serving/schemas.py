@@ -526,12 +526,19 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class PromptTokensDetails(BaseModel):
+    """cached_tokens: prompt tokens that the cache had, so that they were not computed."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts: each prompt counted once, completions summed over all choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(BaseModel):

@@ -1,9 +1,10 @@
 """Native CPU operations as JAX functions. Gradients are separate functions. Call `load` first.
 
 Legend: T tokens or rows, K inner dimension or choices, N columns, D hidden, F expert hidden, E
-experts, M slots; L groups of rows, U = 2F (SwiGLU) or F (GELU); P cache rows (sequences) of a step,
-C tokens per row, H query heads, G key heads, d and e dimensions of a key and of a value, B batch or
-cache rows, S positions of a row, R bytes of a slot.
+experts, M slots; L groups of rows, or positions of a block of the cache, U = 2F (SwiGLU) or F
+(GELU); P rows (sequences) of a step, C tokens per row, H query heads, G key heads, d and e
+dimensions of a key and of a value, B batch, N blocks of the cache, W blocks of a row, S positions
+of a row, R bytes of a slot.
 """
 
 from collections.abc import Sequence
@@ -114,7 +115,7 @@ def find_slots(idx_TK: jax.Array, where_2: jax.Array, layer: int, num_experts: i
 def cached_attention(
     new: tuple[jax.Array, jax.Array, jax.Array],
     caches: tuple[jax.Array, jax.Array],
-    rows_P: jax.Array,
+    blocks_PW: jax.Array,
     positions_PC: jax.Array,
     *,
     scale: float,
@@ -124,10 +125,11 @@ def cached_attention(
     """Write the step's keys and values into the caches in place; return (attention [P, C, H, e],
     both caches).
 
-    new: q_PCHd, k_PCGd, v_PCGe. caches: k_BGSd, v_BGSe, bfloat16 as uint16 bits. rows_P: the cache
-    row of each sequence; rows are distinct, except for padding. A token attends to the positions of
-    its row up to its own; with `window` to the last `window` of them, its own included. Positions
-    of S or more are padding: their keys are not written, and their result is 0.
+    new: q_PCHd, k_PCGd, v_PCGe. caches: k_NGLd, v_NGLe, bfloat16 as uint16 bits, with L = 128.
+    blocks_PW: the blocks of each sequence: position i is in block i // L of its row. Blocks to
+    which the step writes are in one row alone, except for padding. A token attends to the positions
+    of its row up to its own; with `window` to the last `window` of them, its own included.
+    Positions of S = W L or more are padding: their keys are not written, and their result is 0.
     """
     q_PCHd, _, v_PCGe = new
     limit = jnp.zeros(0, jnp.int32) if window is None else window.reshape(1).astype(jnp.int32)
@@ -135,10 +137,10 @@ def cached_attention(
     out = jax.ShapeDtypeStruct((*q_PCHd.shape[:3], v_PCGe.shape[3]), q_PCHd.dtype)
     results = (out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches))
     call = jax.ffi.ffi_call("jmoe_attention", results, input_output_aliases={7: 1, 8: 2})
-    done, k_BGSd, v_BGSe = call(
-        *new, rows_P, positions_PC, limit, sinks, *caches, scale=np.float32(scale)
+    done, k_NGLd, v_NGLe = call(
+        *new, blocks_PW, positions_PC, limit, sinks, *caches, scale=np.float32(scale)
     )
-    return done, k_BGSd, v_BGSe
+    return done, k_NGLd, v_NGLe
 
 
 def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:

@@ -251,7 +251,13 @@ COUNTS: dict[str, dict[str, str]] = {
         ),
         "check_files": "refused by serve.py for what is no bundle",
         **dict.fromkeys(
-            ("engine.max_batch", "engine.max_seq_len", "engine.policy", "engine.dtype"),
+            (
+                "engine.max_batch",
+                "engine.max_seq_len",
+                "engine.cache_tokens",
+                "engine.policy",
+                "engine.dtype",
+            ),
             "every engine's",
         ),
         **dict.fromkeys(

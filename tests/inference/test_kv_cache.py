@@ -1,7 +1,9 @@
-"""Keys and values written piece by piece, and attention over them, against the plain forms of
-both.
+"""Keys and values written piece by piece into blocks, and attention over them, against contiguous
+rows and the plain form of attention.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,10 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.kv_cache import BLOCK, KVCache, attend, write_and_attend, write_keys_and_values
+from jmoe.inference.kv_cache import (
+    BLOCK,
+    KVCache,
+    attend,
+    consecutive_blocks,
+    copy_blocks,
+    write_and_attend,
+    write_keys_and_values,
+    write_scattered,
+)
+from kernels_pallas.saved import bfloat16_as_uint16
+from tests.inference import contiguous_cache
 
-G, D, E = 2, 4, 3
-LENGTH = 2 * BLOCK
+G, D, E, HEADS = 2, 4, 3, 4
+WIDTH = 3  # blocks of a table
+LENGTH = WIDTH * BLOCK
+NUM_BLOCKS = 11  # two belong to nobody
+# out of order, and the first row's first two blocks are the third row's too
+TABLES = np.array([[4, 9, 0], [10, 2, 7], [4, 9, 5]], np.int32)
 
 
 def step(
@@ -29,29 +46,97 @@ def step(
     return np.array([row for row, _, _ in rows], np.int32), positions_PC, draw(D), draw(E)
 
 
+def stored(x: np.ndarray) -> jax.Array:
+    """Return keys or values as the cache stores them."""
+    return bfloat16_as_uint16(jnp.asarray(x))
+
+
+def filled(dtype: jnp.dtype) -> list[np.ndarray]:
+    """Return random keys and values in contiguous rows; rows that share blocks agree there."""
+    rng = np.random.default_rng(7)
+    both = [rng.standard_normal((3, G, LENGTH, dim)).astype(dtype) for dim in (D, E)]
+    for x in both:
+        x[2, :, : 2 * BLOCK] = x[0, :, : 2 * BLOCK]
+    return both
+
+
+def in_blocks(both: list[np.ndarray]) -> KVCache:
+    return KVCache(*(stored(contiguous_cache.as_blocks(x, TABLES, NUM_BLOCKS)) for x in both))
+
+
+def rows_of(cache: KVCache, dtype: jnp.dtype) -> list[np.ndarray]:
+    return [
+        contiguous_cache.as_rows(np.asarray(x).view(dtype), TABLES) for x in jax.tree.leaves(cache)
+    ]
+
+
+STEPS = [
+    ([(0, 300, 1), (1, 17, 1), (2, LENGTH - 1, 1)], 1),
+    ([(1, 5, 9), (0, 0, 0), (2, 260, 16)], 16),  # a row of padding alone writes nothing
+    ([(1, BLOCK - 3, 16), (2, 2 * BLOCK, 7)], 16),  # over the end of a block, and from its start
+    # padding reaches past the end
+    ([(1, LENGTH - 7, 7), (2, LENGTH - 16, 16), (0, LENGTH - 1, 1)], 16),
+    ([(1, 127, 130), (2, 256, 128), (0, 257, 3)], 130),  # three blocks, one, and a part
+    ([(1, 0, LENGTH)], LENGTH),
+]
+
+
+@pytest.mark.parametrize("write", [write_keys_and_values, write_scattered])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), STEPS)
+def test_write(
+    rows: list[tuple[int, int, int]], width: int, dtype: Any, write: Callable[..., KVCache]
+) -> None:
+    """Blocks that no written position is in, and the other positions of a block, stay the same."""
+    dtype = jnp.dtype(dtype)
+    expected = filled(dtype)
+    cache = in_blocks(expected)
+    for seed in range(2):  # the second time over what is there
+        rows_P, positions_PC, k, v = step(rows, width, dtype, seed)
+        cache = jax.jit(write)(cache, TABLES[rows_P], positions_PC, k, v)
+        expected = [
+            contiguous_cache.write(x, rows_P, positions_PC, new)
+            for x, new in zip(expected, (k, v), strict=True)
+        ]
+    for x, y in zip(rows_of(cache, dtype), expected, strict=True):
+        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+    for x in jax.tree.leaves(cache):
+        free = np.asarray(x).view(dtype)[[1, 3, 6, 8]].astype(np.float32)
+        assert np.isnan(free).all(), "nobody's blocks are not written"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (1, False), (140, True)])
 @pytest.mark.parametrize(
     ("rows", "width"),
-    [
-        ([(0, 0, 1), (2, 17, 1), (1, LENGTH - 1, 1)], 1),
-        ([(1, 5, 9), (0, 0, 0), (2, 0, 16)], 16),  # a row of padding alone writes nothing
-        # padding reaches past the end
-        ([(0, LENGTH - 7, 7), (1, LENGTH - 16, 16), (2, LENGTH - 1, 1)], 16),
-    ],
+    [([(0, 270, 1), (1, 17, 1), (2, 1, 0)], 1), ([(1, 120, 20), (0, 256, 5), (2, 0, 0)], 20)],
 )
-def test_write(rows: list[tuple[int, int, int]], width: int, dtype: jnp.dtype) -> None:
-    stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
-    cache = KVCache(*(jnp.zeros((3, G, LENGTH, dim), stored) for dim in (D, E)))
-    expected = [np.zeros((3, G, LENGTH, dim), dtype) for dim in (D, E)]
-    for seed in range(2):  # the second time over what is there
-        rows_P, positions_PC, k, v = step(rows, width, jnp.dtype(dtype), seed)
-        cache = jax.jit(write_keys_and_values)(cache, rows_P, positions_PC, k, v)
-        for all_, new in zip(expected, (k, v), strict=True):
-            for p, (row, start, count) in enumerate(rows):
-                all_[row, :, start : start + count] = new[p, :count].swapaxes(0, 1)
-    got = [np.asarray(x).view(dtype) for x in (cache.k_BGSd, cache.v_BGSe)]
-    for x, y in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
+def test_blocks_are_contiguous_rows_bit_for_bit(
+    rows: list[tuple[int, int, int]], width: int, sinks: bool, window: int | None, dtype: Any
+) -> None:
+    dtype, rng = jnp.dtype(dtype), np.random.default_rng(1)
+    rows_P, positions_PC, k, v = step(rows, width, dtype, 0)
+    q = jnp.asarray(rng.standard_normal((len(rows), width, HEADS, D)).astype(dtype))
+    options: dict[str, Any] = {
+        "scale": 0.5,
+        "window": None if window is None else jnp.int32(window),
+        "sinks_H": jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if sinks else None,
+    }
+    both = filled(dtype)
+    new = q, jnp.asarray(k), jnp.asarray(v)
+    got, cache = jax.jit(partial(write_and_attend, scale=options.pop("scale")))(
+        new, in_blocks(both), TABLES[rows_P], positions_PC, **options
+    )
+    written = [
+        contiguous_cache.write(x, rows_P, positions_PC, new)
+        for x, new in zip(both, (k, v), strict=True)
+    ]
+    for x, y in zip(rows_of(cache, dtype), written, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+    want = contiguous_cache.attend(
+        q, tuple(map(jnp.asarray, written)), rows_P, positions_PC, scale=0.5, **options
+    )
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -60,20 +145,22 @@ def test_single_tokens_at_once(window: int | None, sinks: bool) -> None:
     """One scatter and one product over a bounded context: what the loops over rows and blocks
     make of it.
     """
-    rng, heads = np.random.default_rng(1), 4
-    filled = [rng.standard_normal((3, G, LENGTH, dim)).astype(np.float32) for dim in (D, E)]
-    for x in filled:
-        x[:, :, 120:] = np.nan  # left behind by other requests
+    rng = np.random.default_rng(1)
+    both = filled(jnp.dtype(np.float32))
+    for x in both:
+        x[:, :, 200:] = np.nan  # left behind by other requests
     rows_P, positions_PC, k, v = step(
-        [(2, 90, 1), (0, 0, 1), (1, 3, 0)], 1, jnp.dtype(jnp.float32), 0
+        [(0, 190, 1), (1, 0, 1), (2, 3, 0)], 1, jnp.dtype(jnp.float32), 0
     )
-    q = rng.standard_normal((3, 1, heads, D)).astype(np.float32)
+    q = rng.standard_normal((3, 1, HEADS, D)).astype(np.float32)
     options: dict[str, Any] = {"scale": 0.5, "window": None if window is None else np.int32(window)}
-    options["sinks_H"] = rng.standard_normal(heads).astype(np.float32) if sinks else None
-    new, at = tuple(map(jnp.asarray, (q, k, v))), (jnp.asarray(rows_P), jnp.asarray(positions_PC))
-    caches = [KVCache(*map(jnp.asarray, filled)) for _ in range(2)]
-    one = write_and_attend(new, caches[0], *at, context=BLOCK, **options)
-    other = write_and_attend(new, caches[1], *at, **options)
+    options["sinks_H"] = rng.standard_normal(HEADS).astype(np.float32) if sinks else None
+    new, at = (
+        tuple(map(jnp.asarray, (q, k, v))),
+        tuple(map(jnp.asarray, (TABLES[rows_P], positions_PC))),
+    )
+    one = write_and_attend(new, in_blocks(both), *at, context=2 * BLOCK, **options)
+    other = write_and_attend(new, in_blocks(both), *at, **options)
     np.testing.assert_allclose(one[0][:2], other[0][:2], atol=2e-6)
     assert np.isfinite(one[0][:2]).all()
     for a, b in zip(jax.tree.leaves(one[1]), jax.tree.leaves(other[1]), strict=True):
@@ -84,23 +171,28 @@ def test_single_tokens_at_once(window: int | None, sinks: bool) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attend(window: int | None, sinks: bool) -> None:
     """A chunk longer than a block of queries, beside a short one and one of padding."""
-    rng, heads, width = np.random.default_rng(0), 4, BLOCK + 30
-    k, v = (rng.standard_normal((3, G, LENGTH, dim)).astype(np.float32) for dim in (D, E))
+    rng, width = np.random.default_rng(0), BLOCK + 30
+    k, v = filled(jnp.dtype(np.float32))
     rows = [(2, 90, width), (0, 0, 5), (1, 0, 0)]
     rows_P, positions_PC, _, _ = step(rows, width, jnp.dtype(jnp.float32), 0)
-    q = rng.standard_normal((3, width, heads, D)).astype(np.float32)
-    sinks_H = rng.standard_normal(heads).astype(np.float32) if sinks else None
+    q = rng.standard_normal((3, width, HEADS, D)).astype(np.float32)
+    sinks_H = rng.standard_normal(HEADS).astype(np.float32) if sinks else None
     seen = None if window is None else np.int32(window)
-    cache = KVCache(jnp.asarray(k), jnp.asarray(v))
     got = attend(
-        jnp.asarray(q), cache, rows_P, positions_PC, scale=0.5, window=seen, sinks_H=sinks_H
+        jnp.asarray(q),
+        in_blocks([k, v]),
+        TABLES[rows_P],
+        positions_PC,
+        scale=0.5,
+        window=seen,
+        sinks_H=sinks_H,
     )
     assert np.isfinite(got).all()
     for p, (row, start, count) in enumerate(rows):
         for c in range(count):
             first = 0 if window is None else max(0, start + c - window + 1)
-            for h in range(heads):
-                g = h * G // heads
+            for h in range(HEADS):
+                g = h * G // HEADS
                 score = 0.5 * k[row, g, first : start + c + 1] @ q[p, c, h]
                 weight = np.exp(score - score.max())
                 total = weight.sum() + (
@@ -108,3 +200,17 @@ def test_attend(window: int | None, sinks: bool) -> None:
                 )
                 expected = weight @ v[row, g, first : start + c + 1] / total
                 np.testing.assert_allclose(got[p, c, h], expected, atol=2e-5)
+
+
+def test_copies_happen_in_order() -> None:
+    """The second copies what the first has copied, and those after `count` do not happen."""
+    rng = np.random.default_rng(0)
+    both = [rng.standard_normal((5, G, BLOCK, dim)).astype(np.float32) for dim in (D, E)]
+    numbers = np.array([1, 2, 0], np.int32), np.array([2, 3, 4], np.int32), np.int32(2)
+    copied = copy_blocks(KVCache(*map(jnp.asarray, both)), *numbers)
+    for x, y in zip(jax.tree.leaves(copied), both, strict=True):
+        np.testing.assert_array_equal(x, y[[0, 1, 1, 1, 4]])
+
+
+def test_tables_of_rows_of_their_own() -> None:
+    assert consecutive_blocks(2, BLOCK + 1).tolist() == [[0, 1], [2, 3]]

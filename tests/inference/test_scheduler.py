@@ -1,14 +1,16 @@
-"""The scheduler against a cache that is really written, copied and read, with a model that reads
-all of a row.
+"""The scheduler against blocks that are really written, copied and read, with a model that reads
+all of a sequence.
 """
 
 import random
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
-from jmoe.config.engine import EngineConfig
+from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket_sizes, smallest_bucket
 from jmoe.inference.sequence import Sequence
@@ -16,6 +18,7 @@ from jmoe.inference.sequence import Sequence
 VOCAB_SIZE = 50
 EOS = 7
 GARBAGE = -1
+BLOCK = 8  # tokens
 
 
 def make_scheduler(
@@ -24,9 +27,11 @@ def make_scheduler(
     prefill_chunk_tokens: int,
     max_prefill_tokens: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    **options: Any,
 ) -> Scheduler:
     sizes = {"prefill_chunk_tokens": prefill_chunk_tokens, "max_prefill_tokens": max_prefill_tokens}
-    return Scheduler(EngineConfig(max_batch, max_seq_len, **sizes), eos_token_ids)
+    config = EngineConfig(max_batch, max_seq_len, **sizes, **options)
+    return Scheduler(config, eos_token_ids, block_tokens=BLOCK)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -54,29 +59,31 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.cache = [[GARBAGE] * scheduler.max_seq_len for _ in range(scheduler.max_batch)]
+        self.cache = [[GARBAGE] * BLOCK for _ in range(scheduler.stats().blocks)]
         self.plans: list[StepPlan] = []
         self.finished: list[Sequence] = []
 
+    def read(self, chunk: Chunk) -> list[int]:
+        """What the blocks of a chunk's sequence hold, up to the chunk's end."""
+        held = [token for block in chunk.block_ids for token in self.cache[block]]
+        return held[: chunk.end]
+
     def run(self, plan: StepPlan) -> list[int]:
-        """The tokens for `plan.sampled_sequences`, each from what its row of the cache holds."""
+        """The tokens for `plan.sampled_sequences`, each from what its blocks hold."""
         self.plans.append(plan)
         for chunk in plan.prefill:
-            if chunk.copy_from is not None:
-                assert chunk.copy_from != chunk.row
-                # all of the row: more than was asked for
-                self.cache[chunk.row][:] = self.cache[chunk.copy_from]
+            for source, target in chunk.copies:
+                self.cache[target][:] = self.cache[source]  # all of it: more than was asked for
         for chunk in plan.chunks:
-            self.cache[chunk.row][chunk.start : chunk.end] = chunk.tokens
+            for position, token in enumerate(chunk.tokens, chunk.start):
+                self.cache[chunk.block_ids[position // BLOCK]][position % BLOCK] = token
         for chunk in plan.prefill:
-            prompt = chunk.sequence.prompt_token_ids
-            assert self.cache[chunk.row][: chunk.end] == prompt[: chunk.end], (
-                "reused or copied tokens are the prompt's"
+            known = chunk.sequence.known_token_ids
+            assert self.read(chunk) == known[: chunk.end], (
+                "shared or copied tokens are the sequence's"
             )
-            assert chunk.is_last == (chunk.end == len(prompt))
-        return [
-            next_token(self.cache[chunk.row][: chunk.end]) for chunk in plan.chunks if chunk.is_last
-        ]
+            assert chunk.is_last == (chunk.end == len(known))
+        return [next_token(self.read(chunk)) for chunk in plan.chunks if chunk.is_last]
 
     def step(self) -> list[Sequence]:
         plan = self.scheduler.schedule()
@@ -97,18 +104,27 @@ class Watch:
     decoding: set[Sequence] = field(default_factory=set)  # past their prompt, not finished
     admitted: list[Sequence] = field(default_factory=list)
     next_position: dict[Sequence, int] = field(default_factory=dict)
+    entries: dict[Sequence, int] = field(default_factory=dict)  # preemptions before it last entered
 
     def plan(self, plan: StepPlan) -> None:
         rows = [chunk.row for chunk in plan.chunks]
         assert len(set(rows)) == len(rows), "a row belongs to one sequence"
+        written = [
+            chunk.block_ids[i]
+            for chunk in plan.chunks
+            for i in range(chunk.start // BLOCK, (chunk.end - 1) // BLOCK + 1)
+        ]
+        held = Counter(block for chunk in plan.chunks for block in chunk.block_ids)
+        assert all(held[block] == 1 for block in written), "what is written, one sequence has"
         assert all(0 <= row < self.scheduler.max_batch for row in rows)
-        assert {chunk.sequence for chunk in plan.decode} == self.decoding, (
+        running = {s for s in self.decoding if s.status == "decode"}  # the others are preempted
+        assert {chunk.sequence for chunk in plan.decode} == running, (
             "every running sequence in every step"
         )
         for chunk in plan.decode:
             tokens = chunk.sequence.prompt_token_ids + chunk.sequence.output_token_ids
             assert chunk.start == len(tokens) - 1 == self.next_position[chunk.sequence]
-            assert chunk.tokens == tokens[-1:] and chunk.is_last and chunk.copy_from is None
+            assert chunk.tokens == tokens[-1:] and chunk.is_last and not chunk.copies
             self.next_position[chunk.sequence] += 1
         self.groups(plan)
         for chunk in plan.prefill:
@@ -145,14 +161,17 @@ class Watch:
             assert ends == sorted(ends, reverse=True), "rows that get a token come first"
 
     def chunk(self, chunk: Chunk) -> None:
-        sequence, prompt = chunk.sequence, chunk.sequence.prompt_token_ids
+        sequence, prompt = chunk.sequence, chunk.sequence.known_token_ids
         if sequence not in self.next_position:
             self.admitted.append(sequence)
-            self.next_position[sequence] = sequence.num_reused_tokens
+            assert sequence.first_position == sequence.num_reused_tokens
             reused = sequence.sampling.prompt_logprobs is None
             assert reused or sequence.num_reused_tokens == 0
+        if self.entries.get(sequence) != sequence.num_preemptions:  # it is new or comes again
+            self.entries[sequence] = sequence.num_preemptions
+            self.next_position[sequence] = sequence.first_position
         else:
-            assert chunk.copy_from is None, "copied once"
+            assert not chunk.copies, "copied once"
         widest = self.scheduler.prefill_widths[-1]
         assert len(chunk.tokens) == min(len(prompt) - chunk.start, widest), (
             "cut the same whatever else runs"
@@ -163,7 +182,7 @@ class Watch:
 
     def update(self, plan: StepPlan) -> None:
         self.decoding = {
-            s for s in (*self.decoding, *plan.sampled_sequences) if s.status != "finished"
+            s for s in (*self.decoding, *plan.sampled_sequences) if s.status == "decode"
         }
 
 
@@ -186,28 +205,31 @@ def random_request(
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "max_seq_len", "prefill_chunk_tokens", "max_prefill_tokens", "seed"),
+    ("max_batch", "max_seq_len", "prefill_chunk_tokens", "options"),
     [
-        (1, 40, 8, None, 0),
-        (3, 64, 16, 40, 1),
-        (8, 50, 5, 23, 2),
-        (6, 33, 1, 3, 3),
-        (4, 61, 1000, None, 4),
-        (20, 70, 20, None, 5),
-        (8, 61, 7, 7, 6),
+        (1, 40, 8, {}),
+        (3, 64, 16, {"max_prefill_tokens": 40}),
+        (8, 50, 5, {"max_prefill_tokens": 23}),
+        (6, 33, 1, {"max_prefill_tokens": 3}),
+        (4, 61, 1000, {}),
+        (20, 70, 20, {}),
+        (8, 61, 7, {"max_prefill_tokens": 7}),
+        # few blocks: sequences wait for them and are preempted
+        (8, 61, 20, {"cache_tokens": 61}),
+        (8, 61, 7, {"cache_tokens": 140, "max_prefill_tokens": 30}),
+        # devices with blocks of their own
+        (8, 61, 20, {"mesh": EngineMesh(4)}),
+        (8, 61, 20, {"mesh": EngineMesh(2), "cache_tokens": 150}),
+        (8, 61, 20, {"mesh": EngineMesh(2, dense="tensor"), "cache_tokens": 150}),
     ],
 )
 def test_simulation(
-    max_batch: int,
-    max_seq_len: int,
-    prefill_chunk_tokens: int,
-    max_prefill_tokens: int | None,
-    seed: int,
+    max_batch: int, max_seq_len: int, prefill_chunk_tokens: int, options: dict[str, Any]
 ) -> None:
-    rng = random.Random(seed)
+    rng = random.Random(max_batch + prefill_chunk_tokens)
     prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (0, 3, 11, 30, 45)]
     scheduler = make_scheduler(
-        max_batch, max_seq_len, prefill_chunk_tokens, max_prefill_tokens, eos_token_ids=(EOS,)
+        max_batch, max_seq_len, prefill_chunk_tokens, eos_token_ids=(EOS,), **options
     )
     engine, watch = Engine(scheduler), Watch(scheduler)
     requests: list[Sequence] = []
@@ -258,12 +280,16 @@ def test_simulation(
 
 def check_stats(scheduler: Scheduler, engine: Engine, requests: list[Sequence]) -> None:
     stats = scheduler.stats()
-    copied = [
-        chunk for plan in engine.plans for chunk in plan.prefill if chunk.copy_from is not None
-    ]
-    assert stats.waiting == stats.running == stats.kv_tokens == 0
+    copies = [chunk for plan in engine.plans for chunk in plan.prefill if chunk.copies]
+    tables = [[chunk.block_ids for chunk in plan.chunks] for plan in engine.plans]
+    shared = [sum(map(len, some)) > len({b for ids in some for b in ids}) for some in tables]
+    assert stats.waiting == stats.running == stats.kv_tokens == stats.blocks_used == 0
+    assert 0 < stats.blocks_cached <= stats.blocks
     assert stats.reused_tokens == sum(request.num_reused_tokens for request in requests) > 0
-    assert bool(copied) == (scheduler.max_batch > 1)
+    entered = [request for request in requests if request.finish_reason != "abort"]
+    assert stats.prompt_tokens >= sum(len(request.prompt_token_ids) for request in entered)
+    assert stats.preemptions == sum(request.num_preemptions for request in requests)
+    assert copies and any(shared) == (scheduler.max_batch > 1)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Sequence:
@@ -356,27 +382,25 @@ def test_a_prefix_that_is_being_computed_is_waited_for_if_it_is_long() -> None:
     assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished)
 
 
-def test_rows_are_copied_before_anything_runs_over_them() -> None:
-    """A row that is copied from may be given away before the copy is made: copies come first, in
-    the plan's order.
+def test_blocks_are_copied_before_anything_is_written_over_them() -> None:
+    """A block that is copied may be given away before the copy is made: copies come first, in the
+    plan's order.
     """
-    engine = Engine(make_scheduler(3, 64, 64))
-    source = request("source", list(range(20)), max_new_tokens=40)
-    row = admitted(engine, source).row
-    engine.scheduler.add(request("copies", [*range(20), 41]))
-    assert engine.scheduler.schedule().prefill[0].copy_from == row
+    engine = Engine(make_scheduler(3, 64, 64, cache_tokens=64))
+    source = request("source", list(range(13)), max_new_tokens=40)
+    tail = admitted(engine, source).block_ids[1]
+    engine.scheduler.add(request("copies", [*range(12), 41]))
+    assert [copy[0] for copy in engine.scheduler.schedule().prefill[0].copies] == [tail]
     engine.scheduler.finish(source, "abort")
-    engine.scheduler.add(request("overwrites", [*range(3), *[42] * 30]))
-    engine.scheduler.add(request("fills", [43] * 30))
+    engine.scheduler.add(request("overwrites", [42] * 41))
     plan = engine.scheduler.schedule()
     assert [(c.sequence.request, c.start) for c in plan.prefill] == [
-        ("copies", 20),
-        ("overwrites", 3),
-        ("fills", 0),
+        ("copies", 12),
+        ("overwrites", 0),
     ]
-    assert row in (plan.prefill[1].row, plan.prefill[2].row)
+    assert tail in plan.prefill[1].block_ids
     engine.run_to_end()
-    assert len(engine.finished) == 3
+    assert len(engine.finished) == 2
     assert all(r.output_token_ids == expected_output(r, 64)[0] for r in engine.finished)
 
 
@@ -389,7 +413,9 @@ def test_a_finished_request_leaves_its_prefix() -> None:
     turn = first.prompt_token_ids + first.output_token_ids + [1, 2]
     second = request("second", turn)
     chunk = admitted(engine, second)
-    assert (chunk.row, chunk.start, chunk.copy_from) == (engine.plans[0].prefill[0].row, 23, None)
+    # nobody else has the block in the middle of which it goes on
+    assert chunk.block_ids[:3] == engine.plans[0].prefill[0].block_ids
+    assert (chunk.start, chunk.copies) == (23, ())
     assert chunk.tokens == turn[23:]
     assert second.num_reused_tokens == 23
     engine.run_to_end()
@@ -399,24 +425,32 @@ def test_a_finished_request_leaves_its_prefix() -> None:
     assert (chunk.start, chunk.tokens, chunk.is_last) == (len(turn) - 1, turn[-1:], True)
 
 
-def test_a_running_prefix_is_copied() -> None:
+def test_full_blocks_are_shared_and_the_rest_is_copied() -> None:
+    """With a sequence that runs, and with one that has ended and that another may come back to."""
     engine = Engine(make_scheduler(3, 64, 64))
-    first = request("first", list(range(20)), max_new_tokens=30)
-    source = admitted(engine, first).row
-    chunk = admitted(engine, request("second", [*range(15), 40]))
-    assert chunk.copy_from == source
-    assert (chunk.start, chunk.tokens) == (15, [40])
+    first = request("first", list(range(23)), max_new_tokens=30)
+    blocks = list(admitted(engine, first).block_ids)
+    chunk = admitted(engine, request("second", [*range(20), 40]))
+    assert list(chunk.block_ids[:2]) == blocks[:2] and chunk.block_ids[2] not in blocks
+    assert chunk.copies == ((blocks[2], chunk.block_ids[2]),)
+    assert (chunk.start, chunk.tokens) == (20, [40])
     engine.run_to_end()
+    chunk = admitted(engine, request("third", [*range(20), 41]))
+    assert chunk.copies[0][0] in (blocks[2], engine.plans[1].prefill[0].block_ids[2])
+    engine.run_to_end()
+    for prompt in (list(range(23)), [*range(20), 40], [*range(20), 41]):
+        assert admitted(engine, request("again", [*prompt, 49])).start == len(prompt)
+        engine.run_to_end()
 
 
-def test_a_free_prefix_is_preferred_to_a_copy_of_equal_length() -> None:
+def test_a_prefix_of_whole_blocks_is_not_copied() -> None:
     engine = Engine(make_scheduler(3, 64, 64))
-    slot = admitted(engine, request("free", list(range(10)))).row
+    first = request("first", list(range(16)), max_new_tokens=30)
+    blocks = list(admitted(engine, first).block_ids)
+    chunk = admitted(engine, request("second", [*range(16), 40]))
+    assert (chunk.start, chunk.copies, list(chunk.block_ids[:2])) == (16, (), blocks[:2])
+    assert engine.scheduler.stats().kv_tokens < first.num_tokens + 17
     engine.run_to_end()
-    admitted(engine, request("running", list(range(10)), prompt_logprobs=0, max_new_tokens=30))
-    chunk = admitted(engine, request("new", [*range(10), 40]))
-    assert chunk.copy_from is None
-    assert (chunk.start, chunk.row) == (10, slot)
 
 
 def test_prompt_logprobs_need_every_position() -> None:
@@ -424,24 +458,26 @@ def test_prompt_logprobs_need_every_position() -> None:
     admitted(engine, request("first", list(range(20))))
     engine.run_to_end()
     chunk = admitted(engine, request("second", list(range(20)), prompt_logprobs=1))
-    assert (chunk.start, chunk.copy_from) == (0, None)
+    assert (chunk.start, chunk.copies) == (0, ())
     assert chunk.tokens == list(range(20))
     engine.run_to_end()
     # What it computed is as good as anybody's.
     assert admitted(engine, request("third", list(range(20)))).start == 19
 
 
-def test_the_longest_unused_slot_is_overwritten_first() -> None:
-    engine = Engine(make_scheduler(3, 64, 64))
-    slots = []
+def test_the_least_recently_used_blocks_are_overwritten_first() -> None:
+    engine = Engine(make_scheduler(3, 16, 16))  # six blocks, two a sequence
+    blocks = []
     for index in range(3):
-        slots.append(admitted(engine, request(f"a{index}", [index] * 10)).row)
+        blocks.append(set(admitted(engine, request(f"a{index}", [index] * 10)).block_ids))
         engine.run_to_end()
-    assert sorted(slots) == [0, 1, 2]
-    admitted(engine, request("a0 again", [0] * 10))  # used again: now the last to go
+    assert len(set.union(*blocks)) == 6
+    turn = [0] * 10 + engine.finished[0].output_token_ids
+    # used again: now the last to go
+    assert set(admitted(engine, request("a0", turn, max_new_tokens=1)).block_ids) == blocks[0]
     engine.run_to_end()
-    for index, slot in enumerate([slots[1], slots[2], slots[0]]):
-        assert admitted(engine, request(f"b{index}", [30 + index] * 10)).row == slot
+    for index, old in enumerate([blocks[1], blocks[2], blocks[0]]):
+        assert set(admitted(engine, request(f"b{index}", [30 + index] * 10)).block_ids) == old
         engine.run_to_end()
 
 
@@ -449,15 +485,108 @@ def test_an_aborted_copy_is_not_taken_for_done() -> None:
     engine = Engine(make_scheduler(2, 64, 64))
     running = request("running", list(range(20)), max_new_tokens=40)
     never = request("never", [*range(20), 1])
-    admitted(engine, running)
+    block = admitted(engine, running).block_ids[2]
     engine.scheduler.add(never)
     plan = engine.scheduler.schedule()
-    assert plan.prefill[0].copy_from is not None
+    assert plan.prefill[0].copies == ((block, never.block_ids[2]),)
     engine.scheduler.finish(never, "abort")  # before the step ran
     engine.scheduler.finish(running, "abort")
     chunk = admitted(engine, request("next", [*range(20), 2]))
-    assert (chunk.start, chunk.copy_from) == (20, None)
+    assert (chunk.start, chunk.block_ids[2]) == (20, block)
     engine.run_to_end()
+
+
+def test_blocks_of_a_failed_sequence_are_not_reused() -> None:
+    engine = Engine(make_scheduler(2, 64, 64))
+    failed = request("failed", list(range(20)), max_new_tokens=30)
+    admitted(engine, failed)
+    other = request("other", [*range(20), 40], max_new_tokens=30)
+    assert admitted(engine, other).start == 20
+    engine.scheduler.finish(failed, "error")
+    assert admitted(engine, request("next", [*range(20), 41])).start == 0
+    engine.run_to_end()
+    assert other.output_token_ids == expected_output(other, 64)[0]
+
+
+def test_ten_chats_with_one_system_prompt() -> None:
+    """What is in the cache of one is read by all, and computed once."""
+    system = [token % VOCAB_SIZE for token in range(160)]
+    scheduler = make_scheduler(10, 200, 200, cache_tokens=400)  # one alone takes 170
+    engine = Engine(scheduler)
+    chats = [request(str(i), [*system, i, i, i], max_new_tokens=5) for i in range(10)]
+    for chat in chats:
+        scheduler.add(chat)
+    peak = 0
+    while scheduler.has_unfinished:
+        engine.step()
+        stats = scheduler.stats()
+        peak = max(peak, stats.blocks_used)
+    computed = sum(len(chunk.tokens) for plan in engine.plans for chunk in plan.prefill)
+    assert computed == len(system) + 10 * 3
+    assert peak == len(system) // BLOCK + 10
+    assert (stats.reused_tokens, stats.prompt_tokens) == (9 * 160, 10 * 163)
+    assert stats.preemptions == 0
+    assert all(chat.output_token_ids == expected_output(chat, 200)[0] for chat in chats)
+
+
+def test_requests_wait_for_blocks() -> None:
+    """The first takes the cache; the second enters once it has ended, and the third not before."""
+    engine = Engine(make_scheduler(3, 40, 40, cache_tokens=40))
+    first, second, third = (
+        request(name, [i] * length)
+        for i, (name, length) in enumerate([("first", 33), ("second", 20), ("third", 1)])
+    )
+    for new in (first, second, third):
+        engine.scheduler.add(new)
+    entered = []
+    while engine.scheduler.has_unfinished:
+        engine.step()
+        entered.append([chunk.sequence.request for chunk in engine.plans[-1].prefill])
+    assert [names for names in entered if names] == [["first"], ["second", "third"]]
+    assert engine.scheduler.stats().preemptions == 0
+
+
+def test_the_last_to_enter_is_preempted() -> None:
+    """It gives its blocks to the older one, and goes on with its own tokens before a newer one."""
+    engine = Engine(make_scheduler(3, 48, 48, cache_tokens=48))
+    first, second = (request(name, [i] * 14, max_new_tokens=30) for i, name in enumerate("ab"))
+    for new in (first, second):
+        engine.scheduler.add(new)
+    engine.step()
+    engine.scheduler.add(request("c", [2] * 14))
+    while not second.num_preemptions:
+        engine.step()
+    assert (second.status, second.row, len(second.block_ids)) == ("waiting", None, 0)
+    assert second.output_token_ids == expected_output(second, 48)[0][: second.num_tokens - 14]
+    engine.run_to_end()
+    assert first.num_preemptions == 0
+    assert engine.scheduler.stats().preemptions == second.num_preemptions
+    assert engine.finished[0] is first
+    assert all(r.output_token_ids == expected_output(r, 48)[0] for r in engine.finished)
+    assert len(engine.finished) == 3
+
+
+def test_a_sequence_that_fills_the_cache_runs_to_its_end() -> None:
+    engine = Engine(make_scheduler(2, 40, 8, cache_tokens=40))
+    whole = [request(str(i), [i] * 8, max_new_tokens=32) for i in range(2)]
+    for new in whole:
+        engine.scheduler.add(new)
+    engine.run_to_end()
+    assert [len(r.output_token_ids) for r in whole] == [32, 32]
+    assert whole[1].num_preemptions > 0 == whole[0].num_preemptions
+
+
+def test_a_cache_that_no_sequence_fits() -> None:
+    with pytest.raises(ValueError, match="cache_tokens = 60: must be at least 61: a sequence of"):
+        make_scheduler(2, 61, 8, cache_tokens=60)
+    words = (
+        "cache_tokens = 100: must be at least 122: a sequence of 61 tokens, on each of 2 devices"
+    )
+    with pytest.raises(ValueError, match=words):
+        make_scheduler(2, 61, 8, cache_tokens=100, mesh=EngineMesh(2))
+    make_scheduler(2, 61, 8, cache_tokens=100, mesh=EngineMesh(2, dense="tensor"))
+    with pytest.raises(ValueError, match="cache_tokens = 0: must be"):
+        EngineConfig(cache_tokens=0)
 
 
 def test_stop_string_found_by_the_engine() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,44 +163,49 @@ def test_top_k_breaks_ties_as_the_other_form() -> None:
 def test_attention_writes_the_cache_and_reads_it(
     dtype: Any, tokens: int, sinks: bool, window: int | None
 ) -> None:
-    """Rows out of order, one of padding, keys and values of other sizes; a NaN behind the last
-    position stays there.
+    """Blocks out of order, a row of padding, keys and values of other sizes; a NaN behind the last
+    position stays there. Which blocks a table has changes no bit.
     """
     rng = np.random.default_rng(0)
-    b, g, h, d, e, s = 4, 2, 6, 24, 16, 128
+    g, h, d, e, s = 2, 6, 24, 16, 256
+    blocks = jnp.asarray([[6, 1], [0, 4], [3, 3]], jnp.int32)
     stored = (
         (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16))
         if dtype == jnp.bfloat16
         else (lambda x: x)
     )
-    k_cache, v_cache = (rng.normal(size=(b, g, s, n)) for n in (d, e))
-    k_cache[:, :, 60:], v_cache[:, :, 60:] = np.nan, np.nan
+    k_cache, v_cache = (rng.normal(size=(7, g, s // 2, n)) for n in (d, e))
+    for x in (k_cache, v_cache):
+        x[1], x[4], x[0, :, 90:] = np.nan, np.nan, np.nan
     cache = KVCache(stored(jnp.asarray(k_cache, dtype)), stored(jnp.asarray(v_cache, dtype)))
     q, k, v = (drawn(rng, (3, tokens, n, dim), dtype)[0] for n, dim in ((h, d), (g, d), (g, e)))
-    rows = jnp.asarray([2, 0, 1], jnp.int32)
     to_its_end = np.append(np.arange(tokens - 1), s if tokens > 1 else 0)
-    positions = jnp.asarray([20 + np.arange(tokens), to_its_end, np.full(tokens, s)], jnp.int32)
+    positions = jnp.asarray([100 + np.arange(tokens), to_its_end, np.full(tokens, s)], jnp.int32)
     options: dict[str, Any] = {
         "scale": 0.2,
         "window": None if window is None else jnp.int32(window),
         "sinks_H": drawn(rng, (h,), jnp.float32)[0] if sinks else None,
     }
-    written = write_keys_and_values(cache, rows, positions, k, v)
-    want = attend(q, written, rows, positions, **options)
-    got, *caches = jax.jit(
-        lambda *caches: native.cached_attention((q, k, v), caches, rows, positions, **options)
-    )(cache.k_BGSd, cache.v_BGSe)
+    written = write_keys_and_values(cache, blocks, positions, k, v)
+    want = attend(q, written, blocks, positions, **options)
+    run = jax.jit(
+        lambda caches, blocks: native.cached_attention(
+            (q, k, v), caches, blocks, positions, **options
+        )
+    )
+    got, *caches = run((cache.k_NGLd, cache.v_NGLe), blocks)
     real = np.asarray(positions < s)[..., None, None]
     tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
     assert_close(jnp.where(real, got, 0), jnp.where(real, want, 0), tolerance)
     assert not np.asarray(got.astype(jnp.float32))[np.asarray(positions == s)].any()
-    assert [
-        np.array_equal(a, b, equal_nan=a.dtype != np.uint16)
-        for a, b in zip(caches, jax.tree.leaves(written))
-    ] == [
-        True,
-        True,
-    ]
+    same = partial(np.array_equal, equal_nan=dtype == jnp.float32)
+    assert all(map(same, caches, jax.tree.leaves(written)))
+    # the same rows, one block after the other
+    orderly = jnp.asarray([[0, 1], [2, 3], [4, 5]], jnp.int32)
+    moved = [x[blocks.reshape(-1)] for x in (cache.k_NGLd, cache.v_NGLe)]
+    other, *caches = run(moved, orderly)
+    assert same(got, other)
+    assert all(map(same, caches, (x[blocks.reshape(-1)] for x in jax.tree.leaves(written))))
 
 
 # Experts in slots

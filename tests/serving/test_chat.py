@@ -54,6 +54,8 @@ def test_answers_are_the_engines(client: openai.OpenAI, engine: Engine) -> None:
     )
     assert full.choices[0].finish_reason == "length"
     assert full.usage is not None and full.usage.total_tokens == 256
+    # the prompt but for its last token, which is computed for what follows it
+    assert full.usage.prompt_tokens_details.cached_tokens == len(prompt) - 1
 
 
 def test_stream(client: openai.OpenAI) -> None:
@@ -189,7 +191,8 @@ def test_models(client: openai.OpenAI, server: HttpProcess) -> None:
 def test_health_metrics_and_live(server: HttpProcess) -> None:
     assert server.get("/health").json() == server.get("/ready").json() == {"status": "ok"}
     server.until("/live", is_idle)  # what others have left
-    server.post("/v1/completions", prompt="x", max_tokens=5, ignore_eos=True)
+    for _ in range(2):  # the second finds the first's prompt in the cache
+        server.post("/v1/completions", prompt="x of y and z", max_tokens=5, ignore_eos=True)
     live = server.until("/live", lambda live: any(map(sum, live.json()["expert_counts"]))).json()
     families = {
         family.name: family
@@ -211,6 +214,10 @@ def test_health_metrics_and_live(server: HttpProcess) -> None:
         >= 1
     )
     assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
+    assert samples["jmoe:kv_blocks"] == 8 >= samples["jmoe:kv_blocks_cached"] > 0
+    assert samples["jmoe:kv_blocks_used"] == samples["vllm:num_preemptions_total"] == 0
+    found, asked = (samples[f"vllm:prefix_cache_{name}_total"] for name in ("hits", "queries"))
+    assert 0 < found < asked
     assert {
         s.labels["layer"] for s in families["jmoe:expert_load_max"].samples if 1 <= s.value <= 4
     } == {"0", "1", "2"}

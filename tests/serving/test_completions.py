@@ -51,6 +51,8 @@ def test_streamed_text_is_the_engines(
             "prompt_tokens": len(expected.prompt_token_ids),
             "completion_tokens": len(expected.token_ids),
         }
+        cached = last["usage"].pop("prompt_tokens_details")["cached_tokens"]
+        assert 0 <= cached < counts["prompt_tokens"]
         assert last["usage"] == counts | {"total_tokens": sum(counts.values())}
         assert all(chunk["usage"] is None for chunk in chunks)
         pieces = [chunk["choices"][0] for chunk in chunks]

@@ -1,13 +1,12 @@
-"""Two layouts of dense layers and KV cache over devices: by rows of the cache, or by attention
-heads.
+"""Two layouts of dense layers and KV cache over devices: by sequences, or by attention heads.
 
-`RowLayout` (data parallel): each device has all dense weights and its own rows of the cache, so M =
-N P. Hidden states [P, C, D] stay on the row's device.
+`RowLayout` (data parallel): each device has all dense weights, its own sequences, and blocks of the
+cache for them, so M = N P. Hidden states [P, C, D] stay on the row's device.
 
-`HeadLayout` (tensor parallel): each device has its heads for all rows, so M = Q, and runs its shard
-of every dense layer on all tokens. Between layers it holds t consecutive tokens, [t, D], which
-splits norms, routers and the exchange to experts too (sequence parallelism, arXiv 2205.05198):
-tokens are gathered before a layer, and the layer's outputs reduce-scattered.
+`HeadLayout` (tensor parallel): each device has its heads of all blocks, so M = Q, and runs its
+shard of every dense layer on all tokens. Between layers it holds t consecutive tokens, [t, D],
+which splits norms, routers and the exchange to experts too (sequence parallelism, arXiv
+2205.05198): tokens are gathered before a layer, and the layer's outputs reduce-scattered.
 
 Called by the programs and the runner of this folder.
 
@@ -21,12 +20,13 @@ T tokens of a step
 t T / N, rounded up
 D hidden
 V vocabulary
-S positions of a row of the cache
+W blocks of a table
+S positions of a table
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
+from jmoe.inference.kv_cache import BLOCK
 from jmoe.inference.runner import UNSHARDED, Arrays, DenseLayerRunner
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
@@ -49,12 +50,12 @@ class MeshBatch(NamedTuple):
     """A `ChunkGroup` as host arrays of M rows, in the order of the devices; rows without a chunk
     have position S.
 
-    rows_M: each row's number in the cache of its device. place_Q: the row, of the M, that holds
-    each chunk.
+    blocks_MW: each row's table of blocks, numbered on its device. place_Q: the row, of the M, that
+    holds each chunk.
     """
 
     tokens_MC: np.ndarray
-    rows_M: np.ndarray
+    blocks_MW: np.ndarray
     positions_MC: np.ndarray
     place_Q: np.ndarray
 
@@ -85,14 +86,15 @@ def broadcast_from_local(x: jax.Array, is_source: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Layout in which every device has all dense weights and its own rows of the cache.
+    """Layout in which every device has all dense weights, and sequences and blocks of its own.
 
-    length: S.
+    num_blocks: of all devices. table_width: W.
     """
 
     mesh: Mesh
     max_batch: int
-    length: int
+    num_blocks: int
+    table_width: int
 
     # partition specs of each; `BATCH` splits the leading dimension over the devices
     weights, cache, tokens = REPLICATED, BATCH, BATCH
@@ -102,11 +104,26 @@ class RowLayout:
     def rows_per_device(self) -> int:
         return self.max_batch // self.mesh.size
 
-    def locate_row(self, row: int) -> tuple[int, int]:
-        """Return (the device that holds a row of the cache, or -1 if every device does; the row's
-        number on that device).
+    @property
+    def length(self) -> int:
+        """S, the position of padding."""
+        return self.table_width * BLOCK
+
+    def device_of_row(self, row: int) -> int:
+        """Return the device whose blocks a row's sequence has; -1 if every device has a part of
+        each.
         """
-        return divmod(row, self.rows_per_device)
+        return row // self.rows_per_device
+
+    def locate_block(self, block: int) -> tuple[int, int]:
+        """Return (the device that has a block, or -1 if every device has a part of it; the block's
+        number there).
+        """
+        return divmod(block, self.num_blocks // self.mesh.size)
+
+    def number_on_device(self, blocks: Any) -> np.ndarray:
+        """Return the numbers that blocks of one device have there."""
+        return np.asarray(blocks) % (self.num_blocks // self.mesh.size)
 
     def device_weights(self, arrays: Arrays) -> Arrays:
         """Return this device's weights of a module. arrays: the module's weights as a program gets
@@ -142,7 +159,7 @@ class RowLayout:
         padded to a compiled shape.
         """
         counts_N = np.bincount(
-            [self.locate_row(chunk.row)[0] for chunk in group.chunks], minlength=self.mesh.size
+            [self.device_of_row(chunk.row) for chunk in group.chunks], minlength=self.mesh.size
         )
         return self._padded_batch(
             group,
@@ -177,25 +194,25 @@ class RowLayout:
         place_Q = np.zeros(group.num_rows, np.int32)
         free_N = np.arange(self.mesh.size) * rows_per_device
         for q, chunk in enumerate(group.chunks):
-            device, _ = self.locate_row(chunk.row)
+            device = self.device_of_row(chunk.row)
             place_Q[q] = free_N[device]
             free_N[device] += 1
         return self._fill_batch(group, place_Q, self.mesh.size * rows_per_device)
 
     def _fill_batch(self, group: ChunkGroup, place_Q: np.ndarray, num_rows: int) -> MeshBatch:
         tokens_MC = np.zeros((num_rows, group.width), np.int32)
-        rows_M = np.zeros(num_rows, np.int32)
+        blocks_MW = np.zeros((num_rows, self.table_width), np.int32)
         positions_MC = np.full((num_rows, group.width), self.length, np.int32)
         for at, chunk in zip(place_Q, group.chunks, strict=False):
-            rows_M[at] = self.locate_row(chunk.row)[1]
+            blocks_MW[at, : len(chunk.block_ids)] = self.number_on_device(chunk.block_ids)
             tokens_MC[at, : len(chunk.tokens)] = chunk.tokens
             positions_MC[at, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
-        return MeshBatch(tokens_MC, rows_M, positions_MC, place_Q)
+        return MeshBatch(tokens_MC, blocks_MW, positions_MC, place_Q)
 
 
 @dataclass(frozen=True)
 class HeadLayout(RowLayout):
-    """Layout in which every device has its heads for all rows, and its shard of the other dense
+    """Layout in which every device has its heads of all blocks, and its shard of the other dense
     layers.
 
     Weights are stacked shards, [N, ...].
@@ -204,8 +221,14 @@ class HeadLayout(RowLayout):
     weights, cache, tokens = BATCH, HEADS, REPLICATED
     splits_head = True
 
-    def locate_row(self, row: int) -> tuple[int, int]:
-        return -1, row
+    def device_of_row(self, row: int) -> int:
+        return -1
+
+    def locate_block(self, block: int) -> tuple[int, int]:
+        return -1, block
+
+    def number_on_device(self, blocks: Any) -> np.ndarray:
+        return np.asarray(blocks)
 
     def device_weights(self, arrays: Arrays) -> Arrays:
         return tuple(w[0] for w in arrays)

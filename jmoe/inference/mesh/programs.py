@@ -12,6 +12,7 @@ D hidden
 V vocabulary
 E experts of a layer
 K choices a token
+W blocks of a table
 """
 
 import math
@@ -109,7 +110,7 @@ def attend_on_mesh(
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
-    rows_M: jax.Array,
+    blocks_MW: jax.Array,
     positions_MC: jax.Array,
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
@@ -125,7 +126,7 @@ def attend_on_mesh(
         window: jax.Array | None,
         cache: KVCache,
         hidden: Hidden,
-        rows: jax.Array,
+        blocks: jax.Array,
         at: jax.Array,
     ) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
         layers = layout.dense_runner(at.size)
@@ -134,7 +135,7 @@ def attend_on_mesh(
             layout.device_weights(arrays),
             cache,
             hidden,
-            CachePlaces(rows, at, window),
+            CachePlaces(blocks, at, window),
             layers,
         )
         if not isinstance(y, ExpertInputs):
@@ -146,7 +147,7 @@ def attend_on_mesh(
     in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
     sharded = _shard_map(layout.mesh, attend_local_heads, in_specs, out_specs)
     attended: tuple[jax.Array, KVCache, jax.Array | GateOutput] = sharded(
-        arrays, window, cache, hidden, rows_M, positions_MC
+        arrays, window, cache, hidden, blocks_MW, positions_MC
     )
     return attended
 
@@ -276,29 +277,33 @@ def logits_on_mesh(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def copy_row_on_mesh(layout: RowLayout, crosses: bool, cache: KVCache, at: jax.Array) -> KVCache:
-    """Return the cache with one row copied to another row.
+def copy_blocks_on_mesh(
+    layout: RowLayout, crosses: bool, cache: KVCache, at_W4: jax.Array, count: jax.Array
+) -> KVCache:
+    """Return the cache with the first `count` of the blocks in `at_W4` copied, in order.
 
-    at: int32 (source device, source row, target device, target row); device -1 means all devices.
-    crosses: whether the two rows are on different devices.
+    at_W4: int32 (source device, source block, target device, target block); device -1 means all
+    devices.
+    crosses: whether blocks are copied to other devices.
     """
 
-    def copy_row_local(cache: KVCache, at: jax.Array) -> KVCache:
+    def copy_blocks_local(cache: KVCache, at_W4: jax.Array, count: jax.Array) -> KVCache:
         n = lax.axis_index(EXPERT_INTRA)
 
-        def copied_array(x: jax.Array) -> jax.Array:
-            row = lax.dynamic_index_in_dim(x, at[1], 0)
+        def copy_block(i: jax.Array, x: jax.Array) -> jax.Array:
+            at = at_W4[i]
+            block = lax.dynamic_index_in_dim(x, at[1], 0)
             if crosses:
-                row = broadcast_from_local(row, n == at[0])
+                block = broadcast_from_local(block, n == at[0])
             old = lax.dynamic_index_in_dim(x, at[3], 0)
             here = (at[2] < 0) | (n == at[2])
-            return lax.dynamic_update_index_in_dim(x, jnp.where(here, row, old), at[3], 0)
+            return lax.dynamic_update_index_in_dim(x, jnp.where(here, block, old), at[3], 0)
 
-        return jax.tree.map(copied_array, cache)
+        return jax.tree.map(lambda x: lax.fori_loop(0, count, copy_block, x), cache)
 
     copied: KVCache = _shard_map(
-        layout.mesh, copy_row_local, (layout.cache, REPLICATED), layout.cache
-    )(cache, at)
+        layout.mesh, copy_blocks_local, (layout.cache, REPLICATED, REPLICATED), layout.cache
+    )(cache, at_W4, count)
     return copied
 
 

@@ -17,6 +17,7 @@ V vocabulary
 E experts of a layer
 K choices a token
 L layers with experts
+W blocks of a table
 """
 
 import math
@@ -35,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.kv_cache import KVCache, empty_caches
+from jmoe.inference.kv_cache import KVCache, empty_caches, table_width
 from jmoe.inference.mesh.dense_layout import HeadLayout, MeshBatch, RowLayout
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
@@ -43,7 +44,7 @@ from jmoe.inference.mesh.programs import (
     ExchangeShape,
     GateOutput,
     attend_on_mesh,
-    copy_row_on_mesh,
+    copy_blocks_on_mesh,
     embed_on_mesh,
     experts_on_mesh,
     finish_layers_on_mesh,
@@ -152,7 +153,7 @@ class MeshRunner:
         shape = self.layout.hidden_shape(batch, self.config.hidden_size)
         x = put_sharded(np.zeros(shape, self.dtype), self.mesh, BATCH)
         last_MD = put_sharded(
-            np.zeros((batch.rows_M.size, shape[-1]), self.dtype), self.mesh, REPLICATED
+            np.zeros((len(batch.blocks_MW), shape[-1]), self.dtype), self.mesh, REPLICATED
         )
         self._final = [_FinalHidden(x, last_MD, width)]
         return MeshHidden(last_MD, batch.place_Q, 0)
@@ -178,9 +179,9 @@ class MeshRunner:
         for i, layer in enumerate(self._layers):
             ys: list[jax.Array] = []
             gates: list[GateOutput] = []
-            for n, (_, rows_M, positions_MC) in enumerate(groups):
+            for n, (_, blocks_MW, positions_MC) in enumerate(groups):
                 x, self.caches[i], y = attend_on_mesh(
-                    layout, *layer, self.caches[i], xs[n], rows_M, positions_MC, self._windows[i]
+                    layout, *layer, self.caches[i], xs[n], blocks_MW, positions_MC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x)
                 if isinstance(y, GateOutput):
@@ -205,15 +206,19 @@ class MeshRunner:
         return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._final)]
 
     @call_on_all_ranks
-    def copy_row(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy one row of every cache to another row, all positions whatever `num_tokens` is."""
-        (from_n, from_row), (to_n, to_row) = (
-            self.layout.locate_row(source),
-            self.layout.locate_row(target),
-        )
-        at = np.asarray([from_n, from_row, to_n, to_row], np.int32)
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
+        """Copy blocks of every cache to other blocks, one after the other.
+
+        copies: at most W pairs (source, target), of which the first `count` are copied; all or none
+            are on two devices.
+        """
+        at_W4 = np.zeros((self.layout.table_width, 4), np.int32)
+        for i, (source, target) in enumerate(copies):
+            at_W4[i] = *self.layout.locate_block(source), *self.layout.locate_block(target)
+        crosses = bool((at_W4[: len(copies), 0] != at_W4[: len(copies), 2]).any())
+        operands = at_W4, np.int32(count)
         self.caches = [
-            copy_row_on_mesh(self.layout, from_n != to_n, cache, at) for cache in self.caches
+            copy_blocks_on_mesh(self.layout, crosses, cache, *operands) for cache in self.caches
         ]
 
     @call_on_all_ranks
@@ -379,7 +384,8 @@ def make_mesh_runner(
     config, mesh = checkpoint.config, experts.mesh
     shapes = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     layout_of = HeadLayout if options.mesh.dense == "tensor" else RowLayout
-    layout = layout_of(mesh, options.max_batch, shapes[0].length)
+    width = table_width(options.max_seq_len)
+    layout = layout_of(mesh, options.max_batch, options.num_cache_blocks(), width)
     caches = jax.tree.map(
         lambda x: put_sharded(np.zeros(x.shape, x.dtype), mesh, layout.cache), shapes
     )
@@ -409,7 +415,8 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
             head_dim=config.dim_per_head,
         )
     length = checkpoint.choose_sequence_length(options.max_seq_len)
-    return empty_caches(config, options.max_batch, length, checkpoint.dtype)
+    blocks = replace(options, max_seq_len=length).num_cache_blocks()
+    return empty_caches(config, blocks, checkpoint.dtype)
 
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:

@@ -68,7 +68,7 @@ def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:
     assert plan.dense_bytes == copied_bytes + split_bytes(config, devices)
     heads = max(1, config.num_key_value_heads // devices)
     value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-    positions = MAX_BATCH * runner.caches[0].length * config.num_hidden_layers
+    positions = MAX_BATCH * runner.layout.length * config.num_hidden_layers
     assert plan.cache_bytes == FLOAT_BYTES * positions * heads * (config.dim_per_head + value_dim)
 
 
