@@ -203,10 +203,10 @@ def serve(
     import jmoe
     from jmoe.inference.engine import Engine
     from jmoe.inference.mesh.lockstep import print_and_exit
+    from jmoe.models.chat_template import read_templates
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
-    from jmoe.serving.chat_template import read_templates
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
     from jmoe.serving.service import Service, starting_templates
     from jmoe.status import call_repeatedly

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 
 from jmoe.cluster import distributed
 from jmoe.cluster.job import describe_hosts
-from jmoe.config import TrainConfig, VisionTrainConfig
+from jmoe.config import TrainConfig, VisionTrainConfig, check
 from jmoe.config.cluster import read_cluster
 from jmoe.data.corpus import (
     OtherTextError,
@@ -63,7 +63,12 @@ from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.expert_packing import PackingController, initial_packing
-from jmoe.training.finetune import companion_files, is_run_folder, with_pretrained_model
+from jmoe.training.finetune import (
+    chat_files,
+    companion_files,
+    is_run_folder,
+    with_pretrained_model,
+)
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, print_on_rank_0
@@ -71,14 +76,12 @@ from jmoe.training.state import TrainState
 from jmoe.training.task import RunSetup, Task, TrainingData, open_session
 from jmoe.training.tasks.task import ImageTraining
 from jmoe.training.trainer import Trainer, make_trainer
-from jmoe.types import JsonObject
+from jmoe.types import JsonObject, PyTree
 
 
-def train_step(
-    trainer: Trainer, state: TrainState, tokens: jax.Array
-) -> tuple[TrainState, JsonObject]:
-    """Take one optimizer step on `tokens` [accumulation steps, B, S + 1]; return (state, metrics on
-    the host).
+def train_step(trainer: Trainer, state: TrainState, batch: PyTree) -> tuple[TrainState, JsonObject]:
+    """Take one optimizer step on tokens [accumulation steps, B, S + 1], or on `SampleRows`; return
+    (state, metrics on the host).
 
     `trainer.step` is one program of three functions: `FusedTrainer.loss_local` computes next-token
     cross-entropy and the router's balance losses; `FusedTrainer.gradients_local` is a reverse scan
@@ -91,7 +94,7 @@ def train_step(
     """
     full_capacity, skipped_steps = False, 0
     while True:
-        state, metrics = trainer.step(state, tokens, full_capacity=full_capacity)
+        state, metrics = trainer.step(state, batch, full_capacity=full_capacity)
         values = jax.device_get(metrics)
         skipped = bool(values.get("skipped", False))
         if not values["overflow"] and not skipped:
@@ -290,9 +293,12 @@ def prepare_text_data(
     files = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     if config.init_from:
         files |= companion_files(config.init_from, files.get(TOKENIZER))
-    held_out = len(corpus.held_out_tokens)
+    if corpus.held_out_samples is not None:
+        files |= chat_files(config.data)
+        why = "must not be set with samples, such as chats, in data.path: it takes text alone"
+        check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
     print_on_rank_0(
-        f"{corpus.num_train_tokens:,} tokens to train on, {held_out:,} held out;"
+        f"{corpus.num_train_tokens:,} tokens to train on, {corpus.num_held_out_tokens:,} held out;"
         f" {corpus.describe_input_files()}"
     )
     if config.init_from and corpus.describe_control_texts():
@@ -304,8 +310,10 @@ def prepare_text_data(
         seed=config.seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
-        prefetch_batches=config.data.prefetch_batches,
+        config=config.data,
     )
+    if batches.description:
+        print_on_rank_0(batches.description)
     return TrainingData(
         corpus, batches, corpus.fingerprint, files, lambda: publish_staged(corpus, cache)
     )

@@ -73,7 +73,8 @@ def default_implementations() -> tuple[Name, ...]:
 
 
 @cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """Log a warning, unless the process has logged it before."""
     logger.warning(message)
 
 
@@ -87,9 +88,7 @@ def first_supported(operation: str, candidates: Sequence[tuple[str, Callable[[],
         try:
             return call_implementation()
         except NotImplementedError as why:
-            _log_once(
-                f"{operation}: {name} does not support this case ({why}); {following} is used"
-            )
+            log_once(f"{operation}: {name} does not support this case ({why}); {following} is used")
     return candidates[-1][1]()
 
 

@@ -31,6 +31,7 @@ from jmoe.config.prometheus import MetricsConfig
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+TrainOn = Literal["answers", "last_answer", "all"]
 MAX_LOSS_SCALE = 2.0**32
 
 
@@ -44,11 +45,12 @@ def _offloaded_phrase(tiers: TiersConfig) -> str:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The source of the text.
+    """The source of the text, or of samples for fine-tuning.
 
-    path: files, folders or globs of UTF-8 text or JSONL (`.jsonl`; `.json`: an array of records),
-    or token shards (`.bin`); empty: the source code of the Python standard library on this machine.
-    Files are split into train and held-out by file; a single file by its last part.
+    path: files, folders or globs of UTF-8 text or records (`.jsonl`; `.json`: an array of records;
+    Parquet), also compressed (`.gz`, `.zst`), or token shards (`.bin`); empty: the source code of
+    the Python standard library on this machine. Files are split into train and held-out by file; a
+    single file by its last part.
     """
 
     path: tuple[str, ...] = ()
@@ -60,6 +62,15 @@ class DataConfig:
     control_tokens: bool = False
     # a tokenizer.json; None: a byte-level BPE is trained and cached beside the run
     tokenizer: str | None = None
+    # chats: a file with the chat template; None: the template beside the tokenizer
+    chat_template: str | None = None
+    # chats: the tokens in the loss. answers: what the assistant writes, with its end token;
+    # last_answer: the last of each conversation, which ends with it
+    train_on: TrainOn = "answers"
+    # chats: samples longer than a row of sequence_length tokens
+    long_samples: Literal["cut", "drop"] = "cut"
+    # chats: several samples in a row, apart from each other; False: one, and padding
+    pack_samples: bool = True
     held_out_fraction: float = 0.05
     held_out_bytes: int = 500_000  # at most this much text is held out for evaluation
     prefetch_batches: int = 2
@@ -88,9 +99,9 @@ class DataConfig:
         )
         check_positive(self, "held_out_bytes", "prefetch_batches")
         if not self.path:
-            check_unset(
-                self, "data", ["field", "encoding"], "without data.path: it is for text of your own"
-            )
+            names = ["field", "encoding", "chat_template", "train_on", "long_samples"]
+            why = "without data.path: it is for text of your own"
+            check_unset(self, "data", [*names, "pack_samples"], why)
 
 
 def _is_text_encoding(name: str) -> bool:

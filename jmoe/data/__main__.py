@@ -9,8 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from jmoe.config import DataConfig
+from jmoe.config.train import TrainOn
 from jmoe.data.corpus import write_shards
 from jmoe.data.progress import PreparationProgress
 from jmoe.runtime import end_at_once_on_interrupt
@@ -26,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             encoding=tuple(options.encoding),
             control_tokens=options.control_tokens,
             tokenizer=options.tokenizer,
+            chat_template=options.chat_template,
+            train_on=options.train_on,
             held_out_fraction=options.held_out_fraction,
             held_out_bytes=options.held_out_bytes,
         )
@@ -37,9 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text_bytes = sum(source.text_bytes for source in corpus.sources)
+    held_out = corpus.held_out_samples
+    held_out_bytes = len(corpus.held_out_bytes) if held_out is None else held_out.text_bytes
     print(
         f"{options.out}: {corpus.num_train_tokens} tokens to train on ({text_bytes} bytes of text),"
-        f" {len(corpus.held_out_tokens)} held out ({len(corpus.held_out_bytes)} bytes), vocabulary"
+        f" {corpus.num_held_out_tokens} held out ({held_out_bytes} bytes), vocabulary"
         f" {corpus.vocab_size}; {corpus.describe_input_files()}"
     )
     return 0
@@ -57,7 +63,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "path",
         nargs="*",
-        help="files, folders or globs of text or JSONL; none: the standard library",
+        help="files, folders or globs of text, JSONL or chats; none: the standard library",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     maker = parser.add_mutually_exclusive_group(required=True)
@@ -82,6 +88,17 @@ def _build_parser() -> argparse.ArgumentParser:
             'text that spells out a special token ("<|im_start|>") is that token, as a server'
             " reads it"
         ),
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="chats: the chat template; default: the one beside the tokenizer",
+    )
+    parser.add_argument(
+        "--train-on",
+        choices=get_args(TrainOn),
+        default=defaults.train_on,
+        help="chats: the tokens in the loss (%(default)s)",
     )
     parser.add_argument(
         "--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F"

@@ -3,7 +3,8 @@
 Process 0 tokenises the text once into a folder; every process then maps that folder. The folder
 holds `tokenizer.json`, `train-00000.bin`, ... (one per text input), `held_out.bin`, `held_out.txt`
 and, written last, `manifest.json`, which identifies the inputs and settings. `python -m jmoe.data`
-writes the same folder, and `data.path` accepts it.
+writes the same folder, and `data.path` accepts it. Samples for fine-tuning become shards of samples
+(`shards.py`), each with a file of lengths.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 import numpy as np
@@ -27,25 +29,42 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
-from jmoe.config.checks import check_unset
+from jmoe.config.checks import check, check_unset
+from jmoe.data.sample_encoder import (
+    EncodedSample,
+    SampleEncoder,
+    encode_in_batches,
+    fingerprint_of_encoding,
+    make_sample_encoder,
+)
 from jmoe.data.shards import (
     BlockChecks,
     Ids,
+    SampleShardWriter,
     Shard,
     ShardWriter,
+    open_lengths,
     open_shard,
     remove_stale_temporaries,
     replace_content_durably,
+    writing_samples,
     writing_shard,
 )
 from jmoe.data.text_files import (
+    MAX_PROBLEMS,
+    MAX_SHOWN,
     SHARD_SUFFIX,
     InputFile,
     Report,
     TextInput,
     check_and_detect_encodings,
+    describe_position,
+    describe_problems,
     find_text_input,
+    mark_samples,
+    read_lines,
     read_pieces,
+    read_samples,
     sample_texts,
     split_off_held_out,
     standard_library_files,
@@ -76,7 +95,8 @@ class TextSource:
 
     weight: share in the mixture relative to the other sources; None means by size. files: number of
     files read. skipped: number of non-text files in the folder by suffix. control_texts: number of
-    documents in which text of control tokens was encoded as plain text.
+    documents in which text of control tokens was encoded as plain text. lengths: the tokens of each
+    sample, one array per shard; None for text.
     """
 
     name: str
@@ -87,10 +107,15 @@ class TextSource:
     files: int
     skipped: Counter[str]
     control_texts: int
+    lengths: tuple[NDArray[np.uint32], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(len(shard) for shard in self.shards)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(lengths) for lengths in self.lengths or ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +126,8 @@ class Corpus:
     held_out_bytes: their text in UTF-8 (end-of-text tokens count no bytes), empty if the inputs are
     shards without a tokenizer. vocab_size: exclusive upper bound of all ids. fingerprint: hash of
     all tokens, weights and the tokenizer; a run resumes only with the same fingerprint.
+    held_out_samples: of a corpus of samples, whose held_out_tokens and held_out_bytes are empty;
+    None for text.
     """
 
     tokenizer: Tokenizer | None
@@ -111,6 +138,12 @@ class Corpus:
     held_out_tokens: NDArray[np.int32]
     held_out_bytes: bytes
     fingerprint: str
+    held_out_samples: TextSource | None = None
+
+    @property
+    def num_held_out_tokens(self) -> int:
+        held_out = self.held_out_samples
+        return len(self.held_out_tokens) if held_out is None else held_out.num_tokens
 
     @property
     def num_train_tokens(self) -> int:
@@ -156,11 +189,14 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOutTokens:
-    """Held-out tokens. `text` is None if unknown; `sha256` identifies the ids."""
+    """Held-out tokens. `text` is None if unknown; `sha256` identifies the ids. samples: the shard
+    of held-out samples, which has neither `ids` nor `text`.
+    """
 
     ids: NDArray[np.int32]
     text: bytes | None
     sha256: str
+    samples: Shard | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +262,7 @@ def prepare_corpus(
             else _wait_for_manifest(job, role)
         )
         tokenizer = load_tokenizer(
-            cache_dir / TOKENIZER, vocab_size, encode_control=config.control_tokens
+            cache_dir / TOKENIZER, vocab_size, encode_control=job.encodes_control
         )
         for number, i in enumerate(texts):
             shards[i] = [open_shard(cache_dir / manifest["train"][number]["file"])]
@@ -329,6 +365,8 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
         find_text_input(*pair, config.field, report)
         for pair in zip(config.path, weights, strict=True)
     ]
+    texts = iter(mark_samples([entry for entry in inputs if not entry.is_shards]))
+    inputs = [entry if entry.is_shards else next(texts) for entry in inputs]
     owner: dict[Path, tuple[TextInput, Path]] = {}
     for entry in inputs:
         for file in entry.files:
@@ -349,7 +387,41 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
             ["field"],
             "without JSON or JSONL in data.path, whose records have fields",
         )
+    _check_sample_options(config, inputs)
     return inputs
+
+
+def _has_samples(entry: TextInput) -> bool:
+    """Return whether an input holds samples for fine-tuning, as records or as token shards."""
+    if entry.is_shards:
+        return open_shard(entry.files[0].path).header.layout == "samples"
+    return entry.files[0].has_samples
+
+
+def _check_sample_options(config: DataConfig, inputs: Sequence[TextInput]) -> None:
+    """Raise ValueError for options of samples without samples, and for text beside samples."""
+    samples = [entry for entry in inputs if _has_samples(entry)]
+    written = [entry for entry in samples if not entry.is_shards]
+    if samples and len(samples) < len(inputs):
+        text = next(entry for entry in inputs if entry not in samples)
+        raise ValueError(
+            f"data.path = {text.pattern!r}: is text beside the samples of {samples[0].pattern!r};"
+            " give samples alone"
+        )
+    if not samples:
+        why = "without samples, such as chats, in data.path"
+        check_unset(config, "data", ["long_samples", "pack_samples"], why)
+    if not written:
+        why = "without samples, such as chats, in data.path that are not tokens yet"
+        check_unset(config, "data", ["chat_template", "train_on"], why)
+    elif config.tokenizer is None:
+        check(
+            any(entry.is_shards for entry in inputs),
+            "data.tokenizer",
+            None,
+            "must be the tokenizer.json of the model whose chat format the samples take;"
+            " --init-from MODEL takes the model's own",
+        )
 
 
 def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[Shard]:
@@ -457,6 +529,16 @@ class _TokenizingJob:
     config: DataConfig
     content: str  # identity of the text
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether the inputs are samples for fine-tuning."""
+        return _has_samples(self.inputs[0])
+
+    @property
+    def encodes_control(self) -> bool:
+        """Whether text that spells a control token is that token."""
+        return self.config.control_tokens or self.has_samples
+
     def cache_key(self) -> str:
         """Return a hash of everything that the result depends on: settings and each file's name,
         size, time and content.
@@ -482,6 +564,10 @@ class _TokenizingJob:
         }
         if self.config.encoding != DataConfig().encoding:
             what["encoding"] = self.config.encoding
+        if self.has_samples:
+            assert self.tokenizer is not None
+            folder = self.tokenizer.path.parent
+            what["samples"] = fingerprint_of_encoding(self.config, folder)
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def read_own_manifest(self) -> JsonObject | None:
@@ -503,6 +589,8 @@ class _TokenizingJob:
                 shard = open_shard(self.directory / part["file"])
                 if shard.header.sha256 != part["sha256"]:
                     return None
+                if self.has_samples:
+                    open_lengths(self.directory / part["file"])
                 if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
                     shard.blocks.check_all(shard.header)
             with name_file_in_errors(self.directory / HELD_OUT_TEXT):
@@ -560,16 +648,12 @@ class _TokenizingJob:
             parts.append(
                 split_off_held_out(list(itertools.islice(files, len(entry.files))), target)
             )
-            if not any(
-                text for file in parts[-1] for text, _ in read_pieces(file, 0, file.train_bytes)
-            ):
+            if not any(_has_content(file, 0, file.train_bytes) for file in parts[-1]):
                 raise ValueError(
                     f"data.path = {entry.pattern!r}: too little text to train on and to hold out"
                 )
-        held_out = (
-            read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part
-        )
-        if not any(text for pieces in held_out for text, _ in pieces):
+        files_of_parts = itertools.chain.from_iterable(parts)
+        if not any(_has_content(f, f.train_bytes, f.size_bytes) for f in files_of_parts):
             raise ValueError(
                 f"data.path: the {len(parts)} inputs hold too little text to hold any of it out"
             )
@@ -577,11 +661,8 @@ class _TokenizingJob:
 
     def _held_out_sha256(self, parts: list[list[InputFile]]) -> str:
         """Return the SHA-256 of the held-out text, as the manifest records it."""
-        held_out = (
-            read_pieces(file, file.train_bytes, file.size_bytes) for part in parts for file in part
-        )
         return hashlib.sha256(
-            b"".join(text.encode() for pieces in held_out for text, _ in pieces)
+            b"".join(_held_out_content(file) for part in parts for file in part)
         ).hexdigest()
 
     def _write_tokenizer(self, parts: list[list[InputFile]], report: Report) -> CorpusTokenizer:
@@ -607,11 +688,13 @@ class _TokenizingJob:
         )
 
     def _load_tokenizer(self, path: Path) -> CorpusTokenizer:
-        return load_tokenizer(path, self.vocab_size, encode_control=self.config.control_tokens)
+        return load_tokenizer(path, self.vocab_size, encode_control=self.encodes_control)
 
     def _write_shards(
         self, tokenizer: CorpusTokenizer, parts: list[list[InputFile]], report: Report
     ) -> JsonObject:
+        if self.has_samples:
+            return self._write_sample_shards(parts, report)
         writer = partial(
             writing_shard,
             vocab_size=tokenizer.vocab_size,
@@ -650,6 +733,95 @@ class _TokenizingJob:
             "held_out": _manifest_entry(HELD_OUT, held_out),
             "held_out_text": hashlib.sha256(held_out_text).hexdigest(),
         }
+
+    def _write_sample_shards(self, parts: list[list[InputFile]], report: Report) -> JsonObject:
+        """Write the shards of samples. Raises ValueError that lists the samples that cannot be
+        trained on.
+        """
+        assert self.tokenizer is not None
+        tokenizer = load_tokenizer(self.tokenizer.path, self.vocab_size, encode_control=True)
+        writer = partial(
+            writing_samples,
+            vocab_size=tokenizer.vocab_size,
+            eot=tokenizer.eot,
+            tokenizer=tokenizer.fingerprint,
+        )
+        files = [file for part in parts for file in part]
+        encoder = _SampleShardEncoder(
+            make_sample_encoder(self.config, tokenizer),
+            sum(file.size_bytes for file in files),
+            report,
+        )
+        train = []
+        with writer(self.directory / HELD_OUT, split="held_out") as held_out:
+            for number, part in enumerate(parts):
+                name = f"train-{number:05d}{SHARD_SUFFIX}"
+                with writer(self.directory / name, split="train") as shard:
+                    for file in part:
+                        encoder.encode_into_shard(file, 0, file.train_bytes, shard)
+                        encoder.encode_into_shard(file, file.train_bytes, file.size_bytes, held_out)
+                    encoder.raise_problems(len(files))
+                train.append(_manifest_entry(name, shard.ids))
+        held_out_content = b"".join(map(_held_out_content, files))
+        replace_content_durably(self.directory / HELD_OUT_TEXT, held_out_content)
+        return {
+            "train": train,
+            "held_out": _manifest_entry(HELD_OUT, held_out.ids),
+            "held_out_text": hashlib.sha256(held_out_content).hexdigest(),
+        }
+
+
+def _has_content(file: InputFile, start: int, stop: int) -> bool:
+    """Return whether bytes `start` up to `stop` of a file hold any text, or any sample."""
+    if file.has_samples:
+        return any(line.strip() for line in read_lines(file, start, stop))
+    return any(text for text, _ in read_pieces(file, start, stop))
+
+
+def _held_out_content(file: InputFile) -> bytes:
+    """Return the held-out text of a file; of samples, the lines of their records."""
+    if file.has_samples:
+        return b"".join(read_lines(file, file.train_bytes, file.size_bytes))
+    pieces = read_pieces(file, file.train_bytes, file.size_bytes)
+    return b"".join(text.encode() for text, _ in pieces)
+
+
+class _SampleShardEncoder:
+    """Encodes samples into shards, and reports progress through `all_bytes` bytes of records."""
+
+    def __init__(self, encoder: SampleEncoder, all_bytes: int, report: Report) -> None:
+        self._encoder, self._report = encoder, report
+        self._done_bytes, self._all_bytes = 0, all_bytes
+        self._problems: list[tuple[InputFile, int, ValueError]] = []
+
+    def encode_into_shard(
+        self, file: InputFile, start: int, stop: int, shard: SampleShardWriter
+    ) -> None:
+        """Append the samples in bytes `start` up to `stop` of a file, and remember those that
+        cannot be trained on.
+        """
+        before = self._done_bytes - start
+        samples = read_samples(file, start, stop)
+        for position, sample in encode_in_batches(self._encoder, samples):
+            if isinstance(sample, EncodedSample):
+                shard.append(sample.ids, sample.trained, text_bytes=sample.text_bytes)
+            else:
+                self._problems.append((file, position, sample))
+                if len(self._problems) >= MAX_PROBLEMS:
+                    return
+            self._report("tokenising", before + position, self._all_bytes)
+        self._done_bytes = before + stop
+
+    def raise_problems(self, num_files: int) -> None:
+        """Raise ValueError that lists the samples that cannot be trained on, if there are any."""
+        if not self._problems:
+            return
+        lines = [
+            f"{describe_position(file, position)}: {error}"
+            for file, position, error in self._problems[:MAX_SHOWN]
+        ]
+        lines += [""] * (len(self._problems) - len(lines))  # only counted
+        raise ValueError(describe_problems(lines, num_files))
 
 
 class _ShardEncoder:
@@ -706,6 +878,8 @@ def _wait_for_manifest(job: _TokenizingJob, role: PreparationRole) -> JsonObject
 def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldOutTokens:
     shard = open_shard(directory / HELD_OUT)
     shard.blocks.check_all(shard.header)
+    if shard.header.layout == "samples":
+        return _HeldOutTokens(np.zeros(0, np.int32), None, shard.header.sha256, shard)
     text_path = directory / HELD_OUT_TEXT
     text = None
     if text_path.is_file() and text_path.stat().st_size == shard.header.text_bytes:
@@ -751,6 +925,11 @@ def _take_held_out_of_shards(
             if folder not in seen:
                 held_out.append(_read_held_out(folder, tokenizer))
                 seen.add(folder)
+        if not beside and shards[i][0].header.layout == "samples":
+            raise ValueError(
+                f"data.path = {inputs[i].pattern!r}: lacks {HELD_OUT} beside its shards of samples;"
+                " copy the whole folder that python -m jmoe.data made"
+            )
         if not beside:
             largest = max(range(len(shards[i])), key=lambda j: len(shards[i][j].ids))
             shard = shards[i][largest]
@@ -800,6 +979,14 @@ def _assemble_corpus(
         ],
         "held_out": [part.sha256 for part in held_out],
     }
+    sources = tuple(starmap(_make_source, zip(inputs, shards, strict=True)))
+    if any(source.lengths is not None for source in sources):
+        lengths = [open_lengths(s.blocks.path).header.sha256 for group in shards for s in group]
+        what["lengths"] = lengths
+        held_out_shards = [part.samples for part in held_out if part.samples is not None]
+        held_out_source = _make_source(TextInput("held-out samples", ()), held_out_shards)
+    else:
+        held_out_source = None
     # Each part ends with the end-of-text token and the next begins with it: keep one of the two.
     ids = [
         held_out[0].ids,
@@ -811,27 +998,34 @@ def _assemble_corpus(
         tokenizer=tokenizer.tokenizer if tokenizer else None,
         tokenizer_path=tokenizer.path if tokenizer else None,
         eot=header.eot,
-        vocab_size=(
-            tokenizer.vocab_size
-            if tokenizer
-            else max(s.header.vocab_size for g in shards for s in g)
+        # samples may have tokens that only tokenizer_config.json lists
+        vocab_size=max(
+            *(s.header.vocab_size for group in shards for s in group),
+            tokenizer.vocab_size if tokenizer else 0,
         ),
-        sources=tuple(
-            TextSource(
-                name=entry.pattern or "Python standard library",
-                shards=tuple(s.ids for s in group),
-                blocks=tuple(s.blocks for s in group),
-                weight=entry.weight,
-                text_bytes=sum(
-                    int(s.header.text_bytes * len(s.ids) / s.header.count) for s in group
-                ),
-                files=len(entry.files),
-                skipped=entry.skipped,
-                control_texts=sum(s.header.control_texts for s in group),
-            )
-            for entry, group in zip(inputs, shards, strict=True)
-        ),
+        sources=sources,
         held_out_tokens=np.concatenate(ids),
         held_out_bytes=b"".join(texts) if len(texts) == len(held_out) else b"",
         fingerprint=hashlib.sha256(json.dumps(what).encode()).hexdigest(),
+        held_out_samples=held_out_source,
+    )
+
+
+def _make_source(entry: TextInput, shards: Sequence[Shard]) -> TextSource:
+    """Return the tokens of one input from its shards."""
+    samples = shards[0].header.layout == "samples"
+    return TextSource(
+        name=entry.pattern or "Python standard library",
+        shards=tuple(s.ids for s in shards),
+        blocks=tuple(s.blocks for s in shards),
+        weight=entry.weight,
+        text_bytes=sum(int(s.header.text_bytes * len(s.ids) / s.header.count) for s in shards),
+        files=len(entry.files),
+        skipped=entry.skipped,
+        control_texts=sum(s.header.control_texts for s in shards),
+        lengths=(
+            tuple(np.asarray(open_lengths(s.blocks.path).ids, np.uint32) for s in shards)
+            if samples
+            else None
+        ),
     )

@@ -1,11 +1,9 @@
 """Detection of binary file formats by their first bytes, and advice on converting them to text or
-JSONL.
+JSONL. `stored_files` reads gzip, zstd and Parquet.
 """
 
 import re
-from pathlib import Path
-
-from jmoe.memory.direct_io import name_file_in_errors
+from typing import BinaryIO
 
 _RECORDS = "write its records as JSONL"
 _PANDAS = "pandas.read_{}(FILE).to_json(OUT, orient='records', lines=True)"
@@ -14,8 +12,8 @@ _UNPACKS = "{} FILE unpacks it"
 _FORMATS = (
     (
         rb"PAR1.*[\x00-\x08\x0e-\x1f\x80-\xff]",
-        "Parquet",
-        f"{_RECORDS}: {_PANDAS.format('parquet')}",
+        "Parquet that was cut",
+        "get the whole file",
     ),
     (rb"ARROW1\0", "Arrow", f"{_RECORDS}: {_PANDAS.format('feather')}"),
     (rb"\xff{4}", "an Arrow stream", f"{_RECORDS}: datasets.Dataset.from_file(FILE).to_json(OUT)"),
@@ -24,8 +22,8 @@ _FORMATS = (
     (rb"\x89HDF\r\n", "HDF5", _RECORDS),
     (rb"\x80[\x02-\x05][\x95}\]c(K]", "a pickle", _RECORDS),
     (rb"\x93NUMPY", "a NumPy array", "python -m jmoe.data makes token shards of text"),
-    (rb"\x1f\x8b", "compressed with gzip", _UNPACKS.format("gunzip -k")),
-    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACKS.format("unzstd")),
+    (rb"\x1f\x8b", "compressed twice, with gzip inside", _UNPACKS.format("gunzip -k")),
+    (rb"\x28\xb5\x2f\xfd", "compressed twice, with zstd inside", _UNPACKS.format("unzstd")),
     (rb"\xfd7zXZ\0", "compressed with xz", _UNPACKS.format("unxz -k")),
     (rb"\x04\x22\x4d\x18", "compressed with lz4", _UNPACKS.format("unlz4")),
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2", _UNPACKS.format("bunzip2 -k")),
@@ -39,12 +37,13 @@ _FORMATS = (
 _HEAD_BYTES = 512
 
 
-def binary_format_advice(path: Path) -> str | None:
-    """Return the name of the file's binary format with advice on converting it; None if the file
-    is not of a known binary format.
+def binary_format_advice(file: BinaryIO) -> str | None:
+    """Return the name of a file's binary format with advice on converting it; None if its first
+    bytes are not of a known binary format.
+
+    file: at its beginning.
     """
-    with name_file_in_errors(path), open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES)
+    head = file.read(_HEAD_BYTES)
     return next(
         (
             f"{what}, not text; {way}"

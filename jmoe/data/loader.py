@@ -2,7 +2,8 @@
 
 Legend: B sequences in a global batch, b sequences of this process, S sequence length. A window is S
 + 1 consecutive tokens: inputs `[:, :-1]` and targets `[:, 1:]`. Windows start every S tokens, so
-that every token is a target once an epoch.
+that every token is a target once an epoch. Samples for fine-tuning come in rows instead
+(`sample_rows.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import grain
 import numpy as np
 from numpy.typing import NDArray
 
+from jmoe.config import DataConfig
 from jmoe.data.corpus import Corpus, TextSource
+from jmoe.data.sample_rows import RowCounts, SampleRows, SourceRows
 from jmoe.types import JsonObject
 
 # Minimum size of held-out text for comparable baselines. `xz -9` has no prior
@@ -26,6 +29,9 @@ from jmoe.types import JsonObject
 COMPARABLE_BYTES = 100_000
 # limit of training tokens counted for the unigram model, spread over each source
 UNIGRAM_TOKENS = 1 << 28
+
+
+TokenRows = NDArray[np.int32] | SampleRows  # windows of text, or rows of samples
 
 
 class _TokenWindows:
@@ -64,31 +70,36 @@ class _LocalRows:
     def __len__(self) -> int:
         return len(self._rows) // self._batch_size * self._local
 
-    def __getitem__(self, index: int) -> NDArray[np.int32]:
+    def __getitem__(self, index: int) -> TokenRows:
         step, row = divmod(index, self._local)
-        window: NDArray[np.int32] = self._rows[step * self._batch_size + self._first + row]
+        window: TokenRows = self._rows[step * self._batch_size + self._first + row]
         return window
 
 
 class TrainBatches:
-    """Endless iterator of this process's training batches, int32 [b, S + 1]; see
+    """Endless iterator of this process's training batches, int32 [b, S + 1] or `SampleRows`; see
     `train_batches`.
     """
 
     def __init__(
-        self, batches: grain.MapDataset, options: grain.ReadOptions, identity: JsonObject
+        self,
+        batches: grain.MapDataset,
+        options: grain.ReadOptions,
+        identity: JsonObject,
+        description: str = "",
     ) -> None:
         self._batches, self._options, self._identity = batches, options, identity
+        self.description = description  # what became of samples; "" for text
         self._step = 0
         self._iterator: Any = None
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> NDArray[np.int32]:
+    def __next__(self) -> TokenRows:
         if self._iterator is None:
             self._iterator = iter(self._batches[self._step :].to_iter_dataset(self._options))
-        batch: NDArray[np.int32] = next(self._iterator)
+        batch: TokenRows = next(self._iterator)
         self._step += 1
         return batch
 
@@ -124,16 +135,28 @@ class TrainBatches:
             self._iterator = None
 
 
+def rows_of_sources(
+    corpus: Corpus, sequence_length: int, config: DataConfig
+) -> list[_TokenWindows | SourceRows]:
+    """Return random access to each source's windows of text, or rows of samples."""
+    if corpus.held_out_samples is None:
+        return [
+            _TokenWindows(source, sequence_length, corpus.vocab_size) for source in corpus.sources
+        ]
+    return [SourceRows(source, sequence_length, corpus, config) for source in corpus.sources]
+
+
 def _shuffled_windows(
-    corpus: Corpus, sequence_length: int, batch_size: int, seed: int
+    corpus: Corpus,
+    windows: Sequence[_TokenWindows | SourceRows],
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
 ) -> grain.MapDataset:
     """Return an endless grain dataset of windows, reshuffled each epoch.
 
-    Sources are mixed by their weights, or by size if none has a weight.
+    windows: of each source. Sources are mixed by their weights, or by size if none has a weight.
     """
-    windows = [
-        _TokenWindows(source, sequence_length, corpus.vocab_size) for source in corpus.sources
-    ]
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
     for source, own in zip(corpus.sources, windows, strict=True):
         if weighted and not len(own):
@@ -174,17 +197,18 @@ def train_batches(
     seed: int,
     process_index: int = 0,
     process_count: int = 1,
+    config: DataConfig = DataConfig(),  # noqa: B008 (frozen)
     num_threads: int = 1,
-    prefetch_batches: int = 2,
 ) -> TrainBatches:
     """Return this process's endless training batches: int32 [b, S + 1] with b = batch_size /
-    process_count.
+    process_count, or `SampleRows` of samples.
 
     Row r of global batch s is window s * batch_size + r of an endless shuffled sequence, which
     depends on the corpus, the sequence length and the seed alone. Process i reads only rows i * b
     up to (i + 1) * b. Without weights, each epoch visits every window once, in a new order. With
     weights, each source repeats at its own pace, and its share stays within 1 % of its weight at
-    all times. `num_threads` threads prefetch `prefetch_batches` batches.
+    all times. `num_threads` threads prefetch `config.prefetch_batches` batches; `config` also says
+    how samples become rows.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(
@@ -196,11 +220,12 @@ def train_batches(
             f"batch_size = {batch_size}: must be a multiple of the {process_count} processes"
         )
     local = batch_size // process_count
-    rows = _shuffled_windows(corpus, sequence_length, batch_size, seed)
+    windows = rows_of_sources(corpus, sequence_length, config)
+    rows = _shuffled_windows(corpus, windows, sequence_length, batch_size, seed)
     own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
     # grain warns if the buffer is smaller than the number of threads.
     options = grain.ReadOptions(
-        num_threads=num_threads, prefetch_buffer_size=max(prefetch_batches, num_threads)
+        num_threads=num_threads, prefetch_buffer_size=max(config.prefetch_batches, num_threads)
     )
     identity = {
         "corpus": corpus.fingerprint,
@@ -208,7 +233,11 @@ def train_batches(
         "sequence_length": sequence_length,
         "seed": seed,
     }
-    return TrainBatches(own.batch(local, drop_remainder=True), options, identity)
+    counts = [own_rows.counts for own_rows in windows if isinstance(own_rows, SourceRows)]
+    description = (
+        sum(counts, RowCounts()).describe(sequence_length, config.long_samples) if counts else ""
+    )
+    return TrainBatches(own.batch(local, drop_remainder=True), options, identity, description)
 
 
 def held_out_windows(

@@ -4,6 +4,10 @@ Layout, little-endian: 8 bytes magic `JMOETOK1`, uint32 length of the header, th
 JSON, zeros up to the next multiple of 4096 bytes, `count` ids, then the CRC-32 (uint32) of every
 `BLOCK_BYTES` of ids. The ids are documents between end-of-text ids: `eot document eot document ...
 eot`.
+
+A shard of samples for fine-tuning holds the tokens of one sample after the other, each as its id
+plus `TRAINED` if the loss counts it. A second file of this layout beside it, NAME.lengths, holds
+the number of tokens of each sample.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.types import Json, JsonObject
@@ -37,7 +41,10 @@ BLOCK_BYTES = 1 << 16
 READ_BYTES = 1 << 24
 POPULATE_READ = 22  # MADV_POPULATE_READ of <linux/mman.h>, which Python does not name
 TEMPORARY = ".jmoe-tmp"
+TRAINED = 1 << 31  # added to the id of a sample's token that is to be learned
+LENGTHS_SUFFIX = ".lengths"
 Ids = NDArray[np.unsignedinteger[Any]]
+Layout = Literal["text", "samples", "lengths"]
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -51,10 +58,11 @@ class ShardHeader:
     of the stored ids. block_sums: SHA-256 of the CRC-32s after the ids, empty without CRC-32s.
     control: `tokens` if text that spells a special token was encoded as that token, `text` if it
     was encoded as plain text. control_texts: number of documents in which such text was encoded as
-    plain text.
+    plain text. layout: `text`, `samples`, or `lengths` of samples. trained: number of samples'
+    tokens to learn.
 
-    Shards of older versions lack the last three fields; they have no CRC-32s and did not count such
-    documents.
+    Shards of older versions lack the last five fields; they have no CRC-32s, did not count such
+    documents, and hold text.
     """
 
     dtype: str
@@ -68,6 +76,8 @@ class ShardHeader:
     block_sums: str = ""
     control: str = "text"
     control_texts: int = 0
+    layout: str = "text"
+    trained: int = 0
 
 
 class BlockChecks:
@@ -185,18 +195,21 @@ class ShardWriter:
 
     def __init__(self, file: BinaryIO, *, vocab_size: int, eot: int, **fields: str) -> None:
         self._file, self._fields = file, {"vocab_size": vocab_size, "eot": eot, **fields}
-        self._dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+        is_text = fields.get("layout", "text") == "text"
+        self._dtype = "uint16" if vocab_size <= 2**16 and is_text else "uint32"
         self._digest = hashlib.sha256()
         self._block, self._sums = bytearray(), array.array("I")
         self.count = self.text_bytes = 0
-        self.control_texts = 0
+        self.control_texts = self.trained = 0
         self.header: ShardHeader | None = None
         file.write(bytes(ALIGNMENT_BYTES))
-        self.append([eot], text_bytes=0)
+        if is_text:
+            self.append([eot], text_bytes=0)
 
-    def append(self, ids: list[int], *, text_bytes: int) -> None:
+    def append(self, ids: ArrayLike, *, text_bytes: int) -> None:
         """Append ids that encode `text_bytes` bytes of text; end-of-text ids count 0 bytes."""
-        data = np.asarray(ids, dtype=DTYPES[self._dtype]).tobytes()
+        array_of_ids = np.asarray(ids, dtype=DTYPES[self._dtype])
+        data = array_of_ids.tobytes()
         self._file.write(data)
         self._digest.update(data)
         self._block += data
@@ -204,7 +217,7 @@ class ShardWriter:
         for start in range(0, complete, BLOCK_BYTES):
             self._sums.append(zlib.crc32(self._block[start : start + BLOCK_BYTES]))
         del self._block[:complete]
-        self.count += len(ids)
+        self.count += array_of_ids.size
         self.text_bytes += text_bytes
 
     def finish(self) -> None:
@@ -221,6 +234,7 @@ class ShardWriter:
             "count": self.count,
             "text_bytes": self.text_bytes,
             "control_texts": self.control_texts,
+            "trained": self.trained,
         }
         fields: JsonObject = {"dtype": self._dtype, **self._fields, **counts, **digests}
         self.header = ShardHeader(**fields)
@@ -233,16 +247,73 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def writing_shard(
-    path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str, control: str = "text"
+    path: Path,
+    *,
+    vocab_size: int,
+    eot: int,
+    tokenizer: str,
+    split: str,
+    control: str = "text",
+    layout: Layout = "text",
 ) -> Iterator[ShardWriter]:
     """Yield a writer of one shard, which appears as `path` only if the block ends without an
     error.
     """
     with replacing_file(path) as file:
-        fields = {"tokenizer": tokenizer, "split": split, "control": control}
+        fields = {"tokenizer": tokenizer, "split": split, "control": control, "layout": layout}
         writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, **fields)
         yield writer
         writer.finish()
+
+
+class SampleShardWriter:
+    """Writes a shard of samples and the file of their lengths; created by `writing_samples`."""
+
+    def __init__(self, ids: ShardWriter, lengths: ShardWriter) -> None:
+        self.ids, self.lengths = ids, lengths
+
+    def append(
+        self, ids: NDArray[np.uint32], trained: NDArray[np.bool_], *, text_bytes: int
+    ) -> None:
+        """Append one sample. trained: its tokens to learn; the first is never one."""
+        learned = trained & (np.arange(len(ids)) > 0)
+        self.ids.append(ids + np.where(learned, np.uint32(TRAINED), 0), text_bytes=text_bytes)
+        self.ids.trained += int(learned.sum())
+        self.lengths.append([len(ids)], text_bytes=0)
+
+
+def lengths_path(path: Path) -> Path:
+    """Return the file of lengths beside a shard of samples."""
+    return path.with_suffix(LENGTHS_SUFFIX)
+
+
+@contextlib.contextmanager
+def writing_samples(
+    path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str
+) -> Iterator[SampleShardWriter]:
+    """Yield a writer of a shard of samples, as `writing_shard` of a shard of text."""
+    fields: JsonObject = {"vocab_size": vocab_size, "eot": eot, "tokenizer": tokenizer}
+    fields |= {"split": split, "control": "tokens"}
+    with (
+        writing_shard(lengths_path(path), **fields, layout="lengths") as lengths,
+        writing_shard(path, **fields, layout="samples") as ids,
+    ):
+        yield SampleShardWriter(ids, lengths)
+
+
+def open_lengths(path: Path) -> Shard:
+    """Return the lengths of the samples in the shard `path`, all read and checked.
+
+    Raises ValueError if the file beside it is missing, damaged, or of another shard.
+    """
+    shard = open_shard(path)
+    if not lengths_path(path).is_file():
+        raise ValueError(f"{path}: lacks {lengths_path(path).name} beside it; copy both files")
+    lengths = open_shard(lengths_path(path))
+    lengths.blocks.check_all(lengths.header)
+    if int(lengths.ids.sum(dtype=np.int64)) != shard.header.count:
+        raise ValueError(f"{lengths_path(path)}: belongs to another shard; copy both files again")
+    return lengths
 
 
 def _parse_header(path: Path, text: bytes) -> ShardHeader:
@@ -260,6 +331,11 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
     if missing:
         raise ValueError(f"{path}: the header of this token shard lacks {', '.join(missing)}")
     header = ShardHeader(**{f.name: written[f.name] for f in fields(ShardHeader)})
+    if header.layout not in get_args(Layout):
+        raise ValueError(
+            f"{path}: layout = {header.layout!r}: must be one of {', '.join(get_args(Layout))}; it"
+            " was written by a later version"
+        )
     if header.dtype not in DTYPES:
         raise ValueError(f"{path}: dtype = {header.dtype!r}: must be one of {', '.join(DTYPES)}")
     if header.count < 1 or not 0 <= header.eot < header.vocab_size:

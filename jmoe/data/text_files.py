@@ -1,10 +1,10 @@
 """Finding, checking, splitting (train and held-out) and reading of text files.
 
-A document is a text file, a line of a JSONL file, or a record of a JSON array. The order of files
-and the split depend on file names relative to the given path, so they are the same on every
-machine. Byte positions refer to the UTF-8 form of a file: a file in another encoding is converted
-in memory, and a JSON array is converted to JSONL. A byte order mark at the head of a file is no
-part of its text.
+A document is a text file, a line of a JSONL file, or a record of a JSON array or of a Parquet file.
+The order of files and the split depend on file names relative to the given path, so they are the
+same on every machine. Byte positions refer to the UTF-8 form of a file: a compressed file is
+unpacked as it is read, a file in another encoding is converted in memory, and records are lines of
+JSONL. A byte order mark at the head of a file is no part of its text.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format_advice
+from jmoe.data.samples import Sample, holds_sample, parse_sample
+from jmoe.data.stored_files import (
+    STORED_SUFFIXES,
+    Storage,
+    open_text,
+    storage_of,
+    text_suffix,
+)
 from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.types import Json
 
@@ -43,9 +51,7 @@ TABLE_WAY = (
     "write its records as JSONL: pandas.read_csv(FILE).to_json(OUT, orient='records', lines=True),"
     " or name it .txt to learn it as text"
 )
-# Names under which the records of chat data hold a conversation.
-CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
-CONVERSATION_WAY = "; write conversations as text first, with the model's chat template"
+SAMPLE_WAY = "; it is a sample for fine-tuning, and here every record must be a text"
 PIECE_BYTES = 1 << 20  # approximate size of the pieces of longer documents
 STDLIB_EXCLUDED = frozenset(
     (
@@ -71,7 +77,8 @@ Report = Callable[[str, int, int], None]
 class InputFile:
     """One text file or token shard.
 
-    name: path relative to the folder or glob that was given. size_bytes: size of its UTF-8 form.
+    name: path relative to the folder or glob that was given. size_bytes: size of its UTF-8 form,
+    once the file has been checked.
     """
 
     path: Path
@@ -81,6 +88,8 @@ class InputFile:
     field: str | None = None  # name of a record's text field; None for plain text
     encoding: str = "utf-8"
     is_array: bool = False  # whether records are elements of a JSON array instead of lines
+    storage: Storage = "plain"
+    has_samples: bool = False  # whether records are samples for fine-tuning instead of texts
     has_mark: bool = False  # whether the file begins with a byte order mark
     # size of the training prefix; the rest is held out, see `split_off_held_out`
     train_bytes: int = 0
@@ -91,16 +100,33 @@ class InputFile:
 
         Errors of reading the stream name the file.
         """
-        if self.encoding == "utf-8" and not self.is_array:
-            skipped_bytes = len(codecs.BOM_UTF8) if self.has_mark else 0
-            return io.BufferedReader(_FileFromOffset(self.path, skipped_bytes), PIECE_BYTES)
-        with name_file_in_errors(self.path):
-            text = self.path.read_bytes().decode(self.encoding).removeprefix(MARK)
+        skipped_bytes = len(codecs.BOM_UTF8) if self.has_mark else 0
+        in_place = self.storage == "plain" or not skipped_bytes
+        if self.encoding == "utf-8" and not self.is_array and in_place:
+            return self.open_unpacked(skipped_bytes)
+        with self.open_unpacked() as file:
+            text = file.read().decode(self.encoding).removeprefix(MARK)
         return io.BytesIO(_json_array_to_jsonl(text) if self.is_array else text.encode())
 
+    def open_unpacked(self, skipped_bytes: int = 0) -> BinaryIO:
+        """Return a binary stream of the file's text in its own encoding, from byte `skipped_bytes`
+        on if the file is not compressed.
+        """
+        if self.storage != "plain":
+            return open_text(self.path, self.storage)
+        return io.BufferedReader(_FileFromOffset(self.path, skipped_bytes), PIECE_BYTES)
+
+    @property
+    def suffix(self) -> str:
+        """The suffix that tells the kind of text; see `text_suffix`."""
+        return text_suffix(self.path, self.storage)
+
     def describe_line(self, number: int) -> str:
-        """Return "FILE:LINE", or "FILE: record NUMBER" in a JSON array. number: counted from 1."""
-        return f"{self.path}: record {number}" if self.is_array else f"{self.path}:{number}"
+        """Return "FILE:LINE", or "FILE: record NUMBER" in a JSON array or a Parquet file. number:
+        counted from 1.
+        """
+        by_record = self.is_array or self.storage == "parquet"
+        return f"{self.path}: record {number}" if by_record else f"{self.path}:{number}"
 
     @property
     def random_rank(self) -> str:
@@ -145,8 +171,65 @@ def _make_input_file(path: Path, root: Path, field: str) -> InputFile:
         raise ValueError(
             f"{wrong}must be a file, and is a pipe, a socket or a device; leave it out"
         )
-    has_records = path.suffix in RECORD_SUFFIXES
-    return InputFile(path, name, status.st_size, status.st_mtime_ns, field if has_records else None)
+    storage = storage_of(path)
+    has_records = text_suffix(path, storage) in RECORD_SUFFIXES
+    return InputFile(
+        path,
+        name,
+        status.st_size,
+        status.st_mtime_ns,
+        field if has_records else None,
+        storage=storage,
+    )
+
+
+def _has_text_name(path: Path) -> bool:
+    """Return whether a folder's file counts as text by its name, such as a.txt or a.jsonl.gz."""
+    suffix = path.suffix
+    if suffix in STORED_SUFFIXES:
+        return suffix in (".parquet", ".pq") or Path(path.stem).suffix in TEXT_SUFFIXES
+    return suffix in TEXT_SUFFIXES
+
+
+def mark_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
+    """Return the inputs with `has_samples` set on every file if the first record of any file is a
+    sample for fine-tuning.
+
+    Raises ValueError naming a file of plain text beside samples.
+    """
+    files = [file for entry in inputs for file in entry.files]
+    chats = next((file for file in files if _begins_with_sample(file)), None)
+    if chats is None:
+        return list(inputs)
+    text = next((file for file in files if file.field is None), None)
+    if text is not None:
+        raise ValueError(
+            f"data.path: {text.path} is text beside the samples of {chats.path}; give samples"
+            " alone, or write the text as records in the field that data.field names"
+        )
+    return [
+        dataclasses.replace(
+            entry,
+            files=tuple(dataclasses.replace(file, has_samples=True) for file in entry.files),
+        )
+        for entry in inputs
+    ]
+
+
+def _begins_with_sample(file: InputFile) -> bool:
+    if file.field is None:
+        return False
+    with file.open_unpacked() as f:
+        text = f.read(PIECE_BYTES).decode("utf-8-sig", errors="replace").lstrip()
+        if text.startswith("[") and file.suffix == JSON_SUFFIX:
+            text = text[1:].lstrip()
+        elif "\n" not in text:
+            text += f.readline().decode("utf-8", errors="replace")
+    try:
+        record, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):  # the check of all records says what is wrong
+        return False
+    return holds_sample(record, file.field)
 
 
 def _walk_files(root: Path, skipped_folders: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -188,14 +271,14 @@ def find_text_input(pattern: str, weight: float | None, field: str, report: Repo
         root = path
         paths = []
         for p in _walk_files(path):
-            if p.suffix in TEXT_SUFFIXES or p.suffix == SHARD_SUFFIX:
+            if _has_text_name(p) or p.suffix == SHARD_SUFFIX:
                 paths.append(p)
             else:
                 skipped[f"*{p.suffix}" if p.suffix else p.name] += 1
             report("finding files", len(paths), 0)
         what = (
-            f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}) and no token shards"
-            f" ({SHARD_SUFFIX})"
+            f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}, also with .gz or .zst,"
+            f" .parquet) and no token shards ({SHARD_SUFFIX})"
         )
         if skipped:
             what += (
@@ -246,15 +329,7 @@ def check_and_detect_encodings(
         done_bytes += file.size_bytes
     if not bad:
         return checked
-    count = f"{MAX_PROBLEMS} or more" if len(bad) >= MAX_PROBLEMS else str(len(bad))
-    shown = [
-        *bad[:MAX_SHOWN],
-        *([f"... and {len(bad) - MAX_SHOWN} more"] if len(bad) > MAX_SHOWN else []),
-    ]
-    message = (
-        f"data.path: {count} problem(s) in {len(files)} file(s) of text; nothing was written:\n"
-        + "\n".join(shown)
-    )
+    message = describe_problems(bad, len(files))
     if undecoded:
         several = " ".join(dict.fromkeys((*encodings, "latin-1")))
         message += (
@@ -264,19 +339,36 @@ def check_and_detect_encodings(
     raise ValueError(message)
 
 
+def describe_problems(problems: Sequence[str], num_files: int) -> str:
+    """Return an error message that lists the first `MAX_SHOWN` problems of the text."""
+    count = f"{MAX_PROBLEMS} or more" if len(problems) >= MAX_PROBLEMS else str(len(problems))
+    shown = [
+        *problems[:MAX_SHOWN],
+        *([f"... and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []),
+    ]
+    return (
+        f"data.path: {count} problem(s) in {num_files} file(s) of text; nothing was written:\n"
+        + "\n".join(shown)
+    )
+
+
 def _check_and_detect_encoding(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, list[str]]:
     """Return (file with its encoding, problems). The file is None if no encoding fits."""
-    binary = binary_format_advice(file.path)
-    if binary is not None:
-        return file, [f"{file.path}: is {binary}"]
-    if file.path.suffix.lower() in TABLE_SUFFIXES:
-        return file, [f"{file.path}: is a table, not text; {TABLE_WAY}"]
-    fitting, problem = _with_fitting_encoding(file, encodings, report)
-    if file.path.suffix == JSON_SUFFIX and fitting is not None:
-        fitting, problem = _with_json_layout(fitting)
-    if file.field is None or (file.path.suffix == JSON_SUFFIX and problem):
+    try:
+        with file.open_unpacked() as f:
+            binary = binary_format_advice(f)
+        if binary is not None:
+            return file, [f"{file.path}: is {binary}"]
+        if file.suffix.lower() in TABLE_SUFFIXES:
+            return file, [f"{file.path}: is a table, not text; {TABLE_WAY}"]
+        fitting, problem = _with_fitting_encoding(file, encodings, report)
+        if file.suffix == JSON_SUFFIX and fitting is not None:
+            fitting, problem = _with_json_layout(fitting)
+    except ValueError as error:  # of a stored file: damaged, or its library is missing
+        return file, [str(error)]
+    if file.field is None or (file.suffix == JSON_SUFFIX and problem):
         return fitting, [problem] if problem else []
     problems = list(itertools.islice(_find_bad_records(fitting or file, report), MAX_PROBLEMS))
     return fitting, problems or ([problem] if problem else [])
@@ -338,7 +430,7 @@ def _with_fitting_encoding(
         position = utf8_bytes = pending = 0
         has_mark: bool | None = None  # not known before the first character
         try:
-            with io.BufferedReader(_FileFromOffset(file.path, 0)) as f:
+            with file.open_unpacked() as f:
                 while data := f.read(PIECE_BYTES):
                     pending = len(decoder.getstate()[0])
                     text = decoder.decode(data)
@@ -368,7 +460,7 @@ def _find_bad_records(file: InputFile, report: Callable[[int], None]) -> Iterato
             report(min(position, file.size_bytes))
             try:
                 if line.strip():
-                    _text_of_record(line, file)
+                    check_record(line, file)
             except ValueError as error:
                 yield f"{file.describe_line(number)}: {error}"
 
@@ -484,32 +576,81 @@ def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str
                 try:
                     text = _text_of_record(line, file)
                 except ValueError as error:
-                    raise ValueError(
-                        f"{file.describe_line(_line_number(file, position))}: {error}"
-                    ) from error
+                    raise ValueError(f"{describe_position(file, position)}: {error}") from error
                 for first in range(0, len(text), PIECE_BYTES):
                     yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
             position += len(line)
 
 
-def _text_of_record(line: bytes, file: InputFile) -> str:
-    field, record_is = file.field, "record" if file.is_array else "line"
+def check_record(line: bytes, file: InputFile) -> None:
+    """Raise ValueError that says what is wrong with a record's line, if anything is."""
+    if file.has_samples:
+        sample_of_record(line, file)
+    else:
+        _text_of_record(line, file)
+
+
+def sample_of_record(line: bytes, file: InputFile) -> Sample:
+    """Return the sample for fine-tuning in a record's line. Raises ValueError that says what is
+    wrong with it.
+    """
+    assert file.field is not None, file.path
+    return parse_sample(_parse_record(line), file.field)
+
+
+def read_samples(file: InputFile, start: int, stop: int) -> Iterator[tuple[int, Sample]]:
+    """Yield (byte position of the record, sample) over bytes `start` up to `stop` of a file.
+
+    Raises ValueError that names the file and the line of an unreadable record.
+    """
+    with file.open() as f:
+        f.seek(start)
+        position = start
+        while position < stop and (line := f.readline()):
+            if line.strip():
+                try:
+                    yield position, sample_of_record(line, file)
+                except ValueError as error:
+                    raise ValueError(f"{describe_position(file, position)}: {error}") from error
+            position += len(line)
+
+
+def read_lines(file: InputFile, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the lines of records in bytes `start` up to `stop` of a file."""
+    with file.open() as f:
+        f.seek(start)
+        while start < stop and (line := f.readline()):
+            yield line
+            start += len(line)
+
+
+def describe_position(file: InputFile, position: int) -> str:
+    """Return the file's name with the number of the line, or record, at a byte position."""
+    return file.describe_line(_line_number(file, position))
+
+
+def _parse_record(line: bytes) -> Json:
     try:
-        record = _parse_json(line.decode())
+        return _parse_json(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start} of the line: {error.reason}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+
+
+def _text_of_record(line: bytes, file: InputFile) -> str:
+    field, record_is = file.field, "record" if file.is_array else "line"
+    record = _parse_record(line)
     if not isinstance(record, dict) or field not in record:
         fields = (
             ", ".join(record)
             if isinstance(record, dict)
             else f"a {type(record).__name__}, not an object"
         )
-        is_chat = isinstance(record, dict) and not record.keys().isdisjoint(CONVERSATION_FIELDS)
+        is_sample = field is not None and holds_sample(record, field)
         raise ValueError(
             f"data.field = {field!r}: not in this {record_is}, which has: {fields or 'nothing'}"
-            f"{CONVERSATION_WAY if is_chat else ''}"
+            f"{SAMPLE_WAY if is_sample else ''}"
         )
     text = record[field]
     if not isinstance(text, str):

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jmoe.memory.direct_io import name_file_in_errors
-from jmoe.models.tokenizer_file import parse_tokenizer
+from jmoe.models.tokenizer_file import open_tokenizer, parse_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 # Names of the token that ends a document in various model families.
@@ -83,6 +83,31 @@ class CorpusTokenizer:
                 )
             self.known.add(character)
 
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return each text's (ids, the range of characters of each id). Raises ValueError if the
+        tokenizer has no token for a character.
+        """
+        try:
+            encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise self._encoding_error(error) from error
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return each text's ids. Raises ValueError as `encode_with_offsets`."""
+        try:
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise self._encoding_error(error) from error
+        return [encoding.ids for encoding in encodings]
+
+    def _encoding_error(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"data.tokenizer = {str(self.path)!r}: {error}; give it one for unknown text"
+        )
+
 
 def check_vocab_size(vocab_size: int) -> None:
     """Raise ValueError if a byte-level BPE of `vocab_size` tokens is too small for all bytes, or
@@ -148,7 +173,8 @@ def load_tokenizer(
     with name_file_in_errors(path):
         content = path.read_bytes()
     try:
-        tokenizer = parse_tokenizer(content)
+        # a server also reads the tokens that only tokenizer_config.json lists
+        tokenizer = open_tokenizer(path) if encode_control else parse_tokenizer(content)
     except ValueError as error:
         raise ValueError(f"data.tokenizer = {str(path)!r}: {error}") from error
     tokenizer.encode_special_tokens = not encode_control
@@ -235,11 +261,5 @@ def _encode_batch(
 ) -> Iterator[tuple[list[int], int]]:
     texts = [text for text, _ in batch]
     loaded.check_characters_known(texts)
-    try:
-        encodings = loaded.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(
-            f"data.tokenizer = {str(loaded.path)!r}: {error}; give it one for unknown text"
-        ) from error
-    for encoding, (text, ends_document) in zip(encodings, batch, strict=True):
-        yield encoding.ids + [loaded.eot] * ends_document, len(text.encode())
+    for ids, (text, ends_document) in zip(loaded.encode(texts), batch, strict=True):
+        yield ids + [loaded.eot] * ends_document, len(text.encode())

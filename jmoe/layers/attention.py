@@ -12,7 +12,7 @@ sees.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -21,15 +21,20 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import ModelConfig, YarnConfig
+from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
-from kernels_pallas.implementations import first_supported, target_device
+from kernels_pallas.implementations import first_supported, log_once, target_device
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import mark_saved, mark_saved_residual
 
 QUERY_BLOCK = 128
+PACKED_IN_XLA = (
+    "attention: rows of several documents run in XLA, not in the native operation;"
+    " data.pack_samples = False has one sample a row"
+)
 
 
 def yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
@@ -102,12 +107,19 @@ def _key_range(start: int, end: int, window: int | None) -> slice:
 
 
 def _masked_scores(
-    q: jax.Array, k: jax.Array, start: int, end: int, scale: float, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    documents_BS: jax.Array | None,
+    start: int,
+    end: int,
+    scale: float,
+    window: int | None,
 ) -> jax.Array:
     """Return float32 [B, G, R, Q, C]: scaled, causally masked scores of query rows start..end
     against the keys of `_key_range`.
 
-    window: a query sees this many keys, itself included; None for no limit.
+    documents_BS: a query sees the keys of its own document; None for all. window: a query sees this
+    many keys, itself included; None for no limit.
     """
     keys = _key_range(start, end, window)
     s = dot(_flatten_query_rows(q, start, end), k[:, :, keys], b_transposed=True) * scale
@@ -116,25 +128,30 @@ def _masked_scores(
     seen = row >= key
     if window is not None:
         seen &= row - key < window
+    if documents_BS is not None:
+        rows_BQ1, keys_B1C = documents_BS[:, start:end, None], documents_BS[:, None, keys]
+        seen = seen & (rows_BQ1 == keys_B1C)[:, None, None]
     return jnp.where(seen, s, -jnp.inf)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend_in_blocks(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
+    documents_BS: jax.Array | None,
     scale: float,
     window: int | None,
 ) -> jax.Array:
     """Return causal attention [B, G, R, S, e] of q [B, G, R, S, d] over k [B, G, S, d] and v [B, G,
     S, e], one query block at a time.
 
-    sinks: float32 [G, R], per head the logit of a key without a value. window: the number of keys
-    that a query sees, itself included.
+    sinks: float32 [G, R], per head the logit of a key without a value. documents_BS: int32, equal
+    for the tokens that see each other. window: the number of keys that a query sees, itself
+    included.
     """
-    return _attend_in_blocks_fwd(q, k, v, sinks, scale, window)[0]
+    return _attend_in_blocks_fwd(q, k, v, sinks, documents_BS, scale, window)[0]
 
 
 def _attend_in_blocks_fwd(
@@ -142,12 +159,13 @@ def _attend_in_blocks_fwd(
     k: jax.Array,
     v: jax.Array,
     sinks: jax.Array | None,
+    documents_BS: jax.Array | None,
     scale: float,
     window: int | None,
 ) -> PyTree:
     out, lse = [], []
     for start, end in _query_block_spans(q.shape[3]):
-        s = _masked_scores(q, k, start, end, scale, window)
+        s = _masked_scores(q, k, documents_BS, start, end, scale, window)
         top = s.max(axis=-1, keepdims=True)
         if sinks is not None:
             top = jnp.maximum(top, sinks[:, :, None, None])
@@ -161,18 +179,19 @@ def _attend_in_blocks_fwd(
         lse.append(top + jnp.log(total))
     o, lse_all = jnp.concatenate(out, axis=3), jnp.concatenate(lse, axis=3)
     o, lse_all = mark_saved_residual(o, "attention"), mark_saved_residual(lse_all, "attention")
-    return o, (q, k, v, sinks, o, lse_all)
+    return o, (q, k, v, sinks, documents_BS, o, lse_all)
 
 
 def _attend_in_blocks_bwd(
     scale: float, window: int | None, residuals: PyTree, do: jax.Array
 ) -> PyTree:
-    q, k, v, sinks, o, lse = residuals
+    q, k, v, sinks, documents_BS, o, lse = residuals
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     for start, end in _query_block_spans(q.shape[3]):
         keys = _key_range(start, end, window)
-        p = jnp.exp(_masked_scores(q, k, start, end, scale, window) - lse[:, :, :, start:end])
+        s = _masked_scores(q, k, documents_BS, start, end, scale, window)
+        p = jnp.exp(s - lse[:, :, :, start:end])
         flat = (*p.shape[:2], -1, p.shape[-1])
         do_rows, q_rows = _flatten_query_rows(do, start, end), _flatten_query_rows(q, start, end)
         dp = dot(do_rows, v[:, :, keys], b_transposed=True).reshape(p.shape)
@@ -183,7 +202,7 @@ def _attend_in_blocks_bwd(
     dsinks = None
     if sinks is not None:  # a sink's probability takes weight from every value
         dsinks = -(jnp.exp(sinks[:, :, None, None] - lse) * delta).sum(axis=(0, 3, 4))
-    return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+    return jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None
 
 
 def _add_to_keys(sums: jax.Array, keys: slice, x: jax.Array) -> jax.Array:
@@ -206,6 +225,7 @@ def blocked_attention(
     scale: float | None = None,
     sinks_H: jax.Array | None = None,
     window: int | None = None,
+    documents_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Return causal attention [B, S, H, d] in plain XLA, one query block at a time.
 
@@ -217,9 +237,8 @@ def blocked_attention(
     q = q_BSHd.reshape(b, s, g, h // g, d).transpose(0, 2, 3, 1, 4)
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(g, h // g)
     scale = d**-0.5 if scale is None else scale
-    o = _attend_in_blocks(
-        q, k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3), sinks, scale, window
-    )
+    k, v = k_BSGd.transpose(0, 2, 1, 3), v_BSGd.transpose(0, 2, 1, 3)
+    o = _attend_in_blocks(q, k, v, sinks, documents_BS, scale, window)
     return o.transpose(0, 3, 1, 2, 4).reshape(b, s, h, -1)
 
 
@@ -297,10 +316,13 @@ def _cudnn_attention(
     *,
     scale: float,
     window: int | None,
+    documents_BS: jax.Array | None,
 ) -> jax.Array:
     """Return `causal_attention` by cuDNN; raises NotImplementedError for operands that it has no
     kernel for.
     """
+    if documents_BS is not None:
+        raise NotImplementedError("several documents in a row; data.pack_samples = False has one")
     cudnn.check_attention_supported(q_BSHd, k_BSGd, v_BSGe)
     kernel = FlashKernel(
         partial(cudnn.attention, scale=scale, window=window),
@@ -317,31 +339,38 @@ def causal_attention(
     scale: float | None = None,
     sinks_H: jax.Array | None = None,
     window: int | None = None,
+    documents_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(scale q k^T) v under a causal mask, [B, S, H, e] in q's dtype.
 
     The native CPU kernel runs where the trace allows it (`native.allow_native_training`), without
-    sinks and windows. On a GPU cuDNN's flash attention runs, whose reason for a case that it does
-    not support is logged once. All else runs as blocked XLA.
+    sinks, windows and documents. On a GPU cuDNN's flash attention runs, whose reason for a case
+    that it does not support is logged once. All else runs as blocked XLA.
 
     scale: None for d^-0.5. sinks_H: per head the logit of a key without a value. window: the number
-    of keys that a query sees, itself included.
+    of keys that a query sees, itself included. documents_BS: int32, equal for the tokens of one
+    document, which alone see each other; None if a sequence is one document.
     """
     dims = q_BSHd.shape[-1], v_BSGe.shape[-1]
     scale = dims[0] ** -0.5 if scale is None else scale
     window = None if window is None or window >= k_BSGd.shape[1] else window
     operands = q_BSHd, k_BSGd, v_BSGe
     dtypes = (x.dtype for x in operands)
-    if sinks_H is None and window is None and native.uses_native_training(*dtypes, multiples=dims):
+    plain = sinks_H is None and window is None
+    is_native = plain and native.uses_native_training(*dtypes, multiples=dims)
+    if is_native and documents_BS is not None:
+        log_once(PACKED_IN_XLA)
+    elif is_native:
         kernel = FlashKernel(
             partial(native.causal_attention, scale=scale),
             partial(native.causal_attention_gradient, scale=scale),
         )
         return flash_attention(*operands, None, kernel)
-    blocked = partial(blocked_attention, *operands, scale=scale, sinks_H=sinks_H, window=window)
+    options: dict[str, Any] = {"scale": scale, "window": window, "documents_BS": documents_BS}
+    blocked = partial(blocked_attention, *operands, sinks_H=sinks_H, **options)
     if target_device().platform != "gpu":
         return blocked()
-    by_cudnn = partial(_cudnn_attention, *operands, sinks_H, scale=scale, window=window)
+    by_cudnn = partial(_cudnn_attention, *operands, sinks_H, **options)
     return first_supported("attention", (("cudnn", by_cudnn), ("xla", blocked)))
 
 
@@ -421,16 +450,21 @@ class Attention(nnx.Module):
         """Return float32 [B, S, D], the output projection of the heads' results."""
         return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
 
-    def __call__(self, x_BSD: jax.Array, window: int | None = None) -> jax.Array:
+    def __call__(
+        self, x_BSD: jax.Array, window: int | None = None, documents: Documents | None = None
+    ) -> jax.Array:
         """Return float32 [B, S, D].
 
         window: the number of tokens that a token sees, itself included; None for all earlier
-        tokens.
+        tokens. documents: see `Documents`; None if each sequence is one document.
         """
-        q, k, v = self.project(x_BSD, jnp.arange(x_BSD.shape[1]))
+        in_order = jnp.arange(x_BSD.shape[1])
+        positions = in_order if documents is None else documents.positions()
+        q, k, v = self.project(x_BSD, positions)
         if not self.config.is_causal:
             return self.output(full_attention(q, k, v, scale=self.scale))
         sinks_H = None if self.sinks is None else self.sinks[...]
-        return self.output(
-            causal_attention(q, k, v, scale=self.scale, sinks_H=sinks_H, window=window)
-        )
+        numbers_BS = None if documents is None else documents.number_BS
+        options: dict[str, Any] = {"scale": self.scale, "window": window}
+        options["documents_BS"] = numbers_BS
+        return self.output(causal_attention(q, k, v, sinks_H=sinks_H, **options))

@@ -32,7 +32,7 @@ from jmoe.collectives.exchange import (
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
-from jmoe.layers.router import Router, Routing, balance_loss_local
+from jmoe.layers.router import LossTokens, Router, Routing, balance_loss_local
 from jmoe.mesh import (
     EXPERTS_PATH,
     find_explicit_mesh,
@@ -65,6 +65,8 @@ class MoEStats:
     dropped: jax.Array
     # logits, choices and weights of every token; only with keep_routing
     routing: Routing | None = None
+    # the tokens that the sums count, if not all that go to experts
+    loss_tokens: LossTokens | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +143,7 @@ def moe_stats(
     """Return this device's `MoEStats`. keep_routing: include the whole `Routing`."""
     kept = routing if keep_routing else None
     sums = routing.counts_E, routing.probs_sum_E, routing.z_sum, routing.entropy_sum
-    return MoEStats(*sums, dispatched.dropped, kept)
+    return MoEStats(*sums, dispatched.dropped, kept, routing.loss_tokens)
 
 
 def moe(
@@ -333,19 +335,22 @@ class MoELayer(nnx.Module):
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
         token_mask_T: jax.Array | None = None,
+        loss_mask_T: jax.Array | None = None,
     ) -> Routing:
         """Return the `Routing` of the local tokens.
 
         key: randomness of jitter and of the second expert's draw. topk_idx_TK: use these choices,
         made earlier from the same x, instead of choosing again. topk_weights_TK: their weights, for
-        a layer routed by task. token_mask_T: False for tokens that go to no expert. Raises
-        ValueError if a custom router lacks an argument or returns wrong shapes.
+        a layer routed by task. token_mask_T: False for tokens that go to no expert. loss_mask_T:
+        True for tokens that the losses count; None for all of `token_mask_T`. Raises ValueError if
+        a custom router lacks an argument or returns wrong shapes.
         """
         self._check_router_arguments(masked=token_mask_T is not None)
         made = {
             "topk_idx_TK": topk_idx_TK,
             "topk_weights_TK": topk_weights_TK,
             "token_mask_T": token_mask_T,
+            "loss_mask_T": loss_mask_T,
         }
         choices = {name: array for name, array in made.items() if array is not None}
         with jax.named_scope("router"):
@@ -365,9 +370,19 @@ class MoELayer(nnx.Module):
         Runs inside `shard_map`. full_capacity: size the buffers for the worst case, so that no
         assignment is dropped.
         """
+        masked = routing.loss_tokens is not None
         return dispatch_local(
-            x_TD, routing, self.exchange, full_capacity=full_capacity, num_chunks=self.num_chunks
+            x_TD,
+            routing,
+            self._exchange_of(masked=masked),
+            full_capacity=full_capacity,
+            num_chunks=self.num_chunks,
         )
+
+    def _exchange_of(self, *, masked: bool) -> Exchange:
+        """Return the exchange. masked: some tokens go to no expert."""
+        on_one_device = isinstance(self.exchange, OneDeviceExchange)
+        return OneDeviceExchange(complete=False) if masked and on_one_device else self.exchange
 
     def apply_experts(self, dispatched: DispatchedTokens) -> jax.Array:
         """Return float32 y_TD: run the experts on dispatched rows, send the outputs back and sum
@@ -393,21 +408,15 @@ class MoELayer(nnx.Module):
         """
         if x_TD.shape[0] == 0:
             return jnp.zeros(x_TD.shape, jnp.float32), self._empty_stats(keep_routing)
-        exchange = self.exchange
         if token_mask_T is not None:
             # a NaN in a masked token would reach the router's gradient, as 0 * NaN
             x_TD = jnp.where(token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
-            exchange = (
-                OneDeviceExchange(complete=False)
-                if isinstance(exchange, OneDeviceExchange)
-                else exchange
-            )
         routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
         y_TD, dispatched = moe(
             x_TD,
             routing,
             self.experts,
-            exchange,
+            self._exchange_of(masked=token_mask_T is not None),
             full_capacity=full_capacity,
             num_chunks=self.num_chunks,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,17 @@ _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by
 
 class RouterBias(nnx.Variable[jax.Array]):
     """A per-expert bias of the choice, updated by `updated_bias` and not by gradients."""
+
+
+class LossTokens(NamedTuple):
+    """The tokens that a router's losses count.
+
+    number: int32 scalar, how many they are; None if all tokens count. counts_E: int32, their
+    assignments to each expert.
+    """
+
+    number: jax.Array | None
+    counts_E: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +65,9 @@ class Routing:
     expert.
 
     logits_TE: float32, the router's logits; None from a router without logits.
+
+    loss_tokens: the tokens that `probs_sum_E`, `z_sum` and `entropy_sum` count, if these are not
+    all tokens that go to experts.
     """
 
     topk_idx_TK: jax.Array
@@ -62,6 +77,7 @@ class Routing:
     z_sum: jax.Array
     entropy_sum: jax.Array
     logits_TE: jax.Array | None = None
+    loss_tokens: LossTokens | None = None
 
 
 def route(
@@ -72,6 +88,7 @@ def route(
     topk_idx_TK: jax.Array | None = None,
     key: jax.Array | None = None,
     token_mask_T: jax.Array | None = None,
+    loss_mask_T: jax.Array | None = None,
 ) -> Routing:
     """Choose K experts for each token from its logits.
 
@@ -95,7 +112,8 @@ def route(
     logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is
     zero. topk_idx_TK: use these choices, made earlier from the same logits. key: for the random
     second expert. token_mask_T: bool; a token with False goes to no expert and is in no count and
-    no sum. Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises ValueError if
+    no sum. loss_mask_T: bool; the tokens in the sums, if they are not all tokens of `token_mask_T`.
+    Gradients flow through the weights, `probs_sum_E` and `z_sum`. Raises ValueError if
     shapes or `config` do not fit.
     """
     if logits_TE.ndim != 2:
@@ -127,15 +145,26 @@ def route(
         idx_TK = jnp.where(token_mask_T[:, None], idx_TK, num_experts)
     if sampled or token_mask_T is not None:
         weights_TK = jnp.where(idx_TK < num_experts, weights_TK, 0.0)
-        counts_E = jnp.sum(
-            idx_TK.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32),
-            axis=0,
-            dtype=jnp.int32,
-        )
+        counts_E = _count_choices(idx_TK, num_experts)
     if config.routed_scaling_factor != 1.0:
         weights_TK = weights_TK * config.routed_scaling_factor
-    sums = _routing_sums(logits_TE, probs_TE, token_mask_T)
-    return Routing(idx_TK, weights_TK, counts_E, *sums, logits_TE=logits_TE)
+    summed_T = token_mask_T if loss_mask_T is None else loss_mask_T
+    sums = _routing_sums(logits_TE, probs_TE, summed_T)
+    loss_tokens = None
+    if loss_mask_T is not None:
+        counted_TK = jnp.where(loss_mask_T[:, None], idx_TK, num_experts)
+        loss_tokens = LossTokens(
+            loss_mask_T.sum(dtype=jnp.int32), _count_choices(counted_TK, num_experts)
+        )
+    return Routing(
+        idx_TK, weights_TK, counts_E, *sums, logits_TE=logits_TE, loss_tokens=loss_tokens
+    )
+
+
+def _count_choices(idx_TK: jax.Array, num_experts: int) -> jax.Array:
+    """Return int32 [E], how often each expert is chosen."""
+    experts_E = jnp.arange(num_experts, dtype=jnp.int32)
+    return jnp.sum(idx_TK.reshape(-1, 1) == experts_E, axis=0, dtype=jnp.int32)
 
 
 def _softmax_scores_and_probs(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -370,14 +399,15 @@ class Router(nnx.Module):
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
         token_mask_T: jax.Array | None = None,
+        loss_mask_T: jax.Array | None = None,
     ) -> Routing:
         """Return the `Routing` of T tokens x_TD.
 
         In training, x is multiplied by uniform(1 - jitter_noise, 1 + jitter_noise) for the logits,
         and a random draw may leave out second experts. key: needed then (if
         `config.draws_random_numbers`), and must differ between devices: fold in the device's index.
-        topk_idx_TK, token_mask_T: as in `route`. Raises ValueError for a wrong shape of x or a
-        missing key.
+        topk_idx_TK, token_mask_T, loss_mask_T: as in `route`. Raises ValueError for a wrong shape
+        of x or a missing key.
         """
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
@@ -400,7 +430,7 @@ class Router(nnx.Module):
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]
         second_key = None if key is None or not train else jax.random.fold_in(key, 1)
-        chosen = topk_idx_TK, second_key, token_mask_T
+        chosen = topk_idx_TK, second_key, token_mask_T, loss_mask_T
         return route(logits_TE, self.num_experts_per_tok, self.config, bias_E, *chosen)
 
 

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import LayerKind, ModelConfig, Remat
 from jmoe.layers.attention import Attention
+from jmoe.layers.documents import Documents
 from jmoe.layers.experts import MLP, affine, normal_parameter
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
@@ -63,13 +64,15 @@ def saved_residual_names(remat: Remat) -> tuple[str, ...]:
     )
 
 
-def causal_attention_fn(window: int | None = None) -> AttentionFn:
-    """Return a function for causal self-attention within each sequence.
+def causal_attention_fn(
+    window: int | None = None, documents: Documents | None = None
+) -> AttentionFn:
+    """Return a function for causal self-attention within each sequence, or within each document.
 
     window: the number of positions that a token attends to, its own included; None for all earlier
         ones.
     """
-    return lambda attention, h_BSD: attention(h_BSD, window)
+    return lambda attention, h_BSD: attention(h_BSD, window, documents)
 
 
 def add_residual(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -163,6 +166,7 @@ class Block(nnx.Module):
         train: bool = False,
         topk_idx_TK: jax.Array | None = None,
         topk_weights_TK: jax.Array | None = None,
+        documents: Documents | None = None,
     ) -> tuple[jax.Array, Routing]:
         """Return (h_TD, routing): the normed input of the experts, and each token's experts and
         weights.
@@ -170,12 +174,16 @@ class Block(nnx.Module):
         key: PRNG key for router noise.
         topk_idx_TK, topk_weights_TK: experts and weights to use instead of the router's; see
             `MoELayer.route`.
+        documents: which tokens go to experts, and which the router's losses count.
         """
         assert self.moe is not None
         with jax.named_scope("moe"):
             h_TD = self.feed_forward_norm(x_BSD, dtype).reshape(-1, x_BSD.shape[-1])
-            chosen = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
-            return h_TD, self.moe.route(h_TD, key=key, train=train, **chosen)
+            arrays = {"topk_idx_TK": topk_idx_TK, "topk_weights_TK": topk_weights_TK}
+            if documents is not None:
+                arrays["token_mask_T"] = documents.token_mask_BS.reshape(-1)
+                arrays["loss_mask_T"] = documents.in_loss_BS.reshape(-1)
+            return h_TD, self.moe.route(h_TD, key=key, train=train, **arrays)
 
     def dispatch(
         self, h_TD: jax.Array, routing: Routing, *, full_capacity: bool = False
@@ -223,18 +231,22 @@ class Block(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         keep_routing: bool = False,
-        choices: Mapping[str, jax.Array] | None = None,
+        documents: Documents | None = None,
+        **choices: PyTree,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (output [B, S, D], routing statistics); the statistics are None for a dense block.
 
         full_capacity: use buffers large enough for every token, so that none is dropped.
         keep_routing: also put every token's `Routing` into the statistics.
+        documents: the documents of each sequence; None if each sequence is one.
         choices: keyword arguments of `route` that replace the router's choice of experts.
         """
+        attention = causal_attention_fn(window, documents)
         if self.kind == "dense":
-            return self.apply_dense(x_BSD, causal_attention_fn(window), dtype), None
-        x_BSD = self.attend(x_BSD, causal_attention_fn(window), dtype)
-        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **(choices or {}))
+            return self.apply_dense(x_BSD, attention, dtype), None
+        x_BSD = self.attend(x_BSD, attention, dtype)
+        choices["documents"] = documents
+        h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **choices)
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
         y_BSD = self.apply_experts(x_BSD, h_TD, dispatched)
         return y_BSD, moe_stats(routing, dispatched, keep_routing=keep_routing)

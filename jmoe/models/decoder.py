@@ -22,6 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, ModelConfig, Remat
+from jmoe.layers.documents import Documents
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.experts import normal_parameter
 from jmoe.layers.moe import ExpertParallel, MoEStats
@@ -201,15 +202,23 @@ class Decoder(nnx.Module):
         experts: nnx.Module = drawn.moe.experts
         return experts
 
-    def embed(self, tokens_BS: jax.Array, dtype: DTypeLike, lookup: Lookup = lookup) -> jax.Array:
+    def embed(
+        self,
+        tokens_BS: jax.Array,
+        dtype: DTypeLike,
+        lookup: Lookup = lookup,
+        documents: Documents | None = None,
+    ) -> jax.Array:
         """Return the first layer's input, [B, S, D] in `dtype`: token embedding plus learned
         positions.
         """
         with jax.named_scope("embedding"):
             x_BSD = lookup(self.embedding[...], tokens_BS, dtype)
-            if self.positions is not None:
-                x_BSD = x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
-            return x_BSD
+            if self.positions is None:
+                return x_BSD
+            if documents is None:
+                return x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
+            return x_BSD + self.positions[...][documents.positions()].astype(dtype)
 
     def lm_head(self) -> jax.Array:
         """Return the output matrix [D, V]: logits = hidden @ lm_head."""
@@ -224,6 +233,7 @@ class Decoder(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         keep_routing: bool = False,
+        documents: Documents | None = None,
         execution: DecoderExecution = DecoderExecution(),
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (hidden states [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None
@@ -231,15 +241,16 @@ class Decoder(nnx.Module):
 
         Runs inside `shard_map` or on one device.
         key: PRNG key for router noise.
-        full_capacity, keep_routing: see `Block.__call__`.
+        full_capacity, keep_routing, documents: see `Block.__call__`.
         """
-        x_BSD = self.embed(tokens_BS, dtype, execution.lookup)
+        x_BSD = self.embed(tokens_BS, dtype, execution.lookup, documents)
         graphs, inputs = self._graphs_and_inputs(key)
         options = {
             "dtype": dtype,
             "train": train,
             "full_capacity": full_capacity,
             "keep_routing": keep_routing,
+            "documents": documents,
         }
         apply_block = ApplyBlock(graphs, execution.gather, execution.remat, options)
         layers, first = self.config.layers, self.config.first_k_dense_replace

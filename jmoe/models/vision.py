@@ -212,10 +212,8 @@ class VisionTransformer(nnx.Module):
             }
             # the tasks fix how many images go to an expert, so its buffers hold all of them
             if layer.kind == "task":
-                options |= {
-                    "choices": self.route_by_task(layer.number, task_B, draw, slot_NE),
-                    "full_capacity": True,
-                }
+                options |= self.route_by_task(layer.number, task_B, draw, slot_NE)
+                options["full_capacity"] = True
             state = jax.tree.map(lambda w, i=layer.number: w[i], states[layer.kind])
             apply_block = ApplyBlock(graphs, lambda params: params, remat, options)
             x_BSD, layer_stats = apply_block(layer.kind, state, None, None, x_BSD)

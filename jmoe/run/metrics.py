@@ -200,14 +200,16 @@ def make_step_record(
     names, size = ("loss", "grad_norm", "learning_rate"), config.batch_size
     if isinstance(config, VisionTrainConfig):  # the record lists only tasks that still run
         size = sum(config.tasks[name].batch_size for name in values["task_loss"])
+    # padding of samples' rows is no token
+    num_tokens = int(values.get("tokens", size * config.sequence_length))
     line = {name: values[name] for name in names} | {
-        "tokens_per_s": size * config.sequence_length / step_s,
+        "tokens_per_s": num_tokens / step_s,
         "dropped_fraction": 0.0,
         "step_s": step_s,
     }
     line |= {
         name: values[name]
-        for name in ("task_loss", "task_accuracy", "divergence")
+        for name in ("task_loss", "task_accuracy", "divergence", "trained_tokens")
         if name in values
     }
     if "loss_scale" in values:

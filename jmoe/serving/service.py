@@ -22,13 +22,13 @@ from jmoe.inference.engine import Engine
 from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint, HarmonyTokens
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
-from jmoe.serving.admission import FairSemaphore
-from jmoe.serving.chat_template import (
+from jmoe.models.chat_template import (
     CONTENT_FORM,
     RenderingError,
     decode_rendering,
     read_templates,
 )
+from jmoe.serving.admission import FairSemaphore
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, replace_surrogates
 from jmoe.serving.forks import ForkServer, LimitError, Limits, LostError
@@ -82,7 +82,7 @@ def start_templates(folder: Path, max_body_bytes: int) -> Templates | None:
         (1 << 20) + RENDER_BYTES // 8 * max_body_bytes,
     )
     server = ForkServer(
-        "the model's chat template", "jmoe.serving.chat_template.begin_rendering", setup, limits
+        "the model's chat template", "jmoe.models.chat_template.begin_rendering", setup, limits
     )
     form = decode_rendering(server.ask_blocking(CONTENT_FORM))
     if not form:

@@ -4,7 +4,10 @@
 Legend: B sequences (all devices), S sequence length, V vocabulary.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from tokenizers import Tokenizer
 from jmoe.config import TrainConfig
 from jmoe.data.corpus import Corpus
 from jmoe.data.loader import held_out_windows
+from jmoe.data.sample_rows import held_out_rows
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer
@@ -32,17 +36,21 @@ def _split_over_devices(array: np.ndarray, mesh: Mesh) -> jax.Array:
 def held_out_loss(
     trainer: Trainer, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh
 ) -> float:
-    """Return the mean negative log-likelihood, in nats per token, over all held-out tokens."""
+    """Return the mean negative log-likelihood, in nats per token, over all held-out tokens; of
+    samples, over the tokens to learn.
+    """
     batch = config.batch_size // config.gradient_accumulation_steps
-    windows = held_out_windows(corpus, config.sequence_length, batch)
-    total = 0.0
-    while some := list(islice(windows, trainer.evaluation_batches)):
-        batches = [
-            (_split_over_devices(tokens, mesh), _split_over_devices(weights, mesh))
-            for tokens, weights in some
-        ]
-        total += sum(map(float, trainer.evaluate_batches(state, batches)))
-    return total / (len(corpus.held_out_tokens) - 1)
+    batches: Iterator[Any] = (
+        held_out_windows(corpus, config.sequence_length, batch)
+        if corpus.held_out_samples is None
+        else held_out_rows(corpus, config.sequence_length, batch, config.data)
+    )
+    total = targets = 0.0
+    while some := list(islice(batches, trainer.evaluation_batches)):
+        targets += sum(float(weights.sum(dtype=np.float64)) for _, weights, *_ in some)
+        placed = jax.tree.map(partial(_split_over_devices, mesh=mesh), some)
+        total += sum(map(float, trainer.evaluate_batches(state, placed)))
+    return total / targets
 
 
 def sample_text(

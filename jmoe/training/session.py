@@ -74,14 +74,17 @@ class Session:
         return Path(self.config.output_dir)
 
     def next_batch(self) -> PyTree:
-        """Return the next global batch of tokens, [accumulation steps, B, S + 1], from this
-        process's rows.
+        """Return the next global batch of tokens, [accumulation steps, B, S + 1], or of
+        `SampleRows`, from this process's rows.
         """
-        rows = next(self.batches)
-        local = rows.reshape(self.config.gradient_accumulation_steps, -1, rows.shape[-1])
-        return jax.make_array_from_process_local_data(
-            NamedSharding(self.mesh, ACCUMULATED_BATCH), local
-        )
+        steps = self.config.gradient_accumulation_steps
+        place = NamedSharding(self.mesh, ACCUMULATED_BATCH)
+
+        def make_global(rows: np.ndarray) -> jax.Array:
+            local = rows.reshape(steps, -1, rows.shape[-1])
+            return jax.make_array_from_process_local_data(place, local)
+
+        return jax.tree.map(make_global, next(self.batches))
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
         """Return `state` for `step`, moved to a mesh with another expert packing if the controller
@@ -216,7 +219,7 @@ class Session:
         """
         step, begun = int(state.step), time.perf_counter()
         doing = status(
-            f"evaluating on {len(self.corpus.held_out_tokens):,} held-out tokens", print_on_rank_0
+            f"evaluating on {self.corpus.num_held_out_tokens:,} held-out tokens", print_on_rank_0
         )
         with self.watchdog.waiting_for("evaluation after step", step), doing:
             loss = held_out_loss(self.trainer, state, self.corpus, self.config, self.mesh)

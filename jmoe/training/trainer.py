@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig
+from jmoe.data.sample_rows import SampleRows
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.bandwidth import measure_chunk_bytes, read_or_measure_links
@@ -49,9 +50,10 @@ class Trainer(Protocol):
         """Return the state of step 0 with random parameters."""
 
     def step(
-        self, state: TrainState, tokens_ABS: jax.Array, /, full_capacity: bool = False
+        self, state: TrainState, batch: PyTree, /, full_capacity: bool = False
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return (new state, metrics) after one step on tokens [A, B, S + 1]; `state` is donated.
+        """Return (new state, metrics) after one step on tokens [A, B, S + 1], or on `SampleRows`;
+        `state` is donated.
 
         `metrics["ok"]` is False, and the state unchanged, if the loss or the gradient norm is not
         finite, or if a dropless buffer overflowed. After `metrics["overflow"]` the caller repeats
@@ -60,7 +62,9 @@ class Trainer(Protocol):
         step; at the smallest loss scale the step fails instead.
         """
 
-    def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+    def evaluate_batches(
+        self, state: TrainState, batches: Sequence[Batch | SampleRows]
+    ) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch, scalars in nats."""
 
     def save_state(self, state: TrainState) -> TrainState:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
-from jmoe.layers.router import balance_loss_local, updated_bias
+from jmoe.layers.router import LossTokens, balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED
 from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_decay
 from jmoe.optim.learning_rate import learning_rate_schedule
@@ -43,19 +43,26 @@ def router_key(
     return jax.random.fold_in(jax.random.fold_in(key, device), accumulation)
 
 
+def loss_tokens_of(stats: MoEStats) -> LossTokens:
+    """Return the tokens that the router losses of these layers count, on this device."""
+    return LossTokens(None, stats.counts_E) if stats.loss_tokens is None else stats.loss_tokens
+
+
 def auxiliary_losses(
-    config: TrainConfig, probs_sum_E: jax.Array, z_sum: jax.Array, counts_E: jax.Array
+    config: TrainConfig, probs_sum_E: jax.Array, z_sum: jax.Array, loss_tokens: LossTokens
 ) -> tuple[jax.Array, jax.Array]:
     """Return this device's addends to the weighted (balance, z) losses of one accumulation step.
 
     Inputs may have leading layer dimensions, which are summed; the losses are means over all MoE
-    layers. counts_E: int [..., E], tokens per expert summed over all devices.
+    layers. loss_tokens: summed over all devices; the number of tokens is equal in all layers.
     """
     model = config.model
     router = config.model.router
-    num_tokens = tokens_per_accumulation_step(config)
+    num_tokens: jax.Array | int = tokens_per_accumulation_step(config)
+    if loss_tokens.number is not None:
+        num_tokens = jnp.maximum(loss_tokens.number.reshape(-1)[0], 1).astype(jnp.float32)
     balance = balance_loss_local(
-        probs_sum_E, counts_E, num_tokens, model.num_experts, model.num_experts_per_tok
+        probs_sum_E, loss_tokens.counts_E, num_tokens, model.num_experts, model.num_experts_per_tok
     )
     layers, accumulation = model.num_moe_layers, config.gradient_accumulation_steps
     z = router.z_loss_coef * z_sum.sum() / num_tokens / layers

@@ -545,29 +545,29 @@ def test_mistakes_in_json(tmp_path: Path, content: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["messages", "conversations"])
-@pytest.mark.parametrize(("name", "place"), [("a.jsonl", "a.jsonl:1"), ("a.json", "record 1")])
-def test_conversations_are_refused_with_the_way(
-    tmp_path: Path, name: str, place: str, field: str
-) -> None:
-    """Without the model's template they are no text that the model is served with."""
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_conversations_need_the_model_s_tokenizer(tmp_path: Path, name: str, field: str) -> None:
     record = {field: [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     text = json.dumps(record) if name == "a.jsonl" else json.dumps([record])
     (tmp_path / name).write_text(text)
-    words = (
-        rf"{place}: data.field = 'text': not in this (line|record), which has: {field}; write"
-        " conversations as text first, with the model's chat template"
-    )
+    words = r"data.tokenizer = None: must be the tokenizer.json of the model .* --init-from MODEL"
     with pytest.raises(ValueError, match=words):
         prepare_corpus(config(tmp_path / name), 300, tmp_path / "cache")
-    with pytest.raises(ValueError, match=rf"{place}: data.field = '{field}': is a list, not text"):
-        prepare_corpus(config(tmp_path / name, field=field), 300, tmp_path / "cache")
+
+
+def test_a_conversation_among_texts_is_named(tmp_path: Path) -> None:
+    lines = [{"text": "some words"}, {"messages": [{"role": "user", "content": "x"}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = "a.jsonl:2: data.field = 'text': not in this line, which has: messages; it is a sample"
+    with pytest.raises(ValueError, match=words):
+        prepare_corpus(config(tmp_path / "a.jsonl"), 300, tmp_path / "cache")
 
 
 def test_a_folder_without_text_says_what_it_has(tmp_path: Path) -> None:
-    for name in ("a.parquet", "b.parquet", "c.json"):
+    for name in ("a.rar", "b.rar", "c.json"):
         (tmp_path / name).write_text("x")
     with pytest.raises(
-        ValueError, match=r"this folder holds no text .*; it has 2 \*.parquet, 1 \*.json"
+        ValueError, match=r"this folder holds no text .*; it has 2 \*.rar, 1 \*.json"
     ):
         prepare_corpus(config(tmp_path), 300, tmp_path / "cache")
 

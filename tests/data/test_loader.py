@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from text_corpus import config, finish, start, write_shard
 
+from jmoe.config import DataConfig
 from jmoe.data import loader
 from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.loader import (
@@ -96,7 +97,7 @@ for _ in range(10):
 
 
 def test_resume_in_mid_epoch_in_new_processes(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
-    batches = train_batches(corpus, **SHAPE, num_threads=2, prefetch_batches=4)
+    batches = train_batches(corpus, **SHAPE, num_threads=2, config=DataConfig(prefetch_batches=4))
     skipped = 110
     epoch = all_windows(corpus, 16).total()
     # the resumed part goes on into the next epoch

@@ -54,7 +54,7 @@ def test_a_gpu_without_kernels_is_named_once(
     capability: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its experts run in XLA's form, slower, and nothing said so."""
-    implementations._log_once.cache_clear()
+    implementations.log_once.cache_clear()
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
     with tracing_for(device), caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -450,7 +450,7 @@ def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(case: str)
 def test_a_gpu_without_a_kernel_for_the_case_says_so_once(
     dtype: Any, dims: tuple[int, int], capability: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    implementations._log_once.cache_clear()
+    implementations.log_once.cache_clear()
     q, v = (jax.ShapeDtypeStruct((1, 16, 2, size), dtype) for size in dims)
     with tracing_for(gpu(capability)), caplog.at_level(logging.WARNING):
         for _ in range(2):

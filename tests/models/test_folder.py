@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from jmoe.models.chat_template import read_templates
 from jmoe.models.folder import has_file, read_text
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.pretrained import read_config
 from jmoe.models.safetensors_io import read_headers
 from jmoe.models.tokenizer_file import open_tokenizer, read_json_if_present, tokenizer_file
-from jmoe.serving.chat_template import read_templates
 
 
 def link_to_nothing(path: Path) -> None:

@@ -26,6 +26,8 @@ from jax.sharding import Mesh
 
 from jmoe.config import STACKS, TrainConfig
 from jmoe.config.cluster import LinksConfig
+from jmoe.data.sample_rows import SampleRows
+from jmoe.layers.documents import Documents
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
 from jmoe.offload.expert_state import ReadExperts
@@ -33,12 +35,14 @@ from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.native import trace_natively_if
+from jmoe.training.sample_batch import SampleTotals, documents_of, sample_totals_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, read_missing_experts
 from jmoe.training.update import (
     auxiliary_losses,
     evaluation_program,
     finish_step,
+    loss_tokens_of,
     num_dropped_assignments,
     router_key,
     run_without_drops,
@@ -84,16 +88,14 @@ class FusedTrainer:
             lambda: self.refresh_cast_copies(model.initial_state()), out_shardings=places
         )
 
-        def step(
-            state_now: TrainState, tokens_ABS: jax.Array, full_capacity: bool = False
-        ) -> PyTree:
+        def step(state_now: TrainState, batch: PyTree, full_capacity: bool = False) -> PyTree:
             body = partial(self._step_local, full_capacity=full_capacity)
             return sharded(
                 body, in_specs=(state, ACCUMULATED_BATCH), out_specs=(state, REPLICATED)
-            )(state_now, tokens_ABS)
+            )(state_now, batch)
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
-        self._nll = evaluation_program(sharded, self._summed_nll_local, state, BATCH, BATCH)
+        self._nll = evaluation_program(sharded, self._summed_nll_local, state, BATCH)
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
 
     def shard_over_mesh(
@@ -135,13 +137,15 @@ class FusedTrainer:
         """Return this device's addends to (gradients, metrics), summed over accumulation steps.
 
         With a `ReverseScan`, the layers' gradients are reduced over devices already; gradients
-        outside the layers are not. batch: tokens [A, B, S + 1], or a tuple whose first leaf they
-        are. constants: keyword arguments of `token_loss_local`.
+        outside the layers are not. batch: tokens [A, B, S + 1], `SampleRows`, or another tuple
+        whose first leaf they are. constants: keyword arguments of `token_loss_local`.
         """
         options: dict[str, PyTree] = {
             "loss_scale": state.loss_scale,
             "full_capacity": full_capacity,
         } | constants
+        if isinstance(batch, SampleRows):
+            options["totals"] = sample_totals_local(batch, self.model.mesh.size)
         run = partial(self._accumulate_gradients_local, state, batch, options)
         num_micro_batches = jax.tree.leaves(batch)[0].shape[0]
         layer_runner = self._layer_runner
@@ -201,36 +205,49 @@ class FusedTrainer:
         loss_scale: LossScale | None,
         full_capacity: bool,
         layer_runner: ReverseScan | None = None,
+        totals: SampleTotals | None = None,
         **constants: PyTree,
     ) -> tuple[jax.Array, Metrics]:
         """Return (this device's addend to the loss, times the loss scale; its terms, unscaled, as
         metrics).
 
-        micro_batch: tokens [B, S + 1] of one accumulation step, or a tuple whose first leaf they
-        are. key: the routers' PRNG key. layer_runner: see `ShardedDecoder.__call__`. constants:
-        keyword arguments of `token_loss_local`.
+        micro_batch: tokens [B, S + 1] of one accumulation step, `SampleRows`, or another tuple
+        whose first leaf they are. key: the routers' PRNG key. layer_runner: see
+        `ShardedDecoder.__call__`. totals: of the step's `SampleRows`. constants: keyword arguments
+        of `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(micro_batch)[0]
-        num_tokens = tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
-        options = {"key": key, "train": True, "full_capacity": full_capacity}
+        num_tokens: jax.Array | int = (
+            tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
+        )
+        documents: Documents | None = None
+        weights_T, counted = None, Metrics()
+        if totals is not None:
+            documents = documents_of(micro_batch, config.data)
+            assert documents is not None
+            weights_T, num_tokens = micro_batch.weights.reshape(-1) / totals.weight, totals.tokens
+            counted = documents.token_counts()
+        options: PyTree = {"key": key, "train": True, "full_capacity": full_capacity}
+        options["documents"] = documents
         hidden, head, stats = self.model(
             params, router_bias, tokens_BS[:, :-1], layer_runner, remat=config.remat, **options
         )
         labels_T = tokens_BS[:, 1:].reshape(-1)
         with jax.named_scope("loss"):
-            weights_T = scale_loss(
-                jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32), loss_scale
-            )
+            if weights_T is None:
+                weights_T = jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32)
+            weights_T = scale_loss(weights_T, loss_scale)
             hidden_TD = hidden.reshape(-1, hidden.shape[-1])
             loss, terms = self.token_loss_local(
                 hidden_TD, head, labels_T, weights_T, micro_batch, **constants
             )
             terms = {name: undo_loss_scale(value, loss_scale) for name, value in terms.items()}
+            terms |= counted
         if stats is None:
             return loss + 0.0, lax.stop_gradient(terms)
         with jax.named_scope("auxiliary_losses"):
-            counts_NE = lax.psum(stats.counts_E, ALL)
-            balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, counts_NE)
+            loss_tokens = lax.psum(loss_tokens_of(stats), ALL)
+            balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, loss_tokens)
         metrics = terms | {
             "balance_loss": balance,
             "z_loss": z,
@@ -270,13 +287,17 @@ class FusedTrainer:
         )
 
     def _summed_nll_local(
-        self, state: TrainState, tokens_BS: jax.Array, weights_BS: jax.Array, *, full_capacity: bool
+        self, state: TrainState, batch: PyTree, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return (summed negative log-likelihood in nats, dropped assignments), both over all
         devices.
         """
+        tokens_BS, weights_BS, *_ = batch
         hidden, head, stats = self._run_model_local(
-            state, tokens_BS[:, :-1], full_capacity=full_capacity
+            state,
+            tokens_BS[:, :-1],
+            full_capacity=full_capacity,
+            documents=documents_of(batch, self.config.data),
         )
         hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
         nll = lax.psum(
@@ -284,8 +305,10 @@ class FusedTrainer:
         )
         return nll, num_dropped_assignments(stats)
 
-    def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
-        return [run_without_drops(partial(self._nll, state, *batch)) for batch in batches]
+    def evaluate_batches(
+        self, state: TrainState, batches: Sequence[Batch | SampleRows]
+    ) -> list[jax.Array]:
+        return [run_without_drops(partial(self._nll, state, batch)) for batch in batches]
 
     def _logits_local(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool

@@ -254,7 +254,8 @@ class LayerFunctions:
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
         block: Block = self._blocks["dense"](self._sharded.cast_params(params))
-        return block.apply_dense(x_BSD, causal_attention_fn(layer.window.size), self.dtype)
+        attention = causal_attention_fn(layer.window.size, layer.documents)
+        return block.apply_dense(x_BSD, attention, self.dtype)
 
     def route(
         self,
@@ -312,10 +313,11 @@ class LayerFunctions:
         choices: Choices | None = None,
     ) -> RoutedTokens:
         block: Block = self._blocks[kind](self._sharded.cast_params(params), bias)
-        x_BSD = block.attend(x_BSD, causal_attention_fn(layer.window.size), self.dtype)
+        attention = causal_attention_fn(layer.window.size, layer.documents)
+        x_BSD = block.attend(x_BSD, attention, self.dtype)
         key = self._router_key(layer) if train else None
-        chosen = choices or layer.choices or {}
-        h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, **chosen)
+        options: PyTree = {"documents": layer.documents, **(choices or layer.choices or {})}
+        h_TD, routing = block.route(x_BSD, self.dtype, key=key, train=train, **options)
         # An image task may send all its tokens to one expert, which must not overflow.
         roomy = full_capacity or kind == "task"
         dispatched = block.dispatch(h_TD, routing, full_capacity=roomy)
@@ -421,14 +423,16 @@ class LayerFunctions:
         `reduce_pending` has to sum them over devices first. The routing weights' gradients are None
         if the caller supplied no weights.
         """
-        counts_E = None
-        if inputs.counts_NAE is not None and layer.accumulation is not None:
-            counts_E = inputs.counts_NAE[layer.number, layer.accumulation]
+        loss_tokens = None
+        if inputs.loss_tokens is not None and layer.accumulation is not None:
+            at = layer.number, layer.accumulation
+            loss_tokens = jax.tree.map(lambda totals: totals[at], inputs.loss_tokens)
         bias = layer_slice(params.router_bias, layer.number)
         experts, ids_M = params.chosen_experts()
 
         def router_losses(stats: MoEStats) -> jax.Array:
-            return scale_loss(self._model.auxiliary_loss(kind, stats, counts_E), inputs.loss_scale)
+            loss = self._model.auxiliary_loss(kind, stats, loss_tokens)
+            return scale_loss(loss, inputs.loss_scale)
 
         moe = _MoEBackwardConstants(kind, layer, bias, ids_M, full_capacity, router_losses)
         if inputs.residuals is not None:

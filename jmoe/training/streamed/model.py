@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import STACKS, Layer, LayerKind, TrainConfig
+from jmoe.layers.documents import Documents
 from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import LossTokens
 from jmoe.models.functional import FunctionalModule
 from jmoe.offload.slot_rows import ChosenRows
 from jmoe.optim.loss_scale import LossScale
@@ -61,7 +63,7 @@ class LayerOptions(NamedTuple):
     number: the layer's index among layers of its kind. step, accumulation: seed the router's draws.
     choices: the experts of each token, if the router does not choose them. weight_B: weights of
     images, 0 for padding; a device whose first weight is 0 skips the layer. None if every device
-    always has images.
+    always has images. documents: of rows of samples; None for windows of text, and for images.
     """
 
     number: jax.Array
@@ -70,6 +72,7 @@ class LayerOptions(NamedTuple):
     accumulation: jax.Array | None = None
     choices: Choices | None = None
     weight_B: jax.Array | None = None
+    documents: Documents | None = None
 
 
 class LayerParams(NamedTuple):
@@ -169,7 +172,7 @@ class BackwardInputs(NamedTuple):
     gradient, and saved values.
 
     choices: the routing of the forward pass; None for a dense layer. residuals: None reruns the
-    layer from x. loss_scale: multiplies the router losses. counts_NAE: see `RoutingTotals`.
+    layer from x. loss_scale: multiplies the router losses. loss_tokens: see `RoutingTotals`.
     """
 
     x_BSD: jax.Array
@@ -177,16 +180,17 @@ class BackwardInputs(NamedTuple):
     choices: Choices | None
     residuals: PyTree
     loss_scale: LossScale | None = None
-    counts_NAE: jax.Array | None = None
+    loss_tokens: LossTokens | None = None
 
 
 class RoutingTotals(NamedTuple):
-    """Routing counts over all devices: tokens per expert [N, A, E], and assignments without a
-    buffer row [N].
+    """Routing counts over all devices: tokens per expert [N, A, E], assignments without a buffer
+    row [N], and the tokens of the router losses, [N, A] and [N, A, E].
     """
 
     counts_NAE: jax.Array | None = None  # None: the model has no learned router
     dropped_N: jax.Array | None = None
+    loss_tokens: LossTokens | None = None
 
 
 class FinishStepInputs(NamedTuple):
@@ -302,10 +306,10 @@ class StreamedModel(Protocol[MicroBatchIn]):
         """
 
     def auxiliary_loss(
-        self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
+        self, kind: LayerKind, stats: MoEStats, loss_tokens: LossTokens | None
     ) -> jax.Array:
-        """Return this device's addend to a layer's router losses. counts_E: tokens per expert, over
-        all devices.
+        """Return this device's addend to a layer's router losses. loss_tokens: the tokens that they
+        count, over all devices; None for a layer routed by task.
         """
 
     def loss_gradients(

@@ -43,7 +43,7 @@ from jmoe.training.streamed.model import (
     StreamedModel,
     SummedGradients,
 )
-from jmoe.training.update import sum_over_mesh
+from jmoe.training.update import loss_tokens_of, sum_over_mesh
 from jmoe.types import PyTree
 
 _SAME: PyTree = REPLICATED
@@ -131,7 +131,13 @@ class _StepFunctions:
         """Return the routing counts summed over all devices."""
         counts_NAE = jnp.stack([jnp.stack([s.counts_E[0] for s in layer]) for layer in stats])
         dropped_N = jnp.stack([sum(s.dropped[0] for s in layer) for layer in stats])
-        return RoutingTotals(*sum_over_mesh(self._num_devices, (counts_NAE, dropped_N)))
+        tokens_NA = [[loss_tokens_of(s) for s in layer] for layer in stats]
+        stack = partial(jax.tree.map, lambda *values: jnp.stack(values))
+        loss_tokens = stack(*(stack(*layer) for layer in tokens_NA))
+        loss_tokens = jax.tree.map(lambda values: values[:, :, 0], loss_tokens)
+        totals = RoutingTotals(counts_NAE, dropped_N, loss_tokens)
+        summed: RoutingTotals = sum_over_mesh(self._num_devices, totals)
+        return summed
 
     def dropped_assignments(self, stats: Stats) -> jax.Array:
         """Return the number of token-expert assignments, over all devices, that found no buffer
@@ -185,7 +191,7 @@ class _StepFunctions:
         """Return (the updated state, the step's metrics). Experts are not updated here:
         `ExpertState` applies their gradients.
         """
-        model, mesh, (counts_NAE, dropped_N) = self._model, self._model.sharded.mesh, step.totals
+        model, mesh, (counts_NAE, dropped_N, _) = self._model, self._model.sharded.mesh, step.totals
         metrics = sum_over_mesh(mesh.size, model.device_metrics(step))
         if counts_NAE is not None:
             metrics |= {"counts": counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": dropped_N}
@@ -222,7 +228,7 @@ class _LayerSpecs(NamedTuple):
 def _layer_specs() -> _LayerSpecs:
     same, split = _SAME, _SPLIT
     return _LayerSpecs(
-        layer=LayerOptions(same, same, same, same, split, split),
+        layer=LayerOptions(same, same, same, same, split, split, split),
         work=NeighborWork(LayerToGather(_COLUMNS, same), split, same),
         forward=(split, split, NeighborResults(same, split)),
         inputs=BackwardInputs(split, split, split, split, same, same),

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import Layer, LayerKind
 from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import LossTokens
 from jmoe.models.functional import split_parameters
 from jmoe.offload.expert_index import SlottedExperts
 from jmoe.offload.expert_state import ExpertArrays
@@ -211,7 +212,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             return state, {"overflow": jnp.bool_(True), "ok": jnp.bool_(False)}
         grads = programs.zero_gradients(pass_state.stacks, pass_state.outside)
         losses, outside = self._loss_gradients(pass_state, xs, grads.outside)
-        squares = self._backward(pass_state, xs, grads, totals.counts_NAE)
+        squares = self._backward(pass_state, xs, grads, totals.loss_tokens)
         for micro_batch, dx, dweights in zip(micro_batches, xs, pass_state.dweights, strict=True):
             args = pass_state.outside, micro_batch, dx, outside, dweights[::-1]
             outside = self._wait_on_mesh(programs.embed_gradients(*args))
@@ -405,7 +406,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         pass_state: PassState[MicroBatch],
         dxs: list[jax.Array],
         grads: StreamedGradients,
-        counts_NAE: jax.Array | None,
+        loss_tokens: LossTokens | None,
     ) -> Squares:
         """Return the squared gradient norms of each layer's experts, by kind; fills `grads` and
         replaces `dxs` by the gradients of the first layer's inputs.
@@ -419,7 +420,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             if layer.kind == "dense":
                 sums, overlapped = self._backward_dense(pass_state, i, dxs, sums, work)
             else:
-                results = self._backward_experts(pass_state, i, dxs, sums, work, counts_NAE)
+                results = self._backward_experts(pass_state, i, dxs, sums, work, loss_tokens)
                 sums, overlapped, square = results
             grads.outside_buffer[layer.kind] = sums.outside_buffer
             if pending is not None:
@@ -496,7 +497,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         dxs: list[jax.Array],
         sums: GradAccumulator,
         work: NeighborWork,
-        counts_NAE: jax.Array | None,
+        loss_tokens: LossTokens | None,
     ) -> tuple[GradAccumulator, NeighborResults, jax.Array | None]:
         """Return (summed gradients, results of `work`, squared norms of the experts' gradients) of
         MoE layer i's backward pass; replaces `dxs`.
@@ -513,7 +514,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         for a, (x, choices, residuals) in enumerate(each):
             options = self._layer_options(pass_state, layer, a)._replace(choices=None)
             loss_scale = pass_state.state.loss_scale
-            inputs = BackwardInputs(x, dxs[a], choices, residuals, loss_scale, counts_NAE)
+            inputs = BackwardInputs(x, dxs[a], choices, residuals, loss_scale, loss_tokens)
             args = params, options, inputs, sums, NeighborWork() if a else work
             static = {"full_capacity": pass_state.full_capacity, "last": a == len(passed.xs) - 1}
             program = partial(self.programs.moe_gradients, kind=layer.kind, **static)

@@ -13,14 +13,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
+from jmoe.data.sample_rows import SampleRows
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH, REPLICATED
 from jmoe.models.decoder import Decoder
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import initial_loss_scale
+from jmoe.training.sample_batch import documents_of
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed.programs import jit_over_mesh
 from jmoe.training.streamed.runner import StreamedRunner, state_without_experts
-from jmoe.training.streamed.text import StreamedDecoder, TokenMicroBatch
+from jmoe.training.streamed.text import StreamedDecoder, TokenMicroBatch, split_samples
+from jmoe.types import PyTree
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class TextPrograms:
 
     unstack: Callable[[jax.Array], list[jax.Array]]
     split: Callable[[jax.Array], TokenMicroBatch]
+    split_samples: Callable[[SampleRows], list[TokenMicroBatch]]
     summed_nll: Callable[..., jax.Array]
     logits: Callable[..., jax.Array]
 
@@ -39,6 +43,11 @@ def make_text_programs(model: StreamedDecoder) -> TextPrograms:
     return TextPrograms(
         unstack=make(list, ACCUMULATED_BATCH, out=BATCH),
         split=make(lambda t_BS: TokenMicroBatch(t_BS[:, :-1], t_BS[:, 1:]), BATCH, out=BATCH),
+        split_samples=make(
+            partial(split_samples, config=model.config.data, num_devices=model.sharded.mesh.size),
+            ACCUMULATED_BATCH,
+            out=BATCH,
+        ),
         summed_nll=make(model.summed_nll, outside, BATCH, BATCH, BATCH, out=REPLICATED),
         logits=make(model.logits, outside, BATCH, REPLICATED, out=REPLICATED),
     )
@@ -119,22 +128,32 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
 
     # Passes
 
-    def _micro_batches(self, state: TrainState, batch: jax.Array) -> list[TokenMicroBatch]:
-        tokens = self._text.unstack(jax.device_put(batch, self._tokens_place))
-        return [self._text.split(tokens_BS) for tokens_BS in tokens]
+    def _micro_batches(
+        self, state: TrainState, batch: jax.Array | SampleRows
+    ) -> list[TokenMicroBatch]:
+        placed = jax.device_put(batch, self._tokens_place)
+        if isinstance(placed, SampleRows):
+            return self._wait_on_mesh(self._text.split_samples(placed))
+        return [self._text.split(tokens_BS) for tokens_BS in self._text.unstack(placed)]
 
-    def evaluate_batches(self, state: TrainState, batches: Sequence[Batch]) -> list[jax.Array]:
+    def evaluate_batches(
+        self, state: TrainState, batches: Sequence[Batch | SampleRows]
+    ) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch, in nats. Each layer's experts
         are fetched once for all batches.
         """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
-        micro_batches = [self._wait_on_mesh(self._text.split(tokens)) for tokens, _ in batches]
+        micro_batches = [self._wait_on_mesh(self._held_out_micro_batch(one)) for one in batches]
         outside, xs = self._last_hidden_states(state, micro_batches)
-        each = zip(xs, micro_batches, (weights for _, weights in batches), strict=True)
+        each = zip(xs, micro_batches, (weights for _, weights, *_ in batches), strict=True)
         return [
             self._wait_on_mesh(self._text.summed_nll(outside, x, micro_batch.labels_BS, weights))
             for x, micro_batch, weights in each
         ]
+
+    def _held_out_micro_batch(self, batch: PyTree) -> TokenMicroBatch:
+        micro_batch = self._text.split(batch[0])
+        return micro_batch._replace(documents=documents_of(batch, self.config.data))
 
     def next_logits(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array

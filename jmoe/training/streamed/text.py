@@ -22,12 +22,16 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jmoe.collectives.fusion import all_gather_buffer_local, flatten_shards, unflatten_parameters
-from jmoe.config import STACKS, LayerKind, TrainConfig
+from jmoe.config import STACKS, DataConfig, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
+from jmoe.data.sample_rows import SampleRows
+from jmoe.layers.documents import Documents
 from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import LossTokens
 from jmoe.mesh import ALL, BATCH, REPLICATED
 from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
 from jmoe.training.gradient_reduction import StreamedGradients, reduce_streamed_gradients_local
+from jmoe.training.sample_batch import documents_of, sample_totals_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, without_experts
 from jmoe.training.streamed.model import (
@@ -50,10 +54,33 @@ from jmoe.types import PyTree
 
 
 class TokenMicroBatch(NamedTuple):
-    """One accumulation step's tokens, and the next token of each as its label."""
+    """One accumulation step's tokens, and the next token of each as its label.
+
+    weights_BS: of each label in the loss, which sum to 1 over a step; None for equal weights.
+    documents: of rows of samples; None for windows of text.
+    """
 
     inputs_BS: jax.Array
     labels_BS: jax.Array
+    weights_BS: jax.Array | None = None
+    documents: Documents | None = None
+
+
+def split_samples(batch: SampleRows, config: DataConfig, num_devices: int) -> list[TokenMicroBatch]:
+    """Return the micro-batches of a step's rows of samples [A, B, ...], of which this device has a
+    part.
+    """
+    weight = sample_totals_local(batch, num_devices).weight
+    rows = [SampleRows(*micro_batch) for micro_batch in zip(*batch, strict=True)]
+    return [
+        TokenMicroBatch(
+            micro_batch.tokens[:, :-1],
+            micro_batch.tokens[:, 1:],
+            micro_batch.weights / weight,
+            documents_of(micro_batch, config),
+        )
+        for micro_batch in rows
+    ]
 
 
 class StreamedDecoder(StreamedModel[TokenMicroBatch]):
@@ -81,7 +108,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
             if name not in stacks
         }
         split: PyTree = BATCH
-        self.micro_batch_spec = TokenMicroBatch(split, split)
+        self.micro_batch_spec = TokenMicroBatch(split, split, split, split)
 
     def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> FirstGatheredParams:
         scan, model, stacks = self.scan, self.decoder, STACKS.values()
@@ -113,7 +140,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
     ) -> tuple[jax.Array, list[Choices]]:
         module = self.modules.outside(self.decoder.cast_params(outside))
         lookup = self.decoder.embedding.lookup
-        return module.embed(micro_batch.inputs_BS, self.dtype, lookup), []
+        return module.embed(micro_batch.inputs_BS, self.dtype, lookup, micro_batch.documents), []
 
     def layer_options(
         self,
@@ -123,16 +150,17 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         micro_batch: TokenMicroBatch,
         number: int,
     ) -> LayerOptions:
+        common = common._replace(documents=micro_batch.documents)
         if kind == "dense":
             return common
         return common._replace(step=step, accumulation=jnp.int32(number))
 
     def auxiliary_loss(
-        self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
+        self, kind: LayerKind, stats: MoEStats, loss_tokens: LossTokens | None
     ) -> jax.Array:
-        assert counts_E is not None
+        assert loss_tokens is not None
         sums = stats.probs_sum_E[0], stats.z_sum[0]
-        balance, z = auxiliary_losses(self.config, *sums, counts_E)
+        balance, z = auxiliary_losses(self.config, *sums, loss_tokens)
         return balance + z
 
     def loss_gradients(
@@ -141,14 +169,19 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         x_BSD: jax.Array,
         micro_batch: TokenMicroBatch,
         loss_scale: LossScale | None,
-    ) -> tuple[jax.Array, jax.Array, Params]:
-        weight = jnp.full(micro_batch.labels_BS.shape, 1.0 / self._num_step_tokens, jnp.float32)
+    ) -> tuple[Metrics, jax.Array, Params]:
+        weight = micro_batch.weights_BS
+        if weight is None:
+            weight = jnp.full(micro_batch.labels_BS.shape, 1.0 / self._num_step_tokens, jnp.float32)
         with jax.named_scope("loss"):
             loss_and_gradients = jax.value_and_grad(self._nll_addend_local, argnums=(0, 1))
             loss, (doutside, dx_BSD) = loss_and_gradients(
                 outside, x_BSD, micro_batch.labels_BS, scale_loss(weight, loss_scale)
             )
-        return undo_loss_scale(loss, loss_scale)[None], dx_BSD, doutside
+        metrics = {"loss": undo_loss_scale(loss, loss_scale)[None]}
+        if (documents := micro_batch.documents) is not None:
+            metrics |= {name: count[None] for name, count in documents.token_counts().items()}
+        return metrics, dx_BSD, doutside
 
     @property
     def _num_step_tokens(self) -> int:
@@ -157,19 +190,27 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         return tokens_per_accumulation_step(self.config) * steps
 
     def device_metrics(self, step: FinishStepInputs) -> Metrics:
-        zero, counts_NAE = jnp.zeros((), jnp.float32), step.totals.counts_NAE
-        assert counts_NAE is not None
+        zero, loss_tokens = jnp.zeros((), jnp.float32), step.totals.loss_tokens
+        assert loss_tokens is not None
         router_losses = [
-            auxiliary_losses(self.config, s.probs_sum_E[0], s.z_sum[0], counts_NAE[n, a])
+            auxiliary_losses(
+                self.config,
+                s.probs_sum_E[0],
+                s.z_sum[0],
+                jax.tree.map(lambda totals, at=(n, a): totals[at], loss_tokens),
+            )
             for n, layer in enumerate(step.stats)
             for a, s in enumerate(layer)
         ]
         entropies = [sum(s.entropy_sum[0] for s in layer) for layer in step.stats]
-        return {
-            "loss": sum((loss[0] for loss in step.losses), zero),
+        num_tokens: jax.Array | int = self._num_step_tokens
+        if loss_tokens.number is not None:
+            num_tokens = jnp.maximum(loss_tokens.number[0].sum(), 1).astype(jnp.float32)
+        losses = jax.tree.map(lambda *values: sum(value[0] for value in values), *step.losses)
+        return losses | {
             "balance_loss": sum((balance for balance, _ in router_losses), zero),
             "z_loss": sum((z for _, z in router_losses), zero),
-            "entropy": jnp.stack(entropies) / self._num_step_tokens,
+            "entropy": jnp.stack(entropies) / num_tokens,
         }
 
     def reduce_gradients(self, params: Params, grads: StreamedGradients) -> Params:

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jmoe.config import STACKS, LayerKind, VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
 from jmoe.layers.moe import MoEStats
+from jmoe.layers.router import LossTokens
 from jmoe.mesh import BATCH, REPLICATED
 from jmoe.optim.loss_scale import LossScale
 from jmoe.planning.elastic import TaskLayout
@@ -120,7 +121,7 @@ class StreamedVision(StreamedModel[ImageMicroBatch]):
         return common._replace(weight_B=weight_B)
 
     def auxiliary_loss(
-        self, kind: LayerKind, stats: MoEStats, counts_E: jax.Array | None
+        self, kind: LayerKind, stats: MoEStats, loss_tokens: LossTokens | None
     ) -> jax.Array:
         return (
             self.losses.weighted_z_loss(stats.z_sum)

@@ -1,19 +1,21 @@
 """Renders chat messages to a prompt with the model's Jinja template, as transformers does.
 
-Template code is untrusted: service.py runs `begin_rendering` in the forks of a `ForkServer`.
+Template code is untrusted: the server runs `begin_rendering` in the forks of a `ForkServer`.
+`render_with_answers` also says which text the assistant wrote, for training.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -34,8 +36,19 @@ TEMPLATE_FILE = "chat_template.jinja"
 # Names of a message's reasoning. Most templates read the first, gpt-oss's the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
+# Noncharacters of Unicode, which stand around the text of `{% generation %}` while it is rendered.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+
 CONTENT_FORM = b""  # the question that returns `ChatTemplate.content_form`
 _TEXT, _REFUSED = b"=", b"!"  # first byte of a fork's answer
+
+
+class RenderedAnswers(NamedTuple):
+    """A rendered conversation. spans: (start, end) of the assistant's text, in characters."""
+
+    text: str
+    spans: list[tuple[int, int]]
 
 
 class ChatTemplate:
@@ -62,15 +75,30 @@ class ChatTemplate:
                 f"{source}: chat templates {sorted(templates)}: one must be named {DEFAULT!r}"
             )
         self.special_tokens, self._source = dict(special_tokens), source
-        environment = _jinja_environment()
-        self._templates = {}
-        for name, text in templates.items():
+        self._texts = dict(templates)
+        self._templates = self._compile(_GenerationTag)
+
+    def _compile(self, generation_tag: type[_GenerationTag]) -> dict[str, Template]:
+        """Return the compiled templates by name. Raises ValueError for a syntax error."""
+        environment, compiled = _jinja_environment(generation_tag), {}
+        for name, text in self._texts.items():
             try:
-                self._templates[name] = environment.from_string(text)
+                compiled[name] = environment.from_string(text)
             except TemplateSyntaxError as error:
                 raise ValueError(
                     f"{self._template_label(name)}: line {error.lineno}: {error.message}"
                 ) from error
+        return compiled
+
+    @cached_property
+    def _marking_templates(self) -> dict[str, Template]:
+        """The templates with `_BEGIN` and `_END` around the text of `{% generation %}`."""
+        return self._compile(_MarkingGenerationTag)
+
+    @cached_property
+    def marks_answers(self) -> bool:
+        """Whether each template has `{% generation %}` around the assistant's text."""
+        return all(_GENERATION.search(text) for text in self._texts.values())
 
     @cached_property
     def content_form(self) -> Literal["string", "parts"] | None:
@@ -122,16 +150,52 @@ class ChatTemplate:
 
         variables: further variables of the template.
         """
-        name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
+        variables = {
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        return self._render(self._templates, messages, variables)
+
+    def render_with_answers(
+        self, messages: Sequence[Mapping[str, Json]], **variables: Json
+    ) -> RenderedAnswers:
+        """Return the text of a whole conversation, and the spans of the assistant's text in it by
+        the template's `{% generation %}`; no spans if it has none.
+
+        Raises ValueError as `render`, and for noncharacters of Unicode in the conversation, which
+        mark the spans.
+
+        variables: as for `render`.
+        """
+        written = json.dumps([messages, variables], ensure_ascii=False)
+        if _BEGIN in written or _END in written:
+            raise ValueError("messages: hold U+FDD0 or U+FDD1, no characters; remove them")
+        variables = {"tools": None, "documents": None, "add_generation_prompt": False} | variables
+        marked = self._render(self._marking_templates, messages, variables)
+        text, spans = "", list[tuple[int, int]]()
+        for piece in marked.split(_BEGIN):
+            answer, ends, after = piece.partition(_END)
+            if ends:
+                spans.append((len(text), len(text) + len(answer)))
+            text += answer + after
+        return RenderedAnswers(text, spans)
+
+    def _render(
+        self,
+        templates: Mapping[str, Template],
+        messages: Sequence[Mapping[str, Json]],
+        variables: Mapping[str, Json],
+    ) -> str:
+        """Return the text that one of `templates` makes of the conversation; see `render`."""
+        name = TOOL_USE if variables["tools"] is not None and TOOL_USE in templates else DEFAULT
         if not messages:
             raise ValueError("messages = []: must not be empty")
         context = {
             "messages": [
                 _with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages
             ],
-            "tools": tools,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
             **variables,
         }
         try:
@@ -140,7 +204,7 @@ class ChatTemplate:
         except TypeError as error:
             raise ValueError(f"{self._template_label(name)}: not JSON values: {error}") from error
         try:
-            return self._templates[name].render({**self.special_tokens, **plain})
+            return templates[name].render({**self.special_tokens, **plain})
         except MemoryError:
             raise
         except Exception as error:  # a template can raise anything a Python expression can
@@ -231,17 +295,30 @@ class RenderingError(ValueError):
 
 
 class _GenerationTag(Extension):
-    """Parses `{% generation %}` as a plain block; it marks the assistant's text, which only
-    training needs.
-    """
+    """Parses `{% generation %}`, which stands around the assistant's text, as a plain block."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        ).set_lineno(line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return self.make_block(body).set_lineno(line)
+
+    def make_block(self, body: list[nodes.Node]) -> nodes.Node:
+        """Return the node that renders the tag's content."""
+        return nodes.Scope(body)
+
+
+class _MarkingGenerationTag(_GenerationTag):
+    """Writes `_BEGIN` before and `_END` after the text of `{% generation %}`."""
+
+    def make_block(self, body: list[nodes.Node]) -> nodes.Node:
+        return nodes.CallBlock(self.call_method("mark"), [], [], body)
+
+    @staticmethod
+    def mark(caller: Callable[[], str]) -> str:
+        """Return the text of the tag's content between the marks."""
+        return _BEGIN + caller() + _END
 
 
 class _Namespace(Namespace):
@@ -267,10 +344,10 @@ def _refuse_underscore(name: object) -> None:
         raise SecurityError(f"a namespace may not have an attribute {name!r}")
 
 
-def _jinja_environment() -> ImmutableSandboxedEnvironment:
+def _jinja_environment(generation_tag: type[_GenerationTag]) -> ImmutableSandboxedEnvironment:
     """Return a sandboxed Jinja environment with the extensions and functions of transformers."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation_tag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

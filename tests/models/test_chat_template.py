@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.serving.chat_template import ChatTemplate
+from jmoe.models.chat_template import ChatTemplate
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "chat_templates"
 CONVERSATIONS = json.loads((FIXTURES / "conversations.json").read_text())

@@ -1,0 +1,237 @@
+"""Encoding of samples: their text, by the model's chat template, their tokens, and the tokens to
+learn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import processors
+
+from jmoe.config import DataConfig
+from jmoe.config.train import TrainOn
+from jmoe.data.samples import Conversation, Sample
+from jmoe.data.tokenizer import CorpusTokenizer
+from jmoe.models.chat_template import DEFAULT, ChatTemplate, RenderedAnswers, read_templates
+from jmoe.models.tokenizer_file import SETTINGS, read_json_if_present, special_token_texts
+from jmoe.types import Json
+
+
+class EncodedSample(NamedTuple):
+    """The tokens of a sample. trained: the tokens to learn, as targets; the first token is none.
+    text_bytes: size of their text in UTF-8.
+    """
+
+    ids: NDArray[np.uint32]
+    trained: NDArray[np.bool_]
+    text_bytes: int
+
+    @property
+    def num_trained(self) -> int:
+        """The number of tokens that the loss counts."""
+        return int(self.trained[1:].sum())
+
+
+class _RenderedSample(NamedTuple):
+    """The text of a sample. spans: the text to learn, as (start, end) in characters. ends: whether
+    the end-of-text token follows, to learn too.
+    """
+
+    text: str
+    spans: Sequence[tuple[int, int]]
+    ends: bool
+
+
+@dataclass(frozen=True, eq=False)
+class SampleEncoder:
+    """Encodes samples with a tokenizer whose control tokens are read from text.
+
+    template: None if the model has none; conversations are then refused.
+    """
+
+    tokenizer: CorpusTokenizer
+    template: ChatTemplate | None
+    train_on: TrainOn
+
+    def __post_init__(self) -> None:
+        # a byte-level post-processor may trim white space from the offsets of tokens
+        self.tokenizer.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+
+    def encode(self, samples: Sequence[Sample]) -> list[EncodedSample | ValueError]:
+        """Return each sample's tokens, or the ValueError that says why it cannot be trained on."""
+        rendered = [self._rendered_or_error(sample) for sample in samples]
+        good = [one for one in rendered if isinstance(one, _RenderedSample)]
+        texts = [one.text for one in good]
+        self.tokenizer.check_characters_known(texts)
+        encodings = iter(self.tokenizer.encode_with_offsets(texts))
+        return [
+            self._with_trained_tokens(one, *next(encodings))
+            if isinstance(one, _RenderedSample)
+            else one
+            for one in rendered
+        ]
+
+    def _rendered_or_error(self, sample: Sample) -> _RenderedSample | ValueError:
+        try:
+            return self._render(sample)
+        except ValueError as error:
+            return error
+
+    def _with_trained_tokens(
+        self, rendered: _RenderedSample, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    ) -> EncodedSample | ValueError:
+        """Return the sample with the tokens to learn: those that hold a character of a span."""
+        begins, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+        ends = np.maximum(ends, begins + 1)
+        trained = np.zeros(len(ids), np.bool_)
+        for start, end in rendered.spans:
+            trained |= (ends > start) & (begins < end)
+        if rendered.ends:
+            ids, trained = [*ids, self.tokenizer.eot], np.append(trained, True)
+        text_bytes = len(rendered.text.encode())
+        sample = EncodedSample(np.asarray(ids, np.uint32), trained, text_bytes)
+        if not sample.num_trained:
+            return ValueError("has no token to learn")
+        return sample
+
+    def _render(self, sample: Sample) -> _RenderedSample:
+        if not isinstance(sample, Conversation):
+            text = sample.prompt + sample.completion
+            start = 0 if self.train_on == "all" else len(sample.prompt)
+            return _RenderedSample(text, [(start, len(text))], ends=True)
+        if self.template is None:
+            raise ValueError(
+                "messages: the tokenizer's folder has no chat template; give data.chat_template, or"
+                " write prompt and completion as text"
+            )
+        if self.train_on == "all":
+            text = self.template.render(
+                sample.messages, add_generation_prompt=False, **sample.variables
+            )
+            return _RenderedSample(text, [(0, len(text))], ends=False)
+        answers = [i for i, learned in enumerate(sample.is_answer) if learned]
+        if not answers:
+            raise ValueError("messages: has no answer to learn (a message with role assistant)")
+        if self.train_on == "last_answer":
+            answers = answers[-1:]
+            last = answers[0] + 1
+            sample = Conversation(sample.messages[:last], sample.is_answer[:last], sample.variables)
+        if self.template.marks_answers:
+            return _RenderedSample(*self._marked_answers(self.template, sample, answers), False)
+        return _RenderedSample(*self._answers_by_prefixes(self.template, sample, answers), False)
+
+    def _marked_answers(
+        self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
+    ) -> RenderedAnswers:
+        """Return the spans that the template marks with `{% generation %}`, of these messages."""
+        text, spans = template.render_with_answers(sample.messages, **sample.variables)
+        written = [i for i, m in enumerate(sample.messages) if m["role"] == "assistant"]
+        if answers == written:
+            return RenderedAnswers(text, spans)
+        if len(spans) != len(written):
+            raise ValueError(
+                f"messages: the chat template marks {len(spans)} answers of {len(written)}, so that"
+                " some of them alone cannot be learned; data.train_on = 'answers' without weight 0"
+                " learns all"
+            )
+        return RenderedAnswers(text, [spans[written.index(i)] for i in answers])
+
+    def _answers_by_prefixes(
+        self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
+    ) -> RenderedAnswers:
+        """Return the spans between the prompt before each answer, as the server renders it, and the
+        conversation that ends with the answer.
+
+        Raises ValueError if one of these is no prefix of the whole conversation.
+        """
+        messages, variables = sample.messages, sample.variables
+        text = template.render(messages, add_generation_prompt=False, **variables)
+        spans = []
+        for i in answers:
+            if i == 0:
+                raise ValueError(
+                    "messages[0]: an answer before any question cannot be learned; give it weight 0"
+                )
+            prompt = template.render(messages[:i], add_generation_prompt=True, **variables)
+            answered = (
+                template.render(messages[: i + 1], add_generation_prompt=False, **variables)
+                if i + 1 < len(messages)
+                else text
+            )
+            if not (text.startswith(prompt) and text.startswith(answered)):
+                raise _no_prefix_error(i, is_last=i + 1 == len(messages))
+            spans.append((len(prompt), self._end_of_answer(text, len(prompt), len(answered))))
+        return RenderedAnswers(text, spans)
+
+    def _end_of_answer(self, text: str, start: int, end: int) -> int:
+        """Return the end of an answer's last control token, if only white space follows it: the
+        server stops there. `end` if there is none.
+        """
+        answer = text[start:end].rstrip()
+        return start + len(answer) if answer.endswith(self.tokenizer.control_tokens) else end
+
+
+def _no_prefix_error(i: int, *, is_last: bool) -> ValueError:
+    """Return the error for an answer, message `i`, whose span the template does not show."""
+    why = (
+        "the chat template begins this answer otherwise than its prompt ends, so that the trained"
+        " format would not be the served one; --data.train-on all learns every token"
+        if is_last
+        else "the chat template renders this answer, or what is before it, otherwise once later"
+        " messages follow (many leave out old reasoning); --data.train-on last_answer learns the"
+        " last answer of each conversation"
+    )
+    return ValueError(f"messages[{i}]: {why}")
+
+
+def fingerprint_of_encoding(config: DataConfig, folder: Path) -> Json:
+    """Return what decides how samples of this tokenizer folder become tokens, besides the
+    tokenizer.
+    """
+    settings = read_template_settings(config, folder)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return {"template": digest, "train_on": config.train_on}
+
+
+def read_template_settings(config: DataConfig, folder: Path) -> Json:
+    """Return the arguments of `ChatTemplate`: the file `data.chat_template`, or else the templates
+    of the tokenizer's folder; None if there are none.
+
+    Raises ValueError for a missing or damaged file.
+    """
+    if config.chat_template is None:
+        return read_templates(folder)
+    path = Path(config.chat_template).expanduser()
+    if not path.is_file():
+        raise ValueError(f"data.chat_template = {config.chat_template!r}: no such file")
+    special = special_token_texts(read_json_if_present(folder / SETTINGS), folder)
+    return {
+        "templates": {DEFAULT: path.read_text(encoding="utf-8")},
+        "special_tokens": special,
+        "source": str(path),
+    }
+
+
+def make_sample_encoder(config: DataConfig, tokenizer: CorpusTokenizer) -> SampleEncoder:
+    """Return the encoder of a run's samples. Raises ValueError for a damaged chat template."""
+    setup = read_template_settings(config, tokenizer.path.parent)
+    template = None if setup is None else ChatTemplate(**setup)
+    return SampleEncoder(tokenizer, template, config.train_on)
+
+
+def encode_in_batches(
+    encoder: SampleEncoder, samples: Iterable[tuple[int, Sample]], size: int = 256
+) -> Iterable[tuple[int, EncodedSample | ValueError]]:
+    """Yield (number, encoded sample or its error) for each (number, sample), in order."""
+    left = iter(samples)
+    while batch := list(itertools.islice(left, size)):
+        encoded = encoder.encode([sample for _, sample in batch])
+        yield from zip((number for number, _ in batch), encoded, strict=True)

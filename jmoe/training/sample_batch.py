@@ -1,0 +1,52 @@
+"""Rows of samples in a training step: their documents for the model, and what their losses are
+divided by.
+
+Legend: A accumulation steps, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmoe.config import DataConfig
+from jmoe.data.sample_rows import SampleRows
+from jmoe.layers.documents import Documents
+from jmoe.training.state import Batch
+from jmoe.training.update import sum_over_mesh
+
+
+class SampleTotals(NamedTuple):
+    """Sums over all tokens of a step, of all devices, by which its losses are divided: at least 1.
+
+    weight: of all targets' weights. tokens: the number of targets with a weight. Both float32.
+    """
+
+    weight: jax.Array
+    tokens: jax.Array
+
+
+def sample_totals_local(batch: SampleRows, num_devices: int) -> SampleTotals:
+    """Return the totals of a step's batch [A, B, ...], of which this device has a part."""
+    weights = jnp.asarray(batch.weights)
+    own = weights.sum(), (weights > 0).sum(dtype=jnp.float32)
+    weight, tokens = sum_over_mesh(num_devices, own)
+    # a step without a token to learn has loss 0
+    return SampleTotals(jnp.where(tokens > 0, weight, 1.0), jnp.maximum(tokens, 1.0))
+
+
+def documents_of(batch: SampleRows | Batch, config: DataConfig) -> Documents | None:
+    """Return the documents of rows of samples [B, ...]; None for windows of text.
+
+    The routers' losses count the tokens that have a target to learn.
+    """
+    if not isinstance(batch, SampleRows):
+        return None
+    numbers_BS = jnp.asarray(batch.documents)
+    return Documents(
+        numbers_BS > 0,
+        jnp.asarray(batch.weights) > 0,
+        numbers_BS if config.pack_samples else None,
+    )
