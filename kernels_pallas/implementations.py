@@ -65,7 +65,7 @@ def default_implementations() -> tuple[Name, ...]:
     if capability is not None and capability >= (8, 0):
         return ("mosaic_gpu", "triton", "xla") if capability == (9, 0) else ("triton", "xla")
     if (device := target_device()).platform == "gpu":
-        _log_once(
+        log_once(
             f"experts and permutations: no kernel for a GPU of kind {device.compute_capability}"
             " (NVIDIA from Ampere on has one); xla is used"
         )

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from jmoe.data.samples import Conversation, Sample
 from jmoe.data.tokenizer import CorpusTokenizer
 from jmoe.models.chat_template import DEFAULT, ChatTemplate, RenderedAnswers, read_templates
 from jmoe.models.tokenizer_file import SETTINGS, read_json_if_present, special_token_texts
-from jmoe.types import Json
+from jmoe.types import Json, JsonObject
 
 
 class EncodedSample(NamedTuple):
@@ -64,6 +64,15 @@ class SampleEncoder:
     def __post_init__(self) -> None:
         # a byte-level post-processor may trim white space from the offsets of tokens
         self.tokenizer.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+
+    def _for_template(self, messages: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
+        """Return the messages with their content in the form that the template takes, as the server
+        gives it.
+        """
+        assert self.template is not None
+        if self.template.content_form != "parts":
+            return tuple(messages)
+        return tuple(m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages)
 
     def encode(self, samples: Sequence[Sample]) -> list[EncodedSample | ValueError]:
         """Return each sample's tokens, or the ValueError that says why it cannot be trained on."""
@@ -112,6 +121,7 @@ class SampleEncoder:
                 "messages: the tokenizer's folder has no chat template; give data.chat_template, or"
                 " write prompt and completion as text"
             )
+        sample = replace(sample, messages=self._for_template(sample.messages))
         if self.train_on == "all":
             text = self.template.render(
                 sample.messages, add_generation_prompt=False, **sample.variables
@@ -123,7 +133,9 @@ class SampleEncoder:
         if self.train_on == "last_answer":
             answers = answers[-1:]
             last = answers[0] + 1
-            sample = Conversation(sample.messages[:last], sample.is_answer[:last], sample.variables)
+            sample = replace(
+                sample, messages=sample.messages[:last], is_answer=sample.is_answer[:last]
+            )
         if self.template.marks_answers:
             return _RenderedSample(*self._marked_answers(self.template, sample, answers), False)
         return _RenderedSample(*self._answers_by_prefixes(self.template, sample, answers), False)

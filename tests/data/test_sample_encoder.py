@@ -171,6 +171,19 @@ def test_what_cannot_be_learned_says_why(
     assert said in error_of(encoder_of(tmp_path, template), record)
 
 
+def test_a_template_of_parts_gets_parts(tmp_path: Path) -> None:
+    """As from the server; given a string it would render nothing of it."""
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    plain = encode(encoder_of(tmp_path, CHATML), TURNS)
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + parts + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoder = encoder_of(tmp_path, template)
+    assert encode(encoder, TURNS).ids.tolist() == plain.ids.tolist()
+    assert learned(encoder, encode(encoder, TURNS)) == ["héllo<|im_end|>", "fine 漢<|im_end|>"]
+
+
 def test_a_template_of_its_own(tmp_path: Path) -> None:
     write_chat_tokenizer(tmp_path, CHATML)
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
