@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 
 import jmoe
-from tests.train_runs import SHORT, Run, TrainRuns, evaluations
+from tests.chat_models import say, write_chat_tokenizer, write_jsonl
+from tests.train_runs import (
+    ENDLESS,
+    SHORT,
+    Run,
+    Start,
+    TrainRuns,
+    committed,
+    evaluations,
+    losses,
+    records,
+    resumes,
+)
 
 
 @pytest.mark.slow
@@ -108,3 +120,68 @@ def test_mistakes(tmp_path: Path, run_python: Run) -> None:
         done = run_python(arguments)
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_chats(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start) -> None:
+    """From a model's folder and chats to a folder that is served as it was trained; killed and
+    resumed to the bit.
+    """
+    model = write_chat_tokenizer(tmp_path / "tokenizer")
+    numbers = [(i * 7 % 40, i * 11 % 40) for i in range(400)]
+    chats = write_jsonl(
+        tmp_path / "chats.jsonl",
+        [say(f"{a} plus {b}?", f"The sum of {a} and {b} is {a + b}.") for a, b in numbers],
+    )
+    common = ("--sequence-length", "128", "--optimizer.learning-rate", "0.01")
+    first, whole, killed = tmp_path / "first", tmp_path / "whole", tmp_path / "killed"
+    by_tokenizer = (*common, "--data.tokenizer", model / "tokenizer.json")
+    screen = runs.finish(first, *by_tokenizer, "--num-steps", "2", data=chats)
+    assert "samples in " in screen and "rows of sequence_length + 1 = 129 tokens" in screen
+    merged = tmp_path / "merged"
+    assert run_python(["-m", "jmoe.deploy.merge", first, merged]).returncode == 0
+    for name in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
+        assert (merged / name).read_bytes() == (model / name).read_bytes()
+
+    def command(output_dir: Path, *options: Any) -> list[Any]:
+        chosen = (*common, "--checkpoint.every-steps", "4", "--output-dir", output_dir, *options)
+        start = ("train.py", "tiny", "--init-from", merged, "--data.path", chats)
+        return [*start, *SHORT, *map(str, chosen)]
+
+    def train(output_dir: Path, *options: Any) -> Any:
+        return run_python(command(output_dir, *options), env=runs.environment(), timeout=300)
+
+    assert train(whole, "--num-steps", 24).returncode == 0
+    before, *_, after = evaluations(whole)
+    assert before == pytest.approx(evaluations(first)[-1], abs=1e-5)
+    assert after < 0.6 * before
+    steps = [record for record in records(whole) if "event" not in record]
+    assert all(0 < record["trained_tokens"] < 8 * 128 for record in steps)
+    # the prompt is not learned, and makes up more than half of a sample
+    assert sum(record["trained_tokens"] for record in steps) < 24 * 8 * 128 * 0.6
+
+    child = start_python(command(killed, *ENDLESS), tmp_path / "log", runs.environment())
+    child.wait_until(lambda: len(losses(killed)) >= 10)
+    child.kill_now()
+    done = committed(killed)[-1]
+    end = ("--num-steps", max(24, done + 2))
+    assert train(killed, *end).returncode == 0
+    assert resumes(killed) == [done]
+    again = dict(losses(killed))
+    assert {step: again[step] for step, _ in losses(whole)} == dict(losses(whole))
+    refused = train(killed, *end, "--data.train-on", "all")
+    assert refused.returncode == 1
+    assert "data.train_on: 'answers' -> 'all'" in refused.stderr
+
+
+def test_mistakes_in_chats(runs: TrainRuns, tmp_path: Path) -> None:
+    chats = write_jsonl(tmp_path / "chats.jsonl", [say("q", "a")] * 30 + [say("q", "")])
+    said = runs.fail(tmp_path / "run", data=chats)
+    assert "data.tokenizer = None: must be the tokenizer.json of the model" in said
+    model = write_chat_tokenizer(tmp_path / "tokenizer", None)
+    tokenizer = ("--data.tokenizer", model / "tokenizer.json")
+    said = runs.fail(tmp_path / "run", *tokenizer, data=chats)
+    assert f"{chats}:31: messages[1]: the answer is empty" in said
+    write_jsonl(chats, [say("q", "a")] * 30)
+    said = runs.fail(tmp_path / "run", *tokenizer, data=chats)
+    assert f"{chats}:1: messages: the tokenizer's folder has no chat template" in said
