@@ -214,19 +214,18 @@ class PerDeviceExchange:
                 at_C < totals_R[:, None], starts_R[:, None] + at_C, num_tokens * k
             )
             token_RC = jnp.take(order_N // k, sorted_RC, mode="fill", fill_value=num_tokens)
-            token_M = _deal_into_chunks(token_RC, num_chunks, num_tokens).reshape(-1)
+            token_XM = _deal_into_chunks(token_RC, num_chunks, num_tokens).reshape(num_chunks, -1)
             dest_N = idx_N // kept_RL.shape[1]
             place_N = rank_N - jnp.take(starts_R, dest_N, mode="clip")
             row_TK = _index_in_chunks(dest_N, place_N, num_devices, rows, num_chunks).reshape(
                 num_tokens, k
             )
-            send_MD = dispatch(x_TD, token_M, row_TK)
+            chunks = _dispatch_in_chunks(x_TD, token_XM, row_TK)
         arrived, sorts = [], []
         sizes_XRL = _expert_rows_per_chunk(kept_RL, num_chunks)
-        for sent_RCD, sizes_RL in zip(
-            send_MD.reshape(num_chunks, num_devices, width, -1), sizes_XRL, strict=True
-        ):
+        for sent_MD, sizes_RL in zip(chunks, sizes_XRL, strict=True):
             with jax.named_scope("all_to_all"):
+                sent_RCD = sent_MD.reshape(num_devices, width, -1)
                 recv_RCD, recv_RL = self.all_to_all((sent_RCD, sizes_RL))
                 recv_RCD = mark_saved(recv_RCD, "expert_rows")
                 recv_RL = mark_saved_residual(recv_RL, "routing")
@@ -240,7 +239,7 @@ class PerDeviceExchange:
             )
         dropped = chosen.counts_E.sum(dtype=jnp.int32) - kept_RL.sum(dtype=jnp.int32)
         return DispatchedTokens(
-            tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_M, row_TK)
+            tuple(arrived), dropped, (sorts, chosen.topk_weights_TK, token_XM.reshape(-1), row_TK)
         )
 
     def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
@@ -275,6 +274,35 @@ def _deal_into_chunks(x_RC: jax.Array, num_chunks: int, empty: int) -> jax.Array
     padding[1] = 0, num_chunks * width - x_RC.shape[1]
     x_RC = jnp.pad(x_RC, padding, constant_values=empty)
     return jnp.moveaxis(x_RC.reshape(x_RC.shape[0], width, num_chunks, *x_RC.shape[2:]), 2, 0)
+
+
+@jax.custom_vjp
+def _dispatch_in_chunks(
+    x_TD: jax.Array, token_XM: jax.Array, row_TK: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return each chunk's rows [M, D], gathered into arrays of their own; slices of one array would
+    be copied.
+
+    token_XM, row_TK: as in `dispatch`, of all chunks laid end to end.
+    """
+    return tuple(dispatch(x_TD, token_M, row_TK) for token_M in token_XM)
+
+
+def _dispatch_in_chunks_fwd(
+    x_TD: jax.Array, token_XM: jax.Array, row_TK: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]:
+    return _dispatch_in_chunks(x_TD, token_XM, row_TK), (token_XM, row_TK)
+
+
+def _dispatch_in_chunks_bwd(
+    residuals: tuple[jax.Array, jax.Array], dy_XMD: tuple[jax.Array, ...]
+) -> tuple[jax.Array, None, None]:
+    token_XM, row_TK = residuals
+    dy_MD = _concatenate_chunks(dy_XMD)
+    return sum_rows(dy_MD, token_XM.reshape(-1), row_TK).astype(dy_MD.dtype), None, None
+
+
+_dispatch_in_chunks.defvjp(_dispatch_in_chunks_fwd, _dispatch_in_chunks_bwd)
 
 
 def _index_in_chunks(
@@ -418,7 +446,8 @@ class PerNodeExchange:
             )
             slot_TP = _index_in_chunks(nodes, place_TP, num_nodes, rows, num_chunks)
             src_XPC = _deal_into_chunks(src_PC, num_chunks, num_tokens)
-            send_XPCD = dispatch(x_TD, src_XPC.reshape(-1), slot_TP).reshape(*src_XPC.shape, -1)
+            sent_XM = src_XPC.reshape(src_XPC.shape[0], -1)  # at most as many chunks as rows
+            chunks = _dispatch_in_chunks(x_TD, sent_XM, slot_TP)
         with jax.named_scope("all_to_all_across"):
             weights_MK, idx_MK = self.across(
                 tuple(a.reshape(num_nodes, rows, k) for a in (send_MK, idx_MK))
@@ -427,14 +456,15 @@ class PerNodeExchange:
             idx_MK = mark_saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
         there = TokenChoices.from_topk(idx_MK, weights_MK, node_size)
         fair_rows = num_tokens * k / self.inside.num_devices
-        expected_rows = -(-num_tokens * k // len(send_XPCD))
+        expected_rows = -(-num_tokens * k // len(chunks))
         by_chunk, device_rows, lost = self._choices_per_chunk(
-            there, len(send_XPCD), fair_rows, full_capacity
+            there, len(chunks), fair_rows, full_capacity
         )
         arrived = []
-        for send_PCD, chosen in zip(send_XPCD, by_chunk, strict=True):
+        for sent_MD, chosen in zip(chunks, by_chunk, strict=True):
             with jax.named_scope("all_to_all_across"):
-                recv_MD = self.across(send_PCD).reshape(-1, send_PCD.shape[-1])
+                sent_PCD = sent_MD.reshape(num_nodes, -1, sent_MD.shape[1])
+                recv_MD = self.across(sent_PCD).reshape(sent_MD.shape)
             arrived.append(self.inside.dispatch_rows(recv_MD, chosen, device_rows, expected_rows))
         dropped = sum((part.dropped for part in arrived), lost + lost_TKP.sum(dtype=jnp.int32))
         handle = [part.handle for part in arrived], src_XPC.reshape(-1), slot_TP

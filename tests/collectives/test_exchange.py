@@ -382,6 +382,20 @@ def test_the_program_sends_what_the_formula_says(
     assert (across, inside) == (expected.across_bytes, expected.inside_bytes)
 
 
+@pytest.mark.parametrize("kind", ["flat", "dedup"])
+def test_chunks_are_gathered_one_by_one(kind: str) -> None:
+    """A GPU wrote the rows of all chunks to memory and copied each chunk out of them."""
+    args = draw("uniform", 2)
+    traced = program(kind, (2, 4), 2, 1.0, True, 2).trace(*args)  # also the backward pass
+    shapes = [
+        out.aval.shape
+        for eqn in inside_shard_map(traced.jaxpr.jaxpr).eqns
+        for out in eqn.outvars
+        if eqn.primitive.name in ("reshape", "split", "slice", "squeeze")
+    ]
+    assert shapes and not any(len(shape) == 4 and shape[-1] == D for shape in shapes)
+
+
 @pytest.mark.parametrize("topk_group", [1, 2])
 def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> None:
     """Groups lie on nodes. Rows in the buffers = distinct nodes of the routing, never more than
