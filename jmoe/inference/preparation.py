@@ -35,21 +35,25 @@ class _SamplingPrograms:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: dict[SamplingVariant, Future[None]] = {}
+        self._left = list(SAMPLING_VARIANTS)  # those that nobody has compiled or compiles
+        self._running: tuple[SamplingVariant, Future[None]] | None = None
 
-    def start_thread(self, compile_variant: Callable[[SamplingVariant], None]) -> None:
-        """Begin to compile all variants in a thread, one after the other."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling programs")
-        for variant in SAMPLING_VARIANTS:
-            self._pending[variant] = self._thread.submit(compile_variant, variant)
+    def start_next(self, compile_variant: Callable[[SamplingVariant], None]) -> None:
+        """Begin to compile the next variant in the thread, unless that still compiles one."""
+        if self._left and (self._running is None or self._running[1].done()):
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling programs")
+            variant = self._left.pop(0)
+            self._running = variant, self._thread.submit(compile_variant, variant)
 
     def wait_if_compiling(self, variant: SamplingVariant) -> None:
         """Return once the thread does not compile this variant, neither now nor later: the caller
         compiles a variant that the thread has not begun.
         """
-        pending = self._pending.pop(variant, None)
-        if pending is not None and not pending.cancel():
-            pending.result()
+        if variant in self._left:
+            self._left.remove(variant)
+        elif self._running is not None and self._running[0] == variant:
+            self._running[1].result()
 
     def close(self) -> None:
         """End the thread, once the program that it compiles is done."""
@@ -82,12 +86,11 @@ class Preparation:
     def run_next_task(self, *, in_thread: bool = False) -> None:
         """Compile the programs of the next task, by running them on padding.
 
-        in_thread: let a thread compile the programs of sampling meanwhile.
+        in_thread: let a thread compile a program of sampling meanwhile.
         """
+        if in_thread and self._logits_1V is not None:
+            self._sampling.start_next(partial(self._sampler.warm_up_sampling, self._logits_1V))
         self._tasks.popleft()()
-        if in_thread and len(self._tasks) == self._num_tasks - 1:
-            assert self._logits_1V is not None, "the first task makes them"
-            self._sampling.start_thread(partial(self._sampler.warm_up_sampling, self._logits_1V))
 
     def close(self) -> None:
         """End the thread that compiles, once its program is done."""

@@ -322,6 +322,10 @@ class ChosenExperts(Residency):
         self.pool.unpin(self.pool.slots_of(sorted(pinned)))
 
     def forget_slots(self) -> None:
+        for moe_layer in list(self._pinned):  # guesses for the next step
+            self.release(moe_layer)
+        self._guesses.clear()
+        self._ignored.clear()
         self.pool.drop_records(self.pool.record_in[self.pool.record_in >= 0])
 
     def stats(self) -> ResidencyStats:

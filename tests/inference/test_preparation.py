@@ -1,5 +1,7 @@
 """Programs that are compiled between requests, and the machine measured after the first answer."""
 
+import threading
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from tiny_engines import tiny_engine
 
 from jmoe.inference.engine import Engine
+from jmoe.inference.preparation import _SamplingPrograms
+from jmoe.inference.sampler import SAMPLING_VARIANTS, SamplingVariant
+from jmoe.offload.policies import ChosenExperts
 from jmoe.planning.streaming import StreamingPlan
 from tests.compiled import compilations
 from tests.inference.test_calibration import PROMPTS, layer_bytes, run
@@ -53,16 +58,23 @@ def test_preparing_leaves_no_trace(options: dict[str, Any]) -> None:
     assert again[0].token_ids == first[0].token_ids
 
 
-def test_the_machine_is_measured_after_the_first_answer() -> None:
-    """Slots and cached prefixes, which the measurement overwrites, are not used afterwards."""
+@pytest.mark.parametrize("estimator", ["auto", "router"])
+def test_the_machine_is_measured_after_the_first_answer(estimator: str) -> None:
+    """Slots and cached prefixes, which the measurement overwrites, are not used afterwards; nor
+    are experts that were guessed for a step to come.
+    """
     with tiny_engine("mixtral") as resident:
         expected = [run(resident), run(resident)]
-    with tiny_engine("mixtral", device_bytes=layer_bytes("mixtral") * 7 // 4) as engine:
+    options = {"device_bytes": layer_bytes("mixtral") * 7 // 4, "estimator": estimator}
+    with tiny_engine("mixtral", **options) as engine:
         prepare(engine)
         assert engine.plan.calibration is None  # nobody has had an answer yet
         found = run(engine)
+        residency = engine.residency
+        assert isinstance(residency, ChosenExperts) and engine.plan.calibration is None
+        residency.prefetch_guessed(0, np.arange(engine.config.num_experts))
+        wait(residency._copies.values())
         stats = engine.stats()
-        assert engine.plan.calibration is None
         assert prepare(engine) == 1
         assert engine.plan.calibration is not None and engine.stats().steps == stats.steps
         assert engine.stats().streamed_bytes == stats.streamed_bytes
@@ -82,3 +94,36 @@ def test_a_second_call_of_generate_measures() -> None:
             run(engine)
             plans.append(engine.plan)
     assert [plan.calibration is not None for plan in plans] == [False, True]
+
+
+def test_a_program_of_sampling_is_compiled_once() -> None:
+    """By the thread, whose program a step waits for, or by the step that needs it earlier."""
+    begun, may_end = threading.Event(), threading.Event()
+    compiled: list[SamplingVariant] = []
+
+    def compile_variant(variant: SamplingVariant) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        compiled.append(variant)
+
+    programs, (first, second, *others) = _SamplingPrograms(), SAMPLING_VARIANTS
+    try:
+        programs.start_next(compile_variant)
+        assert begun.wait(60)
+        programs.start_next(compile_variant)  # the thread is busy
+        programs.wait_if_compiling(second)  # returns at once: the step compiles it
+        step = threading.Thread(target=programs.wait_if_compiling, args=(first,))
+        step.start()
+        step.join(0.1)
+        assert step.is_alive()
+        may_end.set()
+        step.join(60)
+        assert not step.is_alive() and compiled == [first]
+        for variant in others:
+            programs.start_next(compile_variant)
+            programs.wait_if_compiling(variant)
+        programs.start_next(compile_variant)  # none is left
+    finally:
+        may_end.set()
+        programs.close()
+    assert compiled == [first, *others]
