@@ -297,10 +297,7 @@ def prepare_text_data(
         files |= chat_files(config.data)
         why = "must not be set with samples, such as chats, in data.path: it takes text alone"
         check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
-    print_on_rank_0(
-        f"{corpus.num_train_tokens:,} tokens to train on, {corpus.num_held_out_tokens:,} held out;"
-        f" {corpus.describe_input_files()}"
-    )
+    print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")
     if config.init_from and corpus.describe_control_texts():
         print_on_rank_0(corpus.describe_control_texts())
     batches = train_batches(

@@ -137,7 +137,8 @@ def test_chats(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: S
     first, whole, killed = tmp_path / "first", tmp_path / "whole", tmp_path / "killed"
     by_tokenizer = (*common, "--data.tokenizer", model / "tokenizer.json")
     screen = runs.finish(first, *by_tokenizer, "--num-steps", "2", data=chats)
-    assert "samples in " in screen and "rows of sequence_length + 1 = 129 tokens" in screen
+    assert " to learn), " in screen and "samples in " in screen
+    assert "rows of sequence_length + 1 = 129 tokens" in screen and "nan" not in screen
     merged = tmp_path / "merged"
     assert run_python(["-m", "jmoe.deploy.merge", first, merged]).returncode == 0
     for name in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
@@ -174,6 +175,7 @@ def test_chats(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: S
     assert "data.train_on: 'answers' -> 'all'" in refused.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_in_chats(runs: TrainRuns, tmp_path: Path) -> None:
     chats = write_jsonl(tmp_path / "chats.jsonl", [say("q", "a")] * 30 + [say("q", "")])
     said = runs.fail(tmp_path / "run", data=chats)

@@ -96,7 +96,7 @@ class TextSource:
     weight: share in the mixture relative to the other sources; None means by size. files: number of
     files read. skipped: number of non-text files in the folder by suffix. control_texts: number of
     documents in which text of control tokens was encoded as plain text. lengths: the tokens of each
-    sample, one array per shard; None for text.
+    sample, one array per shard; None for text. num_trained: the samples' tokens to learn.
     """
 
     name: str
@@ -108,6 +108,7 @@ class TextSource:
     skipped: Counter[str]
     control_texts: int
     lengths: tuple[NDArray[np.uint32], ...] | None = None
+    num_trained: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +149,13 @@ class Corpus:
     @property
     def num_train_tokens(self) -> int:
         return sum(source.num_tokens for source in self.sources)
+
+    def describe_tokens(self) -> str:
+        """Return a phrase with the numbers of tokens; of samples also of those to learn."""
+        words = f"{self.num_train_tokens:,} tokens to train on"
+        if self.held_out_samples is not None:
+            words += f" ({sum(source.num_trained for source in self.sources):,} to learn)"
+        return f"{words}, {self.num_held_out_tokens:,} held out"
 
     def describe_input_files(self) -> str:
         """Return a sentence with the numbers of files read and skipped."""
@@ -1028,4 +1036,5 @@ def _make_source(entry: TextInput, shards: Sequence[Shard]) -> TextSource:
             if samples
             else None
         ),
+        num_trained=sum(s.header.trained for s in shards),
     )

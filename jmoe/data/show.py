@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for position, sample in _first_samples(encoder, file, options.samples):
             where = describe_position(file, position)
             if isinstance(sample, EncodedSample):
-                print(f"{where}: {len(sample.ids)} tokens, {sample.num_trained} learned")
+                end = "" if _learns_to_end(encoder, sample) else ", none of them ends an answer"
+                print(f"{where}: {len(sample.ids)} tokens, {sample.num_trained} learned{end}")
                 print(_marked_text(encoder, sample, options.ids))
             else:
                 print(f"{where}: {sample}")
@@ -95,6 +96,12 @@ def _first_samples(
 ) -> Iterator[tuple[int, EncodedSample | ValueError]]:
     samples = itertools.islice(read_samples(file, 0, file.size_bytes), count)
     yield from encode_in_batches(encoder, samples)
+
+
+def _learns_to_end(encoder: SampleEncoder, sample: EncodedSample) -> bool:
+    """Return whether the last token to learn is a control token, at which a server may stop."""
+    last = int(sample.ids[sample.trained][-1])
+    return encoder.tokenizer.tokenizer.id_to_token(last) in encoder.tokenizer.control_tokens
 
 
 def _marked_text(encoder: SampleEncoder, sample: EncodedSample, with_ids: bool) -> str:

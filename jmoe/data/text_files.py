@@ -220,11 +220,12 @@ def _begins_with_sample(file: InputFile) -> bool:
     if file.field is None:
         return False
     with file.open_unpacked() as f:
-        text = f.read(PIECE_BYTES).decode("utf-8-sig", errors="replace").lstrip()
+        first = next((line for line in f if line.strip()), b"")
+        text = first.decode("utf-8-sig", errors="replace").lstrip()
         if text.startswith("[") and file.suffix == JSON_SUFFIX:
-            text = text[1:].lstrip()
-        elif "\n" not in text:
-            text += f.readline().decode("utf-8", errors="replace")
+            # the first record of an array may take several lines
+            rest = f.read(PIECE_BYTES).decode("utf-8", errors="replace")
+            text = (text[1:] + rest).lstrip()
     try:
         record, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # the check of all records says what is wrong

@@ -58,16 +58,8 @@ def _held_out_table(run: RunSummary) -> Table:
     table.add_column("bits per byte", justify="right")
     table.add_column("")
     if run.before is not None:
-        table.add_row(
-            "before training", f"{run.before.loss:.4f}", f"{run.before.bits_per_byte:.4f}", ""
-        )
-    table.add_row(
-        "after training",
-        f"{run.after.loss:.4f}",
-        f"{run.after.bits_per_byte:.4f}",
-        "",
-        style="bold",
-    )
+        table.add_row("before training", *_loss_cells(run.before), "")
+    table.add_row("after training", *_loss_cells(run.after), "", style="bold")
     others = {
         "unigram model, same tokens": run.unigram_bits_per_byte,
         "xz -9, same bytes": run.xz_bits_per_byte,
@@ -78,6 +70,12 @@ def _held_out_table(run: RunSummary) -> Table:
             side = "below" if percent < 0 else "above"
             table.add_row(name, "", f"{bits:.4f}", f"the model is {abs(percent):.1f} % {side}")
     return table
+
+
+def _loss_cells(loss: HeldOutLoss) -> tuple[str, str]:
+    """Return the loss and the bits per byte as text; "" for unknown bits per byte."""
+    bits = loss.bits_per_byte
+    return f"{loss.loss:.4f}", f"{bits:.4f}" if math.isfinite(bits) else ""
 
 
 def print_final_summary(run: RunSummary, output_dir: Path, stream: TextIO | None = None) -> None:

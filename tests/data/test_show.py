@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jmoe.data.show import main
-from tests.chat_models import say, write_chat_tokenizer, write_jsonl
+from tests.chat_models import MARKED_CHATML, say, write_chat_tokenizer, write_jsonl
 
 
 def test_shows_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +26,20 @@ def test_shows_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str
     one = [str(path), "--model", str(model), "--samples", "1"]
     assert main([*one, "--ids", "--train-on", "all"]) == 0
     assert "257:'<|im_start|>'|«84:'u'»" in capsys.readouterr().out
+
+
+def test_answers_without_an_end_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a template whose `{% generation %}` ends before the token at which servers stop."""
+    template = MARKED_CHATML.replace(
+        "{{ message.content + '<|im_end|>' }}{% endgeneration %}",
+        "{{ message.content }}{% endgeneration %}<|im_end|>",
+    )
+    model = write_chat_tokenizer(tmp_path / "model", template)
+    path = write_jsonl(tmp_path / "chats.jsonl", [say("q", "ab")])
+    assert main([str(path), "--model", str(model)]) == 0
+    assert "24 tokens, 2 learned, none of them ends an answer" in capsys.readouterr().out
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
