@@ -55,7 +55,8 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
     is_narrow = b.dtype == jnp.bfloat16
     if (
         uses_native_inference()
-        and a.ndim == b.ndim == 2
+        and a.ndim == b.ndim
+        and a.ndim <= 3
         and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32)
     ):
         return few_row_matmul(a, b, transposed=b_transposed)

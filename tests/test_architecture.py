@@ -70,7 +70,7 @@ FORBIDDEN |= {
 }
 FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress inference.mesh.programs inference.stats inference.teacher kernels.groups
-kernels.saved layers.experts layers.latent_attention layers.norm memory.closing models.block models.functional
+kernels.saved layers.experts layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.gradient_writer offload.residency offload.saved_experts
 run.checkpoint_contents runtime serving.answer serving.errors serving.metrics serving.grammar_worker serving.schemas
 serving.service serving.vocabulary training.evaluation training.fused.distilling training.gradient_reduction

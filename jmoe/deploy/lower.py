@@ -138,12 +138,12 @@ class PortablePrograms:
         self,
         table_width: int,
         weights: Weights,
-        caches: list[tuple[jax.Array, jax.Array]],
+        caches: list[tuple[jax.Array, ...]],
         tokens_PC: jax.Array,
         rows_P: jax.Array,
         positions_PC: jax.Array,
         at_P: jax.Array,
-    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    ) -> tuple[jax.Array, list[tuple[jax.Array, ...]]]:
         """Return (float32 logits [P, V] after token `at_P` of each row, the caches with this step's
         keys and values).
 
@@ -170,16 +170,14 @@ class PortablePrograms:
                 hidden,
                 places,
             )
-            written.append((new.k_NGLd, new.v_NGLe))
+            written.append(tuple(jax.tree.leaves(new)))
         x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
-    def cache_shapes(
-        self, options: EngineConfig
-    ) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-        """Return shapes and dtypes of the key and value cache of each layer."""
+    def cache_shapes(self, options: EngineConfig) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
+        """Return shapes and dtypes of each layer's cache: keys and values, or latents alone."""
         make = partial(empty_caches, self.config, options.num_cache_blocks(), self.checkpoint.dtype)
-        return [(cache.k_NGLd, cache.v_NGLe) for cache in jax.eval_shape(make)]
+        return [tuple(jax.tree.leaves(cache)) for cache in jax.eval_shape(make)]
 
     def export_step(
         self, options: EngineConfig, num_rows: int, width: int, platforms: Sequence[str]

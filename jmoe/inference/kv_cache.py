@@ -1,5 +1,8 @@
 """The KV cache, one array of keys and one of values per layer, and attention over it.
 
+A cache of latents (DeepSeek) has one array: a token's normed latent and rotated shared key are one
+key of a head that all query heads share, and its first dimensions are the value.
+
 The arrays consist of blocks of `BLOCK` positions. A row of a step has a table of blocks: its
 position i is in block i // BLOCK of its table. Several tables may share a block that is full; a
 step writes only to blocks that one table has. `BlockPool` decides which blocks a table has, and
@@ -26,6 +29,7 @@ e dimension of a value head
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +38,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.config.engine import CACHE_BLOCK
+from jmoe.layers.attention import CacheInputs, Expand
 from kernels_pallas.matmul import dot
 from kernels_pallas.native import cached_attention, uses_native_attention
 from kernels_pallas.saved import bfloat16_as_uint16
@@ -45,10 +50,13 @@ _NONE = -1e30  # the score of masked keys: finite, as differences of -inf would 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """One layer's keys and values."""
+    """One layer's keys and values.
+
+    v_NGLe: None if the values are the first dimensions of the keys.
+    """
 
     k_NGLd: jax.Array
-    v_NGLe: jax.Array
+    v_NGLe: jax.Array | None = None
 
 
 def table_width(max_seq_len: int) -> int:
@@ -64,18 +72,29 @@ def consecutive_blocks(num_rows: int, max_seq_len: int) -> np.ndarray:
     return np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
 
 
-def empty_caches(config: ModelConfig, num_blocks: int, dtype: jnp.dtype) -> list[KVCache]:
-    """Return zeroed caches of `num_blocks` blocks, one cache for each layer."""
+def empty_caches(
+    config: ModelConfig, num_blocks: int, dtype: jnp.dtype, copies: int = 1
+) -> list[KVCache]:
+    """Return zeroed caches of `num_blocks` blocks, one cache for each layer.
+
+    copies: how often every key/value head is repeated.
+    """
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
-    value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
-    dims = [
-        (num_blocks, config.num_key_value_heads, BLOCK, dim)
-        for dim in (config.dim_per_head, value_dim)
-    ]
+    if config.kv_lora_rank is not None:
+        heads, dims = 1, [config.kv_lora_rank + config.qk_rope_head_dim]
+    else:
+        heads, dims = config.num_key_value_heads, [config.dim_per_head] * 2
+    shapes = [(num_blocks, heads * copies, BLOCK, dim) for dim in dims]
     return [
-        KVCache(*(jnp.zeros(shape, stored) for shape in dims))
+        KVCache(*(jnp.zeros(shape, stored) for shape in shapes))
         for _ in range(config.num_hidden_layers)
     ]
+
+
+def _select_stored(cache: KVCache, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
+    """Return the arrays of a step's keys and values that `cache` stores, bfloat16 as its bits."""
+    values = None if cache.v_NGLe is None else bfloat16_as_uint16(v_PCGe)
+    return KVCache(bfloat16_as_uint16(k_PCGd), values)
 
 
 def is_real(positions_PC: jax.Array, blocks_PW: jax.Array) -> jax.Array:
@@ -114,11 +133,9 @@ def write_slices(
     width = min(positions_PC.shape[1], BLOCK)
     slices = (positions_PC.shape[1] - 2) // BLOCK + 2  # the most blocks that a row can touch
     around = (width, width)  # a slice may begin before the first token, and end after the last
-    new = KVCache(
-        *(
-            jnp.pad(bfloat16_as_uint16(x).swapaxes(1, 2), ((0, 0), (0, 0), around, (0, 0)))
-            for x in (k_PCGd, v_PCGe)
-        )
+    new = jax.tree.map(
+        lambda x_PCGd: jnp.pad(x_PCGd.swapaxes(1, 2), ((0, 0), (0, 0), around, (0, 0))),
+        _select_stored(cache, k_PCGd, v_PCGe),
     )
     real_PC = jnp.pad(is_real(positions_PC, blocks_PW), ((0, 0), around))
 
@@ -148,7 +165,7 @@ def write_scattered(
     k_PCGd: jax.Array,
     v_PCGe: jax.Array,
 ) -> KVCache:
-    """Return `write_keys_and_values`, by one scatter for the keys and one for the values."""
+    """Return `write_keys_and_values`, by one scatter for each array."""
     row_P1 = jnp.arange(positions_PC.shape[0])[:, None]
     # padding is beyond the table, and gets block N, which does not exist
     block_PC = blocks_PW.at[row_P1, positions_PC // BLOCK].get(
@@ -157,13 +174,13 @@ def write_scattered(
 
     def put_tokens(all_NGLd: jax.Array, new_PCGd: jax.Array) -> jax.Array:
         at = block_PC, slice(None), positions_PC % BLOCK
-        return all_NGLd.at[at].set(bfloat16_as_uint16(new_PCGd), mode="drop")
+        return all_NGLd.at[at].set(new_PCGd, mode="drop")
 
-    return KVCache(put_tokens(cache.k_NGLd, k_PCGd), put_tokens(cache.v_NGLe, v_PCGe))
+    return jax.tree.map(put_tokens, cache, _select_stored(cache, k_PCGd, v_PCGe))
 
 
 def write_and_attend(
-    new: tuple[jax.Array, jax.Array, jax.Array],
+    new: CacheInputs,
     cache: KVCache,
     blocks_PW: jax.Array,
     positions_PC: jax.Array,
@@ -175,28 +192,31 @@ def write_and_attend(
 ) -> tuple[jax.Array, KVCache]:
     """Write this step's keys and values; return (attention output [P, C, H, e], cache).
 
-    new: (q_PCHd, k_PCGd, v_PCGe) of this step's tokens.
+    new: of this step's tokens.
     context: for one token a row, an exclusive bound on all positions, a multiple of `BLOCK`, which
         selects `attend_single_tokens`; None selects `attend`, or the native operation if there is
         one.
     """
+    q_PCHd, k_PCGd, v_PCGe, expand = new
+    masks: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks_H}
     if context is not None:
-        cache = write_scattered(cache, blocks_PW, positions_PC, *new[1:])
-        at = new[0], cache, blocks_PW, positions_PC
-        return attend_single_tokens(
-            *at, context=context, scale=scale, window=window, sinks_H=sinks_H
-        ), cache
-    if uses_native_attention(new[0].dtype, new[0].shape[3], new[2].shape[3]):
+        assert expand is None, "single tokens attend to what is cached"
+        cache = write_scattered(cache, blocks_PW, positions_PC, k_PCGd, v_PCGe)
+        out_PCHe = attend_single_tokens(
+            q_PCHd, cache, blocks_PW, positions_PC, context=context, **masks
+        )
+    elif expand is None and uses_native_attention(q_PCHd.dtype, q_PCHd.shape[3], v_PCGe.shape[3]):
         caches = (cache.k_NGLd, cache.v_NGLe)
         out_PCHe, k_NGLd, v_NGLe = cached_attention(
-            new, caches, blocks_PW, positions_PC, scale=scale, window=window, sinks_H=sinks_H
+            (q_PCHd, k_PCGd, v_PCGe), caches, blocks_PW, positions_PC, **masks
         )
-        return out_PCHe, KVCache(k_NGLd, v_NGLe)
-    q_PCHd, k_PCGd, v_PCGe = new
-    cache = write_keys_and_values(cache, blocks_PW, positions_PC, k_PCGd, v_PCGe)
-    return attend(
-        q_PCHd, cache, blocks_PW, positions_PC, scale=scale, window=window, sinks_H=sinks_H
-    ), cache
+        cache = KVCache(k_NGLd, v_NGLe)
+    else:
+        cache = write_keys_and_values(cache, blocks_PW, positions_PC, k_PCGd, v_PCGe)
+        out_PCHe = attend(q_PCHd, cache, blocks_PW, positions_PC, expand=expand, **masks)
+    if expand is None and cache.v_NGLe is None:  # drop the sums of what follows a key's value
+        out_PCHe = out_PCHe[..., : v_PCGe.shape[3]]
+    return out_PCHe, cache
 
 
 def attend_single_tokens(
@@ -211,7 +231,7 @@ def attend_single_tokens(
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Return attention [P, 1, H, e] for one token a row, over the first `context` positions at
-    once.
+    once; [P, 1, H, d], weighted sums of keys, if the cache stores no values apart.
 
     The positions only enter a mask, so a GPU needs no loop whose length depends on data. Otherwise
     as `attend`. It copies the blocks of the context to one array first; a kernel that reads blocks
@@ -230,9 +250,16 @@ def attend_single_tokens(
         x_PGLd = x_PWGLd.swapaxes(1, 2).reshape(p, g, context, -1)  # all positions of the context
         return lax.bitcast_convert_type(x_PGLd, q_P1Hd.dtype)
 
-    s_PGRL = (
-        dot(q_P1Hd.reshape(p, g, h // g, d), read_rows(cache.k_NGLd), b_transposed=True) * scale
-    )
+    def without_later(x_PGLd: jax.Array) -> jax.Array:
+        # an earlier request may have left NaN behind the last position, and 0 times NaN is not 0
+        return jnp.where((at_L <= last_P1)[:, None, :, None], x_PGLd, 0)
+
+    k_PGLd = read_rows(cache.k_NGLd)
+    if cache.v_NGLe is None:
+        k_PGLd = v_PGLe = without_later(k_PGLd)
+    else:
+        v_PGLe = without_later(read_rows(cache.v_NGLe))
+    s_PGRL = dot(q_P1Hd.reshape(p, g, h // g, d), k_PGLd, b_transposed=True) * scale
     s_PGRL = jnp.where(seen_PL[:, None, None], s_PGRL, _NONE)
     top = s_PGRL.max(axis=-1, keepdims=True)
     if sinks_H is not None:
@@ -240,8 +267,6 @@ def attend_single_tokens(
         top = jnp.maximum(top, sinks)
     weights = jnp.exp(s_PGRL - top)
     total = weights.sum(axis=-1, keepdims=True) + (0.0 if sinks_H is None else jnp.exp(sinks - top))
-    # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
-    v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_rows(cache.v_NGLe), 0)
     out = dot(weights.astype(q_P1Hd.dtype), v_PGLe) / total
     return out.astype(q_P1Hd.dtype).reshape(p, 1, h, -1)
 
@@ -270,26 +295,32 @@ def attend(
     scale: float,
     window: jax.Array | np.int32 | None = None,
     sinks_H: jax.Array | None = None,
+    expand: Expand | None = None,
 ) -> jax.Array:
-    """Return attention [P, C, H, e] of this step's tokens to the cached positions up to their own.
+    """Return attention [P, C, H, e] of this step's tokens to the cached positions up to their own;
+    [P, C, H, d], weighted sums of keys, if the cache stores no values apart.
 
     Loops over the blocks in use, with a running maximum (FlashAttention, arXiv 2205.14135).
 
     window: number of positions that a token attends to, its own included; None for all.
     sinks_H: a logit for each head that takes part in the softmax and has no value (gpt-oss).
+    expand: see `CacheInputs`.
     """
     c = q_PCHd.shape[1]
+    # every block of queries would expand the same cached tokens again
+    width = BLOCK if expand is None else c
     out = [
         _attend_query_block(
-            q_PCHd[:, i : i + BLOCK],
+            q_PCHd[:, i : i + width],
             cache,
             blocks_PW,
-            positions_PC[:, i : i + BLOCK],
+            positions_PC[:, i : i + width],
             scale,
             window,
             sinks_H,
+            expand,
         )
-        for i in range(0, c, BLOCK)  # each block of queries loops to its own last position only
+        for i in range(0, c, width)  # each block of queries loops to its own last position only
     ]
     return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
 
@@ -302,24 +333,42 @@ def _attend_query_block(
     scale: float,
     window: jax.Array | np.int32 | None,
     sinks_H: jax.Array | None,
+    expand: Expand | None,
 ) -> jax.Array:
-    """Return `attend` for at most `BLOCK` queries a row, [P, C, H, e]."""
+    """Return `attend` for one block of queries a row, [P, C, H, e]."""
     p, c, h, d = q_PCHd.shape
-    g, e = cache.k_NGLd.shape[1], cache.v_NGLe.shape[3]
+    g = cache.k_NGLd.shape[1] if expand is None else h
     q = q_PCHd.reshape(p, c, g, h // g, d).transpose(0, 2, 3, 1, 4).reshape(p, g, -1, d)
     at_Q = jnp.tile(positions_PC, (1, h // g))[:, None, :, None]  # [P, 1, Q, 1]
     real_PC = is_real(positions_PC, blocks_PW)
     last_P1 = jnp.max(jnp.where(real_PC, positions_PC, -1), axis=1, keepdims=True)
 
-    def read_block(x_NGLd: jax.Array, i: jax.Array) -> jax.Array:
+    def read_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the keys [P, G, L, d] and values [P, G, L, e] of a block; values behind the row's
+        last position are 0.
+        """
         block_P = lax.dynamic_index_in_dim(blocks_PW, i, 1, keepdims=False)
-        return lax.bitcast_convert_type(x_NGLd.at[block_P].get(mode="clip"), q.dtype)
+        at_L = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+
+        def read(x_NGLd: jax.Array) -> jax.Array:
+            return lax.bitcast_convert_type(x_NGLd.at[block_P].get(mode="clip"), q.dtype)
+
+        def without_later(x_PGLd: jax.Array) -> jax.Array:
+            # an earlier request may have left NaN there, and 0 times NaN is not 0
+            return jnp.where((at_L <= last_P1)[:, None, :, None], x_PGLd, 0)
+
+        k_PGLd = read(cache.k_NGLd)
+        if cache.v_NGLe is not None:
+            return k_PGLd, without_later(read(cache.v_NGLe))
+        k_PGLd = without_later(k_PGLd)
+        return (k_PGLd, k_PGLd) if expand is None else expand(k_PGLd)
 
     def attend_block(
         i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, out = carry
-        s = dot(q, read_block(cache.k_NGLd, i), b_transposed=True) * scale
+        k_PGLd, v_PGLe = read_block(i)
+        s = dot(q, k_PGLd, b_transposed=True) * scale
         at_L = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         seen = at_L <= at_Q
         if window is not None:
@@ -330,11 +379,10 @@ def _attend_query_block(
         # a row without a visible key so far gets weights of 1 for masked keys; its first visible
         # key makes `kept` 0, which discards them
         weights = jnp.exp(s - new_top)
-        # values of an earlier request may be NaN beyond the last position, and 0 times NaN is not 0
-        v_PGLe = jnp.where((at_L <= last_P1)[:, None, :, None], read_block(cache.v_NGLe, i), 0)
         out = out * kept + dot(weights.astype(q.dtype), v_PGLe)
         return new_top, total * kept + weights.sum(axis=-1, keepdims=True), out
 
+    e = jax.eval_shape(read_block, jnp.int32(0))[1].shape[3]
     carry = (*_initial_softmax_state(sinks_H, (p, g, h // g, c)), jnp.zeros((*q.shape[:3], e)))
     _, total, out = lax.fori_loop(
         *_used_block_range(positions_PC, real_PC, window), attend_block, carry

@@ -35,7 +35,7 @@ from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import BLOCK, KVCache, copy_blocks, is_real, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
-from jmoe.layers.attention import Attention
+from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.embedding import lookup
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
@@ -139,19 +139,25 @@ class CachedAttention:
     def __call__(self, attention: Attention, h_PCD: jax.Array) -> jax.Array:
         """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D]."""
         blocks_PW, positions_PC, window, context = self._places
-        new = attention.project(h_PCD.reshape(*positions_PC.shape, -1), positions_PC)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
-        out_PCHe, self.cache = write_and_attend(
-            new,
-            self.cache,
-            blocks_PW,
-            positions_PC,
-            scale=attention.scale,
-            window=window,
-            sinks_H=sinks_H,
-            context=context,
+
+        def write_and_attend_to_layer(new: CacheInputs) -> jax.Array:
+            out_PCHe, self.cache = write_and_attend(
+                new,
+                self.cache,
+                blocks_PW,
+                positions_PC,
+                scale=attention.scale,
+                window=window,
+                sinks_H=sinks_H,
+                context=context,
+            )
+            return out_PCHe
+
+        x_PCD = h_PCD.reshape(*positions_PC.shape, -1)
+        out_PCD: jax.Array = attention.attend_to_cache(
+            x_PCD, positions_PC, write_and_attend_to_layer
         )
-        out_PCD: jax.Array = attention.output(out_PCHe)
         return out_PCD.reshape(h_PCD.shape)
 
 

@@ -387,6 +387,22 @@ def full_attention(
         )
 
 
+# (cached keys [B, G, C, d]) -> the keys and values [B, H, C, ...] of every query head
+Expand = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class CacheInputs(NamedTuple):
+    """The queries of a step's tokens, and their keys and values as a KV cache stores them.
+
+    expand: makes what the queries attend to of cached keys; None if they attend to what is cached.
+    """
+
+    q_BSHd: jax.Array
+    k_BSGd: jax.Array
+    v_BSGe: jax.Array
+    expand: Expand | None = None
+
+
 class Attention(nnx.Module):
     """Self-attention [B, S, D] -> float32 [B, S, D] with grouped query heads.
 
@@ -449,6 +465,19 @@ class Attention(nnx.Module):
     def output(self, o_BSHd: jax.Array) -> jax.Array:
         """Return float32 [B, S, D], the output projection of the heads' results."""
         return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
+
+    def attend_to_cache(
+        self,
+        x_BSD: jax.Array,
+        positions_BS: jax.Array,
+        attend: Callable[[CacheInputs], jax.Array],
+    ) -> jax.Array:
+        """Return float32 [B, S, D]: the tokens' attention to a KV cache.
+
+        attend: writes the tokens' keys and values to the cache, and returns the weighted sums of
+            values [B, S, H, e].
+        """
+        return self.output(attend(CacheInputs(*self.project(x_BSD, positions_BS))))
 
     def __call__(
         self, x_BSD: jax.Array, window: int | None = None, documents: Documents | None = None

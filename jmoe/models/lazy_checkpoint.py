@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
 from jmoe.layers.embedding import Lookup, lookup
+from jmoe.layers.latent_attention import LatentAttention
 from jmoe.memory.closing import Closing
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
@@ -88,7 +89,11 @@ class EmbedAndHead(nnx.Module):
 
 
 def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
-    """Return (embedding and head, the layers in order); the layers' routed experts are removed."""
+    """Return (embedding and head, the layers in order), as inference runs them.
+
+    The layers' routed experts are removed, and latent attention has its key and value weights
+    apart.
+    """
     blocks = []
     for layer in decoder.config.layers:
         graph, state = nnx.split(getattr(decoder, layer.stack_name))
@@ -96,6 +101,8 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
         assert isinstance(block, Block)
         if block.moe is not None:
             del block.moe.experts
+        if isinstance(block.attention, LatentAttention):
+            block.attention.split_w_kv_b()
         blocks.append(block)
     return EmbedAndHead(decoder), blocks
 

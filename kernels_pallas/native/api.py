@@ -22,14 +22,15 @@ ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
 def few_row_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Return float32 [T, N] = x w for w [K, N], or x w^T for w [N, K] if `transposed`.
+    """Return float32 [..., T, N] = x w for w [..., K, N], or x w^T for w [..., N, K] if
+    `transposed`.
 
-    x and w are float32 or bfloat16. Sums are float32, and a row's order of summation does not
-    depend on the other rows.
+    x and w are float32 or bfloat16, with the same leading dimensions: one product for each. Sums
+    are float32, and a row's order of summation does not depend on the other rows.
     """
-    columns = w.shape[0] if transposed else w.shape[1]
+    columns = w.shape[-2] if transposed else w.shape[-1]
     call = jax.ffi.ffi_call(
-        "jmoe_matmul", jax.ShapeDtypeStruct((x_TK.shape[0], columns), jnp.float32)
+        "jmoe_matmul", jax.ShapeDtypeStruct((*x_TK.shape[:-1], columns), jnp.float32)
     )
     return call(x_TK, w, transposed=transposed)
 
@@ -114,18 +115,19 @@ def find_slots(idx_TK: jax.Array, where_2: jax.Array, layer: int, num_experts: i
 
 def cached_attention(
     new: tuple[jax.Array, jax.Array, jax.Array],
-    caches: tuple[jax.Array, jax.Array],
+    caches: tuple[jax.Array, jax.Array | None],
     blocks_PW: jax.Array,
     positions_PC: jax.Array,
     *,
     scale: float,
     window: jax.Array | np.int32 | None = None,
     sinks_H: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Write the step's keys and values into the caches in place; return (attention [P, C, H, e],
     both caches).
 
-    new: q_PCHd, k_PCGd, v_PCGe. caches: k_NGLd, v_NGLe, bfloat16 as uint16 bits, with L = 128.
+    new: q_PCHd, k_PCGd, v_PCGe. caches: k_NGLd, v_NGLe, bfloat16 as uint16 bits, with L = 128;
+    v_NGLe is None if the values are the first e dimensions of the keys.
     blocks_PW: the blocks of each sequence: position i is in block i // L of its row. Blocks to
     which the step writes are in one row alone, except for padding. A token attends to the positions
     of its row up to its own; with `window` to the last `window` of them, its own included.
@@ -135,12 +137,14 @@ def cached_attention(
     limit = jnp.zeros(0, jnp.int32) if window is None else window.reshape(1).astype(jnp.int32)
     sinks = jnp.zeros(0, jnp.float32) if sinks_H is None else sinks_H.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((*q_PCHd.shape[:3], v_PCGe.shape[3]), q_PCHd.dtype)
-    results = (out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches))
-    call = jax.ffi.ffi_call("jmoe_attention", results, input_output_aliases={7: 1, 8: 2})
-    done, k_NGLd, v_NGLe = call(
-        *new, blocks_PW, positions_PC, limit, sinks, *caches, scale=np.float32(scale)
+    stored = [x for x in caches if x is not None]
+    results = (out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored))
+    aliases = {7 + i: 1 + i for i in range(len(stored))}
+    name = "jmoe_attention" if len(stored) == 2 else "jmoe_latent_attention"
+    done, *written = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(
+        *new, blocks_PW, positions_PC, limit, sinks, *stored, scale=np.float32(scale)
     )
-    return done, k_NGLd, v_NGLe
+    return done, written[0], written[1] if len(stored) == 2 else None
 
 
 def top_k_indices(scores_TE: jax.Array, k: int) -> jax.Array:

@@ -1,4 +1,7 @@
 // Attention of new tokens over blocks of a KV cache that is written in place, and the best scores of a row.
+//
+// A cache of latents has no values apart: they are the first numbers of the keys, of one head that all query heads
+// share.
 #include <limits>
 #include <vector>
 
@@ -7,89 +10,119 @@
 #include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
+#include "scratch.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
 constexpr int64_t kBlock = 128;  // positions of a block of the cache
-static_assert(kBlock % kPanel == 0, "a panel of keys lies in one block");
+constexpr int64_t kKeys = 64;    // of them that are read at a time
+static_assert(kBlock % kKeys == 0, "keys that are read at a time lie in one block");
 
 struct Shape {
   int64_t P, C, H, d, e, G, S;  // rows of the step, tokens a row, query heads, dims, key heads, positions of a table
+  int64_t value_row;            // numbers from a value of the cache to the next: e, or d where values are part of keys
   int64_t group() const { return H / G; }
   int64_t width() const { return S / kBlock; }  // blocks of a table
 };
 
-// The keys or the values of one row and key head. The cache is [blocks, G, kBlock, dim].
+// The keys or the values of one row and key head. The cache is [blocks, G, kBlock, row].
 template <class T>
 struct Head {
   T* first;                // this head in block 0
   int64_t block_elements;  // of all heads of a block
-  int64_t dim;
-  const int32_t* table;  // the row's blocks
+  int64_t row;             // numbers from a position to the next
+  const int32_t* table;    // the row's blocks
   T* at(int64_t position) const {
-    return first + table[position / kBlock] * block_elements + position % kBlock * dim;
+    return first + table[position / kBlock] * block_elements + position % kBlock * row;
   }
 };
 
 // The last position, at most `last`, of the block that has this one.
 int64_t end_of_block(int64_t position, int64_t last) { return std::min(last, position / kBlock * kBlock + kBlock - 1); }
 
+// What the new tokens of one row have to do with one key head. Query i is that of a token and of a head of the group.
 template <class T>
-struct Caches {
-  T *k, *v;
-  const int32_t* tables;  // [P, blocks of a table]
-  Head<T> keys(const Shape& s, int64_t p, int64_t g) const {
-    return {k + g * kBlock * s.d, s.G * kBlock * s.d, s.d, tables + p * s.width()};
-  }
-  Head<T> values(const Shape& s, int64_t p, int64_t g) const {
-    return {v + g * kBlock * s.e, s.G * kBlock * s.e, s.e, tables + p * s.width()};
+struct HeadOfRow {
+  Shape s;
+  const T *q, *k_new, *v_new;  // of the first token
+  const int32_t* positions;
+  const float* sinks;          // of the group's heads, or null
+  Head<T> keys, values;
+  T* out;
+
+  int64_t queries() const { return s.C * s.group(); }
+  int64_t place(int64_t i) const { return i / s.group() * s.H + i % s.group(); }  // among the tokens' heads
+  int32_t position(int64_t i) const { return positions[i / s.group()]; }
+};
+
+template <class T>
+struct Call {
+  Shape s;
+  const T *q, *k, *v;
+  const int32_t *tables, *positions;  // tables: [P, blocks of a table]
+  int64_t window;  // negative: none
+  const float* sinks;
+  float scale;
+  T *out, *k_cache, *v_cache;  // v_cache: k_cache where values are part of keys
+
+  int64_t heads() const { return s.P * s.G; }
+  HeadOfRow<T> head(int64_t i) const {
+    const int64_t p = i / s.G, g = i % s.G, token = p * s.C, first = token * s.H + g * s.group();
+    const int32_t* table = tables + p * s.width();
+    return {s,
+            q + first * s.d,
+            k + (token * s.G + g) * s.d,
+            v + (token * s.G + g) * s.e,
+            positions + token,
+            sinks ? sinks + g * s.group() : nullptr,
+            {k_cache + g * kBlock * s.d, s.G * kBlock * s.d, s.d, table},
+            {v_cache + g * kBlock * s.value_row, s.G * kBlock * s.value_row, s.value_row, table},
+            out + first * s.e};
   }
 };
 
-// Writes the keys and values of a row's new tokens, of one key head, into the cache; returns the positions that it has.
+// Writes the keys and values of the new tokens into the cache; returns the positions that the row has.
 template <class T>
-int64_t write(
-    const Shape& s, const int32_t* positions, const T* k_new, const T* v_new, const Head<T>& keys,
-    const Head<T>& values) {
+int64_t write(const HeadOfRow<T>& h) {
+  const Shape& s = h.s;
   int64_t longest = 0;
   for (int64_t c = 0; c < s.C; c++) {
-    const int64_t at = positions[c];
+    const int64_t at = h.positions[c];
     if (at >= s.S) continue;
-    std::memcpy(keys.at(at), k_new + c * s.G * s.d, s.d * sizeof(T));
-    std::memcpy(values.at(at), v_new + c * s.G * s.e, s.e * sizeof(T));
+    std::memcpy(h.keys.at(at), h.k_new + c * s.G * s.d, s.d * sizeof(T));
+    if (s.value_row == s.e) std::memcpy(h.values.at(at), h.v_new + c * s.G * s.e, s.e * sizeof(T));
     longest = std::max(longest, at + 1);
   }
   return longest;
 }
 
-// Q new tokens x heads of one key head of one row: softmax over positions [first, last], then values.
+// Softmax over the positions that a query sees, then values, query by query: for a few heads in a group.
 template <class T>
-void attend(
-    const Shape& s, const T* q, const int32_t* positions, const T* k_new, const T* v_new,
-    const Head<T>& keys, const Head<T>& values, const float* sinks, int64_t window, float scale, T* out) {
-  // q, out: of this row; k_new, v_new: of its tokens
+void attend_one_by_one(const HeadOfRow<T>& h, int64_t window, float scale) {
   thread_local std::vector<float> scratch;
+  const Shape& s = h.s;
+  const float* sinks = h.sinks;
   const int64_t R = s.group();
-  const int64_t longest = write(s, positions, k_new, v_new, keys, values);
+  const int64_t longest = write(h);
   scratch.resize(longest + kLanes + s.d + s.e);
   float* weights = scratch.data();
   float* wide = weights + longest + kLanes;
   float* sums = wide + s.d;
   for (int64_t c = 0; c < s.C; c++) {
-    const int64_t at = positions[c];
+    const int64_t at = h.positions[c];
     for (int64_t r = 0; r < R; r++) {
-      T* to = out + (c * s.H + r) * s.e;
+      T* to = h.out + (c * s.H + r) * s.e;
       if (at >= s.S) {  // padding
         std::fill(to, to + s.e, T{});
         continue;
       }
       const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, at - window + 1);
-      widen(q + (c * s.H + r) * s.d, s.d, wide);
+      widen(h.q + (c * s.H + r) * s.d, s.d, wide);
       float top = sinks ? sinks[r] : -std::numeric_limits<float>::infinity();
       for (int64_t i = first; i <= at;) {
-        const T* key = keys.at(i);
+        const T* key = h.keys.at(i);
         for (const int64_t last = end_of_block(i, at); i <= last; i++, key += s.d) {
           float score;
           dots<1, 1>(key, s.d, wide, s.d, &score, 1);
@@ -107,7 +140,7 @@ void attend(
       }
       for (; i <= at; i++) total += weights[i] = std::exp(weights[i] - top);
       for (i = first; i <= at;) {
-        const T* value = values.at(i);
+        const T* value = h.values.at(i);
         for (const int64_t last = end_of_block(i, at); i <= last; i++, value += s.e) {
           int64_t n = 0;
           for (; n + kLanes <= s.e; n += kLanes)
@@ -120,178 +153,343 @@ void attend(
   }
 }
 
-constexpr int64_t kFewTokens = 32, kKeys = kPanel;
+constexpr int64_t kFewTokens = 32;
+constexpr int64_t kSplit = 512;  // keys of a part that is a task by itself where tasks are few
+constexpr int64_t kFewQueries = 64, kManyQueries = 128, kManyTokens = 64;  // of a task
 constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
-Ints counted() {
-  Ints number;
-  for (int i = 0; i < kLanes; i++) number[i] = i;
-  return number;
+
+int64_t in_lanes(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+// Running softmax of some queries: their largest scores, sums of weights, and sums of weights times values, a row each.
+struct Softmax {
+  int64_t count, width, row;
+  float *top, *total, *sums;
+  static int64_t size(int64_t count, int64_t e) { return 2 * in_lanes(count) + count * (in_lanes(e) + kPad); }
+  Softmax(float* memory, int64_t count, int64_t e)
+      : count(count), width(in_lanes(count)), row(in_lanes(e) + kPad), top(memory), total(top + width),
+        sums(total + width) {}
+
+  void clear() {
+    std::fill(top, top + width, kNone);
+    std::fill(total, total + width, 0.0f);
+    std::fill(sums, sums + count * row, 0.0f);
+  }
+
+  void add(const Softmax& other) {
+    for (int64_t i = 0; i < count; i++) {
+      const float most = std::max(top[i], other.top[i]);
+      const Floats mine = exp(splat(top[i] - most)), theirs = exp(splat(other.top[i] - most));
+      top[i] = most;
+      total[i] = total[i] * mine[0] + other.total[i] * theirs[0];
+      float *to = sums + i * row, *from = other.sums + i * row;
+      for (int64_t n = 0; n < row; n += kLanes)
+        store(to + n, load<Floats>(to + n) * mine + load<Floats>(from + n) * theirs);
+    }
+  }
+};
+
+// Writes the results of the queries from `begin` on; sinks, which have no value, take part here.
+template <class T>
+void finish(const HeadOfRow<T>& h, int64_t begin, const Softmax& from) {
+  for (int64_t i = 0; i < from.count; i++) {
+    T* to = h.out + h.place(begin + i) * h.s.e;
+    float part = 0;  // of padding
+    if (h.position(begin + i) < h.s.S) {
+      const float sink = h.sinks ? h.sinks[(begin + i) % h.s.group()] : kNone, most = std::max(sink, from.top[i]);
+      const float mine = exp(splat(from.top[i] - most))[0], its = h.sinks ? exp(splat(sink - most))[0] : 0;
+      part = mine / (from.total[i] * mine + its);
+    }
+    const float* sums = from.sums + i * from.row;
+    int64_t n = 0;
+    for (; n + kLanes <= h.s.e; n += kLanes) put(part == 0 ? splat(0) : load<Floats>(sums + n) * part, to + n);
+    for (; n < h.s.e; n++) put(part == 0 ? 0 : sums[n] * part, to + n);
+  }
 }
 
-float largest(const Floats& v) {
-  float top = v[0];
-  for (int i = 1; i < kLanes; i++) top = std::max(top, v[i]);
-  return top;
+// Whether keys and values are multiplied in pairs
+template <class T>
+bool in_pairs(const Shape& s) {
+  return kHasPairs && std::is_same_v<T, bfloat16> && s.d % 2 == 0 && s.e % kLanes == 0;
 }
 
-// Some of the new tokens of a row, with the heads of one key head, over keys in blocks with a running maximum; the cache
-// has been written. q, out: of the first of these tokens.
-void attend_in_blocks(
-    const Shape& s, int64_t tokens, const bfloat16* q, const int32_t* positions, const Head<bfloat16>& all_keys,
-    const Head<bfloat16>& all_values, const float* sinks, int64_t window, float scale, bfloat16* out) {
-  struct Scratch {
-    std::vector<uint32_t> strip;
-    std::vector<float> scores, sums, top, total;
-    std::vector<bfloat16> weights;
-    std::vector<const bfloat16*> q_rows, w_rows;
-  };
-  static thread_local Scratch a;
-  const int64_t R = s.group(), rows = tokens * R, strips = (s.e + kPanel - 1) / kPanel;
-  int64_t first = s.S, end = 0;
-  for (int64_t c = 0; c < tokens; c++) {
-    if (positions[c] >= s.S) continue;
-    first = std::min<int64_t>(first, window < 0 ? 0 : std::max<int64_t>(0, positions[c] - window + 1));
-    end = std::max<int64_t>(end, positions[c] + 1);
+// Queries [begin, begin + count) of a head: scores and weights of some keys are [keys, queries], so that keys are
+// read as they lie, once for all queries.
+template <class T>
+class Queries {
+ public:
+  Queries(const Call<T>& call, const HeadOfRow<T>& head, int64_t begin, int64_t count)
+      : window_(call.window), scale_(call.scale), h_(head), begin_(begin), count_(count), width_(in_lanes(count)) {
+    const Shape& s = h_.s;
+    static thread_local Scratch memory;
+    memory.begin(width_ * (s.d + 2 * kKeys + 3) + kKeys * s.d + kKeys / 2 * kPanel);
+    packed_ = memory.take<uint32_t>(width_ * s.d);
+    scores_ = memory.take<float>(kKeys * width_);
+    weights_ = memory.take<uint32_t>(kKeys * width_);
+    last_ = memory.take<int32_t>(width_);
+    before_ = memory.take<int32_t>(width_);
+    kept_ = memory.take<float>(width_);
+    wide_ = memory.take<float>(kKeys * s.d);
+    strip_ = memory.take<uint32_t>(kKeys / 2 * kPanel);
+    first_ = s.S;
+    for (int64_t i = 0; i < width_; i++) {
+      const int32_t at = i < count_ ? h_.position(begin_ + i) : s.S;
+      const bool real = at < s.S;
+      last_[i] = real ? at : -1;
+      before_[i] = real && window_ >= 0 ? int32_t(at - window_) : -1;
+      if (!real) continue;
+      first_ = std::min<int64_t>(first_, std::max<int64_t>(0, before_[i] + 1));
+      end_ = std::max<int64_t>(end_, at + 1);
+    }
+    pack();
   }
-  a.strip.resize(std::max(s.d / 2, kKeys / 2) * kPanel);
-  a.scores.resize(rows * kKeys), a.weights.resize(rows * kKeys);
-  a.sums.assign(strips * rows * kPanel, 0.0f);
-  a.top.resize(rows), a.total.assign(rows, sinks ? 1.0f : 0.0f);
-  a.q_rows.resize(rows), a.w_rows.resize(rows);
-  for (int64_t r = 0; r < rows; r++) {
-    a.top[r] = sinks ? sinks[r % R] : kNone;
-    a.q_rows[r] = q + (r / R * s.H + r % R) * s.d;
-    a.w_rows[r] = a.weights.data() + r * kKeys;
+
+  // Adds the keys [first, end) that the queries see.
+  void attend(int64_t first, int64_t end, Softmax& to) {
+    first = std::max(first, first_ / kKeys * kKeys), end = std::min(end, end_);
+    for (int64_t key = first; key < end; key += kKeys) {
+      const int64_t keys = std::min(kKeys, end - key);
+      score(key, keys);
+      weigh(key, keys, to);
+      add_values(key, keys, to);
+    }
   }
-  for (int64_t begin = first / kKeys * kKeys; begin < end; begin += kKeys) {
-    const int64_t keys = std::min(kKeys, end - begin);
-    const bfloat16 *first_key = all_keys.at(begin), *first_value = all_values.at(begin);
-    for (int64_t n = 0; n < kKeys; n++)
-      for (int64_t p = 0; p < s.d / 2; p++)
-        if (n < keys) std::memcpy(&a.strip[p * kKeys + n], first_key + n * s.d + 2 * p, 4);
-        else a.strip[p * kKeys + n] = 0;
-    const Panel packed_keys{a.strip.data(), kPanel, kPanelVectors};
-    multiply(Rows{a.q_rows.data(), 0}, rows, packed_keys, s.d / 2, a.scores.data(), kPanel);
-    for (int64_t r = 0; r < rows; r++) {
-      const int32_t at = positions[r / R];
-      float* score = a.scores.data() + r * kKeys;
-      Floats tops = splat(a.top[r]);
-      for (int64_t n = 0; n < kKeys; n += kLanes) {
-        const Ints key = counted() + int32_t(begin + n);
-        const Ints seen = (key <= at) & (key > int32_t(window < 0 ? -1 : at - window));
-        const Floats mine = seen ? load<Floats>(score + n) * scale : splat(kNone);
-        tops = mine > tops ? mine : tops;
-        store(score + n, mine);
+
+ private:
+  const bfloat16* narrow(const T* x) const { return reinterpret_cast<const bfloat16*>(x); }
+
+  // Queries as columns of a right operand, in pairs or as floats
+  void pack() {
+    const int64_t d = h_.s.d;
+    float* columns = reinterpret_cast<float*>(packed_);
+    for (int64_t i = 0; i < width_; i++) {
+      const T* q = i < count_ ? h_.q + h_.place(begin_ + i) * d : nullptr;
+      if (in_pairs<T>(h_.s))
+        for (int64_t p = 0; p < d / 2; p++)
+          packed_[Right::at(d / 2, width_, p, i)] = q ? as_words(narrow(q))[p] : 0;
+      else
+        for (int64_t n = 0; n < d; n++) columns[n * width_ + i] = q ? float(q[n]) : 0;
+    }
+  }
+
+  void score(int64_t key, int64_t keys) {
+    const int64_t d = h_.s.d;
+    const T* from = h_.keys.at(key);
+    if (in_pairs<T>(h_.s)) {
+      const Right columns{packed_, d / 2, width_};
+      return multiply(Left{as_words(narrow(from)), d / 2, 1}, keys, columns, d / 2, scores_, width_);
+    }
+    widen(from, keys * d, wide_);
+    const Matrix<float> columns{reinterpret_cast<const float*>(packed_), d, width_};
+    add_rows<1, false>(columns, Streams{0, 0, d, true}, wide_, d, keys, 0, width_, scores_, width_);
+  }
+
+  // Makes weights of scores; what was added up under a smaller maximum is kept in proportion.
+  void weigh(int64_t key, int64_t keys, Softmax& to) {
+    for (int64_t i = 0; i < width_; i += kLanes) {
+      const Ints last = load<Ints>(last_ + i), before = load<Ints>(before_ + i);
+      const Floats top_before = load<Floats>(to.top + i);
+      Floats top = top_before, total = splat(0);
+      float* score = scores_ + i;
+      for (int64_t n = 0; n < keys; n++, score += width_) {
+        const Ints at = Ints{} + int32_t(key + n);
+        const Ints seen = (at <= last) & (at > before);
+        const Floats mine = seen ? load<Floats>(score) * scale_ : splat(kNone);
+        top = mine > top ? mine : top;
+        store(score, mine);
       }
-      const float top = largest(tops);
-      Floats total = splat(0);
-      for (int64_t n = 0; n < kKeys; n += kLanes) {
-        const Floats w = exp(load<Floats>(score + n) - top);
-        put(w, a.weights.data() + r * kKeys + n);
+      score = scores_ + i;
+      for (int64_t n = 0; n < keys; n++, score += width_) {
+        const Floats w = exp(load<Floats>(score) - top);
+        store(score, w);
         total += w;
       }
-      const float kept = exp(splat(a.top[r] - top))[0];
-      if (kept != 1.0f)
-        for (int64_t i = 0; i < strips; i++) {
-          float* to = a.sums.data() + (i * rows + r) * kPanel;
-          for (int64_t n = 0; n < kPanel; n += kLanes) store(to + n, load<Floats>(to + n) * kept);
-        }
-      a.total[r] = a.total[r] * kept + sum(total);
-      a.top[r] = top;
+      const Floats kept = exp(top_before - top);
+      store(to.total + i, load<Floats>(to.total + i) * kept + total);
+      store(to.top + i, top);
+      store(kept_ + i, kept);
     }
-    for (int64_t i = 0; i < strips; i++) {
-      const int64_t vectors = std::min(kPanel, s.e - i * kPanel) / kLanes;
-      for (int64_t v = 0; v < vectors; v++) {
-        const int64_t column = i * kPanel + v * kLanes;
-        const Matrix<bfloat16> values{first_value, keys, s.e};
-        widen_vector(values, 0, keys / 2 * 2, column, a.strip.data() + v * kLanes);
-        if (keys % 2)  // what lies behind the last one is nothing, perhaps not even a number
-          store(&a.strip[keys / 2 * kPanel + v * kLanes],
-                words(load<Halves>(values.data + (keys - 1) * s.e + column)));
-      }
-      float* to = a.sums.data() + i * rows * kPanel;
-      const Panel packed_values{a.strip.data(), kPanel, vectors};
-      multiply(Rows{a.w_rows.data(), 0}, rows, packed_values, (keys + 1) / 2, to, kPanel, true);
+    for (int64_t i = 0; i < count_; i++) {
+      float* sums = to.sums + i * to.row;
+      if (kept_[i] != 1.0f)
+        for (int64_t n = 0; n < to.row; n += kLanes) store(sums + n, load<Floats>(sums + n) * kept_[i]);
     }
   }
-  for (int64_t r = 0; r < rows; r++) {
-    bfloat16* to = out + (r / R * s.H + r % R) * s.e;
-    const float part = positions[r / R] < s.S ? 1.0f / a.total[r] : 0.0f;  // padding: 0
-    for (int64_t n = 0; n < s.e; n += kLanes) {
-      const float* from = a.sums.data() + (n / kPanel * rows + r) * kPanel + n % kPanel;
-      put(part == 0.0f ? splat(0) : load<Floats>(from) * part, to + n);
-    }
-  }
-}
 
-// The same result for many tokens: the cache is written, then blocks of queries are tasks, the last first.
-void attention_of_many(
-    const Shape& s, const bfloat16* q, const bfloat16* k, const bfloat16* v, const int32_t* positions,
-    const int32_t* window, const float* sinks, float scale, bfloat16* out, const Caches<bfloat16>& caches) {
-  const int64_t tokens = std::max<int64_t>(1, std::min<int64_t>(64, 128 / s.group()));
-  const int64_t blocks = (s.C + tokens - 1) / tokens;
-  Phase write_all(int(s.P * s.G), [&](int i) {
-    const int64_t p = i / s.G, g = i % s.G;
-    write(s, positions + p * s.C, k + (p * s.C * s.G + g) * s.d, v + (p * s.C * s.G + g) * s.e,
-          caches.keys(s, p, g), caches.values(s, p, g));
-  });
-  Phase attend_all(int(blocks * s.P * s.G), [&](int i) {
-    const int64_t p = i / s.G % s.P, g = i % s.G, c = (blocks - 1 - i / (s.P * s.G)) * tokens;
-    attend_in_blocks(
-        s, std::min(tokens, s.C - c), q + ((p * s.C + c) * s.H + g * s.group()) * s.d, positions + p * s.C + c,
-        caches.keys(s, p, g), caches.values(s, p, g),
-        sinks ? sinks + g * s.group() : nullptr, window ? *window : -1, scale,
-        out + ((p * s.C + c) * s.H + g * s.group()) * s.e);
+  void add_values(int64_t key, int64_t keys, Softmax& to) {
+    const Shape& s = h_.s;
+    const T* from = h_.values.at(key);
+    if (!in_pairs<T>(s)) {
+      float* by_query = reinterpret_cast<float*>(weights_);  // [queries, keys]
+      for (int64_t n = 0; n < keys; n++)
+        for (int64_t i = 0; i < count_; i++) by_query[i * kKeys + n] = scores_[n * width_ + i];
+      const Matrix<T> values{from, keys, s.value_row};
+      return add_rows<1, false>(
+          values, Streams{0, 0, keys, false}, by_query, kKeys, count_, 0, s.e, to.sums, to.row);
+    }
+    const Matrix<bfloat16> values{narrow(from), keys, s.value_row};
+    for (int64_t n = 0; n < keys; n += 2)  // behind the last key is nothing, perhaps not even a number
+      for (int64_t i = 0; i < width_; i += kLanes) {
+        const Floats second = n + 1 < keys ? load<Floats>(scores_ + (n + 1) * width_ + i) : splat(0);
+        store(weights_ + n / 2 * width_ + i, rounded_pairs(load<Floats>(scores_ + n * width_ + i), second));
+      }
+    for (int64_t column = 0; column < s.e; column += kPanel) {
+      const int64_t vectors = std::min(kPanel, s.e - column) / kLanes;
+      for (int64_t v = 0; v < vectors; v++) {
+        const int64_t at = column + v * kLanes;
+        widen_vector(values, 0, keys / 2 * 2, at, strip_ + v * kLanes);
+        if (keys % 2)
+          store(strip_ + keys / 2 * kPanel + v * kLanes,
+                words(load<Halves>(values.data + (keys - 1) * values.N + at)));
+      }
+      const Panel panel{strip_, kPanel, vectors};
+      multiply(Left{weights_, 1, width_}, count_, panel, (keys + 1) / 2, to.sums + column, to.row, true);
+    }
+  }
+
+  int64_t window_;
+  float scale_;
+  HeadOfRow<T> h_;
+  int64_t begin_, count_, width_, first_, end_ = 0;
+  uint32_t *packed_, *weights_, *strip_;
+  float *scores_, *kept_, *wide_;
+  int32_t *last_, *before_;
+};
+
+// Runs of at most so many queries of every row and key head
+struct Runs {
+  int64_t queries, most, per_head;
+  Runs(int64_t queries, int64_t most) : queries(queries), most(most), per_head((queries + most - 1) / most) {}
+  int64_t head(int64_t i) const { return i / per_head; }
+  int64_t begin(int64_t i) const { return i % per_head * most; }
+  int64_t count(int64_t i) const { return std::min(most, queries - begin(i)); }
+};
+
+// For many tokens: runs of queries are tasks, the last of each row first.
+template <class T>
+void attend_to_blocks(const Call<T>& call) {
+  const Shape& s = call.s;
+  const Runs runs(s.C * s.group(), std::min(kManyQueries, kManyTokens * s.group()));
+  const int64_t count = call.heads() * runs.per_head;
+  Phase write_all(int(call.heads()), [&](int i) { write(call.head(i)); });
+  Phase attend_all(int(count), [&](int i) {
+    static thread_local std::vector<float> memory;
+    const int64_t at = i % call.heads() * runs.per_head + runs.per_head - 1 - i / call.heads();
+    memory.resize(Softmax::size(runs.count(at), s.e));
+    Queries<T> queries(call, call.head(runs.head(at)), runs.begin(at), runs.count(at));
+    Softmax sums(memory.data(), runs.count(at), s.e);
+    sums.clear();
+    queries.attend(0, s.S, sums);
+    finish(call.head(runs.head(at)), runs.begin(at), sums);
   });
   Pool::get().run({&write_all, &attend_all});
 }
 
+// For few tokens with many heads in a group: keys are added up in parts, each by itself, so that they can be tasks too.
+// The parts are the same whatever other tokens and threads there are.
 template <class T>
-void attention(
-    const Shape& s, const T* q, const T* k, const T* v, const int32_t* positions, const int32_t* window,
-    const float* sinks, float scale, T* out, const Caches<T>& caches) {
-  auto task = [=](int i) {
-    const int64_t p = i / s.G, g = i % s.G;
-    attend<T>(
-        s, q + (p * s.C * s.H + g * s.group()) * s.d, positions + p * s.C,
-        k + (p * s.C * s.G + g) * s.d, v + (p * s.C * s.G + g) * s.e, caches.keys(s, p, g),
-        caches.values(s, p, g), sinks ? sinks + g * s.group() : nullptr, window ? *window : -1, scale,
-        out + (p * s.C * s.H + g * s.group()) * s.e);
+void attend_to_parts(const Call<T>& call) {
+  constexpr int64_t kMostBytes = 64 << 20;  // of parts that wait to be added
+  const Shape& s = call.s;
+  const Runs runs(s.C * s.group(), kFewQueries);
+  const int64_t count = call.heads() * runs.per_head, size = Softmax::size(std::min(runs.queries, runs.most), s.e);
+  int64_t end = 0;
+  for (int64_t i = 0; i < s.P * s.C; i++)
+    if (call.positions[i] < s.S) end = std::max<int64_t>(end, call.positions[i] + 1);
+  const int64_t parts = std::max<int64_t>(1, (end + kSplit - 1) / kSplit);
+  const bool apart = parts > 1 && count < 2 * Pool::get().threads() &&
+                     count * parts * size * int64_t(sizeof(float)) <= kMostBytes;
+  static thread_local std::vector<float> partial;
+  if (apart) partial.resize(count * parts * size);
+  float* all_parts = partial.data();
+
+  auto part_of = [&](Queries<T>& queries, int64_t part, Softmax sums) {
+    sums.clear();
+    queries.attend(part * kSplit, (part + 1) * kSplit, sums);
+    return sums;
   };
-  Phase all(int(s.P * s.G), task);
+  auto queries_of = [&](int64_t run) {
+    return Queries<T>(call, call.head(runs.head(run)), runs.begin(run), runs.count(run));
+  };
+  Phase write_all(int(call.heads()), [&](int i) { write(call.head(i)); });
+  Phase attend_parts(apart ? int(count * parts) : 0, [&](int i) {
+    Queries<T> queries = queries_of(i / parts);
+    part_of(queries, i % parts, Softmax(all_parts + i * size, runs.count(i / parts), s.e));
+  });
+  Phase add_parts(int(count), [&](int run) {
+    static thread_local std::vector<float> memory;
+    memory.resize(2 * size);
+    const auto sums_at = [&](float* at) { return Softmax(at, runs.count(run), s.e); };
+    Softmax total = sums_at(memory.data());
+    total.clear();
+    if (apart) {
+      for (int64_t part = 0; part < parts; part++) total.add(sums_at(all_parts + (run * parts + part) * size));
+    } else {
+      Queries<T> queries = queries_of(run);
+      for (int64_t part = 0; part < parts; part++) total.add(part_of(queries, part, sums_at(memory.data() + size)));
+    }
+    finish(call.head(runs.head(run)), runs.begin(run), total);
+  });
+  Pool::get().run({&write_all, &attend_parts, &add_parts});
+}
+
+template <class T>
+void attend(const Call<T>& call) {
+  const Shape& s = call.s;
+  if (in_pairs<T>(s) && s.P * s.C > kFewTokens) return attend_to_blocks(call);
+  if (s.value_row != s.e) return attend_to_parts(call);
+  Phase all(int(call.heads()), [&](int i) { attend_one_by_one(call.head(i), call.window, call.scale); });
   Pool::get().run({&all});
 }
 
-// tables: [P, S / kBlock]; window: [1], or [0] for none; sinks: [H], or [0]. The caches are the results too, in place.
+// What both operations take. tables: [P, S / kBlock]; window: [1], or [0] for none; sinks: [H], or [0].
+struct Inputs {
+  ffi::AnyBuffer q, k, v;
+  ffi::Buffer<ffi::S32> tables, positions, window;
+  ffi::Buffer<ffi::F32> sinks;
+};
+
+ffi::Error attend(const Inputs& in, ffi::AnyBuffer out, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, float scale) {
+  const auto dims = in.q.dimensions();
+  const int64_t e = in.v.dimensions()[3], value_row = v_cache.dimensions()[3], S = in.tables.dimensions()[1] * kBlock;
+  const Shape s{dims[0], dims[1], dims[2], dims[3], e, in.k.dimensions()[2], S, value_row};
+  if (k_cache.dimensions()[2] != kBlock)
+    return ffi::Error::InvalidArgument("attention: a block must have 128 positions");
+  auto call = [&]<class T>(T*) {
+    attend(Call<T>{
+        s, static_cast<const T*>(in.q.untyped_data()), static_cast<const T*>(in.k.untyped_data()),
+        static_cast<const T*>(in.v.untyped_data()), in.tables.typed_data(), in.positions.typed_data(),
+        in.window.element_count() ? *in.window.typed_data() : -1,
+        in.sinks.element_count() ? in.sinks.typed_data() : nullptr, scale, static_cast<T*>(out.untyped_data()),
+        static_cast<T*>(k_cache.untyped_data()), static_cast<T*>(v_cache.untyped_data())});
+  };
+  if (in.q.element_type() == ffi::F32)
+    call((float*)nullptr);
+  else if (in.q.element_type() == ffi::BF16)
+    call((bfloat16*)nullptr);
+  else
+    return ffi::Error::InvalidArgument("attention: dtype must be float32 or bfloat16");
+  return ffi::Error::Success();
+}
+
+// The caches are the results too, in place.
+bool is_copied(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) { return in.untyped_data() != out.untyped_data(); }
+ffi::Error copied() { return ffi::Error::Internal("attention: the cache was copied"); }
+
 ffi::Error handle_attention(
     ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> tables,
     ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> window, ffi::Buffer<ffi::F32> sinks, ffi::AnyBuffer k_in,
     ffi::AnyBuffer v_in, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_cache,
     ffi::Result<ffi::AnyBuffer> v_cache, float scale) {
-  const auto dims = q.dimensions();
-  const Shape s{dims[0], dims[1], dims[2], dims[3], v.dimensions()[3], k.dimensions()[2], tables.dimensions()[1] * kBlock};
-  if (k_in.untyped_data() != k_cache->untyped_data() || v_in.untyped_data() != v_cache->untyped_data())
-    return ffi::Error::Internal("attention: the cache was copied");
-  if (k_cache->dimensions()[2] != kBlock)
-    return ffi::Error::InvalidArgument("attention: a block must have 128 positions");
-  const int32_t* limit = window.element_count() ? window.typed_data() : nullptr;
-  const float* sink = sinks.element_count() ? sinks.typed_data() : nullptr;
-  auto call = [&]<class T>(T*) {
-    auto data = [](auto&& buffer) { return static_cast<T*>(buffer.untyped_data()); };
-    const Caches<T> caches{data(*k_cache), data(*v_cache), tables.typed_data()};
-    if constexpr (kHasPairs && std::is_same_v<T, bfloat16>)
-      if (s.P * s.C > kFewTokens && s.d % 2 == 0 && s.e % kLanes == 0)
-        return attention_of_many(
-            s, data(q), data(k), data(v), positions.typed_data(), limit, sink, scale, data(*out), caches);
-    attention<T>(s, data(q), data(k), data(v), positions.typed_data(), limit, sink, scale, data(*out), caches);
-  };
-  if (q.element_type() == ffi::F32)
-    call((float*)nullptr);
-  else if (q.element_type() == ffi::BF16)
-    call((bfloat16*)nullptr);
-  else
-    return ffi::Error::InvalidArgument("attention: dtype must be float32 or bfloat16");
-  return ffi::Error::Success();
+  if (is_copied(k_in, *k_cache) || is_copied(v_in, *v_cache)) return copied();
+  return attend({q, k, v, tables, positions, window, sinks}, *out, *k_cache, *v_cache, scale);
+}
+
+ffi::Error handle_latent_attention(
+    ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> tables,
+    ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> window, ffi::Buffer<ffi::F32> sinks, ffi::AnyBuffer k_in,
+    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_cache, float scale) {
+  if (is_copied(k_in, *k_cache)) return copied();
+  return attend({q, k, v, tables, positions, window, sinks}, *out, *k_cache, *k_cache, scale);
 }
 
 // Columns of the k largest scores of each row, by falling score; ties go to the lowest column.
@@ -326,6 +524,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .Attr<float>("scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jmoe_latent_attention, handle_latent_attention,
+    ffi::Ffi::Bind()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Attr<float>("scale"));

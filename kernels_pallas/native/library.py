@@ -25,6 +25,7 @@ OPERATIONS = (
     "jmoe_slot_mlp",
     "jmoe_find_slots",
     "jmoe_attention",
+    "jmoe_latent_attention",
     "jmoe_top_k",
     "jmoe_causal_attention",
     "jmoe_causal_attention_gradient",

@@ -1,4 +1,5 @@
-// float32 y [T, N] = x [T, K] w, for few rows: w [K, N], or [N, K] with its rows as columns; and RMSNorm of a few rows.
+// float32 y [T, N] = x [T, K] w, for few rows: w [K, N], or [N, K] with its rows as columns, one product or many of one
+// shape; and RMSNorm of a few rows.
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -49,6 +50,31 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
   Pool::get().run({&multiply, &add});
 }
 
+// As many products of one shape, which lie one behind the other: each is a task.
+template <class X, class T>
+void matmuls(const X* x, const T* data, float* y, int64_t count, int64_t rows, int64_t K, int64_t N, bool transposed) {
+  using Numbers = Number<X, Matrix<T>>;
+  Phase all(int(count), [=](int i) {
+    thread_local std::vector<float> wide;
+    wide.resize(rows * K);
+    const X* from = x + i * rows * K;
+    const T* w = data + i * K * N;
+    float* to = y + i * rows * N;
+    for (int64_t t = 0; t < rows; t++) {
+      widen(from + t * K, K, wide.data() + t * K);
+      if (!transposed) prepare<X, Matrix<T>>(wide.data() + t * K, K, 1);
+    }
+    if (!transposed) {
+      const auto* numbers = reinterpret_cast<const Numbers*>(wide.data());
+      return product(Matrix<T>{w, K, N}, 0, K, numbers, K, rows, 0, N, to, N);
+    }
+    int64_t n = 0;
+    for (; n + 4 <= N; n += 4) all_dots<4>(w + n * K, K, wide.data(), rows, to + n, N);
+    for (; n < N; n++) all_dots<1>(w + n * K, K, wide.data(), rows, to + n, N);
+  });
+  Pool::get().run({&all});
+}
+
 // f(pointer, pointer) of the types of two buffers, each float32 or bfloat16
 template <class F>
 ffi::Error by_dtypes(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, F f) {
@@ -65,11 +91,15 @@ ffi::Error by_dtypes(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, F f) {
 }
 
 ffi::Error handle(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y, bool transposed) {
-  const int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
+  const auto dims = x.dimensions();
+  const size_t last = dims.size() - 1;
+  const int64_t rows = dims[last - 1], K = dims[last], N = y->dimensions()[last];
   auto call = [&]<class X, class T>(const X*, const T*) {
-    matmul(
-        static_cast<const X*>(x.untyped_data()), static_cast<const T*>(w.untyped_data()), y->typed_data(), rows, K,
-        N, transposed);
+    const X* from = static_cast<const X*>(x.untyped_data());
+    const T* by = static_cast<const T*>(w.untyped_data());
+    if (last == 1) return matmul(from, by, y->typed_data(), rows, K, N, transposed);
+    const int64_t count = rows * K ? int64_t(x.element_count()) / (rows * K) : 0;
+    matmuls(from, by, y->typed_data(), count, rows, K, N, transposed);
   };
   return by_dtypes(x, w, call);
 }

@@ -108,6 +108,24 @@ def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_latents_in_bfloat16(native: str) -> None:
+    """Greedy tokens over a cache of rounded latents are those that the whole sequence, run at once
+    in float32, prefers, or near it.
+    """
+    if native == "on":
+        needs_compiler()
+    prompts = reference("deepseek_v3")["input_ids"].tolist()
+    with tiny_engine("deepseek_v3", dtype="bfloat16", policy="resident", native=native) as served:
+        found = served.generate(prompts, max_new_tokens=8, ignore_eos=True)
+    model = jmoe.load_pretrained(CHECKPOINTS / "deepseek_v3")
+    for prompt, completion in zip(prompts, found, strict=True):
+        logits_SV = np.asarray(model(np.array([prompt + completion.token_ids], np.int32))[0])
+        before = logits_SV[len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(before, np.array(completion.token_ids)[:, None], 1)[:, 0]
+        assert (before.max(axis=1) - chosen).max() < 0.02 * np.ptp(before)
+
+
 # biases, latents, sinks and windows
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3_yarn", "gpt_oss"])
 def test_native_operations(name: str) -> None:

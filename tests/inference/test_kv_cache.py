@@ -21,6 +21,7 @@ from jmoe.inference.kv_cache import (
     write_keys_and_values,
     write_scattered,
 )
+from jmoe.layers.attention import CacheInputs
 from kernels_pallas.saved import bfloat16_as_uint16
 from tests.inference import contiguous_cache
 
@@ -123,7 +124,7 @@ def test_blocks_are_contiguous_rows_bit_for_bit(
         "sinks_H": jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if sinks else None,
     }
     both = filled(dtype)
-    new = q, jnp.asarray(k), jnp.asarray(v)
+    new = CacheInputs(q, jnp.asarray(k), jnp.asarray(v))
     got, cache = jax.jit(partial(write_and_attend, scale=options.pop("scale")))(
         new, in_blocks(both), TABLES[rows_P], positions_PC, **options
     )
@@ -156,7 +157,7 @@ def test_single_tokens_at_once(window: int | None, sinks: bool) -> None:
     options: dict[str, Any] = {"scale": 0.5, "window": None if window is None else np.int32(window)}
     options["sinks_H"] = rng.standard_normal(HEADS).astype(np.float32) if sinks else None
     new, at = (
-        tuple(map(jnp.asarray, (q, k, v))),
+        CacheInputs(*map(jnp.asarray, (q, k, v))),
         tuple(map(jnp.asarray, (TABLES[rows_P], positions_PC))),
     )
     one = write_and_attend(new, in_blocks(both), *at, context=2 * BLOCK, **options)

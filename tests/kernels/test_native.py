@@ -208,6 +208,72 @@ def test_attention_writes_the_cache_and_reads_it(
     assert all(map(same, caches, (x[blocks.reshape(-1)] for x in jax.tree.leaves(written))))
 
 
+@dtypes
+@pytest.mark.parametrize(
+    ("heads", "latent", "rope", "tokens"),
+    # several tasks of heads; sizes that fill no vector; many tokens; a position in the third part
+    [(16, 32, 16, 1), (72, 32, 16, 3), (6, 12, 8, 5), (20, 48, 16, 70)],
+)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_to_latents(
+    dtype: Any, heads: int, latent: int, rope: int, tokens: int, sinks: bool
+) -> None:
+    """One array whose first numbers are the values, with NaN behind the last position; each token
+    gives the same bits without the others of its step.
+    """
+    rng = np.random.default_rng(0)
+    s, d = 1280, latent + rope
+    blocks_PW = jnp.asarray(rng.permutation(3 * s // 128).reshape(3, -1), jnp.int32)
+    content = rng.normal(size=(3 * s // 128, 1, 128, d)).astype(np.float32)
+    positions = np.full((3, tokens), s, np.int32)
+    for p, first in enumerate((1100, 40)):  # the third row is padding
+        positions[p] = first + np.arange(tokens)
+        content[blocks_PW[p, first // 128], :, first % 128 :] = np.nan
+        content[blocks_PW[p, first // 128 + 1 :]] = np.nan
+    places = jnp.asarray(positions)
+    k_cache = jnp.asarray(content, dtype)
+    k_cache = k_cache if dtype == jnp.float32 else jax.lax.bitcast_convert_type(k_cache, jnp.uint16)
+    q, k = (drawn(rng, (3, tokens, n, d), dtype)[0] for n in (heads, 1))
+    options: dict[str, Any] = {
+        "scale": 0.2,
+        "sinks_H": drawn(rng, (heads,), jnp.float32)[0] if sinks else None,
+    }
+    attention = jax.jit(
+        lambda cache, q, k, blocks, positions: native.cached_attention(
+            (q, k, k[..., :latent]), (cache, None), blocks, positions, **options
+        )
+    )
+    written = write_keys_and_values(KVCache(k_cache), blocks_PW, places, k, k[..., :latent])
+    want = attend(q, written, blocks_PW, places, **options)[..., :latent]
+    got, cache, no_values = attention(k_cache, q, k, blocks_PW, places)
+    assert no_values is None
+    np.testing.assert_array_equal(cache, written.k_NGLd)
+    real = (positions < s)[..., None, None]
+    tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
+    assert_close(jnp.where(real, got, 0), jnp.where(real, want, 0), tolerance)
+    assert not np.asarray(got.astype(jnp.float32))[positions == s].any()
+    if tokens <= native.MAX_ROWS:
+        alone = attention(cache, q[:1, -1:], k[:1, -1:], blocks_PW[:1], places[:1, -1:])[0]
+        np.testing.assert_array_equal(alone[0, 0], got[0, -1])
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_by_head(dtype: Any, rows: int, transposed: bool) -> None:
+    """As many products of one shape in one call, of sizes that fill no vector too."""
+    rng = np.random.default_rng(0)
+    for inner, columns in ((64, 48), (9, 7)):
+        x, wide_x = drawn(rng, (3, rows, inner), dtype)
+        shape = (3, columns, inner) if transposed else (3, inner, columns)
+        w, wide_w = drawn(rng, shape, dtype)
+        want = wide_x @ (wide_w.swapaxes(1, 2) if transposed else wide_w)
+        with native.allow_native_inference(rows):
+            program = jax.jit(lambda x, w: dot(x, w, b_transposed=transposed))
+            assert "jmoe_matmul" in program.lower(x, w).as_text()
+            close(program(x, w), want, inner)
+
+
 # Experts in slots
 
 

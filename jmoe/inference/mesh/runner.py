@@ -403,20 +403,16 @@ def make_mesh_runner(
 def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCache]:
     """Return zeroed KV caches for all devices together.
 
-    With fewer heads than devices a head has several copies.
+    With tensor parallelism every device has the keys and values of its own heads, so there are
+    copies of a head that several devices share, and of latents, which all share.
     """
-    config, devices = checkpoint.config, options.mesh.devices
+    config, copies = checkpoint.config, 1
     if options.mesh.dense == "tensor":
-        heads = per_device_config(config, devices).num_key_value_heads * devices
-        config = replace(
-            config,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=config.dim_per_head,
-        )
+        copies = options.mesh.devices
+        config = per_device_config(config, copies)
     length = checkpoint.choose_sequence_length(options.max_seq_len)
     blocks = replace(options, max_seq_len=length).num_cache_blocks()
-    return empty_caches(config, blocks, checkpoint.dtype)
+    return empty_caches(config, blocks, checkpoint.dtype, copies)
 
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:

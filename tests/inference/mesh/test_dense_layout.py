@@ -66,10 +66,11 @@ def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:
     # norms, routers, projections to latents
     copied_bytes = bytes_of_all(config) - split_bytes(config, 1)
     assert plan.dense_bytes == copied_bytes + split_bytes(config, devices)
-    heads = max(1, config.num_key_value_heads // devices)
-    value_dim = config.v_head_dim if config.kv_lora_rank is not None else config.dim_per_head
     positions = MAX_BATCH * runner.layout.length * config.num_hidden_layers
-    assert plan.cache_bytes == FLOAT_BYTES * positions * heads * (config.dim_per_head + value_dim)
+    each = max(1, config.num_key_value_heads // devices) * 2 * config.dim_per_head
+    if config.kv_lora_rank is not None:  # latents, which all heads share, on every device
+        each = config.kv_lora_rank + config.qk_rope_head_dim
+    assert plan.cache_bytes == FLOAT_BYTES * positions * each
 
 
 def bytes_by_device(arrays: list[jax.Array], devices: int) -> list[int]:
