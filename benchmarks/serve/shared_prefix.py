@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from benchmarks.lib.engines import add_engine_options, engine_of, run_descriptio
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 
+Draw = Callable[[int], list[int]]
 KINDS = ("one prefix", "own prefixes")
 
 
@@ -62,16 +64,14 @@ def run_chats(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Roun
     return Round(list(first_s.values()), end_s, sum(map(len, prompts)) - found, blocks)
 
 
-def make_prompts(
-    rng: np.random.Generator, kind: str, count: int, prefix: int, rest: int
-) -> list[list[int]]:
-    """Return the prompts of a round."""
-    shared = rng.integers(3, 1000, prefix).tolist()
-    return [
-        (shared if kind == KINDS[0] else rng.integers(3, 1000, prefix).tolist())
-        + rng.integers(3, 1000, rest).tolist()
-        for _ in range(count)
-    ]
+def make_prompts(draw: Draw, kind: str, count: int, lengths: tuple[int, int]) -> list[list[int]]:
+    """Return the prompts of a round.
+
+    draw: returns a number of random tokens. lengths: tokens of a prefix, and of what follows it.
+    """
+    prefix, rest = lengths
+    shared = draw(prefix)
+    return [(shared if kind == KINDS[0] else draw(prefix)) + draw(rest) for _ in range(count)]
 
 
 def summary(rounds: list[Round], block_bytes: int) -> report.JsonObject:
@@ -97,15 +97,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     length, rng = a.prefix + a.rest + a.new_tokens, np.random.default_rng(0)
-    rows = []
+    rows: list[report.JsonObject] = []
     with engine_of(a, max_batch=a.rows, max_seq_len=length) as engine:
+        draw = lambda n: rng.integers(3, engine.config.vocab_size, n).tolist()  # noqa: E731
         caches = jax.tree.leaves(engine._runner.caches)
         block_bytes = sum(x.nbytes for x in caches) // engine.scheduler_stats().blocks
         for count in a.chats:
             measured: dict[str, list[Round]] = {kind: [] for kind in KINDS}
             for n in range(a.rounds + 1):
                 for kind, rounds in measured.items():
-                    prompts = make_prompts(rng, kind, count, a.prefix, a.rest)
+                    prompts = make_prompts(draw, kind, count, (a.prefix, a.rest))
                     one = run_chats(engine, prompts, a.new_tokens)
                     if n:  # the first compiles
                         rounds.append(one)
