@@ -16,7 +16,7 @@ from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Output, Sequence
-from jmoe.serving.engine_loop import EngineLoop
+from jmoe.serving.engine_loop import EngineLoop, Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.metrics import Metrics
 from tests.damage import flip_everywhere, poison
@@ -104,6 +104,21 @@ def test_a_panic_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 
     asyncio.run(check())
     engine.abort(sequence)
+
+
+def test_a_preempted_sequence_does_not_wait_for_its_start(engine: Engine) -> None:
+    """It has begun: a request of which it is the rest is not ended for another client's."""
+
+    async def count_waiting() -> list[int]:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        sequences = [Sequence([5]), Sequence([6])]
+        generation = Generation(loop, sequences, timeout_s=60.0)
+        generation._timer.cancel()
+        counts = [generation.num_waiting]
+        sequences[0].num_preemptions = 1
+        return [*counts, generation.num_waiting]
+
+    assert asyncio.run(count_waiting()) == [2, 1]
 
 
 class PanickingConstraint(Unconstrained):
