@@ -190,7 +190,6 @@ PLACES_OF_HOST_UPDATES = [
     (VersionStore, "write"),
     (HostUpdate, "catch_up"),
     (HostUpdate, "write_weights"),
-    (TrainingSlots, "write_weights"),
     (jmoe.offload.training_slots, "put_record"),
 ]
 OF_SAVES = ("pin_versions", "write_list", "_drain", "flush")  # the experts are as they were

@@ -204,6 +204,18 @@ def test_an_update_on_the_host_changes_no_bit(
     assert there.stats.replayed_steps > 0
 
 
+@pytest.mark.slow
+def test_the_host_updates_records_in_files_that_are_memory(
+    on_host: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that change are copied, as those of moments always are."""
+    monkeypatch.setattr(version_store, "choose_io", lambda folder: "mapped")
+    tiers = TiersConfig("nvme", "nvme", "nvme", update="host", host_cache_bytes=150_000)
+    there = train(BY_XLA, stored_in(tiers, tmp_path))
+    assert there.losses == on_host.losses and there.held_out == on_host.held_out
+    assert differing(there.state, on_host.state) == []
+
+
 def test_the_native_update_is_the_devices_but_for_rounding(on_host: Trained) -> None:
     same_training(train(CONFIG, UPDATED_ON_HOST), on_host, losses_rtol=1e-6, metrics_rtol=1e-5)
 
