@@ -5,8 +5,9 @@
 AdamW reads weight, moments and gradient and writes weight, moments and a bfloat16 copy: 30 bytes a
 parameter with a float32 gradient, 28 with a bfloat16 one. Parameters of `--elements` each lie in
 `--bytes` of memory, so that no cache holds what a call takes. The copy is memcpy by as many threads
-as there are cores, of as many bytes, read and written ones counted. A round has every row and the
-copy, one after the other; medians of the rounds, and of a round's ratios to its copy.
+as there are cores, of as many bytes as the update moves, read and written ones counted, of other
+memory each time. A round has every row, each beside a copy; medians of the rounds, the best rounds,
+and medians of a round's ratios to its copy.
 
 xla_gb_per_s is the same update without the native operation, on one parameter.
 """
@@ -20,6 +21,7 @@ if __name__ == "__main__":
 
     script.start(reexec=True)
 
+import argparse
 import ctypes
 import itertools
 import os
@@ -31,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
 from jmoe.config import OptimizerConfig
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.offload.lazy_adamw import StepHistory, catch_up_arrays
@@ -41,6 +44,7 @@ SETTINGS = native.AdamWSettings(CONFIG.beta1, CONFIG.beta2, CONFIG.eps, CONFIG.w
 STEPS = native.HostAdamWSteps(*(np.full(1, x, np.float32) for x in (1e-4, 2.0, 3.0)), clip=0.5)
 BFLOAT16 = np.dtype(jnp.bfloat16)
 GRADIENTS = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
+LEAST_BYTES = 64 << 20  # moved in one measurement
 Call = Callable[[], object]
 
 
@@ -73,19 +77,27 @@ def updates(elements: int, num_bytes: int, gradient: np.dtype) -> tuple[Call, in
     return lambda: native.adamw_in_place([next(parameters)], STEPS, SETTINGS), moved
 
 
-def copies(num_bytes: int) -> tuple[Call, int]:
-    """Return a call that copies with every core, and the bytes it reads and writes."""
+def copies(of_call: int, num_bytes: int) -> tuple[Call, int]:
+    """Return a call that copies the next part of `num_bytes` with every core, and the bytes it
+    reads and writes.
+    """
     threads = len(os.sched_getaffinity(0))
-    part = num_bytes // 2 // threads // PAGE_BYTES * PAGE_BYTES
-    here, there = (allocate_slots(threads, part) for _ in range(2))
+    part = -(-of_call // 2 // threads // PAGE_BYTES) * PAGE_BYTES
+    calls = max(2, num_bytes // of_call)
+    here, there = (allocate_slots(threads * calls, part) for _ in range(2))
     here[...], there[...] = 1, 2
     pool, copy = ThreadPoolExecutor(threads), ctypes.CDLL(None).memcpy
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    numbers = itertools.cycle(range(calls))
 
     def copy_part(i: int) -> None:
         copy(there[i].ctypes.data, here[i].ctypes.data, part)
 
-    return lambda: list(pool.map(copy_part, range(threads))), 2 * threads * part
+    def copy_next() -> None:
+        first = next(numbers) * threads
+        list(pool.map(copy_part, range(first, first + threads)))
+
+    return copy_next, 2 * threads * part
 
 
 def by_xla(elements: int) -> tuple[Call, int]:
@@ -96,10 +108,32 @@ def by_xla(elements: int) -> tuple[Call, int]:
     return lambda: catch_up_arrays(*arrays, [window], config=CONFIG), 28 * elements
 
 
-def seconds(call: Call) -> float:
+def gb_per_s(call: Call, moved: int) -> float:
+    """Return the rate of one call, or of as many as move `LEAST_BYTES`."""
+    times = max(1, LEAST_BYTES // moved)
     begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
+    for _ in range(times):
+        call()
+    return times * moved / (time.perf_counter() - begun) / 1e9
+
+
+def measure(elements: int, gradient: str, a: argparse.Namespace) -> JsonObject:
+    """Return the rates of an update, of XLA's, and of a copy of as many bytes."""
+    update = updates(elements, a.bytes, GRADIENTS[gradient])
+    calls = {"": update, "xla_": by_xla(elements), "copy_": copies(update[1], a.bytes)}
+    for call, _ in calls.values():  # compiles, and touches memory for the first time
+        call()
+    rates: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(a.rounds):
+        for name, call in calls.items():
+            rates[name].append(gb_per_s(*call))
+    return {
+        "elements": elements,
+        "gradient": gradient,
+        **{f"{name}gb_per_s": report.median(each, 1) for name, each in rates.items()},
+        **{f"best_{name}gb_per_s": round(max(each), 1) for name, each in rates.items()},
+        "of_copy": report.ratio(rates[""], rates["copy_"]),
+    }
 
 
 def main() -> None:
@@ -111,30 +145,11 @@ def main() -> None:
     )
     a = parser.parse_args()
     native.load()
-    copy, copied = copies(a.bytes)
-    rows = []
-    for elements in a.elements:
-        kinds = {name: updates(elements, a.bytes, dtype) for name, dtype in GRADIENTS.items()}
-        kinds["xla"] = by_xla(elements)
-        repeats = {name: max(1, (32 << 20) // moved) for name, (_, moved) in kinds.items()}
-        rates: dict[str, list[float]] = {name: [] for name in (*kinds, "copy")}
-        for number in range(a.rounds + 1):
-            for name, (call, moved) in kinds.items():
-                taken = sum(seconds(call) for _ in range(repeats[name])) / repeats[name]
-                rates[name].append(moved / taken / 1e9)
-            rates["copy"].append(copied / seconds(copy) / 1e9)
-            if not number:  # compiles, and touches memory for the first time
-                rates = {name: [] for name in rates}
-        for name in GRADIENTS:
-            row = {
-                "elements": elements,
-                "gradient": name,
-                "gb_per_s": report.median(rates[name], 1),
-                "xla_gb_per_s": report.median(rates["xla"], 1),
-                "copy_gb_per_s": report.median(rates["copy"], 1),
-                "of_copy": report.ratio(rates[name], rates["copy"]),
-            }
-            rows.append(report.progress(row))
+    rows = [
+        report.progress(measure(elements, gradient, a))
+        for elements in a.elements
+        for gradient in GRADIENTS
+    ]
     about = {"options": report.options(a), "instruction_set": native.instruction_set()}
     report.finish(about | {"threads": len(os.sched_getaffinity(0)), "rows": rows} | report.where())
 
