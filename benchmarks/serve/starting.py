@@ -9,12 +9,12 @@ longer prompt alone, asked right after the first. `processor_s` is the processor
 and its children until the first answer, and `programs` the number of programs that were compiled or
 read from the cache until then. Caches:
 
-filled   an earlier start, which ended after all programs were compiled, has left its programs
-empty    no program is compiled; the native operations are built, as by `make setup`
-nothing  neither
+empty    no program is compiled; the native operations are built, as by `make setup`; one start
+filled   that start, which ended after all programs were compiled, has left its programs
+nothing  neither programs nor native operations; only with --nothing
 
---checkouts: folders of jmoe, started in turn, round by round; the native operations of each must be
-built (`python -m kernels_pallas.native` there). Prints one JSON object as its last line.
+--checkouts: folders of jmoe, started in turn, round by round. Prints one JSON object as its last
+line.
 """
 
 if __name__ == "__main__":
@@ -47,7 +47,6 @@ from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 
-CACHES = ("filled", "empty", "nothing")
 CONFIG = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -75,7 +74,7 @@ CONFIG = {
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 PROMPT, LONGER = "def f(", "def f(x):\n    return " * 20
 NEW_TOKENS = 8
-LIMIT_S = 400.0
+LIMIT_S = 900.0
 PREPARED = "programs of all requests are compiled"  # what a server logs that compiles behind
 COMPILED = re.compile(r"Finished XLA compilation of ")  # with JAX_LOG_COMPILES
 
@@ -103,10 +102,7 @@ def commit_of(checkout: Path) -> str:
 
 
 class Checkout:
-    """A folder of jmoe, with caches of its own.
-
-    commit: its short name. filled: the cache folder that an earlier start has filled.
-    """
+    """A folder of jmoe, with caches of its own. commit: its short name."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.folder, self.commit = folder.resolve(), commit_of(folder)
@@ -122,7 +118,6 @@ class Checkout:
                 check=True,
             ).stdout.strip()
         )
-        self.filled = self.new_cache(native=True)
 
     def new_cache(self, *, native: bool) -> Path:
         """Return a new cache folder without programs. native: with the native operations."""
@@ -146,8 +141,12 @@ def processor_s(process: psutil.Process) -> float:
     return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
-def time_generate(checkout: Checkout, model: Path, cache: Path, **env: str) -> JsonObject:
-    """Return the parts of a run of `generate`, and how many programs it compiled or read."""
+def time_generate(
+    checkout: Checkout, model: Path, cache: Path, *, fills: bool = False, **env: str
+) -> JsonObject:
+    """Return the parts of a run of `generate`, and how many programs it compiled or read. `fills`
+    changes nothing: it leaves all of its programs.
+    """
     command = [sys.executable, "-m", "jmoe.programs.generate", str(model), PROMPT]
     before, begun = os.times(), time.perf_counter()
     done = subprocess.run(
@@ -218,13 +217,13 @@ def ask(url: str, prompt: str) -> float:
 
 
 def time_server(
-    checkout: Checkout, model: Path, cache: Path, *, until_prepared: bool = False, **env: str
+    checkout: Checkout, model: Path, cache: Path, *, fills: bool = False, **env: str
 ) -> JsonObject:
     """Return the parts of a start of `serve.py`, and how many programs it compiled or read before
     the first answer.
 
-    until_prepared: end only after all programs are compiled, if the server compiles them behind its
-    first answers.
+    fills: end only after all programs are compiled, if the server compiles them behind its first
+    answers.
     """
     begun = time.perf_counter()
     with serving(checkout, model, cache, **env) as (process, url, log):
@@ -234,7 +233,7 @@ def time_server(
         first_s, used_s = time.perf_counter() - begun, processor_s(process)
         programs = len(COMPILED.findall(log.read_text()))
         second_s = ask(url, LONGER)
-        if until_prepared and "compiling the programs of all requests" not in log.read_text():
+        if fills and "compiling the programs of all requests" not in log.read_text():
             wait_for(PREPARED, process, log)
     return {
         "listens_s": listens_s,
@@ -245,53 +244,60 @@ def time_server(
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = report.parser(__doc__)
-    parser.add_argument("--checkouts", type=Path, nargs="+", default=[ROOT])
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES[:2])
-    parser.add_argument("--rounds", type=int, default=3, help="of starts with filled caches")
-    return parser.parse_args()
+def time_starts(
+    checkouts: list[Checkout], model: Path, name: str, a: argparse.Namespace
+) -> list[JsonObject]:
+    """Return the rows of a program: of every checkout, with every state of the caches."""
+    time_start = {"generate": time_generate, "serve.py": time_server}[name]
+    caches = [checkout.new_cache(native=True) for checkout in checkouts]
+    first: list[list[JsonObject]] = []
+    filled: list[list[JsonObject]] = [[] for _ in checkouts]
+    programs: list[int] = []
+    for checkout, cache in zip(checkouts, caches, strict=True):
+        first.append([report.progress(time_start(checkout, model, cache, fills=True))])
+        found = time_start(checkout, model, cache, JAX_LOG_COMPILES="1")
+        programs.append(found["programs"])
+    for _ in range(a.rounds):
+        for checkout, cache, seen in zip(checkouts, caches, filled, strict=True):
+            seen.append(report.progress(time_start(checkout, model, cache)))
+    states = {"empty": first, "filled": filled}
+    if a.nothing:
+        without = [checkout.new_cache(native=False) for checkout in checkouts]
+        starts = zip(checkouts, without, strict=True)
+        states["nothing"] = [[time_start(checkout, model, cache)] for checkout, cache in starts]
+    rows = []
+    for state, measured in states.items():
+        for checkout, seen, count in zip(checkouts, measured, programs, strict=True):
+            row = {"program": name, "caches": state, "commit": checkout.commit}
+            row |= {
+                key: report.median((one[key] for one in seen), 2)
+                for key in seen[0]
+                if key != "programs"
+            }
+            rows.append(row | ({} if state == "nothing" else {"programs": count}))
+    return rows
 
 
 def main() -> None:
-    a = arguments()
+    parser = report.parser(__doc__)
+    parser.add_argument("--checkouts", type=Path, nargs="+", default=[ROOT])
+    parser.add_argument("--nothing", action="store_true", help="also without native operations")
+    parser.add_argument("--rounds", type=int, default=3, help="of starts with filled caches")
+    a = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_model(model)
         checkouts = [Checkout(path, Path(folder)) for path in a.checkouts]
-        programs = {"generate": time_generate, "serve.py": time_server}
-        counted: dict[tuple[str, str], int] = {}
-        for checkout in checkouts:  # fill the caches, and count programs
-            time_server(checkout, model, checkout.filled, until_prepared=True)
-            for name, time_start in programs.items():
-                time_start(checkout, model, checkout.filled)
-                found = time_start(checkout, model, checkout.filled, JAX_LOG_COMPILES="1")
-                counted[checkout.commit, name] = found["programs"]
-        rows = []
-        for name, time_start in programs.items():
-            for caches in a.caches:
-                seen: list[list[JsonObject]] = [[] for _ in checkouts]
-                for _ in range(a.rounds if caches == "filled" else 1):
-                    for checkout, found in zip(checkouts, seen, strict=True):
-                        cache = (
-                            checkout.filled
-                            if caches == "filled"
-                            else checkout.new_cache(native=caches == "empty")
-                        )
-                        found.append(report.progress(time_start(checkout, model, cache)))
-                for checkout, found in zip(checkouts, seen, strict=True):
-                    row = {"program": name, "caches": caches, "commit": checkout.commit}
-                    row |= {
-                        key: report.median((one[key] for one in found), 2)
-                        for key in found[0]
-                        if key != "programs"
-                    }
-                    rows.append(row | {"programs": counted[checkout.commit, name]})
+        rows = [
+            row
+            for name in ("generate", "serve.py")
+            for row in time_starts(checkouts, model, name, a)
+        ]
     report.finish(
         {
             "benchmark": "starting",
-            "options": {"rounds": a.rounds, "caches": list(a.caches)},
+            "options": {"rounds": a.rounds},
             "load_before": round(load, 2),
             "starts": rows,
             "versions": report.versions("jax", "jaxlib"),
