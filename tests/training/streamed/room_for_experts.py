@@ -50,12 +50,6 @@ CASES: dict[str, tuple[TrainConfig, TiersConfig]] = {
         ),
         HOST,
     ),
-    "updated on the host": (
-        dataclasses.replace(
-            EIGHT, mesh=MeshConfig(2, 1, 4), remat="layer", compute_dtype="bfloat16"
-        ),
-        dataclasses.replace(HOST, update="host"),
-    ),
     # where the processor has them
     "native operations": (
         dataclasses.replace(

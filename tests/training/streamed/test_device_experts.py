@@ -85,6 +85,13 @@ def test_gradients_of_those_chosen_move_alone(room_for_all: Trained) -> None:
     np.testing.assert_allclose(there.stats.chosen_share, chosen / (STEPS * 3 * E))
 
 
+@pytest.mark.slow
+def test_the_host_updates_experts_in_few_slots(room_for_all: Trained) -> None:
+    there = train(MANY, dataclasses.replace(with_room(ENOUGH), update="host"), STEPS)
+    same_training(there, room_for_all, losses_rtol=1e-6, metrics_rtol=1e-5)
+    assert there.stats.room == ENOUGH and there.stats.replayed_steps > 0
+
+
 def test_batches_of_an_evaluation_take_turns_in_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they choose more experts than there is room for, each alone does not."""
     given, fetch_more = list[tuple[int, Any]](), ExpertState.fetch_more_experts
