@@ -58,6 +58,11 @@ class KVCache:
     k_NGLd: jax.Array
     v_NGLe: jax.Array | None = None
 
+    @property
+    def num_positions(self) -> int:
+        """Positions of all blocks."""
+        return self.k_NGLd.shape[0] * BLOCK
+
 
 def table_width(max_seq_len: int) -> int:
     """Return W, the number of blocks of a table for sequences of up to `max_seq_len` tokens."""
@@ -194,17 +199,20 @@ def write_and_attend(
 
     new: of this step's tokens.
     context: for one token a row, an exclusive bound on all positions, a multiple of `BLOCK`, which
-        selects `attend_single_tokens`; None selects `attend`, or the native operation if there is
-        one.
+        selects `attend_single_tokens` if its copies are at most as large as the cache, else
+        `attend`; None selects `attend`, or the native operation if there is one.
     """
     q_PCHd, k_PCGd, v_PCGe, expand = new
     masks: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks_H}
     if context is not None:
         assert expand is None, "single tokens attend to what is cached"
         cache = write_scattered(cache, blocks_PW, positions_PC, k_PCGd, v_PCGe)
-        out_PCHe = attend_single_tokens(
-            q_PCHd, cache, blocks_PW, positions_PC, context=context, **masks
-        )
+        if len(blocks_PW) * context <= cache.num_positions:
+            out_PCHe = attend_single_tokens(
+                q_PCHd, cache, blocks_PW, positions_PC, context=context, **masks
+            )
+        else:  # copies of all rows' contexts would be larger than the layer's cache
+            out_PCHe = attend(q_PCHd, cache, blocks_PW, positions_PC, **masks)
     elif expand is None and uses_native_attention(q_PCHd.dtype, q_PCHd.shape[3], v_PCGe.shape[3]):
         caches = (cache.k_NGLd, cache.v_NGLe)
         out_PCHe, k_NGLd, v_NGLe = cached_attention(

@@ -168,6 +168,21 @@ def test_single_tokens_at_once(window: int | None, sinks: bool) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_copies_of_contexts_are_no_larger_than_the_cache() -> None:
+    """One row may have all blocks: then contexts as long as its own are not copied for every row."""
+    rows, context = 8, 8 * BLOCK
+    cache = KVCache(*(jnp.zeros((10, HEADS, BLOCK, D)) for _ in range(2)))
+    blocks_PW = np.zeros((rows, context // BLOCK), np.int32)
+    blocks_PW[0] = np.arange(8)
+    blocks_PW[1:, 0] = 9
+    new = CacheInputs(*(jnp.ones((rows, 1, HEADS, D)) for _ in range(3)))
+    positions_P1 = np.array([[context - 1]] + [[row] for row in range(1, rows)], np.int32)
+    one_token = partial(write_and_attend, scale=0.5, context=context)
+    compiled = jax.jit(one_token, donate_argnums=1).lower(new, cache, blocks_PW, positions_P1)
+    memory = compiled.compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 2 * cache.k_NGLd.nbytes
+
+
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attend(window: int | None, sinks: bool) -> None:
