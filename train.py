@@ -34,6 +34,7 @@ from jmoe.cluster import distributed
 from jmoe.cluster.job import describe_hosts
 from jmoe.config import TrainConfig, VisionTrainConfig, check
 from jmoe.config.cluster import read_cluster
+from jmoe.data.chat_files import with_chat_files
 from jmoe.data.corpus import (
     OtherTextError,
     PreparationRole,
@@ -64,7 +65,6 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.expert_packing import PackingController, initial_packing
 from jmoe.training.finetune import (
-    chat_files,
     companion_files,
     is_run_folder,
     with_pretrained_model,
@@ -294,7 +294,7 @@ def prepare_text_data(
     if config.init_from:
         files |= companion_files(config.init_from, files.get(TOKENIZER))
     if corpus.held_out_samples is not None:
-        files |= chat_files(config.data)
+        files = with_chat_files(files, config.data, corpus.shard_folders)
         why = "must not be set with samples, such as chats, in data.path: it takes text alone"
         check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
     print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -30,6 +31,7 @@ from tokenizers import Tokenizer
 
 from jmoe.config import DataConfig
 from jmoe.config.checks import check, check_unset
+from jmoe.data.chat_files import write_chat_files
 from jmoe.data.sample_encoder import (
     EncodedSample,
     SampleEncoder,
@@ -81,7 +83,7 @@ from jmoe.memory.direct_io import fsync, name_file_in_errors
 from jmoe.memory.identity import sampled_content_hash
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.status import call_repeatedly
-from jmoe.types import JsonObject
+from jmoe.types import Json, JsonObject
 
 FORMAT = 1  # version of the prepared folder; another version is prepared again
 MANIFEST, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "held_out.bin", "held_out.txt"
@@ -149,6 +151,11 @@ class Corpus:
     @property
     def num_train_tokens(self) -> int:
         return sum(source.num_tokens for source in self.sources)
+
+    @property
+    def shard_folders(self) -> list[Path]:
+        """The folders of the training tokens."""
+        return sorted({b.path.parent for source in self.sources for b in source.blocks})
 
     def describe_tokens(self) -> str:
         """Return a phrase with the numbers of tokens; of samples also of those to learn."""
@@ -341,7 +348,8 @@ def discard_staged(cache_dir: Path) -> None:
 
 
 def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report) -> Corpus:
-    """Write text as token shards into `out`, for other runs, and return the corpus.
+    """Write text as token shards into `out`, for other runs, and return the corpus. Samples bring
+    the files along with which their model is to be served (`chat_files.py`).
 
     Raises ValueError if the inputs are token shards already, or `out` holds shards of other inputs
     or settings.
@@ -362,7 +370,10 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
         raise ValueError(
             f"--out = {str(out)!r}: already holds token shards made from other inputs or settings"
         )
-    return prepare_corpus(config, vocab_size, out, PreparationRole(report=report))
+    corpus = prepare_corpus(config, vocab_size, out, PreparationRole(report=report))
+    if job.has_samples:
+        write_chat_files(config, out)
+    return corpus
 
 
 def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
@@ -547,6 +558,12 @@ class _TokenizingJob:
         """Whether text that spells a control token is that token."""
         return self.config.control_tokens or self.has_samples
 
+    @functools.cached_property
+    def _encoding_of_samples(self) -> Json:
+        """What decides how samples become tokens, read once."""
+        assert self.tokenizer is not None
+        return fingerprint_of_encoding(self.config, self.tokenizer.path)
+
     def cache_key(self) -> str:
         """Return a hash of everything that the result depends on: settings and each file's name,
         size, time and content.
@@ -573,9 +590,7 @@ class _TokenizingJob:
         if self.config.encoding != DataConfig().encoding:
             what["encoding"] = self.config.encoding
         if self.has_samples:
-            assert self.tokenizer is not None
-            folder = self.tokenizer.path.parent
-            what["samples"] = fingerprint_of_encoding(self.config, folder)
+            what["samples"] = self._encoding_of_samples
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def read_own_manifest(self) -> JsonObject | None:

@@ -4,24 +4,32 @@ learn.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 from jmoe.config import DataConfig
 from jmoe.config.train import TrainOn
 from jmoe.data.samples import Conversation, Sample
 from jmoe.data.tokenizer import CorpusTokenizer
 from jmoe.models.chat_template import DEFAULT, ChatTemplate, RenderedAnswers, read_templates
-from jmoe.models.tokenizer_file import SETTINGS, read_json_if_present, special_token_texts
+from jmoe.models.tokenizer_file import (
+    ADDED_TOKEN,
+    SETTINGS,
+    open_tokenizer,
+    read_json_if_present,
+    special_token_texts,
+)
 from jmoe.types import Json, JsonObject
 
 
@@ -41,29 +49,38 @@ class EncodedSample(NamedTuple):
 
 
 class _RenderedSample(NamedTuple):
-    """The text of a sample. spans: the text to learn, as (start, end) in characters. ends: whether
-    the end-of-text token follows, to learn too.
+    """The text of a sample. spans: the text to learn, as (start, end) in characters. is_plain:
+    whether it is text without a chat template: the tokenizer's first tokens precede it, and the
+    end-of-text token follows, to learn too.
     """
 
     text: str
     spans: Sequence[tuple[int, int]]
-    ends: bool
+    is_plain: bool
 
 
 @dataclass(frozen=True, eq=False)
 class SampleEncoder:
     """Encodes samples with a tokenizer whose control tokens are read from text.
 
-    template: None if the model has none; conversations are then refused.
+    template: None if the model has none; conversations are then refused. first_tokens: ids with
+    which the tokenizer begins every text (BOS), as the server does outside of chats.
     """
 
     tokenizer: CorpusTokenizer
     template: ChatTemplate | None
     train_on: TrainOn
+    first_tokens: tuple[int, ...]
 
     def __post_init__(self) -> None:
         # a byte-level post-processor may trim white space from the offsets of tokens
         self.tokenizer.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+
+    @functools.cached_property
+    def _stripping_tokens(self) -> dict[int, str]:
+        """The added tokens, by id, that also cover white space beside their own text."""
+        added = self.tokenizer.tokenizer.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.lstrip or token.rstrip}
 
     def _for_template(self, messages: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
         """Return the messages with their content in the form that the template takes, as the server
@@ -98,24 +115,43 @@ class SampleEncoder:
         self, rendered: _RenderedSample, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> EncodedSample | ValueError:
         """Return the sample with the tokens to learn: those that hold a character of a span."""
+        offsets = self._offsets_without_stripped_space(rendered.text, ids, offsets)
         begins, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, begins + 1)
         trained = np.zeros(len(ids), np.bool_)
         for start, end in rendered.spans:
             trained |= (ends > start) & (begins < end)
-        if rendered.ends:
-            ids, trained = [*ids, self.tokenizer.eot], np.append(trained, True)
+        if rendered.is_plain:
+            first = self.first_tokens
+            ids = [*first, *ids, self.tokenizer.eot]
+            trained = np.concatenate([np.zeros(len(first), np.bool_), trained, [True]])
         text_bytes = len(rendered.text.encode())
         sample = EncodedSample(np.asarray(ids, np.uint32), trained, text_bytes)
         if not sample.num_trained:
             return ValueError("has no token to learn")
         return sample
 
+    def _offsets_without_stripped_space(
+        self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    ) -> Sequence[tuple[int, int]]:
+        """Return the offsets; those of an added token are the range of its own text, without the
+        white space that it covers beside it: that may be of an answer, and the token the role's.
+        """
+        stripping = self._stripping_tokens
+        if not stripping:
+            return offsets
+        own = list(offsets)
+        for i, token in enumerate(ids):
+            content = stripping.get(token)
+            if content is not None and (at := text.find(content, *own[i])) >= 0:
+                own[i] = (at, at + len(content))
+        return own
+
     def _render(self, sample: Sample) -> _RenderedSample:
         if not isinstance(sample, Conversation):
             text = sample.prompt + sample.completion
             start = 0 if self.train_on == "all" else len(sample.prompt)
-            return _RenderedSample(text, [(start, len(text))], ends=True)
+            return _RenderedSample(text, [(start, len(text))], is_plain=True)
         if self.template is None:
             raise ValueError(
                 "messages: the tokenizer's folder has no chat template; give data.chat_template, or"
@@ -126,7 +162,7 @@ class SampleEncoder:
             text = self.template.render(
                 sample.messages, add_generation_prompt=False, **sample.variables
             )
-            return _RenderedSample(text, [(0, len(text))], ends=False)
+            return _RenderedSample(text, [(0, len(text))], is_plain=False)
         answers = [i for i, learned in enumerate(sample.is_answer) if learned]
         if not answers:
             raise ValueError("messages: has no answer to learn (a message with role assistant)")
@@ -204,13 +240,32 @@ def _no_prefix_error(i: int, *, is_last: bool) -> ValueError:
     return ValueError(f"messages[{i}]: {why}")
 
 
-def fingerprint_of_encoding(config: DataConfig, folder: Path) -> Json:
-    """Return what decides how samples of this tokenizer folder become tokens, besides the
-    tokenizer.
+def fingerprint_of_encoding(config: DataConfig, tokenizer_path: Path) -> Json:
+    """Return what decides how samples become tokens, besides the content of the tokenizer's file:
+    the chat template, and what the files beside the tokenizer add to it. No path is part of it.
     """
-    settings = read_template_settings(config, folder)
+    settings = read_template_settings(config, tokenizer_path.parent)
+    if settings is not None:
+        settings = {name: value for name, value in settings.items() if name != "source"}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    return {"template": digest, "train_on": config.train_on}
+    tokenizer = open_tokenizer(tokenizer_path)
+    added = [
+        [i, token.content, *(getattr(token, option) for option in ADDED_TOKEN)]
+        for i, token in sorted(tokenizer.get_added_tokens_decoder().items())
+    ]
+    return {
+        "template": digest,
+        "train_on": config.train_on,
+        "added_tokens": hashlib.sha256(json.dumps(added).encode()).hexdigest(),
+        "first_tokens": _first_tokens(tokenizer),
+    }
+
+
+def _first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids with which the tokenizer begins every text; () for most tokenizers."""
+    encoding = tokenizer.encode("a")
+    is_own = [sequence is not None for sequence in encoding.sequence_ids]
+    return tuple(encoding.ids[: is_own.index(True)]) if any(is_own) else ()
 
 
 def read_template_settings(config: DataConfig, folder: Path) -> Json:
@@ -233,10 +288,15 @@ def read_template_settings(config: DataConfig, folder: Path) -> Json:
 
 
 def make_sample_encoder(config: DataConfig, tokenizer: CorpusTokenizer) -> SampleEncoder:
-    """Return the encoder of a run's samples. Raises ValueError for a damaged chat template."""
+    """Return the encoder of a run's samples. Raises ValueError for a damaged chat template.
+
+    Templates that write the date write that of this call into all samples.
+    """
+    begun = datetime.now()
     setup = read_template_settings(config, tokenizer.path.parent)
-    template = None if setup is None else ChatTemplate(**setup)
-    return SampleEncoder(tokenizer, template, config.train_on)
+    template = None if setup is None else ChatTemplate(**setup, now=lambda: begun)
+    first = _first_tokens(tokenizer.tokenizer)
+    return SampleEncoder(tokenizer, template, config.train_on, first)
 
 
 def encode_in_batches(

@@ -31,6 +31,8 @@ _SUFFIXES: dict[Storage, tuple[str, ...]] = {
 }
 STORED_SUFFIXES = frozenset(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 ROWS = 1024  # of a Parquet file, read at once
+# fields of samples with objects whose keys differ from record to record
+FREE_FORM = ("tools", "tool_calls", "documents", "chat_template_kwargs")
 MAX_WINDOW_BYTES = 1 << 31  # of zstd --ultra --long=31
 
 
@@ -184,11 +186,28 @@ def _open_parquet(path: Path) -> BinaryIO:
                 for batch in file.iter_batches(batch_size=ROWS):
                     for record in batch.to_pylist():
                         # dates, decimals and the like are texts in JSON
-                        yield json.dumps(record, default=str).encode() + b"\n"
+                        own = _without_filled_nulls(record)
+                        yield json.dumps(own, default=str).encode() + b"\n"
         except damage as error:
             raise ValueError(f"{path}: not readable Parquet: {error}") from error
 
     return _LineStream(lines())
+
+
+def _without_filled_nulls(value: Any, *, inside: bool = False) -> Any:
+    """Return the value of a Parquet file without the keys that are null in objects under
+    `FREE_FORM`: each has the keys of all records there, and null for those that its own record
+    lacks. inside: whether the value is under such a field.
+    """
+    if isinstance(value, dict):
+        return {
+            name: _without_filled_nulls(entry, inside=inside or name in FREE_FORM)
+            for name, entry in value.items()
+            if not (inside and entry is None)
+        }
+    if isinstance(value, list):
+        return [_without_filled_nulls(entry, inside=inside) for entry in value]
+    return value
 
 
 class _LineStream(io.BytesIO):

@@ -60,7 +60,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], source: str
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        source: str,
+        *,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Compile the templates.
 
@@ -69,18 +74,19 @@ class ChatTemplate:
         templates: name -> Jinja source.
         special_tokens: further template variables, e.g. `bos_token`.
         source: origin of the templates in error messages, e.g. the folder.
+        now: returns the time that a template writes by `strftime_now`.
         """
         if DEFAULT not in templates:
             raise ValueError(
                 f"{source}: chat templates {sorted(templates)}: one must be named {DEFAULT!r}"
             )
         self.special_tokens, self._source = dict(special_tokens), source
-        self._texts = dict(templates)
+        self._texts, self._now = dict(templates), now
         self._templates = self._compile(_GenerationTag)
 
     def _compile(self, generation_tag: type[_GenerationTag]) -> dict[str, Template]:
         """Return the compiled templates by name. Raises ValueError for a syntax error."""
-        environment, compiled = _jinja_environment(generation_tag), {}
+        environment, compiled = _jinja_environment(generation_tag, self._now), {}
         for name, text in self._texts.items():
             try:
                 compiled[name] = environment.from_string(text)
@@ -344,7 +350,9 @@ def _refuse_underscore(name: object) -> None:
         raise SecurityError(f"a namespace may not have an attribute {name!r}")
 
 
-def _jinja_environment(generation_tag: type[_GenerationTag]) -> ImmutableSandboxedEnvironment:
+def _jinja_environment(
+    generation_tag: type[_GenerationTag], now: Callable[[], datetime]
+) -> ImmutableSandboxedEnvironment:
     """Return a sandboxed Jinja environment with the extensions and functions of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[generation_tag, "jinja2.ext.loopcontrols"]
@@ -352,7 +360,7 @@ def _jinja_environment(generation_tag: type[_GenerationTag]) -> ImmutableSandbox
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": lambda form: now().strftime(form),
         "namespace": _Namespace,
     }
     return environment

@@ -74,13 +74,14 @@ NOTED = {
 # options that may differ between the processes of a run: places on a host, and its own numbers
 PLACES = ("distributed.", "machine.", "metrics.", "profile.")
 PLACE_NAMES = (
-    *("output_dir", "init_from", "distil.teacher", "comm.links", "data.path", "data.tokenizer"),
-    *("tiers.path", "checkpoint.memory_dir"),
+    *("output_dir", "init_from", "distil.teacher", "comm.links", "tiers.path"),
+    *("data.path", "data.tokenizer", "data.chat_template", "checkpoint.memory_dir"),
 )
 FINGERPRINT, TEACHER = "data_fingerprint", "teacher_fingerprint"
 ENDS = "tasks.", ".num_steps"  # prefix and suffix of the field's name
 ENDS_NOTE = "the task takes part until another step; 0: the last one"
 NOTED_WITH_FINGERPRINT = {
+    "data.chat_template": "the tokens are the same",
     "data.control_tokens": "the tokens are the same",
     "data.encoding": "the text itself is the same",
     "data.path": "the text itself is the same",

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.cluster.processes import check_same_identity
-from jmoe.config import TRAINING_ONLY, DataConfig, TrainConfig, VisionTrainConfig
-from jmoe.models.chat_template import TEMPLATE_FILE
+from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.config_fields import ignored_training_fields
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
@@ -100,20 +99,6 @@ def companion_files(init_from: str, tokenizer: bytes | None) -> dict[str, bytes]
         return {}
     files = {name: (folder / name).read_bytes() for name in companion_file_names(folder)}
     return files | {INITIAL_CONFIG: (folder / "config.json").read_bytes()}
-
-
-def chat_files(config: DataConfig) -> dict[str, bytes]:
-    """Return the files, by name, with which a model trained on chats is served as it was trained:
-    those beside `data.tokenizer`, and `data.chat_template` as its template. Each checkpoint carries
-    them along.
-    """
-    files = {}
-    if config.tokenizer is not None:
-        folder = Path(config.tokenizer).expanduser().parent
-        files = {name: (folder / name).read_bytes() for name in companion_file_names(folder)}
-    if config.chat_template is not None:
-        files[TEMPLATE_FILE] = Path(config.chat_template).expanduser().read_bytes()
-    return files
 
 
 def ignored_training_options(init_from: str) -> list[str]:

@@ -3,11 +3,12 @@ growing prefixes.
 """
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from jmoe.config import DataConfig
 from jmoe.config.train import TrainOn
@@ -118,6 +119,73 @@ def test_plain_texts_end_with_the_end_of_text(tmp_path: Path) -> None:
     assert whole.trained.all() and whole.ids[-1] == encoder.tokenizer.eot
     everything = encoder_of(tmp_path, None, "all")
     assert encode(everything, {"prompt": "ask ", "completion": "tell"}).trained.all()
+
+
+def change_settings(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_plain_texts_begin_as_served(tmp_path: Path) -> None:
+    """With the tokenizer's BOS, as `/v1/completions` reads a prompt; a chat has its template's."""
+    without = encode(encoder_of(tmp_path, CHATML), TURNS)
+    bos = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
+    change_settings(tmp_path, bos_token="<|im_start|>", **bos)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", VOCAB_SIZE, encode_control=True)
+    encoder = make_sample_encoder(DataConfig(path=("x",)), tokenizer)
+    served = open_tokenizer(tmp_path / "tokenizer.json")
+    sample = encode(encoder, {"prompt": "ask ", "completion": "tell"})
+    assert sample.ids.tolist() == [*served.encode("ask tell").ids, tokenizer.eot]
+    assert sample.ids[0] == served.token_to_id("<|im_start|>")
+    assert learned(encoder, sample) == ["tell<|endoftext|>"]
+    assert encode(encoder, {"text": "all"}).trained.tolist() == [False, True, True, True, True]
+    assert encode(encoder, TURNS).ids.tolist() == without.ids.tolist()
+
+
+@pytest.mark.parametrize("first", [[], ["<|im_start|>"]])
+def test_an_end_that_the_tokenizer_appends_is_no_beginning(
+    tmp_path: Path, first: list[str]
+) -> None:
+    folder = write_chat_tokenizer(tmp_path)
+    served = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = "<|endoftext|>"
+    served.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", end],
+        special_tokens=[(text, served.token_to_id(text)) for text in (*first, end)],
+    )
+    served.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB_SIZE, encode_control=True)
+    encoder = make_sample_encoder(DataConfig(path=("x",)), tokenizer)
+    sample = encode(encoder, {"text": "all of it"})
+    assert sample.ids.tolist() == served.encode("all of it").ids
+
+
+def test_a_role_whose_token_covers_the_space_of_the_answer(tmp_path: Path) -> None:
+    """An added token with rstrip, as Phi-3's, is the prompt's, and not learned with the answer."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}<|tool|>{{ m.content }}<|im_end|>"
+    template += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|tool|>{% endif %}"
+    encoder_of(tmp_path, template)
+    token = {"content": LISTED, "special": True, "normalized": False, "rstrip": True}
+    change_settings(tmp_path, added_tokens_decoder={str(VOCAB_SIZE - 1): token})
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", VOCAB_SIZE, encode_control=True)
+    encoder = make_sample_encoder(DataConfig(path=("x",)), tokenizer)
+    assert learned(encoder, encode(encoder, say("q", "  hi"))) == ["hi<|im_end|>"]
+
+
+def test_all_samples_have_one_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the preparation, also after midnight."""
+    day = iter(range(1, 9))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Clock":
+            return cls(2026, 1, next(day))
+
+    monkeypatch.setattr("jmoe.models.chat_template.datetime", Clock)
+    monkeypatch.setattr("jmoe.data.sample_encoder.datetime", Clock)
+    encoder = encoder_of(tmp_path, "{{ strftime_now('%d') }}" + CHATML)
+    texts = [encode(encoder, TURNS) for _ in range(2)]
+    assert texts[0].ids.tolist() == texts[1].ids.tolist()
 
 
 def test_a_template_that_forgets(tmp_path: Path) -> None:

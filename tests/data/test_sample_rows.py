@@ -13,10 +13,12 @@ from text_corpus import config, write_shard
 
 from jmoe.config import DataConfig
 from jmoe.data import __main__ as command
+from jmoe.data.chat_files import with_chat_files
 from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.loader import train_batches
 from jmoe.data.sample_rows import SampleRows, SourceRows, held_out_rows
 from jmoe.data.shards import TRAINED, open_lengths
+from jmoe.models.chat_template import ChatTemplate
 from tests.chat_models import CHATML, VOCAB_SIZE, say, write_chat_tokenizer, write_jsonl
 
 RNG = np.random.default_rng(5)
@@ -183,6 +185,59 @@ def test_another_template_or_mask_is_another_corpus(model: Path, tmp_path: Path)
         first.fingerprint,
         everything.fingerprint,
     )
+
+
+def test_the_place_of_a_template_is_no_part_of_the_corpus(model: Path, tmp_path: Path) -> None:
+    """Hosts may have it under other paths, and share the prepared tokens."""
+    path = write_jsonl(tmp_path / "chats.jsonl", RECORDS[:30])
+    cache, template = tmp_path / "cache", tmp_path / "mine.jinja"
+    template.write_text(CHATML)
+    prepare(model, path, cache, chat_template=str(template))
+    written = (cache / "train-00000.bin").stat().st_mtime_ns
+    moved = template.rename(tmp_path / "moved.jinja")
+    prepare(model, path, cache, chat_template=str(moved))
+    assert (cache / "train-00000.bin").stat().st_mtime_ns == written
+
+
+def test_tokens_that_only_settings_list_are_part_of_the_corpus(tmp_path: Path) -> None:
+    model = write_chat_tokenizer(tmp_path / "model")
+    records = [say(f"<|tool|> {i}", "answer") for i in range(30)]
+    path = write_jsonl(tmp_path / "chats.jsonl", records)
+    first, _ = prepare(model, path, tmp_path / "cache")
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    second, _ = prepare(model, path, tmp_path / "cache")
+    assert second.num_train_tokens > first.num_train_tokens
+
+
+def test_shards_carry_the_chat_template_of_their_samples(model: Path, tmp_path: Path) -> None:
+    """Into the checkpoints of runs that train on them, instead of all templates of the model."""
+    path = write_jsonl(tmp_path / "chats.jsonl", RECORDS[:30])
+    own = write_chat_tokenizer(tmp_path / "model")
+    tools = own / "additional_chat_templates" / "tool_use.jinja"
+    tools.parent.mkdir()
+    tools.write_text("old")
+    (tmp_path / "mine.jinja").write_text(mine := "!" + CHATML)
+    out, tokenizer = tmp_path / "shards", str(own / "tokenizer.json")
+    arguments = [str(path), "--out", str(out), "--tokenizer", tokenizer, "--held-out-bytes", "1500"]
+    assert command.main([*arguments, "--chat-template", str(tmp_path / "mine.jinja")]) == 0
+    folder = ChatTemplate.from_folder(out)
+    assert folder is not None and folder.render([{"role": "user", "content": "q"}]).startswith("!")
+    settings = config(out, tokenizer=tokenizer)
+    corpus = prepare_corpus(settings, VOCAB_SIZE, tmp_path / "cache")
+    of_model = {f"{tools.parent.name}/{tools.name}": b"old", "generation_config.json": b"{}"}
+    files = with_chat_files(of_model, settings, corpus.shard_folders)
+    assert files == {
+        "chat_template.jinja": mine.encode(),
+        "generation_config.json": b"{}",
+        "tokenizer_config.json": (own / "tokenizer_config.json").read_bytes(),
+    }
+    # records beside the shards, by the model's own template
+    with pytest.raises(ValueError, match=r"have another chat template or tokenizer_config.json"):
+        with_chat_files({}, settings, [out, tmp_path])
+    # records alone
+    of_records = with_chat_files(of_model, settings, [tmp_path])
+    assert of_records["additional_chat_templates/tool_use.jinja"] == b"old"
+    assert of_records["chat_template.jinja"] == CHATML.encode()
 
 
 def test_bad_samples_are_all_named(model: Path, tmp_path: Path) -> None:

@@ -58,6 +58,21 @@ def test_stored_records_are_those_of_the_plain_file(
         assert tokens(prepared) == plain
 
 
+def test_parquet_does_not_add_keys_to_tools(tmp_path: Path) -> None:
+    """Its objects have the keys of all records, which a chat template would render as null."""
+
+    def record(name: str) -> dict[str, Any]:
+        function = {"name": name, "parameters": {"properties": {name: {"type": "string"}}}}
+        call = {"function": {"name": name, "arguments": {name: "x"}}}
+        message = {"role": "assistant", "tool_calls": [call]}
+        return {"messages": [message], "tools": [{"function": function}], "note": None}
+
+    records = [record("city"), record("day")]
+    write_parquet(path := tmp_path / "a.parquet", records)
+    with open_text(path, "parquet") as file:
+        assert [json.loads(line) for line in file] == records
+
+
 def test_folders_and_text(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt.gz").write_bytes(gzip.compress(LINES))

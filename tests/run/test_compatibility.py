@@ -31,7 +31,7 @@ import sys
 import jax
 from jmoe.cluster import processes
 from jmoe.cluster.distributed import join_processes
-from jmoe.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jmoe.config import DataConfig, DistributedConfig, OptimizerConfig, TrainConfig
 from jmoe.run import compatibility
 
 rank, port, rate, code = sys.argv[1:]
@@ -40,7 +40,8 @@ limits = DistributedConfig(
 join_processes(limits)
 processes._hash_of_code = lambda own=processes._hash_of_code: own() + code
 config = TrainConfig(
-    optimizer=OptimizerConfig(learning_rate=float(rate)), output_dir=rank, distributed=limits)
+    optimizer=OptimizerConfig(learning_rate=float(rate)), output_dir=rank, distributed=limits,
+    data=DataConfig(path=(rank,), tokenizer=rank, chat_template=rank))
 try:
     compatibility.check_same_on_all_processes(config)
     print("the same")
@@ -52,7 +53,7 @@ except ValueError as error:
 @pytest.mark.parametrize(
     ("rate", "code", "said"),
     [
-        ("0.001", "", "the same"),
+        ("0.001", "", "^the same$"),
         ("0.002", "", r"\(process 0 -> 1\): optimizer.learning_rate: 0.001 -> 0.002$"),
         ("0.001", "x", r"\(process 0 -> 1\): code.jmoe: '(\w{16})' -> '\1x'$"),
     ],
@@ -124,6 +125,12 @@ def test_a_fingerprint_stands_for_the_data() -> None:
         )
         == 1
     )
+    template = configured()
+    template["data"] = {**template["data"], "chat_template": "/moved/chat.jinja"}
+    (note,) = check_and_list_differences(
+        {**saved, "data_fingerprint": "a"}, {**template, "data_fingerprint": "a"}
+    )
+    assert note.endswith("'/moved/chat.jinja' (the tokens are the same)")
     changed = {**now, "data_fingerprint": "b"}
     with pytest.raises(
         ValueError,
