@@ -213,10 +213,11 @@ class BlockPool:
             else:
                 self._hide(block)
 
-    def hide(self, block_ids: Iterable[int]) -> None:
-        """Keep `find` from returning these blocks again."""
-        for block_id in block_ids:
-            self._hide(self._block(block_id))
+    def hide_unshared(self, block_ids: Iterable[int]) -> None:
+        """Keep `find` from returning those of these blocks again that have a single holder."""
+        for block in map(self._block, block_ids):
+            if block.holders == 1:
+                self._hide(block)
 
     def forget_cached(self) -> None:
         """Make all blocks without holders unused."""

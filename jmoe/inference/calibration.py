@@ -88,6 +88,21 @@ def calibrate(
     if runner.needs_no_choices:
         filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
     runner.residency = filled
+    try:
+        step_tokens, layer_s, rest_s = _measure_steps(
+            runner, sampler, max_batch=max_batch, prefill_tokens=prefill_tokens, position=position
+        )
+    finally:
+        runner.residency = residency
+    return replace(calibration, step_tokens=step_tokens, layer_s=layer_s, rest_s=rest_s)
+
+
+def _measure_steps(
+    runner: ModelRunner, sampler: Sampler, *, max_batch: int, prefill_tokens: int, position: int
+) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+    """Return (tokens of the measured steps, ascending; seconds of one of their layers, for each;
+    seconds of a step beside its layers).
+    """
     tokens = (
         np.random.default_rng(0)
         .integers(0, runner.config.vocab_size, max(max_batch, prefill_tokens))
@@ -115,16 +130,9 @@ def calibrate(
     }
     (output,) = runner.forward([batch])
     output = output._replace(logits_PV=None)
-    runner.residency = residency
-    steps = sorted(by_tokens)
-    return replace(
-        calibration,
-        step_tokens=tuple(steps),
-        layer_s=tuple(by_tokens[n] / layers for n in steps),
-        rest_s=_median_s(
-            lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32)))
-        ),
-    )
+    rest_s = _median_s(lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32))))
+    steps, layers = sorted(by_tokens), runner.config.num_moe_layers
+    return tuple(steps), tuple(by_tokens[n] / layers for n in steps), rest_s
 
 
 def _fill_slots_and_measure_transfers(

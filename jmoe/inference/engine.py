@@ -116,6 +116,8 @@ class Engine(Closing):
         self._is_measured = model.on_one is None or memory.policy != "auto"
         self._has_answered = False
         self.on_prepared: Callable[[], object] = lambda: None
+        # whether a thread that could not be ended still runs the engine, which then stays open
+        self.is_in_use = False
         self._log_plan()
         self._reset_counters_and_choices()
 
@@ -202,6 +204,11 @@ class Engine(Closing):
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished
 
+    @property
+    def has_room_for_another(self) -> bool:
+        """Whether one more sequence would soon get blocks of the cache."""
+        return self._scheduler.has_room_for_another
+
     def generate(
         self,
         prompts: Iterable[str | Iterable[int]],
@@ -269,7 +276,7 @@ class Engine(Closing):
                 log.error(
                     "a request of %d prompt tokens: %s", len(sequence.prompt_token_ids), NO_NUMBERS
                 )
-                self._scheduler.finish(sequence, "error")
+                self._scheduler.finish(sequence, "error", reuses_blocks=False)
             elif sequence.failed is not None:
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
@@ -297,7 +304,8 @@ class Engine(Closing):
         may need, or, with policy "auto" and once a request has been answered, measure the machine.
 
         Call it while no sequence is unfinished. Return False if nothing is left to do. Counters
-        and the results of requests stay the same.
+        and the results of requests stay the same. If compiling fails, it is logged, and the steps
+        that need the other programs compile them.
         """
         assert not self.has_unfinished, "steps come first"
         preparation = self._preparation
@@ -307,8 +315,15 @@ class Engine(Closing):
             self._measure_machine()
             return True
         begun = time.perf_counter()
-        with self._outside_of_counters():
-            preparation.run_next_task(in_thread=True)
+        try:
+            with self._outside_of_counters():
+                preparation.run_next_task(in_thread=True)
+        except Exception:
+            if self.leader is not None:  # the other processes may run another program by now
+                raise
+            log.exception("compiling before requests come has failed: their steps compile")
+            preparation.skip_tasks()
+            return True
         self._prepared_s += time.perf_counter() - begun
         if preparation.is_done():
             seconds = f"{self._prepared_s:.1f} s, while there were no requests"
@@ -363,7 +378,12 @@ class Engine(Closing):
         return self._runner.last_choices()
 
     def close(self) -> None:
-        """Stop the threads that copy experts; log predicted and measured step times."""
+        """Stop the threads that copy experts; log predicted and measured step times.
+
+        Does nothing while `is_in_use`.
+        """
+        if self.is_in_use:
+            return
         if self.plan.calibration is not None:
             for name, phase in (
                 ("prefill", (stats := self.stats()).prefill),
@@ -388,13 +408,18 @@ class Engine(Closing):
         """Measure how fast the machine runs steps and copies experts; policy "auto" then chooses
         by that.
 
-        Overwrites the cached prefixes of ended sequences.
+        Overwrites the cached prefixes of ended sequences. If it fails, that is logged, and the plan
+        stays.
         """
         self._is_measured = True
         self._scheduler.forget_cached_prefixes()
         what = "measuring how fast this machine runs steps"
-        with status(what, self._say, timed=True), self._outside_of_counters():
-            calibration = self._preparation.measure_machine()
+        try:
+            with status(what, self._say, timed=True), self._outside_of_counters():
+                calibration = self._preparation.measure_machine()
+        except Exception:
+            log.exception("%s has failed: %s", what, self.plan.memory)
+            return
         self._collector.plan = replace(self.plan, calibration=calibration)
         self._log_plan()
 
@@ -405,17 +430,19 @@ class Engine(Closing):
         """
         recent = self._runner.recent_choices
         kept = list(recent)
-        with self._collector.excluding_work():
-            yield
-        recent.clear()
-        recent.extend(kept)
+        try:
+            with self._collector.excluding_work():
+                yield
+        finally:
+            recent.clear()
+            recent.extend(kept)
 
     def _pause_unready_sequences(self) -> list[tuple[Sequence, Constraint]]:
         """Mark sequences whose constraint is not ready as paused; return [(paused sequence, its
         constraint)].
         """
         paused = []
-        for sequence in self._scheduler.decoding_sequences:
+        for sequence in self._scheduler.begun_sequences:
             if sequence.constraint is not None:
                 sequence.is_paused = False
                 if sequence.failed is None:

@@ -12,9 +12,10 @@ V vocabulary
 C tokens of a chunk
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 import jax
@@ -26,6 +27,8 @@ from jmoe.inference.loading import LoadedModel
 from jmoe.inference.sampler import SAMPLING_VARIANTS, Sampler, SamplingVariant
 from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
 from jmoe.planning.streaming import Calibration
+
+log = logging.getLogger("jmoe")
 
 Shape = tuple[int, int]  # rows and tokens a row of a program
 
@@ -48,12 +51,15 @@ class _SamplingPrograms:
 
     def wait_if_compiling(self, variant: SamplingVariant) -> None:
         """Return once the thread does not compile this variant, neither now nor later: the caller
-        compiles a variant that the thread has not begun.
+        compiles a variant that the thread has not begun, or has failed to compile.
         """
         if variant in self._left:
             self._left.remove(variant)
         elif self._running is not None and self._running[0] == variant:
-            self._running[1].result()
+            future, self._running = self._running[1], None
+            wait([future])
+            if (error := future.exception()) is not None:
+                log.warning("%s was not compiled early", variant, exc_info=error)
 
     def close(self) -> None:
         """End the thread, once the program that it compiles is done."""
@@ -90,7 +96,12 @@ class Preparation:
         """
         if in_thread and self._logits_1V is not None:
             self._sampling.start_next(partial(self._sampler.warm_up_sampling, self._logits_1V))
+        self._runner.residency.begin_step(whole_layers=False)
         self._tasks.popleft()()
+
+    def skip_tasks(self) -> None:
+        """Leave the programs of all other tasks to the steps that need them."""
+        self._tasks.clear()
 
     def close(self) -> None:
         """End the thread that compiles, once its program is done."""
@@ -105,6 +116,7 @@ class Preparation:
         model, scheduler = self._model, self._model.scheduler
         assert model.on_one is not None
         prefill_tokens = scheduler.prefill_widths[-1]
+        self._runner.residency.begin_step(whole_layers=False)
         for shape in {(1, 1), (self._max_batch, 1), (1, prefill_tokens)} - self._compiled:
             self._compile_group(shape)
         return calibrate(

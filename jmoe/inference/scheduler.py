@@ -215,16 +215,18 @@ class Scheduler:
         )
         check(length < self.max_seq_len, "len(prompt_token_ids)", length, constraint)
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> bool:
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, *, reuses_blocks: bool = True
+    ) -> bool:
         """End a sequence now, e.g. at a stop string; return False if it is neither waiting nor
         running.
 
-        Between `schedule` and `update` this discards the token being sampled. After reason "error"
-        the content of the sequence's blocks is not reused.
+        Between `schedule` and `update` this discards the token being sampled.
+        reuses_blocks: False if the content of the blocks that this sequence alone holds is wrong.
         """
         if sequence.row is not None:
-            if reason == "error":
-                self._pool_of(sequence).hide(sequence.block_ids)
+            if not reuses_blocks:
+                self._pool_of(sequence).hide_unshared(sequence.block_ids)
             self._give_back(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -245,6 +247,22 @@ class Scheduler:
     def decoding_sequences(self) -> list[Sequence]:
         """The running sequences whose prompt is complete."""
         return [sequence for sequence in self._running if sequence.status == "decode"]
+
+    @property
+    def begun_sequences(self) -> list[Sequence]:
+        """The decoding sequences, and the waiting ones that were preempted."""
+        return self.decoding_sequences + [s for s in self._waiting if s.num_preemptions]
+
+    @property
+    def has_room_for_another(self) -> bool:
+        """Whether no sequence waits, or blocks are free beyond those that the waiting ones need.
+
+        Counts the blocks that the next sequences need to enter, as if none shared a prefix.
+        """
+        if not self._waiting:
+            return True
+        free = sum(pool.num_free - self._num_blocks_soon(pool) for pool in self._pools)
+        return sum(self._num_blocks(s.num_tokens) + 1 for s in self._waiting) < free
 
     def schedule(self) -> StepPlan:
         """Return the next step; empty if no sequence waits and all running ones are paused.
@@ -449,14 +467,14 @@ class Scheduler:
         )
 
     def _admit_next(self, tokens: int) -> bool:
-        """Give the longest waiting sequence a row and blocks; return False if it must go on
-        waiting.
+        """Give the longest waiting sequence that is not paused a row and blocks; return False if it
+        must go on waiting.
 
         It needs a free row and blocks, and its first chunk, padded, must not exceed `tokens`.
         """
-        if not self._waiting or None not in self._rows:
+        sequence = next((s for s in self._waiting if not s.is_paused), None)
+        if sequence is None or not self._enterable_pools():
             return False
-        sequence = self._waiting[0]
         known = sequence.known_token_ids
         needs_all = sequence.sampling.prompt_logprobs is not None and not sequence.output_token_ids
         reusable = [] if needs_all else known[:-1]
@@ -477,7 +495,7 @@ class Scheduler:
                 break
         else:
             return False
-        self._waiting.popleft()
+        self._waiting.remove(sequence)
         sequence.status = "prefill"
         sequence.num_computed_tokens = sequence.first_position = length
         if not sequence.num_preemptions:
@@ -497,16 +515,18 @@ class Scheduler:
             for pool in self._pools
         ]
         longest = max(prefixes, key=lambda prefix: prefix.num_tokens)
-        free = [
-            i
-            for i, pool in enumerate(self._pools)
-            if pool.num_free and None in self._rows_of_pool(i)
-        ]
+        free = self._enterable_pools()
         free.sort(key=lambda i: (-prefixes[i].num_tokens, self._pools[i].oldest_use))
         return [_Admission(i, prefixes[i], longest) for i in free]
 
-    def _rows_of_pool(self, pool: int) -> list[Sequence | None]:
-        return self._rows[pool * self._rows_per_pool : (pool + 1) * self._rows_per_pool]
+    def _enterable_pools(self) -> list[int]:
+        """Return the numbers of the pools that have a free row and a free block."""
+        size = self._rows_per_pool
+        return [
+            i
+            for i, pool in enumerate(self._pools)
+            if pool.num_free and None in self._rows[i * size : (i + 1) * size]
+        ]
 
     def _enter(self, sequence: Sequence, admission: _Admission, num_tokens: int) -> bool:
         """Give a waiting sequence a row of a pool, and blocks for `num_tokens` tokens.

@@ -2,9 +2,9 @@
 
 The thread named "engine" alone calls the engine. HTTP handlers, on the event loop, submit sequences
 and iterate over the engine's outputs. The event loop sends commands to the thread through a queue;
-the thread executes them between two steps. The engine receives at most `max_batch` sequences; the
-others wait in a `FairQueue`, which picks the next one when a sequence ends. Attributes of
-`EngineLoop` belong to the event loop unless a comment assigns them to the thread.
+the thread executes them between two steps. The engine receives at most `max_batch` sequences, while
+its cache has room for them; the others wait in a `FairQueue`, which picks the next one. Attributes
+of `EngineLoop` belong to the event loop unless a comment assigns them to the thread.
 """
 
 import asyncio
@@ -195,11 +195,15 @@ class EngineLoop:
     async def stop(self) -> None:
         """Stop the thread after the current step, and wait up to `JOIN_LIMIT_S` for its end.
 
-        If a process of the engine was lost, do not wait: the step may never return.
+        If a process of the engine was lost, do not wait: the step may never return. If the thread
+        has not ended by then, the engine stays open.
         """
         self._commands.put(None)
         if not self.lost_process.is_set():
             await asyncio.to_thread(self._thread.join, JOIN_LIMIT_S)
+            if self._thread.is_alive():
+                self.engine.is_in_use = True
+                log.warning("the engine's thread has not ended in %g s: not closed", JOIN_LIMIT_S)
 
     # Called on the event loop
 
@@ -418,8 +422,14 @@ class EngineLoop:
                 self.snapshot = self._take_snapshot()
 
     def _admit_waiting(self) -> None:
-        """Move waiting sequences to the engine until `max_batch` run."""
-        while len(self._queue) and self._queue.num_running < self.engine.max_batch:
+        """Move waiting sequences to the engine until `max_batch` run, or the next ones would wait
+        for blocks of the cache: the engine serves them in the order in which it gets them.
+        """
+        while (
+            len(self._queue)
+            and self._queue.num_running < self.engine.max_batch
+            and self.engine.has_room_for_another
+        ):
             sequence = self._queue.pop()
             try:
                 self.engine.add_sequence(sequence)

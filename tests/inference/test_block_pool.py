@@ -114,8 +114,11 @@ def test_equal_blocks_are_kept_once() -> None:
 
 
 def test_hidden_blocks_are_not_found() -> None:
+    """Those that another sequence holds too are."""
     pool, blocks = pool_with(TOKENS)
-    pool.hide(blocks[1:])
+    pool.hold(blocks[:1])
+    pool.hide_unshared(blocks)
+    pool.release(blocks[:1], 1)
     assert find(pool, TOKENS) == CachedPrefix(blocks[:1], None, 0, 4)
     pool.release(blocks, 1)
     assert (pool.num_cached, pool.num_free) == (1, 6)

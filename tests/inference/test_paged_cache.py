@@ -16,7 +16,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.block_pool import NOTHING_CACHED, BlockPool
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import plan_engine_memory, with_sequence_length
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.sequence import Sequence
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -220,3 +220,36 @@ def test_the_size_of_the_cache(long_models: Path) -> None:
         assert (engine.max_seq_len, engine.cache_tokens) == (300, 384)
         with pytest.raises(ValueError, match="300: must be below max_seq_len = 300"):
             engine.add_request([5] * 300)
+
+
+class SlowConstraint(Unconstrained):
+    """Ready when asked for the fifth time after a token."""
+
+    asked = 5
+
+    def is_ready(self) -> bool:
+        self.asked += 1
+        return self.asked >= 5
+
+    def wait(self, limit_s: float) -> None:
+        return
+
+    def fill(self, words_W: np.ndarray) -> None:
+        assert self.asked >= 5, "asked for before it was ready"
+        super().fill(words_W)
+
+    def accept(self, token_id: int) -> None:
+        self.asked = 0
+
+
+def test_a_paused_sequence_is_preempted(long_models: Path) -> None:
+    """It computes its tokens again, and draws the next one once its constraint is ready."""
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    options = ROOMY | {"cache_tokens": 384}  # three blocks
+    with tiny_engine(long_models / "qwen3_moe", policy="resident", **options) as engine:
+        first = engine.add_request([5, 6] * 50, sampling)
+        late = engine.add_request([7, 8] * 63, sampling, SlowConstraint())
+        while engine.has_unfinished:
+            engine.step()
+        assert late.num_preemptions > 0
+        assert (first.finish_reason, late.finish_reason) == ("length", "length")

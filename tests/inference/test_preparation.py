@@ -10,7 +10,7 @@ from tiny_engines import tiny_engine
 
 from jmoe.inference.engine import Engine
 from jmoe.inference.preparation import _SamplingPrograms
-from jmoe.inference.sampler import SAMPLING_VARIANTS, SamplingVariant
+from jmoe.inference.sampler import SAMPLING_VARIANTS, Sampler, SamplingVariant
 from jmoe.offload.policies import ChosenExperts
 from jmoe.planning.streaming import StreamingPlan
 from tests.compiled import compilations
@@ -94,6 +94,52 @@ def test_a_second_call_of_generate_measures() -> None:
             run(engine)
             plans.append(engine.plan)
     assert [plan.calibration is not None for plan in plans] == [False, True]
+
+
+def test_a_last_step_of_whole_layers_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared and measured after it is that of steps with chosen experts, too."""
+    options = {"device_bytes": layer_bytes("mixtral") * 7 // 4, "estimator": "router"}
+    with tiny_engine("mixtral", **options) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamingPlan, "choose_policy", lambda *_: "ring")
+            engine.generate([[5]], max_new_tokens=1)
+        residency = engine.residency
+        assert isinstance(residency, ChosenExperts) and not residency.needs_choices
+        engine._measure_machine()
+        calibration = engine.plan.calibration
+        assert calibration is not None and calibration.sync_s > 0, "choices were read back"
+        residency.begin_step(whole_layers=True)
+        residency.acquire(0, None)
+        residency.release(0)
+        assert engine.prepare_next() and residency.needs_choices
+
+
+def test_failures_of_preparation_are_no_failures_of_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is left is skipped; the plan stays as it was, and so do the experts' slots."""
+    with tiny_engine("mixtral", device_bytes=layer_bytes("mixtral") * 7 // 4) as engine:
+        expected, residency = run(engine), engine.residency
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "warm_up", lambda *_: 1 / 0)
+            patch.setattr(Sampler, "greedy", lambda *_: 1 / 0)
+            assert prepare(engine) == 2
+            assert engine._runner.residency is residency and engine.plan.calibration is None
+        assert [c.token_ids for c in run(engine)] == [c.token_ids for c in expected]
+    assert "compiling before requests come has failed" in caplog.text
+    assert "measuring how fast this machine runs steps has failed" in caplog.text
+
+
+def test_a_failure_of_the_thread_that_compiles_is_not_the_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    programs = _SamplingPrograms()
+    try:
+        programs.start_next(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+        programs.wait_if_compiling(SAMPLING_VARIANTS[0])
+    finally:
+        programs.close()
+    assert "was not compiled early" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_a_program_of_sampling_is_compiled_once() -> None:

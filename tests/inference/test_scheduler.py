@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.block_pool import BlockPool
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, Scheduler, StepPlan, bucket_sizes, smallest_bucket
 from jmoe.inference.sequence import Sequence
@@ -496,16 +497,33 @@ def test_an_aborted_copy_is_not_taken_for_done() -> None:
     engine.run_to_end()
 
 
-def test_blocks_of_a_failed_sequence_are_not_reused() -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("reuses_blocks", [False, True])
+def test_blocks_of_a_failed_sequence(is_shared: bool, reuses_blocks: bool) -> None:
+    """With wrong content, those that it alone has are not reused: 16 of 20 tokens are shared."""
     engine = Engine(make_scheduler(2, 64, 64))
     failed = request("failed", list(range(20)), max_new_tokens=30)
     admitted(engine, failed)
-    other = request("other", [*range(20), 40], max_new_tokens=30)
-    assert admitted(engine, other).start == 20
-    engine.scheduler.finish(failed, "error")
-    assert admitted(engine, request("next", [*range(20), 41])).start == 0
+    other = request("other", [*range(16 if is_shared else 0), 40], max_new_tokens=30)
+    admitted(engine, other)
+    engine.scheduler.finish(failed, "error", reuses_blocks=reuses_blocks)
+    assert admitted(engine, request("next", [*range(20), 41])).start == (
+        20 if reuses_blocks else 16 if is_shared else 0
+    )
     engine.run_to_end()
-    assert other.output_token_ids == expected_output(other, 64)[0]
+
+
+def test_a_prompt_that_waits_for_blocks_is_not_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(make_scheduler(2, 40, 40, cache_tokens=40))
+    admitted(engine, request("first", [1] * 33, max_new_tokens=5))
+    engine.scheduler.add(request("second", [2] * 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockPool, "find", lambda *_: pytest.fail("no block is free"))
+        engine.step()
+    engine.run_to_end()
+    assert len(engine.finished) == 2
 
 
 def test_ten_chats_with_one_system_prompt() -> None:

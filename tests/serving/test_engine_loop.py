@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models
 
+from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Output, Sequence
+from jmoe.serving import engine_loop
 from jmoe.serving.engine_loop import EngineLoop, Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.metrics import Metrics
@@ -119,6 +122,63 @@ def test_a_preempted_sequence_does_not_wait_for_its_start(engine: Engine) -> Non
         return [*counts, generation.num_waiting]
 
     assert asyncio.run(count_waiting()) == [2, 1]
+
+
+def test_a_client_does_not_wait_for_all_of_another_s_blocks(model_folder: Path) -> None:
+    """The engine gets no more sequences than its cache has room for, and one."""
+    options = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    with Engine(
+        model_folder,
+        EngineConfig(max_batch=8, max_seq_len=128, cache_tokens=256, dtype="float32"),
+    ) as engine:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        ended: list[str] = []
+
+        def run_step() -> None:
+            loop._admit_waiting()
+            for output in engine.step():
+                if output.finish_reason is not None:
+                    loop._queue.remove(output.sequence)
+                    ended.append(output.sequence.client)
+
+        for client in "aaaaaaaab":
+            if client == "b":
+                run_step()
+            sequence = Sequence([5 + len(ended)], options)
+            sequence.client = client
+            loop._queue.push(sequence)
+        while engine.has_unfinished or len(loop._queue):
+            run_step()
+    assert ended.index("b") <= 3 and len(ended) == 9
+
+
+def test_an_engine_whose_thread_goes_on_stays_open(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store is not closed while a long preparation reads it."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def prepare_next() -> bool:
+        begun.set()
+        return not may_end.wait(60)
+
+    monkeypatch.setattr(engine, "prepare_next", prepare_next)
+    monkeypatch.setattr(engine_loop, "JOIN_LIMIT_S", 0.05)
+    monkeypatch.setattr(engine, "is_in_use", False)
+    monkeypatch.setattr(engine._model, "close", lambda: pytest.fail("the thread uses it"))
+
+    async def check() -> None:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        loop.start()
+        try:
+            await asyncio.to_thread(begun.wait, 60)
+            await loop.stop()
+            engine.close()
+        finally:
+            may_end.set()
+            await asyncio.to_thread(loop._thread.join, 60)
+
+    asyncio.run(check())
 
 
 class PanickingConstraint(Unconstrained):
