@@ -9,8 +9,10 @@ is not involved.
 """
 
 import bisect
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -27,6 +29,7 @@ from kernels_pallas.native import count_multiplications, delay_until_available, 
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
+Markers = tuple[jax.Array, ...]  # of values to wait for, see `_CollectiveOrder`
 
 CHUNK_S = 0.02  # seconds of network time of a chunk: the longest that an all-to-all waits for one
 MAX_CHUNK_BYTES = 30_000_000
@@ -340,47 +343,50 @@ class _Program:
 class _CollectiveOrder:
     """A chain of data dependences that makes every collective wait for the previous one.
 
-    On a GPU an `optimization_barrier` carries a dependence and moves no bytes. XLA:CPU drops
-    barriers: there the bits of an array are XORed with an integer that is always 0, which XLA
-    cannot know.
+    On a GPU an `optimization_barrier` of an operand and of what it waits for carries a dependence
+    and moves no bytes. XLA drops an input of a barrier whose output is unused, unless that input
+    has other users: so the barriers read results that the program uses, no value made for them.
+    XLA:CPU drops barriers: there the bits of an array are XORed with an integer that is always 0,
+    which XLA cannot know.
+
+    last: what the next collective waits for, see `markers_of`.
     """
 
-    def __init__(self, axes: tuple[str, ...]) -> None:
+    def __init__(self, axes: tuple[str, ...], begin: jax.Array) -> None:
         self._uses_barriers = target_device().platform == "gpu"
-        self.zero = (
-            jnp.int32(0) if self._uses_barriers else lax.axis_index(axes) // lax.axis_size(axes)
-        )
-        self.last = self.zero
+        if not self._uses_barriers:
+            self._zero = lax.axis_index(axes) // lax.axis_size(axes)
+        self.last = self.markers_of(begin)
 
     def after_last_collective(self, x: jax.Array) -> jax.Array:
         """Return x, available only once the last collective is done."""
         return self.delay_until(x, self.last)
 
-    def delay_until(self, x: jax.Array, zero: jax.Array) -> jax.Array:
-        """Return x, available only once `zero` is known."""
+    def delay_until(self, x: jax.Array, markers: Markers) -> jax.Array:
+        """Return x, available only once what the markers stand for is known."""
         if self._uses_barriers:
-            delayed: jax.Array = lax.optimization_barrier((x, zero))[0]
+            delayed: jax.Array = lax.optimization_barrier((x, *markers))[0]
             return delayed
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
             return lax.bitcast_convert_type(
-                lax.bitcast_convert_type(x, words) ^ zero.astype(words), x.dtype
+                lax.bitcast_convert_type(x, words) ^ self._one_zero(markers).astype(words), x.dtype
             )
 
-    def zero_after(self, y: jax.Array) -> jax.Array:
-        """Return an int32 0 that XLA cannot know before y is computed."""
+    def markers_of(self, y: jax.Array) -> Markers:
+        """Return what tells `delay_until` to wait for y: y itself on a GPU; elsewhere an int32 0
+        that XLA cannot know before y is computed.
+        """
         if self._uses_barriers:
-            return self._barrier_after(y, self.zero)
+            return (y,)
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
             first = y[(slice(0, 1),) * y.ndim].reshape(())
-            return lax.bitcast_convert_type(first, words).astype(jnp.int32) & self.zero
+            return (lax.bitcast_convert_type(first, words).astype(jnp.int32) & self._zero,)
 
     @staticmethod
-    def _barrier_after(y: jax.Array, zero: jax.Array) -> jax.Array:
-        """Return `zero`, available only once y is computed."""
-        delayed: jax.Array = lax.optimization_barrier((y, zero))[1]
-        return delayed
+    def _one_zero(zeros: Markers) -> jax.Array:
+        return functools.reduce(operator.or_, zeros)
 
     def hold_memory(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
         """Return `result`, and keep XLA from reusing the memory of `arrays` before the last
@@ -390,19 +396,23 @@ class _CollectiveOrder:
         """
         if not arrays:
             return result
-        self.last = delay_until_available(self.last, arrays)
+        self.last = (delay_until_available(self._one_zero(self.last), arrays),)
         return self.after_last_collective(result) if at_end else result
 
-    def set_last_collective(self, y: jax.Array) -> None:
-        """Make every later collective wait for y, the result of the last one."""
-        self.last = self.zero_after(y)
+    def set_last_collective(self, y: jax.Array) -> jax.Array:
+        """Make every later collective wait for y, the result of the last one. Return y, which the
+        program must use in place of y.
+
+        On a GPU that is a barrier's output, which all users of y read. Otherwise XLA may let them
+        read what y was reshaped from, and y would have no other user.
+        """
+        y = lax.optimization_barrier(y) if self._uses_barriers else y
+        self.last = self.markers_of(y)
+        return y
 
     def also_wait_for(self, y: jax.Array) -> None:
         """Make later collectives wait for y as well as for the last collective."""
-        if self._uses_barriers:
-            self.last = self._barrier_after(y, self.last)
-        else:
-            self.last = self.last | self.zero_after(y)
+        self.last += self.markers_of(y)
 
 
 def _assign_work(
@@ -438,8 +448,7 @@ def interleave_collectives(
     value is known. Without it XLA would gather the parameters of all layers at once, or keep those
     gathered in the forward pass for the backward pass.
     """
-    order = _CollectiveOrder(axes)
-    order.set_last_collective(begin)
+    order = _CollectiveOrder(axes, begin)
     if not schedule.ordered:
         return function(*args), [send(order.after_last_collective) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -480,12 +489,12 @@ class _InterleavedRun:
     def evaluate(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (the program's outputs, the results of the work)."""
         order, program = self._order, self._program
-        can_start = order.zero
+        can_start = order.last
         for at, equation in enumerate(program.equations):
             operands = [self._read_value(x) for x in equation.inputs]
             self._run_work(at)
             if equation.is_all_to_all:
-                can_start = order.zero_after(operands[0])
+                can_start = order.markers_of(operands[0])
                 operands = [order.after_last_collective(x) for x in operands]
             if equation.deferred:
                 numbers = (
@@ -499,7 +508,7 @@ class _InterleavedRun:
                 )
             outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
             if equation.is_all_to_all:
-                order.set_last_collective(outputs[0])
+                outputs = [order.set_last_collective(outputs[0])]
             self._values.update(zip(equation.outputs, outputs, strict=True))
         self._run_work(len(program.equations))
         results = [self._results[i] for i in range(len(self._work))]
@@ -517,8 +526,8 @@ class _InterleavedRun:
         for operand in program.operands_to_wait_for(self._places[place]):
             order.also_wait_for(self._values[operand])
         for i in share:
-            self._results[i] = self._work[i](order.after_last_collective)
-            order.set_last_collective(self._results[i])
+            result = self._work[i](order.after_last_collective)
+            self._results[i] = order.set_last_collective(result)
         if runs_in_background():
             begun = [i for i in self._places[place] if i < place]
             arrays = [self._values[x] for x in program.native_operands(begun)]

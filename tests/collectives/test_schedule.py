@@ -20,9 +20,11 @@ from jmoe.collectives.schedule import (
     interleave_collectives,
 )
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
+from jmoe.planning.hlo import HloComputation, HloOperation, parse_hlo
+from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda_plugin, lower_for_device
 from kernels_pallas import native
 from kernels_pallas.implementations import tracing_for
-from tests.compiled import inside_shard_map, operations, origins
+from tests.compiled import COLLECTIVES, inside_shard_map, operations, origins
 
 MESH = make_mesh((1, 1, 8))
 
@@ -120,6 +122,59 @@ def test_on_a_gpu_barriers_keep_the_order() -> None:
     expected = jax.shard_map(layer, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
     y, _ = traced.lower().compile()(x, w)
     np.testing.assert_allclose(y, jax.jit(expected)(x, w), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not has_cuda_plugin(), reason="JAX's CUDA libraries are not installed")
+@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.parametrize("name", ["chunks", "fixed"])
+def test_a_program_compiled_for_a_gpu_keeps_the_order(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """XLA drops what a barrier waits for if nothing else uses it: here every collective of the
+    optimized program still waits for the one before it, and none is merged with another.
+    """
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    devices = abstract_gpu_devices("h100", 1, 8)
+
+    def body(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
+        def gather(after: After, start: int) -> jax.Array:
+            return lax.all_gather(after(rows[:, start : start + 512]), ALL, tiled=True)
+
+        def reduce(after: After, start: int) -> jax.Array:
+            return lax.psum_scatter(after(rows[:, start : start + 512]), ALL)
+
+        work = [
+            lambda after, send=send, start=start: send(after, start)
+            for send in (gather, reduce)
+            for start in (0, 512)
+        ]
+        y, results = interleave_collectives(layer, (x, w), work, SCHEDULES[name], ALL, x)
+        return y, jnp.concatenate(results[:2], axis=1), jnp.concatenate(results[2:])
+
+    specs: Any = (BATCH, REPLICATED, REPLICATED)
+    mapped = jax.shard_map(
+        body, mesh=make_mesh((1, 1, 8), devices), in_specs=specs, out_specs=BATCH, check_vma=False
+    )
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 16), (16, 16), (8, 1024))]
+    _, lowered = lower_for_device(devices[0], jax.jit(mapped), *shapes)
+    program = parse_hlo(lowered.compile().as_text() or "").entry
+    sent = [op for op in program.values() if op.kind.removesuffix("-start") in COLLECTIVES]
+    kinds = [op.kind.removesuffix("-start") for op in sent]
+    assert sorted(kinds) == 2 * ["all-gather"] + 3 * ["all-to-all"] + 2 * ["reduce-scatter"]
+    assert program.parameters[0].name in _names_behind(program, sent[0]), "begins before x is known"
+    for before, after in itertools.pairwise(sent):
+        assert before.name in _names_behind(program, after), (before.name, after.name)
+
+
+def _names_behind(program: HloComputation, operation: HloOperation) -> set[str]:
+    """Return the names of all operations on which this one depends."""
+    found, todo = set(), [*operation.operands]
+    while todo:
+        name = todo.pop()
+        if name in program and name not in found:
+            found.add(name)
+            todo += program[name].operands
+    return found
 
 
 @pytest.mark.parametrize("experts", ["products", "native"])
