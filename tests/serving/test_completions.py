@@ -65,6 +65,9 @@ def test_streamed_text_is_the_engines(
         whole = server.post("/v1/completions", **body).json()
         assert whole["choices"][0]["text"] == expected.text
         assert whole["choices"][0]["finish_reason"] == expected.finish_reason
+        # the same prompt came before
+        cached = whole["usage"].pop("prompt_tokens_details")["cached_tokens"]
+        assert cached == counts["prompt_tokens"] - 1
         assert whole["usage"] == last["usage"]
     assert (server.get("/live").json()["streamed_bytes_total"] > 0) == (policy == "ring")
 
