@@ -117,7 +117,7 @@ def in_host_memory(
         "loss_gradients", parts.loss_gradients, outside, y_BSD, part, grads.outside, scale
     )
     kept, choices = (routed, of_route, of_experts), {"topk_idx_TK": routed.topk_idx_TK}
-    backward = BackwardInputs(x_BSD, dx_BSD, choices, kept, scale, totals.counts_NAE)
+    backward = BackwardInputs(x_BSD, dx_BSD, choices, kept, scale, totals.loss_tokens)
     sums = GradAccumulator(None, grads.outside_buffer["moe"])
     dx_BSD, sums, _, square, _ = do(
         "moe_gradients",
