@@ -560,7 +560,7 @@ class _TokenizingJob:
 
     @functools.cached_property
     def _encoding_of_samples(self) -> Json:
-        """What decides how samples become tokens, read once."""
+        """The settings that determine the tokens of samples, read once."""
         assert self.tokenizer is not None
         return fingerprint_of_encoding(self.config, self.tokenizer.path)
 

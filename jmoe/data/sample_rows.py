@@ -36,7 +36,7 @@ class SampleRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What became of a corpus' samples.
+    """How many samples of a corpus are in rows, cut or left out.
 
     long: samples of more than S + 1 tokens, which were cut or dropped. unlearned: samples cut
     before the first token to learn, and therefore dropped. tokens: in the rows.

@@ -1,5 +1,5 @@
-"""What an engine does while it has no requests: compile the programs of requests to come, and
-measure the machine.
+"""The work of an engine between requests: it compiles the programs of requests to come, and
+measures the machine.
 
 A server listens as soon as its model is loaded. A step compiles the programs that it needs and that
 are not compiled yet; the other ones are compiled here, one task at a time between two requests,
