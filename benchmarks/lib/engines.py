@@ -29,7 +29,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: object) -> N
 
 
 def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **more: Any) -> Engine:
-    """Return the engine that the options and `more` fields describe.
+    """Return the engine that the options and `more` fields describe; with policy "auto" it has
+    measured the machine.
 
     limits: bytes per second of each tier.
     """
@@ -41,7 +42,11 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
     if config.mesh.devices == 1:
         # else a first run would be measured without the native operations
         load_native_if_used(config, waits=True)
-    return Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
+    engine = Engine(a.model, config, bandwidth_limit_bytes_per_s=limits)
+    if config.policy == "auto":
+        engine.generate([[1]], max_new_tokens=1, ignore_eos=True)
+        engine.generate([])  # measures before a second call
+    return engine
 
 
 def run_description(a: argparse.Namespace) -> JsonObject:

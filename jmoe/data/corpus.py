@@ -797,14 +797,14 @@ class _TokenizingJob:
 def _has_content(file: InputFile, start: int, stop: int) -> bool:
     """Return whether bytes `start` up to `stop` of a file hold any text, or any sample."""
     if file.has_samples:
-        return any(line.strip() for line in read_lines(file, start, stop))
+        return any(line.strip() for _, line in read_lines(file, start, stop))
     return any(text for text, _ in read_pieces(file, start, stop))
 
 
 def _held_out_content(file: InputFile) -> bytes:
     """Return the held-out text of a file; of samples, the lines of their records."""
     if file.has_samples:
-        return b"".join(read_lines(file, file.train_bytes, file.size_bytes))
+        return b"".join(line for _, line in read_lines(file, file.train_bytes, file.size_bytes))
     pieces = read_pieces(file, file.train_bytes, file.size_bytes)
     return b"".join(text.encode() for text, _ in pieces)
 

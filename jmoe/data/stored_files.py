@@ -7,6 +7,7 @@ JSON. Nothing is held in memory but one piece.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -132,18 +133,14 @@ class _RestartingStream(io.RawIOBase):
 def _damage_errors() -> tuple[type[Exception], ...]:
     """Return the errors that damaged files raise, with those of installed libraries."""
     errors: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
-    try:
+    with contextlib.suppress(ImportError):
         import zstandard
 
         errors.append(zstandard.ZstdError)
-    except ImportError:
-        pass
-    try:
+    with contextlib.suppress(ImportError):
         import pyarrow
 
         errors.append(pyarrow.ArrowException)
-    except ImportError:
-        pass
     return tuple(errors)
 
 

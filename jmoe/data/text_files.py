@@ -569,18 +569,14 @@ def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, 
 
 
 def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
-    with file.open() as f:
-        f.seek(start)
-        position = start
-        while position < stop and (line := f.readline()):
-            if line.strip():
-                try:
-                    text = _text_of_record(line, file)
-                except ValueError as error:
-                    raise ValueError(f"{describe_position(file, position)}: {error}") from error
-                for first in range(0, len(text), PIECE_BYTES):
-                    yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
-            position += len(line)
+    for position, line in read_lines(file, start, stop):
+        if line.strip():
+            try:
+                text = _text_of_record(line, file)
+            except ValueError as error:
+                raise ValueError(f"{describe_position(file, position)}: {error}") from error
+            for first in range(0, len(text), PIECE_BYTES):
+                yield text[first : first + PIECE_BYTES], first + PIECE_BYTES >= len(text)
 
 
 def check_record(line: bytes, file: InputFile) -> None:
@@ -604,25 +600,23 @@ def read_samples(file: InputFile, start: int, stop: int) -> Iterator[tuple[int, 
 
     Raises ValueError that names the file and the line of an unreadable record.
     """
+    for position, line in read_lines(file, start, stop):
+        if line.strip():
+            try:
+                sample = sample_of_record(line, file)
+            except ValueError as error:
+                raise ValueError(f"{describe_position(file, position)}: {error}") from error
+            yield position, sample
+
+
+def read_lines(file: InputFile, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte position, line) of the records in bytes `start` up to `stop` of a file."""
     with file.open() as f:
         f.seek(start)
         position = start
         while position < stop and (line := f.readline()):
-            if line.strip():
-                try:
-                    yield position, sample_of_record(line, file)
-                except ValueError as error:
-                    raise ValueError(f"{describe_position(file, position)}: {error}") from error
+            yield position, line
             position += len(line)
-
-
-def read_lines(file: InputFile, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the lines of records in bytes `start` up to `stop` of a file."""
-    with file.open() as f:
-        f.seek(start)
-        while start < stop and (line := f.readline()):
-            yield line
-            start += len(line)
 
 
 def describe_position(file: InputFile, position: int) -> str:
