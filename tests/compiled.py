@@ -15,13 +15,13 @@ COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """One entry for every program that is compiled meanwhile, or taken from the cache on disk."""
+    """The name of every program that is compiled meanwhile, or taken from the cache on disk."""
     compiled: list[str] = []
     listens = True
 
-    def listen(event: str, duration_s: float, **_: Any) -> None:
+    def listen(event: str, duration_s: float, fun_name: str = "unnamed", **_: Any) -> None:
         if listens and event == COMPILE_EVENT:
-            compiled.append(event)
+            compiled.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -82,16 +82,16 @@ def open_text(path: Path, storage: Storage) -> BinaryIO:
         "zstd": _open_zstd,
         "parquet": _open_parquet,
     }[storage]
-    stream = _RestartingStream(path, lambda: opener(path))
+    stream = _RestartingStream(path, opener(path), lambda: opener(path))
     return cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
 
 
 class _RestartingStream(io.RawIOBase):
     """A stream that can be read from any position, over one that can only be read forwards."""
 
-    def __init__(self, path: Path, open_stream: Callable[[], BinaryIO]) -> None:
+    def __init__(self, path: Path, stream: BinaryIO, open_stream: Callable[[], BinaryIO]) -> None:
         self._path, self._open = path, open_stream
-        self._stream, self._position = open_stream(), 0
+        self._stream, self._position = stream, 0
 
     def readable(self) -> bool:
         return True
