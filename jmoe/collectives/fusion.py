@@ -87,7 +87,9 @@ class BufferLayout:
         return [leaves[i] for i in self._in_buffer], [leaves[i] for i in self._outside_buffer]
 
     def join(self, in_buffer: Sequence[jax.Array], outside_buffer: Sequence[jax.Array]) -> PyTree:
-        """Return the pytree from the two results of `split`."""
+        """Return the pytree whose leaves are these arrays: those of the buffer and the others, as
+        `split` returns them.
+        """
         leaves = dict(
             zip(self._in_buffer + self._outside_buffer, [*in_buffer, *outside_buffer], strict=True)
         )

@@ -398,7 +398,9 @@ class VisionTrainConfig(TrainConfig):
         check(alone, "mesh.(expert_inter, expert_intra)", shape, constraint)
 
     def check_chosen_share(self) -> None:
-        """Raise ValueError if `tiers.chosen_share` is set: image tasks do not support it."""
+        """Raise ValueError if `tiers.chosen_share` is not 0: image tasks name their experts, so no
+        share of chosen experts is measured.
+        """
         share = self.tiers.chosen_share
         check(
             share == 0,

@@ -192,9 +192,11 @@ def _open_parquet(path: Path) -> BinaryIO:
 
 
 def _without_filled_nulls(value: Any, *, inside: bool = False) -> Any:
-    """Return the value of a Parquet file without the keys that are null in objects under
-    `FREE_FORM`: each has the keys of all records there, and null for those that its own record
-    lacks. inside: whether the value is under such a field.
+    """Return a value of a Parquet file without the null keys of objects under the fields
+    `FREE_FORM`.
+
+    Parquet gives every record the same keys, so a key that a record lacks reads as null. inside:
+    whether the value is under such a field.
     """
     if isinstance(value, dict):
         return {

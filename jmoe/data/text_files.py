@@ -494,8 +494,9 @@ def standard_library_files() -> list[InputFile]:
 def split_off_held_out(files: Sequence[InputFile], target_bytes: int) -> list[InputFile]:
     """Return the files with `train_bytes` set, so that about `target_bytes` in total are held out.
 
-    Whole files are held out in pseudo-random order while they fit into `target_bytes`. If they fill
-    less than half of it (e.g. a single large file), the end of the next file is held out as well.
+    Files are held out whole in pseudo-random order; a file that does not fit into the rest of
+    `target_bytes` is skipped. If they fill less than half of `target_bytes` (e.g. a single large
+    file), the end of the first file not held out is held out as well.
     """
     offsets = {file.name: file.size_bytes for file in files}
     left_bytes = target_bytes
@@ -580,7 +581,9 @@ def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str
 
 
 def check_record(line: bytes, file: InputFile) -> None:
-    """Raise ValueError that says what is wrong with a record's line, if anything is."""
+    """Raise ValueError if a line of a text file is not a valid sample or text record; the message
+    says why.
+    """
     if file.has_samples:
         sample_of_record(line, file)
     else:

@@ -31,10 +31,12 @@ Arrange = Callable[[np.ndarray, np.ndarray], Sequence[np.ndarray]]
 class ExpertLayout:
     """A way to store an expert's matrix in several tensors.
 
-    kind: the format of the values; the number of inputs must be a multiple of its block. fields:
-    the tensors. arrange: returns the tensors' contents in the order of `fields`, but without their
-    shapes. config: the `quantization_config`, without the list of uncompressed modules. ignore: the
-    field that holds this list.
+    kind: the format of the values; the number of inputs must be a multiple of its block. fields: a
+    function of (outputs, inputs) that returns each tensor's suffix, shape and dtype. arrange: a
+    function of the compressed values and scales that returns the tensors' contents in the order of
+    `fields`; `compress_matrix` gives them the shapes of `fields`. config: the
+    `quantization_config`, without the list of uncompressed modules. ignore: the field that holds
+    this list.
     """
 
     kind: Format

@@ -243,9 +243,10 @@ def blocked_attention(
 
 
 class FlashKernel(NamedTuple):
-    """A kernel of causal attention that returns the softmax's log-sums.
+    """The forward and the gradient function of a causal attention kernel.
 
-    forward: (q, k, v) -> (o [B, S, H, e], lse float32 [B, H, S]). gradient: ((q, k, v), (o, lse),
+    forward: (q, k, v) -> (o [B, S, H, e], lse float32 [B, H, S]), where lse is the log-sum-exp of
+    each query's scores. gradient: ((q, k, v), (o, lse),
     do) -> (dq, dk, dv).
     """
 

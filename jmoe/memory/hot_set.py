@@ -118,8 +118,10 @@ class HitCounts:
             self._replace_scores(self.decayed_counts)
 
     def _update_cusum(self, ids: NDArray[np.int64]) -> None:
-        """Update the CUSUM sums with this step; restart the fresh counts if they predict no better
-        than the scores.
+        """Add this step's log likelihood ratios to the two CUSUM sums: of the decayed counts and of
+        the fresh counts, each against the scores.
+
+        While the sum of the fresh counts is 0, the fresh counts start again from zero.
         """
         scores = _log_likelihood(self.scores, ids, 1.0)
         decayed = _log_likelihood(self._decayed, ids, self._hit)

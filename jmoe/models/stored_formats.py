@@ -169,7 +169,8 @@ class Fp8Blocks(StoredFormat):
 class _Integers(StoredFormat):
     """Integers; each row, or each group of inputs in a row, shares a scale.
 
-    Stays compressed in memory if the scales are bfloat16 and blocks of 32 inputs share a scale.
+    Stays compressed in memory if the scales are bfloat16 and the number of inputs that share a
+    scale is a multiple of 32.
     """
 
     bits: int

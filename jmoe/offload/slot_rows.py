@@ -74,7 +74,7 @@ class SlotRows:
         for number in range(int(np.max(wave, initial=-1)) + 1):
             yield experts[wave == number]
 
-    def assign_rows_and_evict(self, experts: NDArray[np.int64]) -> list[int]:
+    def assign_rows_and_list_evicted(self, experts: NDArray[np.int64]) -> list[int]:
         """Give each of these experts a row; return the experts that were evicted."""
         if self.num_rows is None:
             return []

@@ -181,7 +181,7 @@ class TrainingSlots:
         self, slot: int, experts: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
         """Give these experts rows of the slot; return bool, which of them lack weights there."""
-        self._present[slot][self._rows[slot].assign_rows_and_evict(experts)] = False
+        self._present[slot][self._rows[slot].assign_rows_and_list_evicted(experts)] = False
         return ~self._present[slot][experts]
 
     def set_present(self, slot: int, expert: int, present: bool) -> None:

@@ -114,7 +114,8 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
 
 def _rescaled_chosen_share(config: TrainConfig, batch_size: int) -> float:
     """Return `tiers.chosen_share` (fraction of a layer's experts that a step uses), rescaled from
-    the run's batch size to `batch_size` sequences.
+    the run's batch size to `batch_size` sequences as under uniform routing
+    (`scale_chosen_share`).
     """
     share, model = config.tiers.chosen_share, config.model
     measured_tokens, num_tokens = (

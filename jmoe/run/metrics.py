@@ -479,7 +479,7 @@ def recent_expert_load(path: Path, steps: int = 50) -> np.ndarray | None:
 
 
 def make_progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
-    """Return the `ProgressBar` of a run on `mesh`."""
+    """Return the `ProgressBar` of a run. mesh: gives number and kind of devices, for the MFU."""
     return ProgressBar(
         num_steps=config.num_steps,
         tokens_per_step=config.tokens_before_step(1),

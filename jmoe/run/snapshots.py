@@ -257,8 +257,11 @@ class Snapshots:
             held = {key: entry for key, entry in held.items() if key not in unusable}
 
     def _usable_files(self, layout: ShardLayout) -> tuple[dict[Key, SnapshotEntry], list[str]]:
-        """Return this host's snapshot files that look complete, and a clause about each file that
-        does not.
+        """Return this host's snapshots that this run can read, by (step, rank), and a clause about
+        each other file.
+
+        A file is rejected if its description is damaged, or if the start that wrote it, the number
+        of processes or this process's shards differ. The shards' contents are not checked.
         """
         held, problems = dict[Key, SnapshotEntry](), list[str]()
         for path in sorted(self.folder.iterdir()):

@@ -82,8 +82,8 @@ class Trainer(Protocol):
     ) -> TrainState:
         """Return the training state for a checkpoint's state.
 
-        weights, moments: read the experts that `saved` lacks; None if `saved` has the experts or
-        the records are already in place.
+        weights, moments: functions that read the experts that `saved` lacks; None if `saved` has
+        all experts or their records are already in place.
         """
 
     def expert_stats(self) -> PyTree:

@@ -32,21 +32,22 @@ def rows_of(slot: SlotRows, numbers: np.ndarray) -> list[int]:
 
 def test_experts_have_rows_of_their_own() -> None:
     slot = SlotRows(LOCAL, M)
-    assert slot.assign_rows_and_evict(experts(1, 3, 6)) == []
+    assert slot.assign_rows_and_list_evicted(experts(1, 3, 6)) == []
     rows = rows_of(slot, experts(1, 3, 6))
     assert sorted(rows[:2]) == [0, 1] and rows[2] in (0, 1)
     assert (
-        slot.assign_rows_and_evict(experts(1, 3)) == [] and rows_of(slot, experts(1, 3, 6)) == rows
+        slot.assign_rows_and_list_evicted(experts(1, 3)) == []
+        and rows_of(slot, experts(1, 3, 6)) == rows
     )
 
 
 def test_who_is_not_needed_makes_room() -> None:
     slot = SlotRows(LOCAL, M)
-    slot.assign_rows_and_evict(experts(0, 1, 4))
+    slot.assign_rows_and_list_evicted(experts(0, 1, 4))
     kept = rows_of(slot, experts(1))
-    assert slot.assign_rows_and_evict(experts(1, 2)) == [0]
+    assert slot.assign_rows_and_list_evicted(experts(1, 2)) == [0]
     assert rows_of(slot, experts(1)) == kept and sorted(rows_of(slot, experts(1, 2))) == [0, 1]
-    assert slot.assign_rows_and_evict(experts(0, 3, 7)) == [
+    assert slot.assign_rows_and_list_evicted(experts(0, 3, 7)) == [
         1,
         2,
     ]  # the third device has a row that is free
@@ -58,16 +59,16 @@ def test_more_than_there_is_room_for_comes_in_waves() -> None:
     waves = list(slot.groups_that_fit(chosen))
     assert [wave.tolist() for wave in waves] == [[0, 1, 4, 5], [2, 6, 7]]
     for wave in waves:
-        slot.assign_rows_and_evict(wave)
+        slot.assign_rows_and_list_evicted(wave)
     assert list(slot.groups_that_fit(experts())) == []
     with pytest.raises(AssertionError, match="3 experts for 2 rows"):
-        slot.assign_rows_and_evict(experts(0, 1, 2))
+        slot.assign_rows_and_list_evicted(experts(0, 1, 2))
 
 
 def test_what_programs_are_told() -> None:
     slot = SlotRows(LOCAL, M)
-    slot.assign_rows_and_evict(experts(3))
-    slot.assign_rows_and_evict(experts(1, 3, 6))
+    slot.assign_rows_and_list_evicted(experts(3))
+    slot.assign_rows_and_list_evicted(experts(1, 3, 6))
     chosen_P = np.isin(np.arange(P), (1, 3, 6))
     one, other = slot.chosen_rows(chosen_P, 3)
     assert one.ids_M.tolist() == [1, 3, 4] and one.rows_M.tolist() == [
@@ -84,7 +85,7 @@ def test_what_programs_are_told() -> None:
 
 def test_room_for_all() -> None:
     slot = SlotRows(LOCAL, None)
-    assert slot.assign_rows_and_evict(np.arange(P)) == []
+    assert slot.assign_rows_and_list_evicted(np.arange(P)) == []
     assert rows_of(slot, np.arange(P)) == [0, 1, 2, 3] * 2
     assert [wave.tolist() for wave in slot.groups_that_fit(np.arange(P))] == [list(range(P))]
 

@@ -121,8 +121,8 @@ class _StepFunctions:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
     def most_chosen_experts(self, arrived_counts: Sequence[jax.Array]) -> jax.Array:
-        """Return the number of distinct experts chosen over all micro-batches, on the device with
-        the most. arrived_counts: token counts by expert, one array per micro-batch.
+        """Return the maximum over devices of the number of a device's experts that get a token in
+        any micro-batch. arrived_counts: token counts by expert, one array per micro-batch.
         """
         most = (sum(arrived_counts[1:], arrived_counts[0]) > 0).sum(dtype=jnp.int32)
         return lax.pmax(most, ALL) if self._num_devices > 1 else most
