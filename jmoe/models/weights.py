@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names
+from jmoe.models.families.tensors import OUTSIDE, TensorSource
 from jmoe.models.mxfp4 import decode_mxfp4_bfloat16
 from jmoe.models.safetensors_io import (
     DTYPES,
@@ -32,14 +33,7 @@ from jmoe.models.safetensors_io import (
     read_headers,
 )
 from jmoe.models.stored_formats import Stored, decompress_rows, format_of_matrix
-from jmoe.models.tensor_names import (
-    FAMILIES,
-    LAYER,
-    OUTSIDE,
-    TensorSource,
-    has_fused_experts,
-    parameter_source,
-)
+from jmoe.models.tensor_names import has_fused_experts, layer_sources, parameter_source
 from jmoe.types import PyTree
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import MXFP4, Format
@@ -461,7 +455,7 @@ def _sort_key(parameter: Parameter, family: str) -> tuple[int, int]:
         outside = list(OUTSIDE)
         at = outside.index(".".join(parameter.path))
         return (0 if at < outside.index("norm.scale") else 2), at
-    return 1, list(LAYER | FAMILIES[family]).index(".".join(parameter.path[1:]))
+    return 1, list(layer_sources(family)).index(".".join(parameter.path[1:]))
 
 
 class _HostSliceCache:

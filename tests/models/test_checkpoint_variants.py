@@ -17,8 +17,8 @@ from jmoe.deploy.compress import compress_model
 from jmoe.deploy.cut import cut_config, write_cut_model
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.mesh import make_mesh
+from jmoe.models.families import FAMILIES
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.models.tensor_names import FUSED_FAMILIES
 from kernels_pallas.compressed import FP8
 from tests.checkpoint_variants import Tensors, fused, read_tensors, with_head, write_variant
 from tests.compressed_checkpoint import write_compressed_checkpoint
@@ -31,7 +31,7 @@ TOKENS = np.arange(12, dtype=np.int32)[None]
 # ---- fused experts
 
 
-@pytest.mark.parametrize("family", FUSED_FAMILIES)
+@pytest.mark.parametrize("family", [n for n, f in FAMILIES.items() if f.fused_experts])
 def test_fused_experts(family: str, tmp_path: Path) -> None:
     """transformers 5 writes a layer's experts as two tensors: read whole, split and one by one;
     saved as published.

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 
 from jmoe.config import ModelConfig
-from jmoe.models.config_fields import (
-    CONFIG_FIELDS,
-    HONOURED,
-    Outcome,
-    SupportedValues,
-    TrainingOnlyField,
-    ignored_training_fields,
-)
+from jmoe.models.config_fields import CONFIG_FIELDS, ignored_training_fields
+from jmoe.models.families.outcomes import HONOURED, Outcome, SupportedValues, TrainingOnlyField
 from jmoe.models.huggingface import hf_config, model_config
 from tests.deploy.gpt_moe_models import gpt_moe_config
 from tests.model_configs import CHECKPOINTS

@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.models.config_fields import CONFIG_FIELDS, HARMLESS, HONOURED, TrainingOnlyField
-from jmoe.models.huggingface import ARCHITECTURES
-from jmoe.models.tensor_names import FUSED_FAMILIES
+from jmoe.models import families
+from jmoe.models.config_fields import CONFIG_FIELDS
+from jmoe.models.families.outcomes import HARMLESS, HONOURED, TrainingOnlyField
 from jmoe.models.tokenizer_file import open_tokenizer
 from tests.checkpoint_variants import Tensors, fused, read_tensors, with_head, write_variant
 from tests.compressed_checkpoint import write_compressed_checkpoint
@@ -42,7 +42,8 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-FAMILIES = tuple(family for family in ARCHITECTURES if family != "gpt_moe")
+FAMILIES = tuple(name for name in families.FAMILIES if name != "gpt_moe")
+FUSED_FAMILIES = tuple(name for name in FAMILIES if families.FAMILIES[name].fused_experts)
 TOLERANCE = 2e-4  # of a logit
 TOKENS = np.random.default_rng(0).integers(3, 64, (2, 40))
 # Of transformers' base class or of published files: no family's class has them.

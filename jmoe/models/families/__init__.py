@@ -1,0 +1,21 @@
+"""The Hugging Face families that jmoe reads and writes, one file each.
+
+To add a family: write its file, add it to `FAMILIES` (see docs/families.md).
+"""
+
+from jmoe.models.families import (
+    deepseek_v3,
+    gpt_moe,
+    gpt_oss,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from jmoe.models.families.family import Family
+
+# in the order in which `hf_config` tries them
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (mixtral, qwen3_moe, qwen2_moe, olmoe, deepseek_v3, gpt_oss, gpt_moe)
+}

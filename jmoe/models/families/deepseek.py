@@ -1,0 +1,79 @@
+"""The parts that DeepSeek-V3 and the families after it share: latent attention, shared experts."""
+
+from jmoe.config import ModelConfig, RouterConfig, check
+from jmoe.models.families.reader import ConfigFields
+from jmoe.models.families.tensors import TensorSource, transposed_source
+from jmoe.models.families.writer import normalization_json, same_named_fields
+from jmoe.types import JsonObject
+
+SHARED_EXPERTS: dict[str, TensorSource] = {
+    "shared_expert.w_up": transposed_source(
+        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    ),
+    "shared_expert.w_down": transposed_source("mlp.shared_experts.down_proj.weight"),
+}
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def read_latent_attention(fields: ConfigFields) -> JsonObject:
+    """Return the fields of latent attention."""
+    # transformers uses head_dim for the rotary positions alone
+    fields.require_value("head_dim", fields.integer("qk_rope_head_dim"))
+    return {
+        "attention_bias": fields.flag("attention_bias", False),
+        "q_lora_rank": fields.optional_integer("q_lora_rank", 1536),
+        **fields.integers(_LATENT_SIZES),
+    }
+
+
+def latent_attention_json(config: ModelConfig) -> JsonObject:
+    """Return the fields of `config.json` that `read_latent_attention` reads."""
+    return same_named_fields(config, "attention_bias", "q_lora_rank", *_LATENT_SIZES)
+
+
+def read_expert_sizes(fields: ConfigFields, shared_default: int | None = 1) -> JsonObject:
+    """Return the sizes of routed experts and of the shared experts, which are one wider MLP."""
+    moe_size = fields.integer("moe_intermediate_size")
+    shared = fields.integer("n_shared_experts", default=shared_default)
+    check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
+    return {
+        "moe_intermediate_size": moe_size,
+        "num_experts": fields.integer("n_routed_experts", "num_local_experts"),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok"),
+        "first_k_dense_replace": fields.integer("first_k_dense_replace"),
+        "shared_expert_intermediate_size": moe_size * shared,
+    }
+
+
+def expert_sizes_json(config: ModelConfig) -> JsonObject:
+    """Return the fields of `config.json` that `read_expert_sizes` reads."""
+    moe_size = config.moe_intermediate_size
+    return {
+        "moe_intermediate_size": moe_size,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.shared_expert_intermediate_size // moe_size,
+        "first_k_dense_replace": config.first_k_dense_replace,
+    }
+
+
+def read_group_limited_router(fields: ConfigFields) -> RouterConfig:
+    """Return the router with sigmoid scores, groups and a correction bias."""
+    return RouterConfig(
+        kind="group_limited",
+        norm_topk_prob=fields.nullable_flag("norm_topk_prob", True),
+        aux_loss_coef=0.0,  # the correction bias balances the experts
+        n_group=fields.integer("n_group"),
+        topk_group=fields.integer("topk_group"),
+        routed_scaling_factor=fields.number("routed_scaling_factor"),
+    )
+
+
+def group_limited_router_json(config: ModelConfig) -> JsonObject:
+    """Return the fields of `config.json` that `read_group_limited_router` reads."""
+    router = config.router
+    return {
+        **normalization_json(config),
+        "n_group": router.n_group,
+        "topk_group": router.topk_group,
+        "routed_scaling_factor": router.routed_scaling_factor,
+    }

@@ -1,0 +1,34 @@
+"""What jmoe knows of one Hugging Face family of models."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jmoe.config import ModelConfig
+from jmoe.models.families.outcomes import Outcome
+from jmoe.models.families.reader import ConfigFields
+from jmoe.models.families.tensors import TensorSource
+from jmoe.types import JsonObject
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face family: `config.json` and tensor names as the decoder's parts, and back.
+
+    model_type: its name in `config.json`. architecture: the class that `save_pretrained` names.
+    read: returns the arguments of `ModelConfig`; raises ValueError naming a field.
+    write: returns the fields of a `config.json` for a decoder; it may omit the decoder's options
+        that the family lacks, because `hf_config` reads the result back and compares.
+    fields: the outcome of every field of its `config.json`.
+    tensors: the parameters whose tensors have other names than in `LAYER`.
+    fused_experts: whether transformers 5 may store a layer's experts in one tensor.
+    same_as: further model types with the same fields and tensors.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[ConfigFields], JsonObject]
+    write: Callable[[ModelConfig], JsonObject]
+    fields: Mapping[str, Outcome]
+    tensors: Mapping[str, TensorSource] = field(default_factory=dict)
+    fused_experts: bool = True
+    same_as: tuple[str, ...] = ()
