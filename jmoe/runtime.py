@@ -66,7 +66,7 @@ def gpu_memory_environment(current: Mapping[str, str]) -> dict[str, str]:
 
 def import_ahead(*modules: str) -> None:
     """Import modules without garbage collections, which take a fifth of the time of a start's
-    imports. What is there afterwards is never scanned again.
+    imports. Later collections do not scan the objects that exist afterwards.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -88,7 +88,9 @@ class Channel:
 
 
 def encode(message: Json) -> bytes:
-    """Return a message as bytes: header, JSON, then the arrays' contents."""
+    """Return a message as bytes: header, JSON, then the arrays' contents. Raises `TypeError` for a
+    value that is neither JSON nor a numpy array.
+    """
     arrays: list[np.ndarray] = []
 
     def set_array_apart(value: object) -> JsonObject:

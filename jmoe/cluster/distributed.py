@@ -619,13 +619,17 @@ def result_from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> 
 
 
 def _shared_error_name(error: Exception) -> str:
-    """Return the name of the error that the other ranks raise for rank 0's `error`."""
+    """Return the name of the error class that the other ranks raise for rank 0's `error`: OSError,
+    ValueError, or RuntimeError for every other kind.
+    """
     kinds = (name for name, kind in SHARED_ERRORS.items() if isinstance(error, kind))
     return next(kinds, RuntimeError.__name__)
 
 
 def _shared_error_arguments(error: Exception) -> list[Any]:
-    """Return the arguments of the other ranks' error, which give it the words of `error`."""
+    """Return the constructor arguments of the other ranks' error, such that its text is that of
+    rank 0's `error`; of an error that becomes a RuntimeError, after the words `rank 0: KIND`.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return [
             error.errno,

@@ -64,7 +64,12 @@ def find_launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "om
 def _has_several_processes(
     names: tuple[str, ...], told_by: str, environment: Mapping[str, str]
 ) -> bool:
-    """Return True if a launcher that sets these variables started more than one process."""
+    """Return True if a launcher that sets the variables `names` (first the number of processes,
+    then the rank) started more than one process.
+
+    Raises `ValueError` if one of them is missing or the rank is too large. told_by: the variable
+    that shows that the launcher was used, for the message.
+    """
     count, rank = names[:2]
     if environment.get(count) == "1":
         return False
@@ -174,8 +179,7 @@ def local_device_ids(environment: Mapping[str, str], num_visible: int) -> list[i
 
     None leaves the choice to JAX. A process that sees fewer GPUs than the job has on the node was
     bound to its own GPUs and uses all of them. Processes that see the same GPUs use equal shares.
-    Raises `ValueError` if equal
-    shares are impossible, or if it is unclear which GPUs are shared.
+    Raises `ValueError` if equal shares are impossible, or if it is unclear which GPUs are shared.
     """
     task, job = place_on_node(environment), num_node_gpus_and_variable(environment)
     if environment.get(LOCAL_IDS):

@@ -359,7 +359,9 @@ def _parse_json_object(text: bytes) -> JsonObject:
 
 
 def _step_value(record: JsonObject, name: str) -> float | None:
-    """Return a value of a step's record; non-finite values are stored apart, under `non_finite`."""
+    """Return the value `name` of a step's record in metrics.jsonl, None if the record lacks it.
+    Infinite and nan values are stored as text, under `non_finite`.
+    """
     apart = record.get("non_finite", {})
     return float(apart[name]) if name in apart else record.get(name)
 

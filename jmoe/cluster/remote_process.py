@@ -220,7 +220,8 @@ def run_ordered_command(order: LaunchOrder, signals_fd: int) -> int:
 
 
 def describe_oom_kill(before: Mapping[Path, int], after: Mapping[Path, int]) -> str:
-    """Return a clause that says whether the kernel killed a process for lack of memory.
+    """Return a clause that says whether the kernel killed the process for lack of memory: yes, no,
+    or that it cannot be told.
 
     before, after: results of `count_oom_kills` at the start of the process and after its end.
     """

@@ -378,8 +378,8 @@ class Supervisor:
         return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or self.folder / "compiled")
 
     def _delete_recent_cache_entries(self) -> None:
-        """Delete the newest entries of the compile cache: JAX writes entries in place, and a
-        truncated entry would fail at every start.
+        """Delete the entries of the compile cache written in the last `TORN_S` seconds: JAX writes
+        entries in place, and a truncated entry would fail at every start.
         """
         try:
             newest_s = (probe_disk_time(self._compile_cache_folder) or time.time()) - TORN_S
@@ -538,7 +538,8 @@ class Supervisor:
 
     def _last_log_line(self, rank: int) -> str:
         """Return the last line that jmoe printed in a rank's log of this attempt; without one,
-        JAX's report of lost ranks, or the last line of any kind.
+        JAX's report of lost ranks, or else the last line of any kind. A text says so if the log is
+        missing or empty.
         """
         try:
             text = self._log_path(rank).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")

@@ -139,7 +139,9 @@ class _ClosedJaxpr(Protocol):
 
 
 def _inner_functions(eqn: JaxprEqn) -> list[_ClosedJaxpr]:
-    """Return the functions inside an equation, in any supported version of JAX."""
+    """Return the traced functions (jaxprs) among an equation's parameters, such as a loop's body,
+    in any supported version of JAX.
+    """
     leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns"))
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
 
@@ -270,7 +272,9 @@ class _Program:
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
 
     def native_operands(self, products: list[int]) -> list[int]:
-        """Return the inputs and outputs of the native operations among these equations."""
+        """Return the names of the inputs and outputs of the native operations (FFI calls) among the
+        equations with the indices `products`.
+        """
         equations = [
             self.equations[i]
             for i in products
@@ -329,7 +333,9 @@ class _Program:
         self.equations = [self.equations[i]._replace(deferred=i in deferred) for i in order]
 
     def _dependencies_of(self, index: int) -> set[int]:
-        """Return the equations on which this one depends."""
+        """Return the indices of the equations on which equation `index` depends, directly or
+        through others.
+        """
         names, needed = set(self.equations[index].inputs), set()
         for i in reversed(range(index)):
             if names.intersection(self.equations[i].outputs):
@@ -363,7 +369,9 @@ class _CollectiveOrder:
         return self.delay_until(x, self.last)
 
     def delay_until(self, x: jax.Array, markers: Markers) -> jax.Array:
-        """Return x, available only once what the markers stand for is known."""
+        """Return x with a data dependence on the values that `markers` stand for (see
+        `markers_of`), so that x is available only once they are.
+        """
         if self._uses_barriers:
             delayed: jax.Array = lax.optimization_barrier((x, *markers))[0]
             return delayed
@@ -374,8 +382,8 @@ class _CollectiveOrder:
             )
 
     def markers_of(self, y: jax.Array) -> Markers:
-        """Return what tells `delay_until` to wait for y: y itself on a GPU; elsewhere an int32 0
-        that XLA cannot know before y is computed.
+        """Return markers of y for `delay_until`, which then waits for y: y itself on a GPU;
+        elsewhere an int32 0 that XLA cannot know before y is computed.
         """
         if self._uses_barriers:
             return (y,)
@@ -467,9 +475,11 @@ def interleave_collectives(
 
 
 class _InterleavedRun:
-    """One run of a program's equations with work at the assigned places, in `order`.
+    """One run of a program's equations in which the other collectives, `work`, run at their places.
 
-    places: {place: equations since the place before}. shares: see `_assign_work`.
+    order: makes each collective wait for the previous one. places: {place: indices of the equations
+    whose products overlap with work there}. shares: {place: indices of the work that runs there},
+    see `_assign_work`.
     """
 
     def __init__(

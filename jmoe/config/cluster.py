@@ -258,7 +258,7 @@ def _dataclass_from_table(kind: Any, values: dict[str, Any], section: str) -> An
 
 def _convert_value(value: Any, hint: Any, name: str) -> Any:
     """Return a TOML value converted to the type `hint`: a number, a string or a tuple of whole
-    numbers.
+    numbers. Raises ValueError `name = value: …` for a value of another type.
 
     A whole number may be written as 2e12.
     """

@@ -196,7 +196,9 @@ class MachineConfig:
         check_positive(self, "host_memory_bytes_per_s")
 
     def device_figures(self) -> AcceleratorPeaks:
-        """The device's figures: those given explicitly, else the accelerator's."""
+        """The device's figures: those given explicitly, else those of `accelerator`, or of two CPU
+        cores if none is named.
+        """
         nominal = dataclasses.asdict(ACCELERATORS.get(self.accelerator, TWO_CORES))
         return AcceleratorPeaks(
             **{name: getattr(self, name) or figure for name, figure in nominal.items()}

@@ -251,7 +251,9 @@ class ProfileConfig:
         self.traced_steps()
 
     def traced_steps(self) -> tuple[int, int] | None:
-        """The traced steps as (first, last + 1), or None without a trace."""
+        """The traced steps as (first, last + 1), or None without a trace. Raises ValueError if
+        `steps` does not read FIRST:LAST.
+        """
         if not self.steps:
             return None
         first, colon, last = self.steps.partition(":")
@@ -405,7 +407,9 @@ class TrainConfig:
             )
 
     def check_chosen_share(self) -> None:
-        """Raise ValueError if `tiers.chosen_share` does not cover the experts of one token."""
+        """Raise ValueError if `tiers.chosen_share` is set (not 0) and the model has no experts, or
+        if the share is smaller than that of the experts that a single token chooses.
+        """
         share, experts = self.tiers.chosen_share, self.model.num_experts
         check(
             not share or experts > 0,

@@ -419,8 +419,10 @@ class VisionTrainConfig(TrainConfig):
     def checked_mesh_shape(
         self, num_devices: int, devices_per_host: int = 0
     ) -> tuple[int, int, int]:
-        """Return the mesh's shape; see `TrainConfig.checked_mesh_shape`. Elastic layouts divide
-        what they are given.
+        """Return the mesh's shape (data, expert_inter, expert_intra).
+
+        With the layout `even` after the checks of `TrainConfig.checked_mesh_shape`; an elastic
+        layout may give devices different numbers of images, so the batch is not checked.
         """
         if self.layout == "even":
             return super().checked_mesh_shape(num_devices, devices_per_host)

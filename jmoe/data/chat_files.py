@@ -14,8 +14,10 @@ from jmoe.models.tokenizer_file import SETTINGS, TEMPLATE_FOLDER, companion_file
 
 
 def chat_files(config: DataConfig) -> dict[str, bytes]:
-    """Return the files, by name, beside `data.tokenizer`; `data.chat_template`, if set, replaces
-    all their templates, also the one for requests with tools.
+    """Return {name: content} of the files with which a chat model is served: chat templates,
+    special tokens and generation defaults beside `data.tokenizer`.
+
+    `data.chat_template`, if set, replaces all templates, also the one for requests with tools.
     """
     files = {}
     if config.tokenizer is not None:
@@ -27,7 +29,7 @@ def chat_files(config: DataConfig) -> dict[str, bytes]:
 
 
 def write_chat_files(config: DataConfig, folder: Path) -> None:
-    """Write the files of `chat_files` beside shards."""
+    """Write the files that `chat_files` returns into `folder`, beside token shards."""
     for name, content in chat_files(config).items():
         (folder / name).parent.mkdir(exist_ok=True)
         replace_content_durably(folder / name, content)
@@ -36,10 +38,11 @@ def write_chat_files(config: DataConfig, folder: Path) -> None:
 def with_chat_files(
     files: Mapping[str, bytes], config: DataConfig, folders: Sequence[Path]
 ) -> dict[str, bytes]:
-    """Return a checkpoint's files with those of its samples: from the folders of their shards, or
-    as `chat_files` if a folder has none. Their templates replace all of `files`.
+    """Return `files` (those of a checkpoint, {name: content}) with the chat files of its training
+    samples, whose chat templates replace all templates in `files`.
 
-    Raises ValueError if two folders' samples were made with different templates.
+    The chat files come from the folders of the samples' shards, or from `chat_files` if a folder
+    has none. Raises ValueError if two folders' samples were made with different templates.
     """
     own = chat_files(config)
     by_folder = {folder: _read_files(folder) or own for folder in folders}
@@ -61,7 +64,9 @@ def _read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _deciding(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that decide how chats become tokens."""
+    """Return the files that decide how chats become tokens: the chat templates and
+    tokenizer_config.json.
+    """
     return {name: files[name] for name in files if _is_template(name) or name == SETTINGS}
 
 

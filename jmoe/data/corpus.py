@@ -289,9 +289,10 @@ def prepare_corpus(
 
 
 def _check_shards(shards: Sequence[Shard], report: Report) -> None:
-    """Check the hash of all shards without CRC-32s and of up to `HASHED_BYTES` of the others.
+    """Raise ValueError naming a shard whose ids have another SHA-256 than its header says.
 
-    The remaining shards are checked block by block when they are read.
+    All shards without CRC-32s are read, and others up to `HASHED_BYTES` in total; the rest is
+    checked block by block when it is read.
     """
     small_bytes, done_bytes = HASHED_BYTES, 0
     chosen = []
@@ -821,7 +822,7 @@ class _SampleShardEncoder:
         self, file: InputFile, start: int, stop: int, shard: SampleShardWriter
     ) -> None:
         """Append the samples in bytes `start` up to `stop` of a file, and remember those that
-        cannot be trained on.
+        cannot be trained on, for `raise_problems`; stop early after `MAX_PROBLEMS` of these.
         """
         before = self._done_bytes - start
         samples = read_samples(file, start, stop)

@@ -148,7 +148,9 @@ def _import_vision_extra(module: str, setting: str) -> Any:
 
 
 def _digit_images(setting: str) -> tuple[list[str], list[SourceImage]]:
-    """Return scikit-learn's 1,797 handwritten digits."""
+    """Return (class names, images) of scikit-learn's 1,797 handwritten digits. Raises ValueError
+    beginning with `setting` if scikit-learn is missing.
+    """
     data = _import_vision_extra("sklearn.datasets", setting).load_digits()
     pixels = np.round(data.images * (255 / 16)).astype(np.uint8)
     images = [
@@ -195,7 +197,9 @@ def _font_images(setting: str) -> tuple[list[str], list[SourceImage]]:
 
 
 def _photograph_patches(setting: str) -> tuple[list[str], list[SourceImage]]:
-    """Return non-overlapping square patches of photographs. The class is the photograph."""
+    """Return (class names, images): non-overlapping square patches of photographs. The class is the
+    photograph. Raises ValueError beginning with `setting` if a package is missing.
+    """
     photographs = _import_vision_extra("skimage.data", setting)
     samples = _import_vision_extra("sklearn.datasets", setting).load_sample_images().images
     named = {name: getattr(photographs, name)() for name in PHOTOGRAPHS} | dict(

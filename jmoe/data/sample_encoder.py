@@ -134,8 +134,10 @@ class SampleEncoder:
     def _offsets_without_stripped_space(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> Sequence[tuple[int, int]]:
-        """Return the offsets; those of an added token are the range of its own text, without the
-        white space that it covers beside it: that may be of an answer, and the token the role's.
+        """Return the tokens' offsets (ranges of characters in `text`), changed for added tokens
+        that also cover the white space beside their text: these get the range of their text alone.
+
+        Such white space may belong to an answer while the token marks the next role.
         """
         stripping = self._stripping_tokens
         if not stripping:
@@ -179,7 +181,12 @@ class SampleEncoder:
     def _marked_answers(
         self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
     ) -> RenderedAnswers:
-        """Return the spans that the template marks with `{% generation %}`, of these messages."""
+        """Return the conversation's text, and of the spans that the template marks with `{%
+        generation %}` those of the messages with the numbers `answers`.
+
+        Raises ValueError if the template does not mark every assistant message and only some are
+        wanted.
+        """
         text, spans = template.render_with_answers(sample.messages, **sample.variables)
         written = [i for i, m in enumerate(sample.messages) if m["role"] == "assistant"]
         if answers == written:
@@ -195,10 +202,11 @@ class SampleEncoder:
     def _answers_by_prefixes(
         self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
     ) -> RenderedAnswers:
-        """Return the spans between the prompt before each answer, as the server renders it, and the
-        conversation that ends with the answer.
+        """Return the conversation's text and the span of each answer: from the end of the prompt
+        before the answer, as the server renders it, to the end of the conversation up to the
+        answer.
 
-        Raises ValueError if one of these is no prefix of the whole conversation.
+        Raises ValueError if such a prompt or conversation is no prefix of the whole text.
         """
         messages, variables = sample.messages, sample.variables
         text = template.render(messages, add_generation_prompt=False, **variables)
@@ -228,7 +236,9 @@ class SampleEncoder:
 
 
 def _no_prefix_error(i: int, *, is_last: bool) -> ValueError:
-    """Return the error for an answer, message `i`, whose span the template does not show."""
+    """Return the ValueError for message `i`, an answer whose span in the text cannot be found from
+    prefixes. is_last: it is the last message, so its own prompt is no prefix of the text.
+    """
     why = (
         "the chat template begins this answer otherwise than its prompt ends, so that the trained"
         " format would not be the served one; --data.train-on all learns every token"

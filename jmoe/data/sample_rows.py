@@ -58,7 +58,10 @@ class RowCounts:
         )
 
     def describe(self, sequence_length: int, long_samples: str) -> str:
-        """Return a sentence for the log."""
+        """Return a sentence for the log: the numbers of samples and rows, the filled fraction of
+        the rows, and the samples that were cut or dropped. long_samples: `cut` or `drop`, as
+        configured.
+        """
         filled = self.tokens / max(1, self.rows * (sequence_length + 1))
         words = (
             f"{self.samples:,} samples in {self.rows:,} rows of sequence_length + 1 ="

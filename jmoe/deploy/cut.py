@@ -189,9 +189,9 @@ def write_cut_model(
     each layer that has experts.
 
     The router loses the columns of dropped experts, so its softmax is over the kept ones.
-    read_expert: returns an expert's array; None for the checkpoint's own. dense: MLP arrays, by
-    layer number in `config`, of layers that had experts and become dense. Files beside the weights,
-    such as the tokenizer, are copied.
+    read_expert: a function of (array's name, layer among those with experts, expert) that returns
+    the array; None: the checkpoint's own. dense: MLP arrays, by layer number in `config`, of layers
+    that had experts and become dense. Files beside the weights, such as the tokenizer, are copied.
     """
     whole = source.config
     described, dense = updated_hf_config(source.fields, config), dense or {}

@@ -64,8 +64,8 @@ class PruneReport:
 def prune(
     folder: Path, out: Path, options: PruneOptions, say: Callable[[str], None]
 ) -> PruneReport:
-    """Write the model of a Hugging Face folder with fewer experts to a new folder
-    `out`; return loss and size before and after.
+    """Write the model of a Hugging Face folder with fewer experts to a new folder `out`; return
+    loss and size before and after.
 
     Raises ValueError naming the option, before anything is computed or written.
     """

@@ -108,7 +108,9 @@ class HitCounts:
                 self._hit = 1.0
 
     def _add_step(self, ids: NDArray[np.int64]) -> None:
-        """Add a step to all counts, and replace the scores if another count predicts better."""
+        """Add a step that used the records `ids` to all counts; replace the scores by the fresh or
+        the decayed counts if the CUSUM sum of these has reached `CUSUM_THRESHOLD`.
+        """
         self._update_cusum(ids)
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
@@ -163,9 +165,10 @@ def _log_likelihood(
 class HotSet:
     """Tracks which records are in `num_slots` slots, and which slot to evict next.
 
-    The victim is the unpinned slot with the lowest rank; among equal ranks it is the record that
-    came last. So on balanced traffic the set stays; evicting the oldest record would lose every hit
-    of a cyclic order. A victim costs O(log num_slots) on average: a heap with lazily updated keys.
+    The victim is the unpinned slot whose record has the lowest rank (`HitCounts.rank`, a hit
+    count); among equal ranks it is the record that came last. So on balanced traffic the set stays;
+    evicting the oldest record would lose every hit of a cyclic order. A victim costs O(log
+    num_slots) on average: a heap with lazily updated keys.
     """
 
     def __init__(self, counts: HitCounts, num_slots: int) -> None:

@@ -251,7 +251,9 @@ class LFUCache:
         return True
 
     def _take_staging_slot(self, demanded: bool) -> int | None:
-        """Return a staging slot that is free or whose record may be dropped, or None."""
+        """Return a staging slot that is free or whose record may be dropped: unpinned, clean, and
+        used since it was read (or unused, if `demanded`). None without such a slot.
+        """
         if self._free_staging:
             return self._free_staging.pop()
         unpinned = [

@@ -242,8 +242,8 @@ def placement_from_slots(physical_to_logical: np.ndarray, popularity_E: np.ndarr
 
 
 def shared_slot_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
-    """Return a row of slots for each layer, such that layers with disjoint sets of devices share a
-    row.
+    """Return the number of the row of slots that each layer uses, such that layers with disjoint
+    sets of devices share a row.
 
     devices_of_layers: devices that hold experts of each layer, permanently. A row has slots on
     every device.

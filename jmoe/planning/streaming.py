@@ -151,8 +151,8 @@ class StreamingPlan:
         return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
 
     def _choose_unmeasured(self, num_tokens: int) -> Policy:
-        """Return `ring` if the tokens probably choose most of a layer's experts and the ring fits,
-        else `experts`.
+        """Return `ring` if the tokens are expected to choose more than half of a layer's experts
+        and the ring's slots fit, else `experts`.
 
         Whole layers need no choices, so that they load while the layers before compute.
         """

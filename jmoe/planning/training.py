@@ -322,7 +322,9 @@ class TrainingPlan:
         again = 1 - min(1.0, place.device_layers / model.num_layers)
 
         def traffic_of(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
-            """Return the bytes of all kinds; times: how often each comes and goes."""
+            """Return the bytes moved in a pass for one expert's weights, moments and gradients;
+            times: for each of the three, how often it comes to the device and how often it leaves.
+            """
             link = read = written = 0.0
             for (tier, size), (comes, goes) in zip(kinds, times, strict=True):
                 link += size * (comes + goes) * (tier != "device")
@@ -439,8 +441,8 @@ class TrainingPlan:
         return replace(self, rows=rows).needed_bytes(tier)
 
     def _remedies(self, tier: Tier, kind: str) -> list[str]:
-        """Return up to three settings that shrink `kind` on `tier` without making any tier lack
-        more than now.
+        """Return up to three texts `setting = value` that shrink `kind` on `tier` by more than a
+        tenth of what the tier lacks, and make no tier lack more than now.
         """
         remedies: dict[str, str] = {}
         for setting, value, model, place in _possible_changes(self.model, self.placement):
@@ -795,7 +797,9 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
 
 
 def _summed_gradient_bytes_per_parameter(model: TrainingSizes, place: StatePlacement) -> int:
-    """Return the bytes per parameter of the gradients summed over earlier micro-batches."""
+    """Return the bytes per parameter of the gradients summed over earlier micro-batches; 0 with one
+    micro-batch or with streamed experts.
+    """
     return WEIGHT_BYTES if model.micro_batches > 1 and not place.is_streamed else 0
 
 

@@ -83,7 +83,9 @@ def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int
 
 
 def main() -> None:
-    """Write the path table of a text's tokens beside the checkpoint, and print its size."""
+    """Write the path table of a text's tokens beside the checkpoint; print the numbers of paths,
+    experts and tokens in the table and its size in bytes.
+    """
     a = _parse_arguments()
     from jmoe.config.engine import EngineConfig
     from jmoe.deploy.model_folder import hugging_face_folder

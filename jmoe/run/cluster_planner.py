@@ -86,7 +86,7 @@ def _cluster_row(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> Clu
 def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) -> TrainConfig:
     """Return the run's configuration on `nodes` nodes, with mesh, batch size and tiers filled in.
 
-    Raises `ValueError` if the run cannot be split over that many nodes.
+    Raises `ValueError` if the run cannot be split over that many nodes, or if no tiers fit.
     """
     per_node = cluster.devices_per_node
     devices, intra = nodes * per_node, config.mesh.expert_intra or per_node

@@ -345,8 +345,8 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
 
 
 def _candidate_updates(update: str, *, experts: Tier) -> tuple[Update, ...]:
-    """Return the values of `tiers.update` that an option, which may be `auto`, allows with the
-    weights on this tier; the first is that of equal predictions.
+    """Return the values of `tiers.update` that are possible with the weights on the tier `experts`:
+    the configured `update`, or all if that is `auto`. The first is taken if predictions are equal.
     """
     if experts == "device":
         return ("device",)

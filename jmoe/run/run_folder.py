@@ -136,7 +136,7 @@ class RunFolder:
             held.close()
 
     def _owner_on_disk(self) -> JsonObject:
-        """Return the owner as it is written to `run.lock`."""
+        """Return the owner as `run.lock` stores it: without the run's name and its starts."""
         return {name: value for name, value in self._owner.items() if name not in ("run", "starts")}
 
     def _lock_and_describe_run(self) -> str:

@@ -52,7 +52,7 @@ def layout_of_shards(state: PyTree) -> ShardLayout:
 
 
 def total_shard_bytes(layout: ShardLayout) -> int:
-    """Return the total size in bytes of the shards in a layout."""
+    """Return the total size in bytes of the shards that a result of `layout_of_shards` lists."""
     return sum(
         np.dtype(dtype).itemsize * sum(_num_elements(bounds) for bounds in shards)
         for _, dtype, _, shards in layout
