@@ -112,7 +112,9 @@ def attention_gradient(
 
 
 def _heads_before_sequence(x_BSHd: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return the shape [B, H, S, d], in which cuDNN names the dimensions of [B, S, H, d]."""
+    """Return the shape and dtype of x with its two middle dimensions swapped, [B, H, S, d]: cuDNN
+    names dimensions in this order. No data moves.
+    """
     b, s, h, d = x_BSHd.shape
     return jax.ShapeDtypeStruct((b, h, s, d), x_BSHd.dtype)
 

@@ -86,22 +86,24 @@ def launch(
 
 
 def load(ref: Ref, mask: jax.Array) -> jax.Array:
-    """Return what a reference's indices hold, 0 where the mask is False."""
+    """Return the values at the indices of a reference, 0 where the mask is False."""
     return pltriton.load(ref, mask=mask, other=0)
 
 
 def store(ref: Ref, value: jax.Array, mask: jax.Array) -> None:
-    """Write where the mask is True."""
+    """Write `value`, cast to the reference's dtype, to its indices where the mask is True."""
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
 def index_range(start: jax.Array | int, count: int) -> jax.Array:
-    """Return int32 start, start + 1, .. of `count` numbers."""
+    """Return int32 [count]: start, start + 1, and so on."""
     return start + jnp.arange(count, dtype=jnp.int32)
 
 
 def dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """Return the float32 product of two blocks over one dimension of each; exact for float32."""
+    """Return the float32 product of two blocks, summed over dimension `contracted[0]` of a and
+    `contracted[1]` of b; exact for float32.
+    """
     left, right = contracted
     return lax.dot_general(
         a,

@@ -16,7 +16,9 @@ from kernels_pallas.token_permute.api import RowMap, sum_rows
 
 
 class Implementation(NamedTuple):
-    """The two functions of `reference.py`, implemented for a platform."""
+    """The grouped matmul and its weight gradient for a platform; `reference.py` defines their
+    results.
+    """
 
     grouped_matmul: Callable[..., jax.Array]
     weight_gradient: Callable[..., jax.Array]

@@ -92,7 +92,9 @@ class TileShape:
         return Warpgroup(number, *((number * height, 0) if by_rows else (0, number * columns)))
 
     def column_slice(self, part: int, first: jax.Array, num: int) -> Slice:
-        """Return `num` columns of the weights, from column `first` of a part."""
+        """Return the slice of the weights' columns that begins at column `first` of a part and has
+        `num` columns.
+        """
         return pl.ds(part * (self.num_columns // self.parts) + first, num)
 
 
@@ -114,7 +116,9 @@ class KernelRefs(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseForm:
-    """Rows in order, times weights in x's dtype."""
+    """The form of a product of rows in order with weights in x's dtype: what a step of the kernel
+    copies and multiplies.
+    """
 
     x_HND: jax.Array
     w: jax.Array
@@ -172,7 +176,9 @@ class DenseForm:
     def start_copies(
         self, refs: KernelRefs, place: Place, k: jax.Array, stage: jax.Array, barrier: Ref
     ) -> None:
-        """Start the copies of step k of tile (m, n)."""
+        """Start the copies of x and of the weights for step k of tile (m, n) into buffer `stage`;
+        they arrive at `barrier`.
+        """
         m, n = place
         inside = pl.ds(k * INNER, INNER)
         self.start_row_copies(refs, m, inside, stage, barrier)
@@ -187,7 +193,9 @@ class DenseForm:
     def start_row_copies(
         self, refs: KernelRefs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
     ) -> None:
-        """Start the copies of the tile's rows of x."""
+        """Start the copies of the rows of x of row tile m, columns `inside`, into buffer `stage`;
+        they arrive at `barrier`.
+        """
         rows = pl.ds(pl.multiple_of(refs.tiles[1, m], ALIGN), ROWS)
         for half in range(self.num_products_per_part):
             plgpu.copy_gmem_to_smem(
@@ -197,7 +205,9 @@ class DenseForm:
     def start_products(
         self, refs: KernelRefs, wg: Warpgroup, accs: Sequence[Ref], k: jax.Array, stage: jax.Array
     ) -> None:
-        """Start the products of step k."""
+        """Start the products of step k, from buffer `stage`; they are added to `accs`, one
+        accumulator for each part.
+        """
         x = self.rows_operand(refs, wg, k, stage)
         for part, acc in enumerate(accs):
             block = self.weights_operand(refs, wg, part, k, stage)
@@ -233,7 +243,7 @@ class GatheredRowsForm(DenseForm):
         return ROWS + self.tile.parts
 
     def operands(self) -> list[jax.Array]:
-        """Return the index."""
+        """Return the kernel's input besides x and the weights: the row of x for each row."""
         return [self.src_N]
 
     def buffers(self) -> list[Scratch]:
@@ -244,7 +254,9 @@ class GatheredRowsForm(DenseForm):
     def start_row_copies(
         self, refs: KernelRefs, m: jax.Array, inside: Slice, stage: jax.Array, barrier: Ref
     ) -> None:
-        """Start a copy for each row; each warp starts a quarter of them."""
+        """Start one copy for each row of the tile; each of the four warps starts a quarter of the
+        copies.
+        """
         (src,) = refs.operands
 
         @plgpu.warp_map

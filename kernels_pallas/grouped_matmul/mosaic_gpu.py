@@ -118,7 +118,9 @@ def _matmul_kernel(
             form.start_products(refs, wg, accs, k, stage)
 
         def finish_columns(sums: list[jax.Array], group: jax.Array, first: jax.Array) -> jax.Array:
-            """Return STORED columns of the result, from column `first`."""
+            """Return STORED columns of the result, from column `first`: the sums of each part with
+            `operations` and the activation applied.
+            """
             sums = _apply_by_column(list(zip(operations, terms)), tile, sums, group, first)
             return (sums[0] if activate is None else activate(*sums)).astype(out.dtype)
 

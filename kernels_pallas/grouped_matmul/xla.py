@@ -60,7 +60,7 @@ def _rows_of_equal_groups(
 def _pad_to_min_rows(
     x_ND: jax.Array, src_N: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (x, src) padded to MIN_ROWS rows."""
+    """Return (x, src_N) with one of them padded to MIN_ROWS rows: src_N, or x if src_N is None."""
     if src_N is not None:
         return x_ND, jnp.pad(src_N, (0, MIN_ROWS - src_N.shape[0]))
     return jnp.pad(x_ND, ((0, MIN_ROWS - x_ND.shape[0]), (0, 0))), None

@@ -159,7 +159,7 @@ def causal_attention(
     q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Return (softmax(scale q k^T) v under a causal mask, [B, S, H, e]; float32 [B, H, S], the
-    logarithms of the softmax's sums).
+    logarithm of each query's sum of exp(scores)).
 
     Operands are bfloat16; d and e are multiples of 16.
     """

@@ -39,13 +39,18 @@ def allow_native_inference(num_tokens: int) -> Iterator[None]:
 
 
 def uses_native_inference() -> bool:
-    """Return whether the current trace uses native operations for few tokens."""
+    """Return whether the current trace uses native operations for few tokens: it is inside
+    `allow_native_inference` with 1 to `MAX_ROWS` tokens.
+    """
     return 0 < _TOKENS.get() <= MAX_ROWS
 
 
 def uses_native_attention(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:
-    """Return whether the current trace uses native attention over a KV cache of this dtype and
-    these head sizes.
+    """Return whether the current trace, inside `allow_native_inference`, uses native attention over
+    a KV cache of this dtype and these head sizes.
+
+    With at most `MAX_ROWS` tokens always; with more if dtype and sizes fit and the processor
+    multiplies many bfloat16 rows.
     """
     fits = dtype == jnp.bfloat16 and key_dim % 2 == 0 and value_dim % SIZE_MULTIPLE == 0
     return uses_native_inference() or (_TOKENS.get() > MAX_ROWS and fits and multiplies_many_rows())
@@ -77,9 +82,8 @@ def runs_in_background() -> bool:
 
 
 def uses_native_training(*dtypes: DTypeLike, multiples: tuple[int, ...]) -> bool:
-    """Return whether the current trace uses native training operations for arrays of these dtypes.
-
-    multiples: sizes that must be multiples of `SIZE_MULTIPLE`.
+    """Return whether the current trace is inside `allow_native_training`, all `dtypes` are bfloat16
+    and all sizes in `multiples` are multiples of `SIZE_MULTIPLE`.
     """
     fits = all(dtype == jnp.bfloat16 for dtype in dtypes) and all(
         size % SIZE_MULTIPLE == 0 for size in multiples

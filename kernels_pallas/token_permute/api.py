@@ -21,7 +21,7 @@ from kernels_pallas.token_permute.reference import take_rows, take_rows_or_last
 
 
 class Implementation(NamedTuple):
-    """The two functions of `reference.py`, implemented for a platform."""
+    """`gather_rows` and `gather_sum` for a platform; `reference.py` defines their results."""
 
     gather_rows: Callable[..., jax.Array]
     gather_sum: Callable[..., jax.Array]

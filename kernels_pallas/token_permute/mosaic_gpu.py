@@ -156,8 +156,9 @@ class _SumSteps:
 
 
 def _choose_sum_steps(num_tokens: int, k: int, lines: tuple[int, int], itemsize: int) -> _SumSteps:
-    """Return steps of as many tokens, or lines of one token, as fit into shared memory. lines: of a
-    row, (number, elements).
+    """Return steps of as many tokens, or lines of one token, as fit into shared memory. lines:
+    (number, elements) of a row's lines. Raises NotImplementedError for more than MAX_COPIES
+    choices.
     """
     if k > MAX_COPIES:
         raise NotImplementedError(f"{k} choices a token: at most {MAX_COPIES}")
