@@ -101,7 +101,9 @@ def _flatten_query_rows(x_BGRSd: jax.Array, start: int, end: int) -> jax.Array:
 
 
 def _key_range(start: int, end: int, window: int | None) -> slice:
-    """Return the keys that query rows start..end see, from the start of a block."""
+    """Return the slice of the keys that query rows start..end see, begun earlier if necessary so
+    that it starts at a multiple of `QUERY_BLOCK`.
+    """
     first = 0 if window is None else max(0, start - window + 1)
     return slice(first // QUERY_BLOCK * QUERY_BLOCK, end)
 
@@ -206,7 +208,7 @@ def _attend_in_blocks_bwd(
 
 
 def _add_to_keys(sums: jax.Array, keys: slice, x: jax.Array) -> jax.Array:
-    """Add x [B, G, C, d] to rows `keys` of sums [B, G, S, d].
+    """Return sums [B, G, S, d] with x [B, G, C, d] added to the rows `keys`.
 
     `sums.at[:, :, keys].add(x)` with all keys is a scatter without indices, whose constant makes
     jaxlib 0.11.2 crash in a shard_map (Shardy's ManualComputationUnusedInputsPattern).
@@ -246,8 +248,7 @@ class FlashKernel(NamedTuple):
     """The forward and the gradient function of a causal attention kernel.
 
     forward: (q, k, v) -> (o [B, S, H, e], lse float32 [B, H, S]), where lse is the log-sum-exp of
-    each query's scores. gradient: ((q, k, v), (o, lse),
-    do) -> (dq, dk, dv).
+    each query's scores. gradient: ((q, k, v), (o, lse), do) -> (dq, dk, dv).
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -264,10 +265,10 @@ def flash_attention(
 ) -> jax.Array:
     """Return causal attention [B, S, H, e] by a kernel that knows no sinks.
 
-    With a sink, a query's log-sum becomes log(exp(lse) + exp(sink)), and its output is scaled by
-    exp(lse) / (exp(lse) + exp(sink)). A flash kernel's gradient computes probabilities from the
-    log-sums and subtracts the products of output and output gradient, so that both of these with
-    the sink in them give the exact gradients of queries, keys and values.
+    With a sink, a query's log-sum-exp becomes log(exp(lse) + exp(sink)), and its output is scaled
+    by exp(lse) / (exp(lse) + exp(sink)). A flash kernel's gradient computes probabilities from the
+    log-sum-exps and subtracts the products of output and output gradient, so that both of these
+    with the sink in them give the exact gradients of queries, keys and values.
     """
     return _flash_fwd(q_BSHd, k_BSGd, v_BSGe, sinks_H, kernel)[0]
 
@@ -395,7 +396,8 @@ Expand = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 class CacheInputs(NamedTuple):
     """The queries of a step's tokens, and their keys and values as a KV cache stores them.
 
-    expand: makes what the queries attend to of cached keys; None if they attend to what is cached.
+    expand: a function from cached keys to the (keys, values) that the queries attend to; None if
+    they attend to the cached keys and values themselves.
     """
 
     q_BSHd: jax.Array

@@ -125,7 +125,9 @@ def _loss_and_gradients(
     weights_T: jax.Array,
     axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return (loss, (dx, dw)). With axes, dx counts only this device's shard of the vocabulary."""
+    """Return (the scalar of `_chunked_cross_entropy`, its gradients (dx, dw)). With axes, dx counts
+    only this device's shard of the vocabulary.
+    """
 
     def loss_and_gradients_in_chunks(
         chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array

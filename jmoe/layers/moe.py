@@ -380,7 +380,9 @@ class MoELayer(nnx.Module):
         )
 
     def _exchange_of(self, *, masked: bool) -> Exchange:
-        """Return the exchange. masked: some tokens go to no expert."""
+        """Return the layer's exchange; on one device and `masked` (some tokens go to no expert) one
+        that takes choices without an expert.
+        """
         on_one_device = isinstance(self.exchange, OneDeviceExchange)
         return OneDeviceExchange(complete=False) if masked and on_one_device else self.exchange
 

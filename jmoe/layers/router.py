@@ -188,7 +188,9 @@ SCORES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
 def _choose_experts(
     scores_TE: jax.Array, num_experts_per_tok: int, config: RouterConfig, bias_E: jax.Array | None
 ) -> jax.Array:
-    """Return int32 [T, K], the experts with the best scores, to which the bias is added."""
+    """Return int32 [T, K], the experts with the largest score plus bias, best first; with a router
+    that limits groups, only experts of a token's best groups.
+    """
     selection_TE = lax.stop_gradient(scores_TE)
     if bias_E is not None:
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))

@@ -104,7 +104,8 @@ def _restore_state_and_data(
 
 def _can_reuse_records(trainer: Trainer, saved: SavedExperts) -> bool:
     """Return whether the run can take over the checkpoint's records unread, with the gradients and
-    optimizer steps that its experts still lack.
+    optimizer steps that its experts still lack: it keeps weights and moments as records on NVMe,
+    with the same AdamW constants and gradient dtype.
     """
     records = trainer.records
     if records is None or not records.stores.keys() >= LINKED:

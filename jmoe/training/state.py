@@ -95,8 +95,9 @@ def read_experts(
     """Return the experts' parameters [N, E, ...] by name, with the shapes and shardings in
     `shapes`.
 
-    Each process reads only the experts that its devices hold. read: returns arrays [P, ...] of a
-    layer's experts. prefix: prepended to a parameter's name in the arrays that `read` returns.
+    Each process reads only the experts that its devices hold. read: a function of (layer, expert
+    numbers [P]) that returns arrays [P, ...] by name. prefix: prepended to a parameter's name in
+    the arrays that `read` returns.
     """
     leaf = next(iter(shapes.values()))
     num_layers, num_experts = leaf.shape[:2]
@@ -129,8 +130,8 @@ def read_missing_experts(
     weights: ReadExperts | None,
     moments: ReadExperts | None,
 ) -> TrainState:
-    """Return `saved` with experts added from `weights` and `moments`; None leaves those parts
-    unchanged.
+    """Return `saved` with the experts added that the functions `weights` (for the parameters) and
+    `moments` read; None leaves the parameters or the moments unchanged.
 
     shape: the shapes of the whole state. layers: `ModelConfig.expert_layers`.
     """

@@ -113,8 +113,8 @@ class DistillingTrainer(FusedTrainer):
         *,
         teacher_head: jax.Array,
     ) -> tuple[jax.Array, Metrics]:
-        """Return ((1 - weight) x cross-entropy + weight x temperature^2 x divergence, both terms by
-        name).
+        """Return (this device's addend to the loss, (1 - weight) x cross-entropy + weight x
+        temperature^2 x divergence; metrics with these two terms, `loss` and `divergence`).
 
         teacher_head: [H, V].
         """

@@ -80,8 +80,9 @@ def _is_nnx_variable(x: object) -> bool:
 
 
 def _gradient_per_variable(grads: PyTree, state: PyTree) -> list[jax.Array]:
-    """Return one gradient for each variable of a stack, in order: those in `grads`, and zeros for a
-    router's bias.
+    """Return a list with a gradient for every variable of a stack of layers, in the order of
+    `state`: zeros for routers' biases, which `grads` lacks, and the leaves of `grads` for all
+    others.
     """
     own = iter(jax.tree.leaves(grads))
     variables = jax.tree.leaves(state, is_leaf=_is_nnx_variable)

@@ -337,8 +337,8 @@ class FusedTrainer:
         weights: ReadExperts | None = None,
         moments: ReadExperts | None = None,
     ) -> TrainState:
-        """Return the training state for a checkpoint's state; `weights` and `moments` read the
-        experts that `saved` lacks.
+        """Return the training state for a checkpoint's state. weights, moments: functions that read
+        the experts that `saved` lacks; None if it has them.
         """
         layers = self.config.model.expert_layers
         whole = read_missing_experts(saved, self.saved_shape, layers, weights, moments)

@@ -33,8 +33,8 @@ CLASSES = "classes.json"  # in every checkpoint: the names of each task's classe
 class VisionRun(NamedTuple):
     """The learned parameters of an image run, with its configuration.
 
-    classes: names of classes, by task. params, router_bias: nested dicts of arrays. experts: reads
-    the experts that `params` lacks; None if `params` has all.
+    classes: names of classes, by task. params, router_bias: nested dicts of arrays. experts: a
+    function that reads the experts that `params` lacks; None if `params` has all.
     """
 
     step: int

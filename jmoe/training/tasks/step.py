@@ -125,7 +125,8 @@ def restore_ended_tasks(
 
 
 def draw_step_paths(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
-    """Return the random draw of a step for learning paths; None if paths are fixed.
+    """Return the random numbers (`PathDraw`) with which a step samples the tasks' paths; None if
+    paths are fixed.
 
     The draw depends only on the seed, the step and the numbers of tasks and layers, not on the
     layout.
@@ -630,7 +631,7 @@ class VisionTrainer:
         """Return the training state for a checkpoint's state, and free the arrays of `saved` that
         the two do not share.
 
-        weights, moments: read the experts that `saved` lacks.
+        weights, moments: functions that read the experts that `saved` lacks; None if it has them.
         """
         layers = self.config.model.expert_layers
         saved = read_missing_experts(saved, self.saved_shape, layers, weights, moments)
