@@ -66,7 +66,7 @@ class ExpertUpdate(Protocol):
     slot_dtypes: Mapping[str, np.dtype]  # of the weights in the slots, by parameter
 
     def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
-        """Copy an up-to-date record of weights to the slot."""
+        """Copy an up-to-date record of weights to the slot; return the bytes moved."""
 
     def catch_up(
         self,
@@ -75,8 +75,9 @@ class ExpertUpdate(Protocol):
         records: ExpertRecords,
         missed: Iterable[MissedSteps],
     ) -> LinkBytes:
-        """Apply the missed steps to the records and to the slot; the first missed step takes the
-        gradient.
+        """Apply the AdamW steps that one expert has missed to its records and to its weights in the
+        slot; return the bytes moved. The first missed step takes the record's gradient, the others
+        none.
         """
 
 

@@ -118,9 +118,9 @@ class PlacedExperts(MeshExperts):
     ) -> None:
         """Fill the slots.
 
-        read: opens an expert's record by its number. placements: one per layer, permanent; layers
-        on disjoint devices may then share a row of slots. None means even placement, with a row of
-        `slots_per_device` slots for each layer.
+        read: a function that opens an expert's record by its number. placements: one per layer,
+        permanent; layers on disjoint devices may then share a row of slots. None means even
+        placement, with a row of `slots_per_device` slots for each layer.
         """
         super().__init__(mesh, index, fields, slots_per_device)
         self._read = read

@@ -88,7 +88,7 @@ class ExpertResidency(ABC):
         """
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads that this object started, if any."""
         return
 
 
@@ -143,7 +143,9 @@ class Residency(ExpertResidency):
         return
 
     def prefetch_guessed(self, moe_layer: int, guessed: np.ndarray) -> None:
-        """Prefetch experts that the tokens of a later layer will probably choose."""
+        """Prefetch the experts `guessed`, which the tokens of a later layer will probably choose;
+        nothing happens unless `takes_guesses`.
+        """
         return
 
     def forget_slots(self) -> None:

@@ -136,8 +136,8 @@ def open_placed_experts(
 
 
 def _record_reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:
-    """Return a context manager that reads an expert's record from the checkpoint, into memory that
-    the next read overwrites.
+    """Return a function that takes a record number and returns a context manager with the expert's
+    arrays by name, read from the checkpoint into memory that the next read overwrites.
     """
     record = {
         name: np.empty(shape, dtype) for name, (shape, dtype) in checkpoint.expert_fields.items()

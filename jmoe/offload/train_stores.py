@@ -200,7 +200,8 @@ class ExpertStores:
     ) -> ExpertState:
         """Fill the tiers layer by layer, and return the experts' state for training.
 
-        weights, moments: read a layer's experts; None if the records on nvme already hold them.
+        weights, moments: functions that read a layer's experts; None if the records on nvme already
+        hold them.
         """
         tiers = self._tiers
         resident = tiers.experts == "device"
