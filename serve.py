@@ -161,8 +161,8 @@ def run_follower(config: ServeConfig, folder: Path, follower: Follower) -> None:
 def plan_engine(
     config: ServeConfig, folder: Path, model_name: str
 ) -> tuple[EngineConfig, MemoryPlan]:
-    """Return the engine's options, with the length of its sequences set, and where its bytes go;
-    print what requests may be.
+    """Return (the engine's options with `max_seq_len` set, its memory plan); print how many
+    sequences of which length the engine takes and the model's sampling defaults.
     """
     from jmoe.config.engine import CACHE_BLOCK
     from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
