@@ -16,7 +16,7 @@ from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, write_sa
 
 Tensors = dict[str, np.ndarray]
 # Published names of a gate's, up and down projection; after `.experts.N.`.
-EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
+EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w3", "w2"))
 
 
 def read_tensors(folder: Path) -> Tensors:

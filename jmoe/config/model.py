@@ -168,8 +168,9 @@ class ModelConfig:
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: YarnConfig | None = None
-    # rotate (x[2i], x[2i + 1]) instead of (x[i], x[i + d/2]); latent attention only
+    # rotate (x[2i], x[2i + 1]) instead of (x[i], x[i + d/2])
     rope_interleave: bool = False
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first
     sliding_window: int | None = None  # a token sees this many: itself and those before it
     # sliding_attention or full_attention per layer; empty: all alike
     layer_types: tuple[str, ...] = ()
@@ -229,14 +230,25 @@ class ModelConfig:
         if self.kv_lora_rank is not None:
             self._check_latent_attention()
             return
-        check_field(not self.rope_interleave, self, "rope_interleave", "needs latent attention")
         latent_fields = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         check_unset(self, "", latent_fields, "without kv_lora_rank: needs latent attention")
         divides = self.head_dim is not None or self.hidden_size % heads == 0
         constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
         check(divides, "num_attention_heads", heads, constraint)
-        even = not rope or self.dim_per_head % 2 == 0
+        self._check_rotary_dims()
+
+    def _check_rotary_dims(self) -> None:
+        if self.position != "rope":
+            for name, default in (("rope_interleave", False), ("partial_rotary_factor", 1.0)):
+                unset = getattr(self, name) == default
+                check_field(unset, self, name, "needs position = 'rope'")
+            return
+        even = self.dim_per_head % 2 == 0
         check(even, "head_dim", self.dim_per_head, "must be even for rotary positions")
+        share, dims = self.partial_rotary_factor, self.rotary_dim
+        fits = 0 < share <= 1 and dims > 0 and dims % 2 == 0
+        words = f"must be an even share of head_dim = {self.dim_per_head}, in (0, 1]"
+        check(fits, "partial_rotary_factor", share, words)
 
     def _check_windows(self) -> None:
         if self.sliding_window is not None:
@@ -280,6 +292,7 @@ class ModelConfig:
             "clip_qkv": None,
             "qkv_bias": False,
             "attention_sinks": False,
+            "partial_rotary_factor": 1.0,
         }
         for name, value in plain.items():
             check_field(getattr(self, name) == value, self, name, "is not part of latent attention")
@@ -326,6 +339,11 @@ class ModelConfig:
         if self.kv_lora_rank is not None:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of a query or key head that are rotated, the first ones."""
+        return int(self.dim_per_head * self.partial_rotary_factor)
 
     @property
     def experts_per_image(self) -> int:

@@ -461,9 +461,23 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "head":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
         if config.position == "rope":
-            q = rotary(q, positions, config.rope_theta, yarn=config.rope_scaling)
-            k = rotary(k, positions, config.rope_theta, yarn=config.rope_scaling)
+            q, k = self._rotated(q, positions), self._rotated(k, positions)
         return q, k, v
+
+    def _rotated(self, x_BSHd: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return x with the first `rotary_dim` dimensions of each head rotated."""
+        config = self.config
+        rotate = partial(
+            rotary,
+            positions=positions,
+            theta=config.rope_theta,
+            yarn=config.rope_scaling,
+            interleave=config.rope_interleave,
+        )
+        if config.rotary_dim == x_BSHd.shape[-1]:
+            return rotate(x_BSHd)
+        rotated, plain = jnp.split(x_BSHd, [config.rotary_dim], axis=-1)
+        return jnp.concatenate([rotate(rotated), plain], axis=-1)
 
     def output(self, o_BSHd: jax.Array) -> jax.Array:
         """Return float32 [B, S, D], the output projection of the heads' results."""

@@ -18,7 +18,7 @@ def has_fused_experts(names: Collection[str], family: str) -> bool:
     tensor.
     """
     ends = tuple(FUSED["moe.experts.w_up"].names)
-    return FAMILIES[family].fused_experts and any(name.endswith(ends) for name in names)
+    return bool(FAMILIES[family].fused_tensors) and any(name.endswith(ends) for name in names)
 
 
 def parameter_source(
@@ -31,7 +31,10 @@ def parameter_source(
     """
     if not path[0].endswith("_layers"):
         return OUTSIDE[".".join(path)]
-    source = (layer_sources(family) | (FUSED if fused else {}))[".".join(path[1:])]
+    sources = layer_sources(family)
+    if fused:
+        sources |= FAMILIES[family].fused_tensors
+    source = sources[".".join(path[1:])]
     if path[-1] in ("w_qkv", "b_qkv"):
         q = config.num_attention_heads * config.dim_per_head
         kv = config.num_key_value_heads * config.dim_per_head

@@ -244,8 +244,10 @@ def check_tensors(
 def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
     """Return whether a tensor that belongs to no parameter can be ignored."""
     layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
-    predicts_further = config.kv_lora_rank and layer and int(layer[1]) >= config.num_hidden_layers
-    if predicts_further or IGNORED.search(tensor.name):
+    # DeepSeek and GLM publish layers that predict further tokens
+    predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups
+    is_further = predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
+    if is_further or IGNORED.search(tensor.name):
         return True
     if tensor.name.endswith(ZERO_POINT) and tensor.dtype in DTYPES:
         with TensorReader() as reader:

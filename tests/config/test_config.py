@@ -213,8 +213,23 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     ),
     (
         ModelConfig,
-        {"rope_interleave": True},
-        wrong("rope_interleave", True, "needs latent attention"),
+        {"rope_interleave": True, "position": "learned"},
+        wrong("rope_interleave", True, "needs position = 'rope'"),
+    ),
+    (
+        ModelConfig,
+        {"partial_rotary_factor": 0.5, "position": "learned"},
+        wrong("partial_rotary_factor", 0.5, "needs position = 'rope'"),
+    ),
+    (
+        ModelConfig,
+        {"partial_rotary_factor": 0.05},
+        wrong("partial_rotary_factor", 0.05, "must be an even share of head_dim = 64"),
+    ),
+    (
+        latent,
+        {"partial_rotary_factor": 0.5},
+        wrong("partial_rotary_factor", 0.5, "is not part of latent attention"),
     ),
     (latent, {"kv_lora_rank": 0}, wrong("kv_lora_rank", 0, "must be greater than 0")),
     (latent, {"q_lora_rank": 0}, wrong("q_lora_rank", 0, "must be above 0")),

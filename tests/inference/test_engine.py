@@ -35,7 +35,8 @@ from tests.compiled import compilations
 from tests.damage import flip_everywhere, poison
 from tests.processes import ROOT, without_home
 
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss", "glm4_moe"]
+SLOW = ["dots1", "minimax_m2"]
 NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},
@@ -60,8 +61,8 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow if n in ("qwen2_moe", "olmoe") else ())
-        for n in FAMILIES
+        pytest.param(n, marks=pytest.mark.slow if n in ("qwen2_moe", "olmoe", *SLOW) else ())
+        for n in FAMILIES + SLOW
     ],
 )
 def test_greedy_tokens_and_streaming(name: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ WINDOWED = {
     "use_sliding_window": True,
     "sliding_window": 5,
     "layer_types": None,
-    "max_window_layers": 3,
+    "max_window_layers": 2,
 }
 # Of a field that is honoured: another value than the fixtures', and what must stand beside it.
 OTHERS: dict[str, Any] = {
@@ -49,11 +49,11 @@ OTHERS: dict[str, Any] = {
     "expert_dtype": "fp6",
     "head_dim": 6,
     "layer_types": ["full_attention"] * 3,
-    "max_window_layers": 1,
+    "max_window_layers": 0,
     "decoder_sparse_step": 3,
     "mlp_only_layers": [0],
     "sliding_window": 3,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 0,
     "n_shared_experts": 3,
     "n_group": 2,
     "topk_group": 3,
@@ -64,9 +64,15 @@ OTHERS: dict[str, Any] = {
     "qk_rope_head_dim": 10,
     "v_head_dim": 8,
     "clip_qkv": 4.0,
+    "partial_rotary_factor": 1.0,
+    "rotary_dim": 8,
+    "attn_type_list": [1, 0],
     **dict.fromkeys(EXPERTS, 12),
 }
+ALL_OF_A_HEAD = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
 BESIDE: dict[str, dict[str, Any]] = {
+    "partial_rotary_factor": ALL_OF_A_HEAD,
+    "rotary_dim": ALL_OF_A_HEAD,
     "original_max_position_embeddings": {"rope_parameters": YARN},
     "sliding_window": WINDOWED,
     "max_window_layers": WINDOWED,

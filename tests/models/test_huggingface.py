@@ -458,7 +458,7 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             "model_type = 'deepseek_v32': must be one of .*, kimi_k2",
         ),
         ("mixtral", {"model_type": "qwen3_next"}, "model_type = 'qwen3_next': must be one of"),
-        ("mixtral", {"model_type": "glm4_moe"}, "model_type = 'glm4_moe': must be one of"),
+        ("mixtral", {"model_type": "llama4"}, "model_type = 'llama4': must be one of"),
         (
             "qwen3_moe",
             {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}},

@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = tuple(name for name in families.FAMILIES if name != "gpt_moe")
-FUSED_FAMILIES = tuple(name for name in FAMILIES if families.FAMILIES[name].fused_experts)
+FUSED_FAMILIES = tuple(name for name in FAMILIES if families.FAMILIES[name].fused_tensors)
 TOLERANCE = 2e-4  # of a logit
 TOKENS = np.random.default_rng(0).integers(3, 64, (2, 40))
 # Of transformers' base class or of published files: no family's class has them.
@@ -201,7 +201,7 @@ def test_logits(
 
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
-def test_logits_of_fused_experts(
+def test_logits_of_fused_tensors(
     family: str, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
     """As transformers itself writes them, which are the tensors that `fused` makes."""

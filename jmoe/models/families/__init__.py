@@ -5,8 +5,11 @@ To add a family: write its file, add it to `FAMILIES` (see docs/families.md).
 
 from jmoe.models.families import (
     deepseek_v3,
+    dots1,
+    glm4_moe,
     gpt_moe,
     gpt_oss,
+    minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -17,5 +20,16 @@ from jmoe.models.families.family import Family
 # in the order in which `hf_config` tries them
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (mixtral, qwen3_moe, qwen2_moe, olmoe, deepseek_v3, gpt_oss, gpt_moe)
+    for module in (
+        mixtral,
+        qwen3_moe,
+        qwen2_moe,
+        olmoe,
+        deepseek_v3,
+        gpt_oss,
+        glm4_moe,
+        dots1,
+        minimax_m2,
+        gpt_moe,
+    )
 }

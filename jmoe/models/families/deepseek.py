@@ -1,6 +1,7 @@
 """The parts that DeepSeek-V3 and the families after it share: latent attention, shared experts."""
 
 from jmoe.config import ModelConfig, RouterConfig, check
+from jmoe.models.families.outcomes import harmless_fields, honoured_fields
 from jmoe.models.families.reader import ConfigFields
 from jmoe.models.families.tensors import TensorSource, transposed_source
 from jmoe.models.families.writer import normalization_json, same_named_fields
@@ -11,6 +12,22 @@ SHARED_EXPERTS: dict[str, TensorSource] = {
         "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
     ),
     "shared_expert.w_down": transposed_source("mlp.shared_experts.down_proj.weight"),
+}
+EXPERT_FIELDS = {
+    **honoured_fields(
+        """moe_intermediate_size n_routed_experts num_local_experts n_shared_experts
+        first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor"""
+    ),
+    **harmless_fields(
+        """num_mtp_layers num_nextn_predict_layers pretraining_tp ep_size aux_loss_alpha seq_aux"""
+    ),
+}
+LATENT_FIELDS = {
+    **honoured_fields(
+        """head_dim attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim
+        v_head_dim"""
+    ),
+    **harmless_fields("qk_head_dim"),
 }
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -56,11 +73,14 @@ def expert_sizes_json(config: ModelConfig) -> JsonObject:
     }
 
 
-def read_group_limited_router(fields: ConfigFields) -> RouterConfig:
-    """Return the router with sigmoid scores, groups and a correction bias."""
+def read_group_limited_router(fields: ConfigFields, *, norm_topk_prob: bool = True) -> RouterConfig:
+    """Return the router with sigmoid scores, groups and a correction bias.
+
+    norm_topk_prob: the family's default.
+    """
     return RouterConfig(
         kind="group_limited",
-        norm_topk_prob=fields.nullable_flag("norm_topk_prob", True),
+        norm_topk_prob=fields.nullable_flag("norm_topk_prob", norm_topk_prob),
         aux_loss_coef=0.0,  # the correction bias balances the experts
         n_group=fields.integer("n_group"),
         topk_group=fields.integer("topk_group"),

@@ -2,6 +2,8 @@
 
 from jmoe.config import ModelConfig
 from jmoe.models.families.deepseek import (
+    EXPERT_FIELDS,
+    LATENT_FIELDS,
     SHARED_EXPERTS,
     expert_sizes_json,
     group_limited_router_json,
@@ -11,12 +13,7 @@ from jmoe.models.families.deepseek import (
     read_latent_attention,
 )
 from jmoe.models.families.family import Family
-from jmoe.models.families.outcomes import (
-    EVERY_FAMILY,
-    SupportedValues,
-    harmless_fields,
-    honoured_fields,
-)
+from jmoe.models.families.outcomes import EVERY_FAMILY, SupportedValues, honoured_fields
 from jmoe.models.families.reader import ConfigFields, common_fields
 from jmoe.models.families.rope import read_rope_fields
 from jmoe.models.families.writer import common_json
@@ -51,16 +48,9 @@ FAMILY = Family(
     _write,
     fields={
         **EVERY_FAMILY,
-        **honoured_fields(
-            """head_dim moe_intermediate_size n_routed_experts num_local_experts n_shared_experts
-            first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor
-            attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-            rope_interleave"""
-        ),
-        **harmless_fields(
-            """qk_head_dim num_mtp_layers num_nextn_predict_layers pretraining_tp ep_size
-            aux_loss_alpha seq_aux"""
-        ),
+        **EXPERT_FIELDS,
+        **LATENT_FIELDS,
+        **honoured_fields("rope_interleave"),
         "scoring_func": SupportedValues(("sigmoid",)),
         "topk_method": SupportedValues(("noaux_tc",)),
         "moe_layer_freq": SupportedValues((1,)),

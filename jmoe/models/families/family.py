@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from jmoe.config import ModelConfig
 from jmoe.models.families.outcomes import Outcome
 from jmoe.models.families.reader import ConfigFields
-from jmoe.models.families.tensors import TensorSource
+from jmoe.models.families.tensors import FUSED, TensorSource
 from jmoe.types import JsonObject
 
 
@@ -20,7 +20,8 @@ class Family:
         that the family lacks, because `hf_config` reads the result back and compares.
     fields: the outcome of every field of its `config.json`.
     tensors: the parameters whose tensors have other names than in `LAYER`.
-    fused_experts: whether transformers 5 may store a layer's experts in one tensor.
+    fused_tensors: the parameters whose tensors have other names where transformers 5 stores a
+        layer's experts in one tensor; empty if it never does.
     same_as: further model types with the same fields and tensors.
     """
 
@@ -30,5 +31,5 @@ class Family:
     write: Callable[[ModelConfig], JsonObject]
     fields: Mapping[str, Outcome]
     tensors: Mapping[str, TensorSource] = field(default_factory=dict)
-    fused_experts: bool = True
+    fused_tensors: Mapping[str, TensorSource] = field(default_factory=lambda: FUSED)
     same_as: tuple[str, ...] = ()

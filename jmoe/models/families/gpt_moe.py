@@ -83,5 +83,5 @@ FAMILY = Family(
         "moe.experts.b_up": as_stored_source("mlp.experts.{expert}.up_proj.bias"),
         "moe.experts.b_down": as_stored_source("mlp.experts.{expert}.down_proj.bias"),
     },
-    fused_experts=False,
+    fused_tensors={},
 )

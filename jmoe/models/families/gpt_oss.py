@@ -85,5 +85,5 @@ FAMILY = Family(
         "moe.experts.w_down": stacked_source("mlp.experts.down_proj"),
         "moe.experts.b_down": stacked_source("mlp.experts.down_proj_bias"),
     },
-    fused_experts=False,
+    fused_tensors={},
 )

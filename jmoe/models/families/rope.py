@@ -7,11 +7,12 @@ from jmoe.models.families.reader import ConfigFields
 from jmoe.types import JsonObject
 
 
-def _checked_rope_table(fields: ConfigFields, name: str) -> JsonObject:
+def _checked_rope_table(fields: ConfigFields, name: str, *, partial: bool) -> JsonObject:
     table = fields.value(name) or {}
     nested = not isinstance(table, dict) or any(isinstance(value, dict) for value in table.values())
     check(not nested, name, table, "must be one flat table for all layers")
-    ConfigFields(table, f"{name}.").require_value("partial_rotary_factor", 1.0)
+    if not partial:
+        ConfigFields(table, f"{name}.").require_value("partial_rotary_factor", 1.0)
     return dict(table)
 
 
@@ -23,7 +24,7 @@ def _check_rope_tables_agree(scaling: JsonObject, parameters: JsonObject) -> Non
     kinds = [
         table.get("rope_type") or table.get("type") or "default" for table in (scaling, parameters)
     ]
-    named = ("rope_type", "type", "rope_theta")
+    named = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     scales, other = (
         {name: value for name, value in table.items() if name not in named and value is not None}
         for table in (scaling, parameters)
@@ -41,22 +42,36 @@ def _check_rope_tables_agree(scaling: JsonObject, parameters: JsonObject) -> Non
 
 
 def read_rope_fields(
-    fields: ConfigFields, theta: float, default: JsonObject | None = None
+    fields: ConfigFields,
+    theta: float,
+    default: JsonObject | None = None,
+    *,
+    partial: float | None = None,
 ) -> JsonObject:
-    """Return rope_theta and, for YaRN, rope_scaling as fields of `ModelConfig`.
+    """Return rope_theta, partial_rotary_factor and, for YaRN, rope_scaling as fields of
+    `ModelConfig`.
+
+    theta, partial: the family's defaults; it rotates whole heads if `partial` is None.
+    default: the family's rope_parameters.
 
     transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
     replaces rope_parameters, as in transformers 5, except that theta is still read from
     rope_parameters if only that table sets it.
     """
-    scaling = _checked_rope_table(fields, "rope_scaling")
-    parameters = _checked_rope_table(fields, "rope_parameters")
+    scaling = _checked_rope_table(fields, "rope_scaling", partial=partial is not None)
+    parameters = _checked_rope_table(fields, "rope_parameters", partial=partial is not None)
     if scaling and parameters:
         _check_rope_tables_agree(scaling, parameters)
     name = "rope_scaling" if scaling else "rope_parameters"
     rope = ConfigFields(scaling or parameters or default or {}, f"{name}.")
-    elsewhere = ConfigFields(parameters, "rope_parameters.").number("rope_theta", theta)
-    theta = rope.number("rope_theta", fields.number("rope_theta", elsewhere))
+
+    def of_any_table(key: str, default: float) -> float:
+        elsewhere = ConfigFields(parameters, "rope_parameters.").number(key, default)
+        return rope.number(key, fields.number(key, elsewhere))
+
+    read = {"rope_theta": of_any_table("rope_theta", theta)}
+    if partial is not None:
+        read["partial_rotary_factor"] = of_any_table("partial_rotary_factor", partial)
     kind = rope.value("rope_type", rope.value("type", "default"))
     check(
         kind in ("default", "yarn"),
@@ -65,7 +80,7 @@ def read_rope_fields(
         "is not supported, only default and yarn",
     )
     if kind == "default":
-        return {"rope_theta": theta}
+        return read
     positions = fields.integer("max_position_embeddings")
     original = fields.integer(
         "original_max_position_embeddings",
@@ -83,15 +98,18 @@ def read_rope_fields(
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
     )
-    return {"rope_theta": theta, "rope_scaling": yarn}
+    return {**read, "rope_scaling": yarn}
 
 
 def rope_parameters_json(config: ModelConfig) -> JsonObject:
+    """Return the table `rope_parameters` of a `config.json`."""
+    plain: JsonObject = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.partial_rotary_factor != 1.0:
+        plain["partial_rotary_factor"] = config.partial_rotary_factor
     yarn = config.rope_scaling
     if yarn is None:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
+        return plain
     fields = {name: value for name, value in dataclasses.asdict(yarn).items() if value is not None}
     unset = [name for name in ("mscale", "mscale_all_dim") if not fields[name]]
-    return {"rope_type": "yarn", "rope_theta": config.rope_theta} | {
-        k: v for k, v in fields.items() if k not in unset
-    }
+    scaling = {name: value for name, value in fields.items() if name not in unset}
+    return plain | {"rope_type": "yarn"} | scaling
