@@ -60,6 +60,7 @@ LINES = b'{"text": "some text of no importance"}\n' * 50
         ("a.npy", saved_array(), "is a NumPy array, not text; python -m jmoe.data"),
         ("a.pdf", b"%PDF-1.7\n" + LINES, "is PDF, not text; pdftotext"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "content",
 )  # fmt: skip
 @pytest.mark.parametrize("encoding", [("utf-8",), ("utf-8", "latin-1")], ids=str)
 def test_binary_files_are_refused_by_their_format(
