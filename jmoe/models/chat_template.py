@@ -384,7 +384,9 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _with_reasoning(message: JsonObject) -> JsonObject:
-    """Return the message with its reasoning copied to each field name that templates read."""
+    """Return the message with its reasoning, from the first of `REASONING_FIELDS` that it has,
+    copied to `thinking` and `reasoning_content`, which templates read; unchanged if it has none.
+    """
     reasoning = next((message[field] for field in REASONING_FIELDS if field in message), None)
     return (
         message

@@ -138,8 +138,9 @@ def scan_layers(
 class DecoderExecution:
     """How a decoder runs its layers; the defaults suit one device with enough memory.
 
-    layer_runner: applies all blocks in order.
-    lookup: reads the tokens' rows from this device's shard of the embedding table.
+    layer_runner: a function that applies all blocks in order, called like `scan_layers`.
+    lookup: a function of this device's shard of the embedding table, token ids and a dtype; returns
+        the tokens' rows in that dtype.
     gather, remat: see `ApplyBlock`.
     """
 
@@ -154,7 +155,7 @@ class Decoder(nnx.Module):
     logits.
 
     Dense layers share one stack of parameters and layers with experts another, each in layer order.
-    stack: makes these stacks.
+    stack: a function that makes such a stack, called like `stack_layers`.
     """
 
     def __init__(

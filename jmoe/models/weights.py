@@ -242,7 +242,10 @@ def check_tensors(
 
 
 def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
-    """Return whether a tensor that belongs to no parameter can be ignored."""
+    """Return whether a tensor that belongs to no parameter can be ignored: a layer for multi-token
+    prediction, a name that matches `IGNORED`, a zero point whose values are all zero, or the output
+    head of a model that ties its embeddings.
+    """
     layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
     # DeepSeek and GLM publish layers that predict further tokens
     predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups

@@ -33,7 +33,9 @@ _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 
 
 def read_latent_attention(fields: ConfigFields) -> JsonObject:
-    """Return the fields of latent attention."""
+    """Return the arguments of `ModelConfig` that describe latent attention. Raises ValueError if
+    head_dim is not the size of the rotary part.
+    """
     # transformers uses head_dim for the rotary positions alone
     fields.require_value("head_dim", fields.integer("qk_rope_head_dim"))
     return {
@@ -49,7 +51,12 @@ def latent_attention_json(config: ModelConfig) -> JsonObject:
 
 
 def read_expert_sizes(fields: ConfigFields, shared_default: int | None = 1) -> JsonObject:
-    """Return the sizes of routed experts and of the shared experts, which are one wider MLP."""
+    """Return the arguments of `ModelConfig` that describe routed experts and shared experts, which
+    are one wider MLP.
+
+    shared_default: number of shared experts if `n_shared_experts` is missing; with None, or if the
+    number is not positive, raises ValueError.
+    """
     moe_size = fields.integer("moe_intermediate_size")
     shared = fields.integer("n_shared_experts", default=shared_default)
     check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
@@ -74,7 +81,7 @@ def expert_sizes_json(config: ModelConfig) -> JsonObject:
 
 
 def read_group_limited_router(fields: ConfigFields, *, norm_topk_prob: bool = True) -> RouterConfig:
-    """Return the router with sigmoid scores, groups and a correction bias.
+    """Return the configuration of the router with sigmoid scores, groups and a correction bias.
 
     norm_topk_prob: the family's default.
     """

@@ -15,9 +15,11 @@ class Family:
     """One Hugging Face family: `config.json` and tensor names as the decoder's parts, and back.
 
     model_type: its name in `config.json`. architecture: the class that `save_pretrained` names.
-    read: returns the arguments of `ModelConfig`; raises ValueError naming a field.
-    write: returns the fields of a `config.json` for a decoder; it may omit the decoder's options
-        that the family lacks, because `hf_config` reads the result back and compares.
+    read: a function of a file's `ConfigFields` that returns the arguments of `ModelConfig`; raises
+        ValueError naming a field.
+    write: a function of a decoder's `ModelConfig` that returns the fields of a `config.json`; it
+        may omit the decoder's options that the family lacks, because `hf_config` reads the result
+        back and compares.
     fields: the outcome of every field of its `config.json`.
     tensors: the parameters whose tensors have other names than in `LAYER`.
     fused_tensors: the parameters whose tensors have other names where transformers 5 stores a

@@ -23,7 +23,7 @@ QWEN_FIELDS = {
 
 
 def read_qwen_fields(fields: ConfigFields) -> JsonObject:
-    """Return the arguments of `ModelConfig` that both families have."""
+    """Return the arguments of `ModelConfig` that Qwen2-MoE and Qwen3-MoE have in common."""
     sliding = fields.flag("use_sliding_window", False)
     choices = fields.integer("num_experts_per_tok")
     return common_fields(fields, 1e-6) | {
@@ -38,7 +38,7 @@ def read_qwen_fields(fields: ConfigFields) -> JsonObject:
 
 
 def qwen_json(config: ModelConfig) -> JsonObject:
-    """Return the fields of `config.json` that both families have."""
+    """Return the fields of `config.json` that Qwen2-MoE and Qwen3-MoE have in common."""
     return {
         **common_json(config),
         **softmax_router_json(config),

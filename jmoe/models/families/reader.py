@@ -40,9 +40,10 @@ class ConfigFields:
         return value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Return the integer under the first of these names that is present.
+        """Return the integer under the first of these names that is present, or `default`.
 
-        Raises ValueError if several are present and differ, or if the value exceeds jmoe's limit.
+        Raises ValueError if none is present and there is no default, if several are present and
+        differ, or if the value exceeds jmoe's limit.
         """
         said = [n for n in names if self.value(n) is not None]
         name = said[0] if said else names[0]
@@ -115,7 +116,8 @@ def softmax_router_config(
     """Return a softmax router's configuration.
 
     The auxiliary loss of transformers sums over a token's K choices; jmoe's is their mean, so the
-    coefficient is multiplied by K.
+    coefficient is multiplied by K. choices: K. aux_loss_coef: transformers' coefficient if
+    `router_aux_loss_coef` is missing.
     """
     coef = choices * fields.number("router_aux_loss_coef", aux_loss_coef)
     return RouterConfig(kind="softmax", norm_topk_prob=norm_topk_prob, aux_loss_coef=coef)

@@ -56,7 +56,7 @@ def read_rope_fields(
 
     transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
     replaces rope_parameters, as in transformers 5, except that theta is still read from
-    rope_parameters if only that table sets it.
+    rope_parameters if only that table sets it. Raises ValueError for any other kind of positions.
     """
     scaling = _checked_rope_table(fields, "rope_scaling", partial=partial is not None)
     parameters = _checked_rope_table(fields, "rope_parameters", partial=partial is not None)

@@ -7,12 +7,14 @@ from jmoe.types import JsonObject
 
 
 def same_named_fields(config: ModelConfig, *names: str) -> JsonObject:
-    """Return fields of `ModelConfig` that have the same names in `config.json`."""
+    """Return {name: value} of fields of `ModelConfig` that `config.json` has by the same names."""
     return {name: getattr(config, name) for name in names}
 
 
 def common_json(config: ModelConfig) -> JsonObject:
-    """Return the fields of every family with RMSNorm, SwiGLU and rotary positions."""
+    """Return the fields of `config.json` that every family with RMSNorm, SwiGLU and rotary
+    positions has.
+    """
     return {
         **size_fields(config),
         "hidden_act": "silu",
@@ -22,7 +24,9 @@ def common_json(config: ModelConfig) -> JsonObject:
 
 
 def size_fields(config: ModelConfig) -> JsonObject:
-    """Return the fields of every family."""
+    """Return the fields of `config.json` that every family has: sizes, initializer range, tied
+    embeddings, and special token ids as null.
+    """
     return {
         **same_named_fields(config, *SIZES, "num_key_value_heads", "num_experts_per_tok"),
         **same_named_fields(config, "intermediate_size", "tie_word_embeddings"),
@@ -34,22 +38,26 @@ def size_fields(config: ModelConfig) -> JsonObject:
 
 
 def softmax_router_json(config: ModelConfig) -> JsonObject:
-    """Return the balance loss's fields; see `softmax_router_config`."""
+    """Return the fields of `config.json` that describe the balance loss; see
+    `softmax_router_config`.
+    """
     coef = config.router.aux_loss_coef / config.num_experts_per_tok
     return {"router_aux_loss_coef": coef, "output_router_logits": False}
 
 
 def normalization_json(config: ModelConfig) -> JsonObject:
-    """Return whether the weights of a token's experts are divided by their sum."""
+    """Return {"norm_topk_prob": whether a token's expert weights are divided by their sum}."""
     return {"norm_topk_prob": config.router.normalizes_weights(config.num_experts_per_tok)}
 
 
 def dense_layers_json(config: ModelConfig) -> JsonObject:
-    """Return the list of layers without experts."""
+    """Return {"mlp_only_layers": the indices of the layers without experts}."""
     dense = [i for i, kind in enumerate(config.layer_kinds) if kind == "dense"]
     return {"mlp_only_layers": dense}
 
 
 def layer_types_json(config: ModelConfig) -> list[str]:
-    """Return the attention of each layer by its name; all slide if no layer is named."""
+    """Return each layer's kind of attention by its name in transformers; all are
+    "sliding_attention" if `ModelConfig.layer_types` is empty.
+    """
     return list(config.layer_types or ("sliding_attention",) * config.num_hidden_layers)
