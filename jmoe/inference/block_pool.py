@@ -73,7 +73,7 @@ class _Block:
     prefix: digest of the tokens before it; None unless `find` may return the block.
     digest: digest of all tokens up to its end; None until it is full.
     tokens: those whose keys and values it has.
-    last_use: as `BlockPool.release` got it.
+    last_use: the `now` of the `BlockPool.release` in which its last holder left.
     """
 
     id: int
@@ -114,7 +114,9 @@ class BlockPool:
 
     @property
     def num_shared_tokens(self) -> int:
-        """Return the tokens that sequences need not store, as others hold the same blocks."""
+        """Return the number of tokens that sequences need not store, as others hold the same
+        blocks: a block with h holders counts h - 1 times.
+        """
         return self._num_shared * self.block_tokens
 
     @property

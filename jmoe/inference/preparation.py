@@ -42,7 +42,11 @@ class _SamplingPrograms:
         self._running: tuple[SamplingVariant, Future[None]] | None = None
 
     def start_next(self, compile_variant: Callable[[SamplingVariant], None]) -> None:
-        """Begin to compile the next variant in the thread, unless that still compiles one."""
+        """Begin to compile the next variant in the thread, unless none is left or the thread is
+        still busy.
+
+        compile_variant: a function that compiles the variant that it is given.
+        """
         if self._left and (self._running is None or self._running[1].done()):
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampling programs")

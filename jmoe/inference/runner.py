@@ -170,8 +170,9 @@ class DenseLayerRunner:
     lookup = staticmethod(lookup)
 
     def device_positions(self, positions_PC: jax.Array) -> jax.Array:
-        """Return the positions of this device's tokens, out of those on which `apply` runs a
-        layer.
+        """Return the positions of the tokens on which `apply` runs a layer on this device.
+
+        positions_PC: those of all tokens of the step.
         """
         return positions_PC
 

@@ -653,7 +653,7 @@ class Sampler:
 
     def record_prompt(self, chunk: Chunk) -> None:
         """Record the prompt, and the output of a preempted sequence, before the first chunk of a
-        sequence that got its row, if penalties will need them.
+        sequence that got its row, if its sampling parameters have penalties.
         """
         sequence, s = chunk.sequence, chunk.sequence.sampling
         is_first = chunk.start == sequence.first_position

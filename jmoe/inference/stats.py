@@ -146,8 +146,8 @@ class StatsCollector:
             self._streamed_bytes = now
 
     def take_routing_stats(self, max_tokens: int) -> RoutingStats | None:
-        """Return routing statistics of the decode steps since the last result; None if they are too
-        few.
+        """Return routing statistics of the decode steps since the last result; None if there were
+        fewer than `ROUTING_STEPS`, or none chose an expert.
 
         max_tokens: maximum number of tokens of a decode step.
         """

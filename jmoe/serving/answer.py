@@ -115,7 +115,9 @@ class Answer(ABC, Generic[Body, Delta]):
         return self.make_response(deltas)
 
     def usage(self) -> Usage:
-        """Return the token counts so far; only tokens that were read count."""
+        """Return the token counts so far; of the output, only tokens that the response has read
+        count.
+        """
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = self.generation.num_read_tokens
         total = prompt_tokens + completion_tokens

@@ -47,7 +47,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _text_or_list_tag(value: Json) -> str:
-    """Return the union tag of a value, so that only one union member reports errors."""
+    """Return the union tag of a value, "list" or "text" (for anything else), so that only one union
+    member reports errors.
+    """
     return "list" if isinstance(value, list) else "text"
 
 
@@ -63,7 +65,9 @@ def _parse_number_text(value: Json) -> Json:
 
 
 def _drop_empty_strings(value: Json) -> Json:
-    """Return stop strings without empty ones."""
+    """Return stop strings without empty ones: an empty list for "", and any other value but a list
+    unchanged.
+    """
     if isinstance(value, list):
         return [one for one in value if one != ""]
     return [] if value == "" else value
@@ -252,7 +256,9 @@ class GenerationBody(RequestBody):
 
     @property
     def _given_sampling_fields(self) -> JsonObject:
-        """Parameters that the request sets and for which a model may have defaults."""
+        """Return {name: value} for parameters that the request sets and for which a model may have
+        defaults.
+        """
         return {name: getattr(self, name) for name in SAMPLING if name in self.model_fields_set}
 
     def sampling_params(
@@ -295,7 +301,8 @@ class GenerationBody(RequestBody):
 
 def _prompt_tag(prompt: Json) -> str:
     """Return the union tag of a prompt, from its first element, so that only one union member
-    validates it.
+    validates it: "text" for a string, "texts" for strings, "several" for lists of token ids, and
+    "tokens" for token ids.
     """
     if not isinstance(prompt, list):
         return "text"
@@ -498,7 +505,7 @@ class TokenizeRequest(RequestBody):
 
     @property
     def num_characters(self) -> int:
-        """Approximate number of characters."""
+        """Approximate number of characters of the prompt or of the messages."""
         return len(self.prompt or "") + sum(
             message.num_characters for message in self.messages or []
         )

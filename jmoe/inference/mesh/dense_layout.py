@@ -122,7 +122,10 @@ class RowLayout:
         return divmod(block, self.num_blocks // self.mesh.size)
 
     def number_on_device(self, blocks: Any) -> np.ndarray:
-        """Return the numbers that blocks of one device have there."""
+        """Return the numbers that blocks have on the device that holds them.
+
+        blocks: their numbers among the blocks of all devices.
+        """
         return np.asarray(blocks) % (self.num_blocks // self.mesh.size)
 
     def device_weights(self, arrays: Arrays) -> Arrays:
