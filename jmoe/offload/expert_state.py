@@ -163,9 +163,10 @@ class ExpertState:
 
     update: where AdamW updates the experts. replay_state: the steps that the records, and the
     weights that `initial` reads, have skipped.
-    initial: reads a layer's weights into slots that have no weight records. slot_sizes: initial
-    size of the slots; it grows if a step chooses more experts (`grow_slots`), and a slot takes the
-    new size at its next fetch. wait_limit_s: longest wait for a layer.
+    initial: a function of a layer and its local experts that returns their weights, for slots that
+    have no weight records. slot_sizes: initial size of the slots; it grows if a step chooses more
+    experts (`grow_slots`), and a slot takes the new size at its next fetch. wait_limit_s: longest
+    wait for a layer.
     """
 
     def __init__(

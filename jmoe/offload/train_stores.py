@@ -241,8 +241,9 @@ class ExpertStores:
     ) -> TieredStore:
         """Open the store of one kind of record.
 
-        read: reads a layer's experts; None leaves nvme records unchanged and fills host records
-        with zeros. written: records that host memory loads from the kind's nvme files instead.
+        read: a function of a layer and its local experts that returns their arrays, which fill the
+        records; None leaves nvme records unchanged and fills host records with zeros. written:
+        records that host memory loads from the kind's nvme files instead.
         """
         versions = self._versions.get(kind)
         if tier != "nvme" or versions is None:
