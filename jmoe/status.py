@@ -47,8 +47,9 @@ def status(
     """Context manager that says `text ...` at once, and again with the elapsed seconds every
     `every_s` seconds.
 
-    say: prints a line. timed: also say the total time if the block ends without an error. amount:
-    returns how much is done, to be shown with the elapsed time.
+    say: a function that prints a line. timed: also say the total time if the block ends without an
+    error. amount: a function that returns how much is done, as text to be shown with the elapsed
+    time.
     """
     begun = time.monotonic()
     say(f"{text} ...")

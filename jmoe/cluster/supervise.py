@@ -447,8 +447,8 @@ class Supervisor:
         )
 
     def _pass_on_signals(self, ranks: Sequence[RemoteProcess], passed: int) -> int:
-        """Send all processes the signals after the first `passed`; return the number sent so
-        far.
+        """Send all processes the signals received so far except the first `passed`, which they
+        have; return the number that they have now.
         """
         new = self._signals[passed:]  # more may arrive meanwhile
         for number in new:

@@ -184,7 +184,7 @@ class EngineConfig:
         return self.num_cache_pools * -(-self.cache_tokens // (self.num_cache_pools * block_tokens))
 
     def _check_cache_size(self) -> None:
-        """Reject a cache that cannot hold the longest sequence."""
+        """Raise ValueError for a cache that cannot hold the longest sequence."""
         if self.cache_tokens is None:
             return
         fewest, where = self.num_cache_pools * (self.max_seq_len or 2), ""
@@ -195,7 +195,9 @@ class EngineConfig:
 
     @property
     def mesh_allows_ring(self) -> bool:
-        """Whether a mesh of devices may hold only some layers' experts at a time."""
+        """Whether a mesh of devices may hold only some layers' experts at a time: with policy
+        "ring", or with "auto" and the even placement that nothing else determines.
+        """
         evenly = (
             self.mesh.placement == "even"
             and self.mesh.slots_per_device is None
@@ -204,7 +206,7 @@ class EngineConfig:
         return self.policy == "ring" or (self.policy == "auto" and evenly)
 
     def _check_int8_activations(self) -> None:
-        """Reject options with which experts are not multiplied as integers."""
+        """Raise ValueError for options with which experts are not multiplied as integers."""
         clashes = {
             f"expert_dtype = {self.expert_dtype!r}": self.expert_dtype not in (None, *INT8_TAKING),
             "native = 'off'": self.native == "off",
@@ -215,7 +217,7 @@ class EngineConfig:
             check_field(not there, self, "expert_activations", f"must be exact with {clash}")
 
     def _check_streaming(self) -> None:
-        """Reject options of expert tiers and guesses that the policy does not use."""
+        """Raise ValueError for options of expert tiers and guesses that the policy does not use."""
         if self.policy == "resident":
             why = "with policy = 'resident', which keeps every expert on the device"
             check_unset(self, "", ["expert_tier", "host_cache_bytes", "pin_host_memory"], why)
@@ -227,7 +229,7 @@ class EngineConfig:
         check_field(guesses or self.estimator in ("auto", None), self, "estimator", constraint)
 
     def _check_mesh(self) -> None:
-        """Reject options that are unsupported on a mesh of devices."""
+        """Raise ValueError for options that are unsupported on a mesh of devices."""
         mesh, devices = self.mesh, self.mesh.devices
         divides = f"must be a multiple of mesh.devices = {devices}"
         check_field(self.max_batch % devices == 0, self, "max_batch", divides)

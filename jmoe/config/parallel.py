@@ -159,5 +159,5 @@ class CommConfig:
 
     @property
     def initial_packing(self) -> int:
-        """The packing with which a run begins; 1 for `auto`."""
+        """The packing (see `packed_shape`) with which a run begins; 1 for `auto`."""
         return 1 if self.packing == "auto" else self.packing

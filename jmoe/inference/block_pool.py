@@ -160,9 +160,10 @@ class BlockPool:
             self._cached.pop(block_id, None)
 
     def take(self, count: int) -> list[int]:
-        """Return the ids of `count` blocks, each with one holder and no content.
+        """Take `count` of the free blocks, give each of them one holder, and return their ids.
 
-        Blocks without content go first, then the least recently used. There must be as many free.
+        Blocks without content go first, then the least recently used, whose content is forgotten.
+        At least `count` blocks must be free.
         """
         taken = []
         for _ in range(count):

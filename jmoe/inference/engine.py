@@ -206,7 +206,9 @@ class Engine(Closing):
 
     @property
     def has_room_for_another(self) -> bool:
-        """Whether one more sequence would soon get blocks of the cache."""
+        """Whether no sequence waits, or more blocks of the cache are free than the waiting ones
+        need.
+        """
         return self._scheduler.has_room_for_another
 
     def generate(
@@ -380,7 +382,7 @@ class Engine(Closing):
     def close(self) -> None:
         """Stop the threads that copy experts; log predicted and measured step times.
 
-        Does nothing while `is_in_use`.
+        Does nothing if `is_in_use` is set: a thread that could not be stopped still runs steps.
         """
         if self.is_in_use:
             return

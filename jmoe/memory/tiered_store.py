@@ -605,6 +605,6 @@ class TieredStore(Closing):
     def _transfer_record(
         self, move: Callable[[int, NDArray[np.uint8]], None], index: int, slot: int
     ) -> int:
-        """Read or write one record with `move`; return its bytes."""
+        """Read or write one record with `move`; return the record's size in bytes."""
         move(index, self._slots_MR[slot])
         return self.layout.record_bytes

@@ -257,7 +257,7 @@ class ApplyBlock:
     """Applies one layer of a stack of blocks to x, with rematerialization in its backward pass.
 
     graphs: the `nnx.split` graph of a block, for each kind of layer.
-    gather: maps one layer's parameter shards on this device to unsharded parameters.
+    gather: a function from one layer's parameter shards on this device to unsharded parameters.
     remat: selects the residuals that are saved; see `saved_residual_names`.
     options: keyword arguments of `Block.__call__`.
     """

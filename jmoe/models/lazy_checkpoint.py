@@ -69,7 +69,8 @@ class EmbedAndHead(nnx.Module):
     ) -> jax.Array:
         """Return the first layer's input, [..., D] in `dtype`.
 
-        lookup: reads rows from the whole table, or from this device's block of it.
+        lookup: a function that reads the tokens' rows from the whole table, or from this device's
+        block of it.
         """
         x = lookup(self.embedding[...], tokens, dtype)
         if self.positions is None:

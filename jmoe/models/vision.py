@@ -103,7 +103,7 @@ class VisionTransformer(nnx.Module):
     paths: [tasks, layers with experts per task], the expert assigned to each task. With learned
         paths a task uses it where `path_logits` says so, and the shared expert elsewhere.
     task_experts: expert slots on a device of each layer with experts per task; 0 for all experts.
-    stack: makes the stacked layers of a kind.
+    stack: a function that makes the stacked layers of a kind, called like `stack_layers`.
     """
 
     def __init__(

@@ -200,8 +200,8 @@ class ExpertStores:
     ) -> ExpertState:
         """Fill the tiers layer by layer, and return the experts' state for training.
 
-        weights, moments: functions that read a layer's experts; None if the records on nvme already
-        hold them.
+        weights, moments: functions of a layer and its local experts that return their arrays; None
+        if the records on nvme already hold them.
         """
         tiers = self._tiers
         resident = tiers.experts == "device"

@@ -200,8 +200,8 @@ def estimate_module(
 ) -> GpuEstimate:
     """Return the predicted time of one run of a module.
 
-    trips: returns the trip count of a loop, by scope, if XLA does not know it. A loop with unknown
-    trip count counts once, with a note.
+    trips: a function of a loop's scope that returns its trip count, for loops whose count XLA does
+    not know. If it returns None, the loop counts once, with a note.
     """
     pricing = _Pricing(module, rates, experts, trips)
     pricing.add_computation_s(module.entry, 1)

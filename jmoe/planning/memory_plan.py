@@ -186,8 +186,8 @@ def longest_sequence(
 
     A longer KV cache must not change the policy or tier of the experts. On a device with its own
     memory it takes what resident experts leave; otherwise at most `CACHE_SHARE` of the free memory.
-    model: with the KV cache of `shortest` tokens. plan: calls `plan_memory` or `plan_mesh_memory`
-    with the options; its `ValueError` for `shortest` propagates.
+    model: with the KV cache of `shortest` tokens. plan: a function from a model's bytes to the
+    memory plan, by `plan_memory` or `plan_mesh_memory`; its `ValueError` for `shortest` propagates.
     """
     first = plan(model)
 

@@ -237,7 +237,9 @@ class ExpertPlacer:
         return bool(more * self.costs.row_s <= self.costs.copy_s)
 
     def _realized_savings_fraction(self, layer: int) -> float:
-        """Return the fraction of a layer's estimated savings that recent steps saved; first 1."""
+        """Return the fraction of a layer's estimated savings that recent steps saved; 1 without
+        estimates.
+        """
         promised = self._promised_L[layer]
         return float(self._kept_L[layer] / promised) if promised > 0 else 1.0
 

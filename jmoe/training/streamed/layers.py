@@ -89,8 +89,8 @@ def _make_routed_tokens(
 
 
 class _MoEBackwardConstants(NamedTuple):
-    """The values of an MoE layer's backward pass that are not differentiated. losses: returns the
-    layer's router losses from its statistics.
+    """The values of an MoE layer's backward pass that are not differentiated. losses: a function of
+    the layer's statistics that returns its router losses.
     """
 
     kind: LayerKind
