@@ -47,8 +47,8 @@ def gather_json(value: Json) -> list[Json]:
 def check_same_identity(name: str, identify: Callable[[], str]) -> None:
     """Raise `ValueError` on every process if any process's identity differs from process 0's.
 
-    name: setting to blame in the message. identify: returns a text, such as a hash, of the file
-    this process reads; hosts with their own disks may hold an old or different copy.
+    name: setting to blame in the message. identify: a function that returns a text, such as a hash,
+    of the file this process reads; hosts with their own disks may hold an old or different copy.
     """
     if jax.process_count() == 1:
         return

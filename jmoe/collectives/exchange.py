@@ -410,8 +410,8 @@ class PerNodeExchange:
     with the experts chosen in that node and their weights; the receiving device forwards it to its
     neighbours, sums their weighted outputs and returns one row, rounded to the rows' dtype.
 
-    across: all-to-all across nodes. inside: the exchange within a node. nodes_per_token: expected
-    number of nodes with one of a token's experts; it sizes the buffers.
+    across: the function that runs an all-to-all across nodes. inside: the exchange within a node.
+    nodes_per_token: expected number of nodes with one of a token's experts; it sizes the buffers.
     """
 
     across: AllToAll

@@ -218,10 +218,11 @@ class _HeldOutTokens:
 class PreparationRole:
     """The role of this process in data preparation.
 
-    is_main: this process writes; the others wait. report: progress callback, called at least every
-    few seconds. progress: returns a value that changes when the main process progresses; other
-    processes wait at most `wait_s` seconds without a change. keep: prepare other text beside the
-    cached text without replacing it, until `publish_staged` is called.
+    is_main: this process writes; the others wait. report: a function called with the progress, at
+    least every few seconds. progress: a function that returns a value, which changes when the main
+    process progresses; other processes wait at most `wait_s` seconds without a change. keep:
+    prepare other text beside the cached text without replacing it, until `publish_staged` is
+    called.
     """
 
     is_main: bool = True

@@ -21,8 +21,9 @@ COLUMNS = ["path", "label"]
 class SourceImage(NamedTuple):
     """A reference to an image that is not read yet.
 
-    read: returns the image at its original size. label: class index. group: all images of one class
-    and group go to the same split, so that near-duplicates are never both trained on and held out.
+    read: a function that returns the image at its original size. label: class index. group: all
+    images of one class and group go to the same split, so that near-duplicates are never both
+    trained on and held out.
     """
 
     read: Callable[[], Image.Image]

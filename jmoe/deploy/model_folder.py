@@ -27,7 +27,8 @@ def hugging_face_folder(
     folder.
 
     A checkpoint is merged once. Other processes do not remove the merged folder before the block
-    ends. say: receives progress lines. option_name: the option that errors name.
+    ends. say: a function called with each line of progress. option_name: the option that errors
+    name.
     cache_dir: holds the merged folder if the run's folder is not writable. Raises ValueError if
     `path` is neither, OSError if no place for the merged folder is writable.
     """

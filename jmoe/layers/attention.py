@@ -491,8 +491,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Return float32 [B, S, D]: the tokens' attention to a KV cache.
 
-        attend: writes the tokens' keys and values to the cache, and returns the weighted sums of
-            values [B, S, H, e].
+        attend: a function that writes the tokens' keys and values to the cache, and returns the
+            weighted sums of values [B, S, H, e].
         """
         return self.output(attend(CacheInputs(*self.project(x_BSD, positions_BS))))
 

@@ -25,8 +25,9 @@ class Record(Closing):
     unless the record was opened as writable. After `close` their memory holds another record, so
     copy them and wait for the copy. (On CPU `jax.device_put` of such an array makes no copy.)
 
-    link: counts the record's bytes when it closes. give_back: called once on closing, with True if
-    the record was changed. send: copies arrays from pinned memory to the device.
+    link: counts the record's bytes when it closes. give_back: a function called once on closing,
+    with True if the record was changed. send: a function that copies arrays from pinned memory to
+    the device.
     """
 
     def __init__(

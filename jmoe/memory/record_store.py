@@ -144,9 +144,9 @@ class RecordStore(Closing):
     ) -> Self:
         """Return the pack in `folder`, opened.
 
-        fingerprint: identifies the source of the records. repair: writes a damaged record again,
-        like `fill` of `open_or_pack`; any thread may call it. Raises `PackError` if the folder has
-        no complete pack with this layout, number of records and fingerprint.
+        fingerprint: identifies the source of the records. repair: a function that writes a damaged
+        record again, like `fill` of `open_or_pack`; any thread may call it. Raises `PackError` if
+        the folder has no complete pack with this layout, number of records and fingerprint.
         """
         folder = Path(folder)
         expected = make_manifest(layout, num_records, fingerprint)

@@ -82,7 +82,7 @@ class TieredStore(Closing):
     direction (reads and writes do not share it, like the two ways of a PCIe link), and "host"
     (records returned by `get`, counted when they close).
     wait_limit_s: longest wait of a call; then `TimeoutError` names the record and the file.
-    allocate: allocates the cache.
+    allocate: the function that allocates the cache.
 
     With a `VersionStore`, `get(index, writable=True)` gives one caller exclusive access to a
     record, and `Record.close_as_changed` marks it as dirty. One of `write_threads` threads writes a
@@ -445,7 +445,7 @@ class TieredStore(Closing):
     def _wait_counted(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
         """Wait, with the lock held, until `done()`, and count the wait.
 
-        late: returns the message of the `TimeoutError`.
+        late: a function that returns the message of the `TimeoutError`.
         """
         start_s = time.monotonic()
         try:

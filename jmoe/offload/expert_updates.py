@@ -127,9 +127,9 @@ class HostUpdate:
     """AdamW on the host's cores, in the records themselves; the updated weights go to the slot in
     the dtype of the products.
 
-    slot_dtypes: dtype of each parameter in the products. allocate: allocates the memory that
-    weights in another dtype than float32 are sent from. is_native: whether the native operation
-    updates, not XLA:CPU; both give the same bits.
+    slot_dtypes: dtype of each parameter in the products. allocate: the function that allocates the
+    memory from which weights in another dtype than float32 are sent. is_native: whether the native
+    operation updates, not XLA:CPU; both give the same bits.
 
     Raises `ValueError` if JAX has no CPU backend.
     """

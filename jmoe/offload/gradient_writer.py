@@ -16,8 +16,9 @@ from jmoe.offload.training_slots import DeviceStacks, TrainingSlots
 class GradientWriter:
     """Writes one layer's gradients after another.
 
-    slots: where the layers' experts are on the devices; gradients have the same rows. guard: the
-    context in which the thread writes. waited_s: seconds that callers waited for the thread.
+    slots: where the layers' experts are on the devices; gradients have the same rows. guard: a
+    function that returns the context manager in which the thread writes. waited_s: seconds that
+    callers waited for the thread.
     received_bytes: bytes of gradients that have come from the devices.
     """
 

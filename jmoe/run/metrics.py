@@ -438,8 +438,8 @@ def read_steps_and_events(
     """Return (converted records by step, in ascending order; events in the order of the file).
 
     A run that resumed at step s writes s and later steps again. Their earlier records are dropped,
-    and evaluations after more than s steps too, so that the result is one history. convert: applied
-    to each step's record, to keep only the needed values of a long run in memory.
+    and evaluations after more than s steps too, so that the result is one history. convert: a
+    function applied to each step's record, to keep only the needed values of a long run in memory.
     """
     steps: dict[int, T] = {}
     events: list[JsonObject] = []

@@ -220,7 +220,7 @@ def _reduce_groups(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (first x, reduced y) of groups of neighbouring points, at most `MAX_POINTS` groups.
 
-    reduce: returns one value for each group, from y and the groups' first indices.
+    reduce: a function that returns one value for each group, from y and the groups' first indices.
     """
     if x.size <= MAX_POINTS:
         return x, y

@@ -84,8 +84,8 @@ def evaluation_program(
     """Return the compiled program of a pass without gradients, in the form that `run_without_drops`
     calls.
 
-    sharded: wraps a function in `shard_map`. local: the pass on one device, with a keyword
-    `full_capacity`; its results must be replicated.
+    sharded: a function that wraps another in `shard_map`. local: the function of the pass on one
+    device, with a keyword `full_capacity`; its results must be replicated.
     """
 
     def run(*args: PyTree, full_capacity: bool) -> PyTree:
@@ -99,9 +99,9 @@ def evaluation_program(
 def run_without_drops(run: Callable[..., tuple[T, jax.Array]]) -> T:
     """Return the result of a pass without gradients in which no token is dropped.
 
-    run: takes `full_capacity` and returns (result, number of dropped assignments). The first call
-    uses training's buffers, which need a fraction of the memory; if they overflow, a second call
-    uses buffers that hold every token.
+    run: a function that takes `full_capacity` and returns (result, number of dropped assignments).
+    The first call uses training's buffers, which need a fraction of the memory; if they overflow, a
+    second call uses buffers that hold every token.
     """
     result, dropped = run(full_capacity=False)
     if int(dropped):

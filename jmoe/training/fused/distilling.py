@@ -43,10 +43,10 @@ class DistillingTrainer(FusedTrainer):
     """A `FusedTrainer` whose steps fetch a teacher's hidden states and compare logits on the
     device.
 
-    teacher: maps tokens [B, S] to hidden states [B, S, H]. head_HV: the teacher's output head, so
-    that its logits are hidden @ head. In the metrics, `loss` is the cross-entropy on the text, and
-    `divergence` the KL divergence from the teacher at `distil.temperature`. Raises ValueError if
-    the student's output head is split over devices.
+    teacher: a function from tokens [B, S] to hidden states [B, S, H]. head_HV: the teacher's output
+    head, so that its logits are hidden @ head. In the metrics, `loss` is the cross-entropy on the
+    text, and `divergence` the KL divergence from the teacher at `distil.temperature`. Raises
+    ValueError if the student's output head is split over devices.
     """
 
     def __init__(
