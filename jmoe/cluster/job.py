@@ -111,7 +111,7 @@ class PlaceOnNode(NamedTuple):
 
 def place_on_node(environment: Mapping[str, str]) -> PlaceOnNode:
     """Return this process's place on its node, from the variables of SLURM or Open MPI; (0, 1)
-    without them.
+    without them. Raises ValueError if a variable is missing or wrong.
     """
     rank, size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     if (rank in environment) != (size in environment):
@@ -129,7 +129,8 @@ def place_on_node(environment: Mapping[str, str]) -> PlaceOnNode:
 def _slurm_processes_on_node(environment: Mapping[str, str]) -> int:
     """Return the number of the job step's processes on this node.
 
-    SLURM lists the numbers of all nodes in a short form: `2(x3),1` stands for 2, 2, 2, 1.
+    SLURM lists the numbers of all nodes in a short form: `2(x3),1` stands for 2, 2, 2, 1. Raises
+    ValueError if a variable is wrong.
     """
     name = "SLURM_STEP_TASKS_PER_NODE"
     node = _parse_number("SLURM_NODEID", {"SLURM_NODEID": "0", **environment})

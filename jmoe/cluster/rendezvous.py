@@ -50,7 +50,7 @@ def _accept_ranks(
     address: str, port: int, processes: int, timeout_s: float
 ) -> tuple[str, dict[int, socket.socket]]:
     """Return (`go` or the reason why the run cannot start, the ranks' connections by rank), on rank
-    0.
+    0. Raises `OSError` if the port cannot be opened.
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET

@@ -22,31 +22,33 @@ def check(ok: bool, name: str, value: object, constraint: str) -> None:
 
 
 def check_field(ok: bool, config: object, name: str, constraint: str) -> None:
-    """Call `check` with the value of a field of `config`. name: `field` or `section.field`."""
+    """Raise ValueError, as `check` does with the value of a field of `config`, unless `ok`. name:
+    `field` or `section.field`.
+    """
     check(ok, name, getattr(config, name.rpartition(".")[2]), constraint)
 
 
 def check_positive(config: object, *names: str) -> None:
-    """Check that each named field is greater than 0."""
+    """Raise ValueError unless each named field is greater than 0."""
     for name in names:
         check_field(getattr(config, name) > 0, config, name, "must be greater than 0")
 
 
 def check_not_negative(config: object, *names: str) -> None:
-    """Check that each named field is 0 or greater."""
+    """Raise ValueError unless each named field is 0 or greater."""
     for name in names:
         check_field(getattr(config, name) >= 0, config, name, "must not be negative")
 
 
 def check_positive_or_none(config: object, *names: str) -> None:
-    """Check that each named field is None or greater than 0."""
+    """Raise ValueError unless each named field is None or greater than 0."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value > 0, name, value, "must be greater than 0, or None")
 
 
 def check_unset(config: object, section: str, names: Sequence[str], why: str) -> None:
-    """Check that each named field has its default, because no code would use another value.
+    """Raise ValueError unless each named field has its default: no code would use another value.
 
     why: ends the error's constraint, e.g. "with policy = 'resident'".
     """
@@ -66,7 +68,7 @@ _FLOAT32 = 1.1754944e-38, 3.4028235e38  # the least above 0 in full precision, a
 
 
 def check_step_counts(config: object, *names: str) -> None:
-    """Check that each named field, a number of steps, is None or at most `MOST_STEPS`."""
+    """Raise ValueError unless each named number of steps is None or at most `MOST_STEPS`."""
     for name in names:
         value = getattr(config, name)
         check(value is None or value <= MOST_STEPS, name, value, f"must be at most {MOST_STEPS:,}")
@@ -117,7 +119,9 @@ def _violated_constraint(value: Any, kinds: tuple[Any, ...]) -> str:
 
 
 def check_field_types(config: object) -> None:
-    """Check each field declared as a number or a Literal (or a tuple of them) against its type."""
+    """Raise ValueError unless each field declared as a number or a Literal (or a tuple of them) has
+    a value of that type.
+    """
     kind: Any = type(config)
     for name, kinds in _checkable_types(kind).items():
         value = getattr(config, name)

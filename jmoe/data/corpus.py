@@ -970,7 +970,8 @@ def _split_off_held_out(
 ) -> tuple[Shard, _HeldOutTokens]:
     """Return the shard without its last `target_bytes` of text, and these as held-out tokens.
 
-    Cuts at the first end of a document within these bytes if there is one.
+    Cuts at the first end of a document within these bytes if there is one. Raises ValueError if the
+    shard has too few tokens.
     """
     count, header = len(shard.ids), shard.header
     wanted = int(target_bytes * count / max(1, header.text_bytes))

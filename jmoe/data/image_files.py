@@ -84,7 +84,8 @@ def _images_of_class_folders(folder: Path, setting: str) -> tuple[list[str], lis
 def _images_of_table(file: Path, setting: str) -> tuple[list[str], list[SourceImage]]:
     """Return class names and images from a CSV or TSV file whose first line is path,label.
 
-    Relative paths are relative to the file.
+    Relative paths are relative to the file. Raises ValueError beginning with `setting` for a line
+    at fault, a missing file, or a file listed twice.
     """
     rows = list(_read_table_rows(file, setting))
     classes = sorted({label for _, _, label in rows})
@@ -107,7 +108,9 @@ def _images_of_table(file: Path, setting: str) -> tuple[list[str], list[SourceIm
 
 
 def _read_table_rows(file: Path, setting: str) -> list[tuple[int, str, str]]:
-    """Return (line number, path, label) of every nonempty line except the first."""
+    """Return (line number, path, label) of every nonempty line except the first. Raises ValueError
+    beginning with `setting` for a line at fault, or if there is no such line.
+    """
     rows: list[tuple[int, str, str]] = []
     try:
         with file.open(encoding="utf-8-sig", newline="") as text:

@@ -156,6 +156,8 @@ def _shuffled_windows(
     """Return an endless grain dataset of windows, reshuffled each epoch.
 
     windows: of each source. Sources are mixed by their weights, or by size if none has a weight.
+    Raises ValueError if there are fewer windows than a batch has rows, or a weighted source has
+    none.
     """
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
     for source, own in zip(corpus.sources, windows, strict=True):

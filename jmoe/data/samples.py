@@ -153,7 +153,9 @@ def _filled(text: str, name: str) -> str:
 
 
 def _variables(record: JsonObject) -> JsonObject:
-    """Return the variables of the chat template that a record gives beside its messages."""
+    """Return the variables of the chat template that a record gives beside its messages. Raises
+    ValueError naming a field of the wrong type.
+    """
     extra = record.get("chat_template_kwargs") or {}
     if not isinstance(extra, dict):
         raise ValueError(f"chat_template_kwargs: is a {type(extra).__name__}, not an object")
@@ -180,7 +182,9 @@ def _parsed_if_text(value: Json) -> Json:
 
 
 def _messages(entries: Json, name: str) -> tuple[list[JsonObject], list[bool]]:
-    """Return (messages for a chat template, for each whether it is an answer to learn)."""
+    """Return (messages for a chat template, for each whether it is an answer to learn). Raises
+    ValueError naming the message at fault.
+    """
     if not entries:
         raise ValueError(f"{name}: is empty")
     messages, is_answer = list[JsonObject](), list[bool]()
@@ -200,7 +204,9 @@ def _messages(entries: Json, name: str) -> tuple[list[JsonObject], list[bool]]:
 
 
 def _with_known_role(entry: JsonObject, where: str) -> JsonObject:
-    """Return a message with role and content in OpenAI's form, without fields that are None."""
+    """Return a message with role and content in OpenAI's form, without fields that are None. Raises
+    ValueError for an unknown role or a content that is no text.
+    """
     message = {name: value for name, value in entry.items() if value is not None}
     if "role" not in message and "from" in message:
         message |= {"role": message.pop("from"), "content": message.pop("value", None)}
@@ -220,7 +226,9 @@ def _with_known_role(entry: JsonObject, where: str) -> JsonObject:
 
 
 def _content_text(content: Json, where: str) -> str:
-    """Return a message's content as one text; parts are joined by newlines, as by the server."""
+    """Return a message's content as one text; parts are joined by newlines, as by the server.
+    Raises ValueError if the content is no text.
+    """
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
@@ -234,7 +242,9 @@ def _content_text(content: Json, where: str) -> str:
 
 
 def _tool_calls(calls: Json, where: str) -> Sequence[Json]:
-    """Return tool calls with their arguments as objects, which chat templates expect."""
+    """Return tool calls with their arguments as objects, which chat templates expect. Raises
+    ValueError if they are not a list of objects.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where}: tool_calls must be a list of objects")
     parsed: list[Json] = []
@@ -248,7 +258,9 @@ def _tool_calls(calls: Json, where: str) -> Sequence[Json]:
 
 
 def _weight(message: JsonObject, where: str) -> int:
-    """Return the message's `weight`, which it loses: 1 to learn an answer, 0 not to."""
+    """Return the message's `weight`, which it loses: 1 to learn an answer, 0 not to. Raises
+    ValueError for any other value.
+    """
     weight = message.pop("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"{where}: weight = {weight!r}: must be 0 or 1")

@@ -88,7 +88,8 @@ def calibration_text_for(
     checkpoint: LazyCheckpoint, pattern: str, length: int, max_tokens: int
 ) -> CalibrationText:
     """Return the calibration text of `read_calibration_text` in windows of `length` tokens, or of
-    the checkpoint's number of positions if that is smaller.
+    the checkpoint's number of positions if that is smaller. Raises ValueError if `length` is less
+    than 2.
     """
     check(length >= 2, "sequence_length", length, "must be at least 2")
     length = min(length, checkpoint.max_positions)

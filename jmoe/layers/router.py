@@ -348,7 +348,7 @@ def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array)
     per optimizer step.
 
     load_E: `Routing.counts_E` summed over devices and accumulation steps, or as a fraction,
-    `MoEMetrics.load_E`. Leading axes (layers) are kept.
+    `MoEMetrics.load_E`. Leading axes (layers) are kept. Raises ValueError if the shapes differ.
     """
     check(
         bias_E.shape == load_E.shape,

@@ -116,7 +116,7 @@ class Ring(Closing):
 
     def release(self) -> None:
         """Release the layer that was acquired first; nothing may read its slot any more, neither
-        host nor device.
+        host nor device. Raises `RuntimeError` if no layer is acquired.
         """
         with self._changed:
             if self._released == self._acquired:
@@ -158,7 +158,7 @@ class Ring(Closing):
 
     def wait_for_loads(self) -> None:
         """Wait until all planned loads are done; no other load begins before the next `acquire` or
-        `release`.
+        `release`. Raises `TimeoutError` after `wait_limit_s`.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_idle, self._wait_limit_s):

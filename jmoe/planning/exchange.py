@@ -128,7 +128,8 @@ def plan_exchange(
     `reason` explains the choice.
 
     load: if given, `auto` selects the exchange with the least time for dispatch and combine in both
-    passes; otherwise it compares the rows that cross between nodes.
+    passes; otherwise it compares the rows that cross between nodes. Raises `ValueError` for an
+    unknown `kind`.
     """
     names = ("auto", *get_args(ExchangeKind))
     check(kind in names, "exchange", kind, f"must be one of {', '.join(names)}")

@@ -25,7 +25,7 @@ RING_SLOTS = 2  # the minimum for overlap: one slot loads a layer while the othe
 
 def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: float) -> float:
     """Return the expected number of distinct experts of a layer that B tokens choose under uniform
-    routing: E (1 - (1 - k/E)^B).
+    routing: E (1 - (1 - k/E)^B). Raises `ValueError` unless 0 < k <= E and B >= 0.
     """
     check(num_experts > 0, "num_experts", num_experts, "must be greater than 0")
     k, name = num_experts_per_tok, "num_experts_per_tok"

@@ -614,7 +614,7 @@ class Checkpoints:
 
     def _wait_at_barrier(self, *, key: str, timeout_ms: int) -> None:
         """Wait at one of Orbax's barriers between processes. Orbax calls this in its background
-        threads.
+        threads. Raises `TimeoutError` if the others do not arrive in time.
         """
         if jax.process_count() == 1:
             return

@@ -141,7 +141,8 @@ class RunFolder:
 
     def _lock_and_describe_run(self) -> str:
         """Lock the folder for this run, on process 0; return the owner, the run's name and its
-        starts as JSON.
+        starts as JSON. Raises `OSError` if the folder cannot be written, or another run uses it for
+        longer than `wait_s`.
         """
         self._made = not self.path.is_dir()
         try:
@@ -219,7 +220,7 @@ class RunFolder:
 
     def _lock_shared(self) -> None:
         """Take the shared lock in another process than 0, after checking that this process sees
-        process 0's file.
+        process 0's file. Raises `OSError` if it does not within 5 s.
         """
         deadline_s = time.monotonic() + 5.0  # a network file system may lag
         while self._read_owner().get("token") != self._owner["token"]:

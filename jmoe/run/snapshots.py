@@ -402,7 +402,7 @@ def _check_layout(about: Mapping[str, Json], layout: ShardLayout) -> None:
 
 def _make_private_folder(folder: Path) -> str:
     """Make the folder, private to this user; return a text that identifies it across hosts (host,
-    boot, device, inode).
+    boot, device, inode). Raises `PermissionError` if it belongs to another user.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)

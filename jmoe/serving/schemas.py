@@ -429,7 +429,9 @@ TemplateVariables = Annotated[
 
 
 def _check_parts(messages: Json) -> Json:
-    """Reject more than `MAX_MESSAGES` messages or content parts before validating each."""
+    """Return the messages unchanged; raise ValueError if there are more than `MAX_MESSAGES`
+    messages or content parts, before each is validated.
+    """
     if isinstance(messages, list):
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         parts = sum(len(content) for content in contents if isinstance(content, list))

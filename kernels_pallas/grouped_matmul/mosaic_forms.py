@@ -495,8 +495,8 @@ def choose_form(
 def _compressed_form(
     x_ND: jax.Array, w: jax.Array, scales: jax.Array, transpose_rhs: bool
 ) -> CompressedWeightsForm:
-    """Return the form of compressed weights; their bytes are float8_e4m3fn or int8 to the
-    kernel.
+    """Return the form of compressed weights; their bytes are float8_e4m3fn or int8 to the kernel.
+    Raises NotImplementedError if no kernel reads them.
     """
     kind = format_of(w.dtype, scales.dtype)
     if not kind.mosaic_gpu:
