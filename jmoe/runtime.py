@@ -56,8 +56,8 @@ def may_use_nvidia_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def gpu_memory_environment(current: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that lets JAX allocate `GPU_MEMORY_FRACTION` of a GPU's memory; an empty
-    dict without a GPU, or if the user has set the fraction.
+    """Return {variable: value} that lets JAX allocate `GPU_MEMORY_FRACTION` of a GPU's memory; an
+    empty dict without a GPU, or if the user has set the fraction.
     """
     if not may_use_nvidia_gpu(current) or any(map(current.get, MEMORY_SHARE)):
         return {}

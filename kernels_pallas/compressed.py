@@ -212,7 +212,7 @@ def uint16_as_bfloat16(x: jax.Array) -> jax.Array: ...
 @overload
 def uint16_as_bfloat16(x: jax.Array | None) -> jax.Array | None: ...
 def uint16_as_bfloat16(x: jax.Array | None) -> jax.Array | None:
-    """Return x; uint16 is reinterpreted as bfloat16."""
+    """Return x; uint16 is reinterpreted as bfloat16, None stays None."""
     return (
         lax.bitcast_convert_type(x, jnp.bfloat16) if x is not None and x.dtype == jnp.uint16 else x
     )

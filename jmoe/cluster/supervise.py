@@ -351,8 +351,8 @@ class Supervisor:
         return HeartbeatListener(heartbeats, len(ranks), self._clock.now)
 
     def _environment_changes(self, remote: RemoteProcess) -> dict[str, str]:
-        """Return a rank's environment changes: the shared compile cache, and the rank's own GPU if
-        hosts run several processes.
+        """Return {variable: value} to change in a rank's environment: the shared compile cache, and
+        the rank's own GPU if hosts run several processes.
         """
         changes = {
             "JAX_COMPILATION_CACHE_DIR": str(self._compile_cache_folder),

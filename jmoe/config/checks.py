@@ -76,7 +76,8 @@ def check_step_counts(config: object, *names: str) -> None:
 
 @functools.cache
 def _checkable_types(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the allowed types of each field of class `kind` that `_violated_constraint` can check.
+    """Return {field: its allowed types} of the fields of class `kind` that `_violated_constraint`
+    can check.
 
     A tuple field has its elements' types. Fields of other types, and unions of a Literal and
     another type, are omitted; their class checks them.

@@ -66,8 +66,9 @@ class MeshConfig:
 
 
 def packed_shape(shape: tuple[int, int, int], packing: int) -> tuple[int, int, int]:
-    """Return the mesh shape with `packing` times as many experts per device: smaller expert axes, a
-    larger data axis. Raises ValueError if the expert axes cannot be divided so.
+    """Return the mesh shape (data, expert_inter, expert_intra) with `packing` times as many experts
+    per device: smaller expert axes, a larger data axis. Raises ValueError if the expert axes cannot
+    be divided so.
 
     The inter-node axis shrinks first, so that a group of devices that shares the experts spans
     fewer nodes. The order of devices, and so the rows of a batch on each device, stay the same.

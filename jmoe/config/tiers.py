@@ -120,7 +120,7 @@ AcceleratorName = Literal["", "a100-40gb", "a100", "h100", "h200", "b200", "rtx-
 
 
 def _unused_options_with_reasons(experts: str, optimizer: str, gradients: str) -> dict[str, str]:
-    """Return the options that no code uses on these tiers, with the reason of each.
+    """Return {option: reason} of the options that no code uses on these tiers.
 
     Empty while a tier is `auto`.
     """

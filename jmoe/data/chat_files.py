@@ -64,8 +64,8 @@ def _read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _deciding(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that decide how chats become tokens: the chat templates and
-    tokenizer_config.json.
+    """Return those of `files`, {name: content}, that decide how chats become tokens: the chat
+    templates and tokenizer_config.json.
     """
     return {name: files[name] for name in files if _is_template(name) or name == SETTINGS}
 

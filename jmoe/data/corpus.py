@@ -760,8 +760,8 @@ class _TokenizingJob:
         }
 
     def _write_sample_shards(self, parts: list[list[InputFile]], report: Report) -> JsonObject:
-        """Write the shards of samples. Raises ValueError that lists the samples that cannot be
-        trained on.
+        """Write the shards of samples; return their entries of the manifest. Raises ValueError that
+        lists the samples that cannot be trained on.
         """
         assert self.tokenizer is not None
         tokenizer = load_tokenizer(self.tokenizer.path, self.vocab_size, encode_control=True)

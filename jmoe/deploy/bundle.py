@@ -169,7 +169,7 @@ def _writing_programs_to(folder: Path) -> Iterator[None]:
 
 
 def _swap_cache_options(settings: JsonObject) -> JsonObject:
-    """Set the options of JAX's compilation cache; return their previous values."""
+    """Set the options of JAX's compilation cache; return {option: its previous value}."""
     before = {name: jax.config.values[name] for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)

@@ -80,7 +80,9 @@ def make_dense_mlp(
 def join_mlps(
     parts: Sequence[Arrays], weights: Sequence[float], activation: str
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of an MLP whose output is the weighted sum of the outputs of P MLPs."""
+    """Return the arrays, by name, of an MLP whose output is the weighted sum of the outputs of P
+    MLPs.
+    """
     made: dict[str, np.ndarray] = {}
     halves = 1 if activation == "gelu" else 2
     for name in ("w_up", "b_up"):

@@ -461,7 +461,8 @@ class Engine(Closing):
     def _run_groups_and_sample(
         self, plan: StepPlan, groups: list[ChunkGroup]
     ) -> dict[Sequence, Draw]:
-        """Run a plan's groups; return the token sampled for each sequence that gets one.
+        """Run a plan's groups; return {sequence: its sampled token} for each sequence that gets
+        one.
 
         Begins the next decode step before it waits for the tokens, if no prompt runs in this one.
         """

@@ -630,7 +630,7 @@ def _apply_over_devices(
 def _flatten_tokens(
     x: jax.Array, token_mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Return (x_TD, token_mask_T, number of unmasked tokens)."""
+    """Return (x_TD, token_mask_T or None without a mask, number of unmasked tokens)."""
     x_TD = x.reshape(-1, x.shape[-1])
     if token_mask is None:
         return x_TD, None, jnp.asarray(x_TD.shape[0], jnp.int32)

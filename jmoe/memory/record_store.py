@@ -354,7 +354,7 @@ def _open_for_reading(path: Path) -> tuple[int, str]:
 
 
 def make_manifest(layout: RecordLayout, num_records: int, fingerprint: str) -> JsonObject:
-    """Return the manifest of a folder with such records."""
+    """Return the manifest of a folder with `num_records` records of this layout and fingerprint."""
     return {
         "format": FORMAT,
         "layout": layout.describe_arrays(),

@@ -62,7 +62,7 @@ def _read_list(path: Path) -> JsonObject:
 
 
 def candidate_paths(folder: Path, kind: str, lists: Lists) -> dict[int, list[Path]]:
-    """Return, for each record of a kind, paths where its file may be, in order of preference."""
+    """Return {record: paths where its file may be, in order of preference} of a kind of record."""
     files = {}
     for listed in lists.values():
         for name in listed["versions"].get(kind, []):

@@ -28,7 +28,7 @@ class LayerPattern:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the attention windows of the layers of one repeat."""
+        """Return the attention windows of the layers of one repeat, as in `Layer.window`."""
         return tuple(layer.window for layer in self.layers[: self.period])
 
     @property

@@ -367,7 +367,7 @@ class LazyCheckpoint(Closing):
         }
 
     def load_dense_modules(self) -> tuple[EmbedAndHead, list[Block]]:
-        """Return all modules but the experts, on the default device.
+        """Return (embedding and head, the layers in order) without experts, on the default device.
 
         The stacks of layers are split in host memory, which needs no programs.
         """
@@ -385,8 +385,8 @@ class LazyCheckpoint(Closing):
         return self._loader.read_slice(p, dtype, (slice(None),) * len(p.shape))
 
     def load_dense_shard(self, device: int, num_devices: int) -> tuple[EmbedAndHead, list[Block]]:
-        """Return one device's tensor-parallel shards of all modules but the experts, in host
-        memory.
+        """Return (embedding and head, the layers in order) without experts: one device's
+        tensor-parallel shards, in host memory.
 
         Reads only these shards from disk. See `models/tensor_parallel.py`.
         """

@@ -268,7 +268,7 @@ class TrainingPlan:
 
     @cached_property
     def lacking_bytes(self) -> dict[Tier, int]:
-        """Return the bytes that each tier lacks; empty if everything fits."""
+        """Return {tier: bytes that it lacks}; empty if everything fits."""
         left = {
             tier: self.needed_bytes(tier) - int(self.machine.free_bytes(tier) * (1 - RESERVE))
             for tier in TIERS

@@ -400,8 +400,8 @@ class MetricsLog:
 
 
 def _expert_load_scalars(load_LE: np.ndarray) -> dict[str, float]:
-    """Return TensorBoard scalars of the expert load: least and most loaded expert, as multiples of
-    the fair share.
+    """Return TensorBoard scalars of the expert load by name: least and most loaded expert, and the
+    least loaded of each layer, as multiples of the fair share.
     """
     share_LE = load_LE * load_LE.shape[1]
     scalars = {

@@ -99,7 +99,8 @@ def starting_templates(
 ) -> Iterator[Callable[[], Templates | None]]:
     """Return a context in which a thread runs `start_templates`, meanwhile the model can be loaded.
 
-    Yields a function that waits for the result; the helper process ends with the block.
+    Yields a function that waits for the result and returns it; the helper process ends with the
+    block.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="chat template") as thread:
         starting = thread.submit(start_templates, folder, max_body_bytes)

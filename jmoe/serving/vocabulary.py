@@ -15,7 +15,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level BPE vocabulary stands for.
+    """Return {character: the byte that it stands for} of a byte-level BPE vocabulary.
 
     The inverse of GPT-2's `bytes_to_unicode`.
     """

@@ -206,7 +206,7 @@ class FinishStepInputs(NamedTuple):
 
 
 def common_layer_options(layers: Sequence[Layer]) -> dict[Layer, LayerOptions]:
-    """Return the options of each layer that are the same for all micro-batches."""
+    """Return {layer: its options} with the options that are the same for all micro-batches."""
     return {
         layer: LayerOptions(jnp.int32(layer.number), AttentionWindow(layer.window))
         for layer in layers

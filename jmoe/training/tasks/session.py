@@ -169,7 +169,7 @@ class VisionSession(Session):
     def _measure_seconds_per_image(
         self, trainer: VisionTrainer, state: TrainState
     ) -> dict[str, float]:
-        """Return the measured seconds per image of each active task, the same on every process."""
+        """Return {task: measured seconds per image} of active tasks, the same on every process."""
         numbers = sorted({share.task for shares in trainer.layout.shares for share in shares})
         samples = [self._place_batch(self.batches.peek_micro_batch(number)) for number in numbers]
         seconds = max_over_processes(trainer.measure_seconds_per_image(state, samples))
@@ -247,8 +247,8 @@ class VisionSession(Session):
         return accuracy
 
     def evaluate_step_0(self, state: TrainState) -> dict[str, float] | None:
-        """Return the accuracies of step 0, computed now or read from the log of the run that began
-        there; None if they were not computed.
+        """Return {task: held-out accuracy} of step 0, computed now or read from the log of the run
+        that began there; None if it was not computed.
         """
         if int(state.step) == 0:
             return self.evaluate(state) if self.config.evaluation.at_start else None

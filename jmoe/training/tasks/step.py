@@ -143,7 +143,7 @@ def draw_step_paths(config: VisionTrainConfig, step: jax.Array) -> PathDraw | No
 def task_paths(
     config: VisionTrainConfig, state: TrainState, mesh: Mesh
 ) -> dict[str, tuple[int, ...]]:
-    """Return each task's path: its expert in each task-routed layer, learned or configured."""
+    """Return {task: its path}: its expert in each task-routed layer, learned or configured."""
     paths = {name: task.path for name, task in config.tasks.items()}
     if not config.model.learn_paths:
         return paths
@@ -617,7 +617,7 @@ class VisionTrainer:
         ]
 
     def task_paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Return each task's path: its expert in each task-routed layer, learned or configured."""
+        """Return {task: its path}: its expert in each task-routed layer, learned or configured."""
         return task_paths(self.config, state, self.model.mesh)
 
     # Checkpoints

@@ -245,5 +245,5 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
         return [jax.block_until_ready(self._tasks.evaluation_sums(*args, means)) for args in hidden]
 
     def task_paths(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Return each task's path: its expert in each task-routed layer, learned or configured."""
+        """Return {task: its path}: its expert in each task-routed layer, learned or configured."""
         return task_paths(self.config, state, self.mesh)
