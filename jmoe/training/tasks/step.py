@@ -649,7 +649,7 @@ class VisionTrainer:
 
 
 def _take_micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
-    """Return one of this device's micro-batches, without the device dimension."""
+    """Return micro-batch number `index` of this device, without the device dimension."""
     part: ImageBatch = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a[0], index, 0, keepdims=False), batch
     )
