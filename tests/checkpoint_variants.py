@@ -71,7 +71,10 @@ def fused(tensors: Tensors, family: str) -> Tensors:
         }
         made[f"{layer}.gate_up_proj{ending}"] = np.concatenate([of[gate], of[up]], axis=1)
         made[f"{layer}.down_proj{ending}"] = of[down]
-    return {name.replace(".block_sparse_moe.", ".mlp."): array for name, array in made.items()}
+    in_memory = {".block_sparse_moe.": ".mlp.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+    for stored, held in in_memory.items():
+        made = {name.replace(stored, held): array for name, array in made.items()}
+    return made
 
 
 def with_head(tensors: Tensors, seed: int = 5) -> Tensors:

@@ -17,7 +17,15 @@ from jmoe.config.checks import (
     check_positive,
 )
 
-RouterKind = Literal["switch", "gshard", "softmax", "sigmoid", "group_limited"]
+RouterKind = Literal[
+    "switch",
+    "gshard",
+    "softmax",
+    "softmax_biased",
+    "softmax_group_limited",
+    "sigmoid",
+    "group_limited",
+]
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,15 @@ class RouterRules:
     whether the weights of a token's experts are divided by their sum; None: as `norm_topk_prob`
     says. has_bias: a bias of each expert is added to its scores for the choice alone, and
     `updated_bias` moves it by `bias_update_speed`. limits_groups: a token chooses only among its
-    best `topk_group` of `n_group` groups. may_drop_second: `second_expert_policy` may be random.
+    best `topk_group` of `n_group` groups, which are ranked by the sum of this many of their best
+    scores; 0: among all experts. may_drop_second: `second_expert_policy` may be random.
     """
 
     scores: str
     num_experts_per_tok: int | None = None
     normalizes: bool | None = None
     has_bias: bool = False
-    limits_groups: bool = False
+    limits_groups: int = 0
     may_drop_second: bool = False
 
 
@@ -44,8 +53,10 @@ ROUTERS: dict[RouterKind, RouterRules] = {
     "switch": RouterRules("softmax", num_experts_per_tok=1, normalizes=False),
     "gshard": RouterRules("softmax", num_experts_per_tok=2, normalizes=True, may_drop_second=True),
     "softmax": RouterRules("softmax"),
+    "softmax_biased": RouterRules("softmax", has_bias=True),
+    "softmax_group_limited": RouterRules("softmax", limits_groups=1),
     "sigmoid": RouterRules("sigmoid", has_bias=True),
-    "group_limited": RouterRules("sigmoid", has_bias=True, limits_groups=True),
+    "group_limited": RouterRules("sigmoid", has_bias=True, limits_groups=2),
 }
 
 
@@ -54,9 +65,10 @@ class RouterConfig:
     """How tokens choose experts.
 
     kind: `switch` top-1 with input jitter (Switch Transformer); `gshard` top-2 (GShard); `softmax`
-    top-k of a softmax (Mixtral, OLMoE, Qwen3-MoE); `sigmoid` sigmoid scores with loss-free bias
-    balancing (DeepSeek-V3); `group_limited` top-k inside the best `topk_group` of `n_group` groups
-    of experts (DeepSeek-V2/V3).
+    top-k of a softmax (Mixtral, OLMoE, Qwen3-MoE); `softmax_biased` the same with a loss-free bias
+    (ERNIE 4.5); `softmax_group_limited` top-k of a softmax inside the best `topk_group` of
+    `n_group` groups of experts (DeepSeek-V2); `sigmoid` sigmoid scores with loss-free bias
+    balancing (DeepSeek-V3); `group_limited` the same inside the best groups.
     """
 
     kind: RouterKind = "softmax"
@@ -69,7 +81,7 @@ class RouterConfig:
     second_expert_policy: Literal["all", "random"] = "all"
     aux_loss_coef: float = 0.01  # balance loss: E * sum_e f_e P_e
     z_loss_coef: float = 0.0  # mean squared logsumexp of the router's logits
-    bias_update_speed: float = 0.001  # sigmoid, group_limited: step of the loss-free bias
+    bias_update_speed: float = 0.001  # step of the loss-free bias, of routers that have one
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
@@ -92,7 +104,7 @@ class RouterConfig:
                 self.second_expert_policy == "all",
                 lambda rules: rules.may_drop_second,
             ),
-            ("n_group", self.n_group == 1, lambda rules: rules.limits_groups),
+            ("n_group", self.n_group == 1, lambda rules: rules.limits_groups > 0),
             (
                 "bias_update_speed",
                 self.bias_update_speed in (0, default_speed),

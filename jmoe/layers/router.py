@@ -99,17 +99,20 @@ def route(
       `second_expert_policy` = random, a token goes to its second expert with probability min(1, 2
       weight) (GShard's Algorithm 1); the weights do not change.
     - `softmax`: the K largest p.
+    - `softmax_biased` (ERNIE 4.5): the K largest p + bias_E. The weights are p.
+    - `softmax_group_limited` (DeepSeek-V2, arXiv:2405.04434): the K largest p of the `topk_group`
+      groups with the largest p.
     - `sigmoid` (DeepSeek-V3, arXiv:2412.19437): the K largest s + bias_E. The weights are s: the
       bias affects the choice only.
     - `group_limited` (DeepSeek-V3): experts form `n_group` groups of consecutive ids, ranked by the
       sum of their two largest s + bias. Choose among the best `topk_group` groups as `sigmoid`
       does.
 
-    With `norm_topk_prob` the weights of `softmax`, `sigmoid` and `group_limited` are divided by
-    their sum. No kind divides for K = 1: all weights would be 1 and the router would get no
-    gradient. All weights are multiplied by `routed_scaling_factor`.
+    With `norm_topk_prob` the weights, but for `switch` and `gshard`, are divided by their sum. No
+    kind divides for K = 1: all weights would be 1 and the router would get no gradient. All weights
+    are multiplied by `routed_scaling_factor`.
 
-    logits_TE: [T, E], cast to float32. bias_E: [E], for `sigmoid` and `group_limited`; None is
+    logits_TE: [T, E], cast to float32. bias_E: [E], for a router whose rules have a bias; None is
     zero. topk_idx_TK: use these choices, made earlier from the same logits. key: for the random
     second expert. token_mask_T: bool; a token with False goes to no expert and is in no count and
     no sum. loss_mask_T: bool; the tokens in the sums, if they are not all tokens of `token_mask_T`.
@@ -195,7 +198,7 @@ def _choose_experts(
     if bias_E is not None:
         selection_TE = selection_TE + lax.stop_gradient(bias_E.astype(jnp.float32))
     if config.rules.limits_groups:
-        selection_TE = _mask_outside_best_groups(selection_TE, config.n_group, config.topk_group)
+        selection_TE = _mask_outside_best_groups(selection_TE, config)
     return top_k_indices(selection_TE, num_experts_per_tok)
 
 
@@ -261,15 +264,17 @@ def _sample_second_expert(
     return idx_T2.at[:, 1].set(jnp.where(goes_T, idx_T2[:, 1], num_experts))
 
 
-def _mask_outside_best_groups(scores_TE: jax.Array, n_group: int, topk_group: int) -> jax.Array:
+def _mask_outside_best_groups(scores_TE: jax.Array, config: RouterConfig) -> jax.Array:
     """Return the scores with -inf for experts outside each token's best `topk_group` groups, ranked
-    by the sum of a group's two best scores.
+    by the sum of a group's best scores, whose number `RouterRules.limits_groups` says.
     """
+    n_group, topk_group = config.n_group, config.topk_group
     tokens, num_experts = scores_TE.shape
     size = num_experts // n_group
     members = scores_TE.reshape(tokens * n_group, size)
-    best_two, _ = _gather_and_count(members, top_k_indices(members, min(2, size)))
-    group_scores_TG = jnp.sum(best_two, axis=1).reshape(tokens, n_group)
+    count = min(config.rules.limits_groups, size)
+    best, _ = _gather_and_count(members, top_k_indices(members, count))
+    group_scores_TG = jnp.sum(best, axis=1).reshape(tokens, n_group)
     groups_TE = lax.broadcasted_iota(jnp.int32, scores_TE.shape, 1) // size
     open_TE = jnp.zeros(scores_TE.shape, jnp.bool_)
     for group_T1 in jnp.split(top_k_indices(group_scores_TG, topk_group), topk_group, axis=1):

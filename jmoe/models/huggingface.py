@@ -80,6 +80,7 @@ def _decoder_normal_form(config: ModelConfig) -> JsonObject:
             router.normalizes_weights(config.num_experts_per_tok),
             router.n_group,
             router.topk_group,
+            router.rules.limits_groups if router.n_group > 1 else 0,
         ),
         "routed_scaling_factor": router.routed_scaling_factor,
     }

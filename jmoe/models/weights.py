@@ -95,6 +95,7 @@ class Parameter:
                     shape = (*matrix[:-1], columns[1] - columns[0])
                     shape = shape[::-1] if source.transposed else shape
                     shape = (self.experts, *shape) if source.stacked else shape
+                    shape = (1, *shape) if source.as_row else shape
                     yield ParameterPiece(
                         name.format(layer=layer, expert=expert), shape, at, columns
                     )
@@ -248,7 +249,7 @@ def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
     """
     layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
     # DeepSeek and GLM publish layers that predict further tokens
-    predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups
+    predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups > 0
     is_further = predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
     if is_further or IGNORED.search(tensor.name):
         return True
@@ -530,7 +531,7 @@ def _elements_in_file_layout(
     if source.interleaved:
         return np.stack(np.split(_as_uint16(x), 2, axis=-1), axis=-1).reshape(x.shape).view(x.dtype)
     if not source.transposed:
-        return x
+        return x.reshape(piece.shape)
     out = np.empty(x.shape[::-1], x.dtype)
     _transpose_into(_as_uint16(out), _as_uint16(x))
     return out

@@ -42,9 +42,21 @@ CASES = {
         3,
         RouterConfig(kind="group_limited", n_group=4, topk_group=2, routed_scaling_factor=2.5),
     ),
+    "softmax_biased": (3, RouterConfig(kind="softmax_biased")),
+    "softmax_group_limited": (
+        3,
+        RouterConfig(
+            kind="softmax_group_limited",
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=False,
+            routed_scaling_factor=2.5,
+        ),
+    ),
     "group-of-one": (2, RouterConfig(kind="group_limited", n_group=16, topk_group=3)),
 }
-BIASED = ("sigmoid", "group_limited")
+SIGMOID = ("sigmoid", "group_limited")
+BIASED = (*SIGMOID, "softmax_biased")
 cases = pytest.mark.parametrize("name", CASES)
 
 
@@ -89,15 +101,16 @@ def reference(router: Router, x_TD: np.ndarray) -> dict[str, np.ndarray]:
     }
     out |= {"z_sum": 0.0, "entropy_sum": 0.0, "open": []}
     for logits in logits_TE:
-        biased = config.kind in BIASED
-        scores = 1 / (1 + np.exp(-logits)) if biased else np.exp(logits) / np.exp(logits).sum()
+        sigmoid = config.kind in SIGMOID
+        scores = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits) / np.exp(logits).sum()
         probs = scores / scores.sum()
         choice = scores + bias_E
         open_groups = list(range(config.n_group))
-        if config.kind == "group_limited":
-            size = E // config.n_group
+        if config.kind.endswith("group_limited"):
+            size, best = E // config.n_group, 2 if config.kind == "group_limited" else 1
             value = [
-                np.sort(choice[g * size : (g + 1) * size])[-2:].sum() for g in range(config.n_group)
+                np.sort(choice[g * size : (g + 1) * size])[-best:].sum()
+                for g in range(config.n_group)
             ]
             open_groups = sorted(
                 np.argsort(np.negative(value), kind="stable")[: config.topk_group].tolist()
@@ -148,7 +161,7 @@ def dense(
     """
     exp_TE = jnp.exp(x_TD @ kernel_DE + bias_E)
     scores_TE = (
-        exp_TE / (1 + exp_TE) if config.kind in BIASED else exp_TE / exp_TE.sum(1, keepdims=True)
+        exp_TE / (1 + exp_TE) if config.kind in SIGMOID else exp_TE / exp_TE.sum(1, keepdims=True)
     )
     mask_TKE = jnp.asarray(np.eye(E, dtype=np.float32)[idx])
     weights_TK = jnp.einsum("tke,te->tk", mask_TKE, scores_TE)

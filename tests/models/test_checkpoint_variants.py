@@ -32,7 +32,7 @@ TOKENS = np.arange(12, dtype=np.int32)[None]
 
 
 @pytest.mark.parametrize("family", [n for n, f in FAMILIES.items() if f.fused_tensors])
-def test_fused_tensors(family: str, tmp_path: Path) -> None:
+def test_fused_experts(family: str, tmp_path: Path) -> None:
     """transformers 5 writes a layer's experts as two tensors: read whole, split and one by one;
     saved as published.
     """
@@ -53,7 +53,7 @@ def test_fused_tensors(family: str, tmp_path: Path) -> None:
         assert lazy.routing_fingerprint == published.routing_fingerprint
 
 
-def test_fused_tensors_over_devices_and_cut(tmp_path: Path) -> None:
+def test_fused_experts_over_devices_and_cut(tmp_path: Path) -> None:
     folder = write_variant(
         CHECKPOINTS / "mixtral", tmp_path / "fused", partial(fused, family="mixtral")
     )
@@ -109,7 +109,7 @@ def test_fused_fp8_experts(kind: str, family: str, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(found[name], array, name)
 
 
-def test_wrong_scales_of_fused_tensors_are_named(tmp_path: Path) -> None:
+def test_wrong_scales_of_fused_experts_are_named(tmp_path: Path) -> None:
     one = tmp_path / "one"
     write_compressed_checkpoint("fp8", "qwen3_moe", one, tmp_path / "wide", sizes=(160, 128))
     name = "model.layers.2.mlp.experts.down_proj_scale_inv"
@@ -125,7 +125,7 @@ def test_wrong_scales_of_fused_tensors_are_named(tmp_path: Path) -> None:
         jmoe.load_pretrained(write_variant(one, tmp_path / "fused", cut))
 
 
-def test_what_is_missing_of_fused_tensors_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_of_fused_experts_is_named(tmp_path: Path) -> None:
     def change(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         made = fused(tensors, "qwen3_moe")
         del made["model.layers.2.mlp.experts.down_proj"]

@@ -16,7 +16,7 @@ from tests.deploy.gpt_moe_models import gpt_moe_config
 from tests.model_configs import CHECKPOINTS
 
 CASES = [(family, name) for family, fields in CONFIG_FIELDS.items() for name in fields]
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 YARN = {"rope_type": "yarn", "rope_theta": 7.0, "factor": 3.0}
 WINDOWED = {
@@ -67,6 +67,12 @@ OTHERS: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "rotary_dim": 8,
     "attn_type_list": [1, 0],
+    "topk_method": "noaux_tc",
+    "moe_k": 4,
+    "moe_num_shared_experts": 3,
+    "moe_layer_start_index": 3,
+    "moe_layer_end_index": 2,
+    "moe_layer_interval": 1,
     **dict.fromkeys(EXPERTS, 12),
 }
 ALL_OF_A_HEAD = {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
@@ -83,7 +89,12 @@ NAMED_BY = {
     "qk_rope_head_dim": "head_dim",
     "norm_topk_prob": "num_experts_per_tok",
 }
-GROUPS = {**dict.fromkeys(EXPERTS, EXPERTS), **dict.fromkeys(ROPE, ROPE)}
+CHOICES = ("num_experts_per_tok", "moe_k")
+GROUPS = {
+    **dict.fromkeys(EXPERTS, EXPERTS),
+    **dict.fromkeys(CHOICES, CHOICES),
+    **dict.fromkeys(ROPE, ROPE),
+}
 
 
 def fields_of(family: str) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def test_logits(
 
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
-def test_logits_of_fused_tensors(
+def test_logits_of_fused_experts(
     family: str, tmp_path: Path, record_property: Callable[[str, Any], None]
 ) -> None:
     """As transformers itself writes them, which are the tensors that `fused` makes."""

@@ -4,8 +4,10 @@ To add a family: write its file, add it to `FAMILIES` (see docs/families.md).
 """
 
 from jmoe.models.families import (
+    deepseek_v2,
     deepseek_v3,
     dots1,
+    ernie4_5_moe,
     glm4_moe,
     gpt_moe,
     gpt_oss,
@@ -30,6 +32,8 @@ FAMILIES: dict[str, Family] = {
         glm4_moe,
         dots1,
         minimax_m2,
+        deepseek_v2,
+        ernie4_5_moe,
         gpt_moe,
     )
 }

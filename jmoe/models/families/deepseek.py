@@ -15,7 +15,7 @@ SHARED_EXPERTS: dict[str, TensorSource] = {
 }
 EXPERT_FIELDS = {
     **honoured_fields(
-        """moe_intermediate_size n_routed_experts num_local_experts n_shared_experts
+        """moe_intermediate_size n_routed_experts n_shared_experts
         first_k_dense_replace norm_topk_prob n_group topk_group routed_scaling_factor"""
     ),
     **harmless_fields(
@@ -50,19 +50,21 @@ def latent_attention_json(config: ModelConfig) -> JsonObject:
     return same_named_fields(config, "attention_bias", "q_lora_rank", *_LATENT_SIZES)
 
 
-def read_expert_sizes(fields: ConfigFields, shared_default: int | None = 1) -> JsonObject:
+def read_expert_sizes(
+    fields: ConfigFields, shared_default: int | None = 1, alias: str = "num_local_experts"
+) -> JsonObject:
     """Return the arguments of `ModelConfig` that describe routed experts and shared experts, which
     are one wider MLP.
 
     shared_default: number of shared experts if `n_shared_experts` is missing; with None, or if the
-    number is not positive, raises ValueError.
+    number is not positive, raises ValueError. alias: the other name of `n_routed_experts`.
     """
     moe_size = fields.integer("moe_intermediate_size")
     shared = fields.integer("n_shared_experts", default=shared_default)
     check(shared > 0, "n_shared_experts", shared, "must be greater than 0")
     return {
         "moe_intermediate_size": moe_size,
-        "num_experts": fields.integer("n_routed_experts", "num_local_experts"),
+        "num_experts": fields.integer("n_routed_experts", alias),
         "num_experts_per_tok": fields.integer("num_experts_per_tok"),
         "first_k_dense_replace": fields.integer("first_k_dense_replace"),
         "shared_expert_intermediate_size": moe_size * shared,

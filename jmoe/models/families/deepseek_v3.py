@@ -50,7 +50,7 @@ FAMILY = Family(
         **EVERY_FAMILY,
         **EXPERT_FIELDS,
         **LATENT_FIELDS,
-        **honoured_fields("rope_interleave"),
+        **honoured_fields("num_local_experts rope_interleave"),
         "scoring_func": SupportedValues(("sigmoid",)),
         "topk_method": SupportedValues(("noaux_tc",)),
         "moe_layer_freq": SupportedValues((1,)),

@@ -57,7 +57,9 @@ FAMILY = Family(
     fields={
         **EVERY_FAMILY,
         **EXPERT_FIELDS,
-        **honoured_fields("head_dim attention_bias sliding_window layer_types max_window_layers"),
+        **honoured_fields(
+            "num_local_experts head_dim attention_bias sliding_window layer_types max_window_layers"
+        ),
     },
     tensors=SHARED_EXPERTS,
 )

@@ -49,7 +49,9 @@ FAMILY = Family(
     fields={
         **EVERY_FAMILY,
         **EXPERT_FIELDS,
-        **honoured_fields("head_dim attention_bias use_qk_norm partial_rotary_factor"),
+        **honoured_fields(
+            "num_local_experts head_dim attention_bias use_qk_norm partial_rotary_factor"
+        ),
     },
     tensors=SHARED_EXPERTS,
 )

@@ -28,6 +28,7 @@ class TensorSource:
     transposed: bool = False  # stored as [out, in]
     stacked: bool = False  # one tensor holds all experts, with a leading E
     interleaved: bool = False  # stored columns alternate between the parameter's two halves
+    as_row: bool = False  # a vector [n] that is stored as [1, n]
     widths: tuple[int, ...] = ()  # columns that each tensor fills; empty for equal widths
 
     def column_spans(self, total: int) -> list[tuple[int, int]]:
