@@ -22,6 +22,7 @@ Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
 PlacementPolicy = Literal["even", "lina", "eplb"]
 DensePlaces = Literal["replicated", "tensor"]
+Speculation = Literal["off", "lookup"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,14 @@ class EngineConfig:
     prefill_chunk_tokens: int = 512  # maximum tokens of one prompt in a step
     # maximum tokens of all prompts in a step, with padding; None: 8 whole chunks
     max_prefill_tokens: int | None = None
+    # drafts of a sequence's next tokens, which one step verifies together; the tokens are those of
+    # steps without drafts. lookup: what followed the last earlier occurrence of the sequence's
+    # latest tokens (vLLM's ngram); off: no drafts
+    speculation: Speculation = "off"
+    num_speculative_tokens: int = 5  # maximum tokens of a draft
+    # latest tokens that are looked up: as many as possible, at most and at least
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
     # on a CPU, run steps of few tokens with C++ operations, which are compiled once per machine.
     # auto: on one device, if a compiler is found; on: required; off: use XLA only
     native: Literal["auto", "on", "off"] = "auto"
@@ -165,6 +174,7 @@ class EngineConfig:
         if self.expert_activations == "int8":
             self._check_int8_activations()
         self._check_streaming()
+        self._check_speculation()
         if self.mesh.devices > 1:
             self._check_mesh()
 
@@ -227,6 +237,19 @@ class EngineConfig:
             " guess"
         )
         check_field(guesses or self.estimator in ("auto", None), self, "estimator", constraint)
+
+    def _check_speculation(self) -> None:
+        """Reject sizes of drafts that nothing would use, or that contradict each other."""
+        sizes = ["num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"]
+        if self.speculation == "off":
+            check_unset(self, "", sizes, "with speculation = 'off', which drafts no tokens")
+        check_positive(self, *sizes)
+        short = self.num_speculative_tokens < CACHE_BLOCK
+        words = f"must be below {CACHE_BLOCK}, the positions of a block of the cache"
+        check_field(short, self, "num_speculative_tokens", words)
+        words = f"must be at most prompt_lookup_max = {self.prompt_lookup_max}"
+        ordered = self.prompt_lookup_min <= self.prompt_lookup_max
+        check_field(ordered, self, "prompt_lookup_min", words)
 
     def _check_mesh(self) -> None:
         """Raise ValueError for options that are unsupported on a mesh of devices."""

@@ -37,6 +37,7 @@ from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
 from jmoe.inference.stats import EngineStats, StatsCollector
+from jmoe.inference.verification import DraftVerifier
 from jmoe.memory.closing import Closing
 from jmoe.memory.tiered_store import LinkName
 from jmoe.models.tokenizer_file import TOKENIZER, open_tokenizer
@@ -243,10 +244,11 @@ class Engine(Closing):
         return [Completion.join(*pair) for pair in outputs.items()]
 
     def step(self) -> list[Output]:
-        """Run one step, and return the new tokens and text of every sequence that got a token.
+        """Run one step, and return the new tokens and text of every sequence that got a token: an
+        output for each token, in order.
 
-        A step runs one token of every decoding request, and chunks of prompts. Raises LockstepError
-        if another process of the engine is lost.
+        A step runs one token of every decoding request, its draft, and chunks of prompts. Raises
+        LockstepError if another process of the engine is lost.
         """
         with contextlib.nullcontext() if self.leader is None else self.leader.step():
             return self._step()
@@ -270,7 +272,26 @@ class Engine(Closing):
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.choose_policy(num_tokens)
         self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
-        draws = self._run_groups_and_sample(plan, groups)
+        drafts, draws = self._run_groups_and_sample(plan, groups)
+        outputs = self._take_in(plan.without_drafts(), draws)
+        if drafts is not None:
+            outputs += self._verify(drafts)
+        self._drop_unneeded_step()
+        self._has_answered |= any(output.finish_reason is not None for output in outputs)
+        self._collector.note_step(
+            "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
+        )
+        if self.plan.memory.policy == "auto":
+            routing = self._collector.take_routing_stats(self._scheduler.max_decode_tokens)
+            if routing is not None:
+                before, typical_tokens = self.plan, round(routing.num_tokens)
+                self._collector.plan = replace(before, routing=routing)
+                if self.plan.choose_policy(typical_tokens) != before.choose_policy(typical_tokens):
+                    log.info("%s, by %s", self.plan.describe(typical_tokens), routing)
+        return outputs
+
+    def _take_in(self, plan: StepPlan, draws: dict[Sequence, Draw]) -> list[Output]:
+        """Append the tokens sampled for a plan without drafts, and return their outputs."""
         sampled = plan.sampled_sequences
         # a sequence whose logits are not finite or whose own code failed ends; the others go on
         for sequence in sampled:
@@ -282,20 +303,35 @@ class Engine(Closing):
             elif sequence.failed is not None:
                 self._scheduler.finish(sequence, "error")
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
-        outputs = [self._make_output(sequence, draws[sequence]) for sequence in sampled]
-        self._drop_unneeded_step()
-        self._has_answered |= any(sequence.finish_reason is not None for sequence in sampled)
-        self._collector.note_step(
-            "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
-        )
-        if self.plan.memory.policy == "auto":
-            routing = self._collector.take_routing_stats(self.max_batch)
-            if routing is not None:
-                before, typical_tokens = self.plan, round(routing.num_tokens)
-                self._collector.plan = replace(before, routing=routing)
-                if self.plan.choose_policy(typical_tokens) != before.choose_policy(typical_tokens):
-                    log.info("%s, by %s", self.plan.describe(typical_tokens), routing)
+        return [self._make_output(sequence, draws[sequence]) for sequence in sampled]
+
+    def _verify(self, drafts: DraftVerifier) -> list[Output]:
+        """Sample a token after each accepted token of a step's drafts; return their outputs."""
+        outputs: list[Output] = []
+        position, accepting = 1, list(drafts.chunks)
+        while accepting := [chunk for chunk in accepting if self._accepts(chunk, position)]:
+            accepted = StepPlan(tuple(chunk.token_at(position) for chunk in accepting))
+            outputs += self._take_in(accepted, drafts.draw(position, accepting))
+            position += 1
+        for chunk in drafts.chunks:
+            assert chunk.sequence.lookup is not None
+            num_accepted = sum(output.sequence is chunk.sequence for output in outputs)
+            self._collector.note_draft(chunk.num_drafted, num_accepted)
+            chunk.sequence.lookup.record(chunk.sequence.num_tokens, chunk.num_drafted, num_accepted)
         return outputs
+
+    def _accepts(self, chunk: Chunk, position: int) -> bool:
+        """Return whether token `position` of a chunk is the one that was just sampled, and the
+        sequence can go on from it now.
+        """
+        sequence = chunk.sequence
+        if (
+            position >= len(chunk.tokens)
+            or sequence.finish_reason is not None
+            or sequence.output_token_ids[-1] != chunk.tokens[position]
+        ):
+            return False
+        return self._is_constraint_ready(sequence) and sequence.failed is None
 
     @property
     def uses_several_devices(self) -> bool:
@@ -446,12 +482,17 @@ class Engine(Closing):
         paused = []
         for sequence in self._scheduler.begun_sequences:
             if sequence.constraint is not None:
-                sequence.is_paused = False
-                if sequence.failed is None:
-                    with sequence.catch_errors("constraint"):
-                        sequence.is_paused = not sequence.constraint.is_ready()
+                sequence.is_paused = not self._is_constraint_ready(sequence)
                 paused += [(sequence, sequence.constraint)] * sequence.is_paused
         return paused
+
+    def _is_constraint_ready(self, sequence: Sequence) -> bool:
+        """Return whether the sequence's next token can be sampled, if only to fail."""
+        is_ready = True
+        if sequence.constraint is not None and sequence.failed is None:
+            with sequence.catch_errors("constraint"):
+                is_ready = sequence.constraint.is_ready()
+        return is_ready
 
     def _drop_unneeded_step(self) -> None:
         """Drop the speculative step once no request needs it."""
@@ -460,25 +501,38 @@ class Engine(Closing):
 
     def _run_groups_and_sample(
         self, plan: StepPlan, groups: list[ChunkGroup]
-    ) -> dict[Sequence, Draw]:
-        """Run a plan's groups; return {sequence: its sampled token} for each sequence that gets
-        one.
+    ) -> tuple[DraftVerifier | None, dict[Sequence, Draw]]:
+        """Run a plan's groups; return (the verifier of its drafts, {sequence: its first sampled
+        token} for each sequence that gets one).
 
-        Begins the next decode step before it waits for the tokens, if no prompt runs in this one.
+        Begins the next decode step before it waits for the tokens, if neither prompts nor drafts
+        run in this one and the next has no drafts.
         """
         ahead, self._ahead = self._ahead, None
         # None if the plan differs from what ran ahead; the step is then computed normally
-        begun = ahead.outcome_for(groups[0]) if ahead is not None and plan.decode else None
+        single_tokens = bool(plan.decode) and not plan.has_drafts
+        begun = ahead.outcome_for(groups[0]) if ahead is not None and single_tokens else None
         if begun is None:
             batches = [self._runner.make_batch(group) for group in groups]
         else:
             groups = [begun.group, *groups[1:]]
             batches = [begun.output, *(self._runner.make_batch(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], PendingDraws]] = []
+        drafts: DraftVerifier | None = None
         for group, output in zip(groups, self._runner.forward(batches), strict=True):
-            drawing += self._sample_group(group, output)
+            if group.chunks[0].num_drafted:
+                logits_PCV = self._runner.logits_of_all(output)
+                drafts = DraftVerifier(self._sampler, group, logits_PCV, self.max_batch)
+            else:
+                drawing += self._sample_group(group, output)
         runner = self._model.on_one
-        if runner is not None and not plan.prefill and runner.can_run_ahead(groups[0].num_rows):
+        if (
+            runner is not None
+            and single_tokens
+            and not plan.prefill
+            and runner.can_run_ahead(groups[0].num_rows)
+            and self._scheduler.pause_lookups_after_miss()
+        ):
             continuing = {
                 c.sequence for c in plan.decode if self._scheduler.may_continue(c.sequence)
             }
@@ -495,7 +549,8 @@ class Engine(Closing):
                 tokens_B = drawing[0][1].tokens_B
                 tokens_B.copy_to_host_async()
                 self._ahead = StepAhead.begin(runner, groups[0], tokens_B, continuing)
-        return {
+        drawn = {} if drafts is None else drafts.draw(0, list(drafts.chunks))
+        return drafts, drawn | {
             c.sequence: draw
             for last, draws in drawing
             for c, draw in zip(last, draws.read(), strict=True)

@@ -25,6 +25,7 @@ from jmoe.inference.ahead import warm_up_token_handover
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.sampler import SAMPLING_VARIANTS, Sampler, SamplingVariant
+from jmoe.inference.verification import warm_up_verification
 from jmoe.models.lazy_checkpoint import DEFAULT_MAX_SEQ_LEN
 from jmoe.planning.streaming import Calibration
 
@@ -142,8 +143,14 @@ class Preparation:
         shapes += [(rows, 1) for rows in scheduler.decode_buckets] + [*prompts]
         shapes = list(dict.fromkeys(shapes))
         tasks: list[Callable[[], None]] = [partial(self._compile_group, shape) for shape in shapes]
+        drafts = scheduler.draft_program_shapes
+        # one sequence with a draft, before several of any kind
+        tasks[1:1] = [partial(self._compile_drafts, shape) for shape in drafts[:1]]
+        tasks += [partial(self._compile_drafts, shape) for shape in drafts[1:]]
         if self._chooses_policy:
-            tasks += [partial(self._compile_whole_layers, shape) for shape in shapes]
+            tasks += [
+                partial(self._compile_whole_layers, s) for s in dict.fromkeys(shapes + [*drafts])
+            ]
         tasks.append(self._compile_copies)
         tasks += [partial(self._compile_prompt_logprobs, shape) for shape in prompts]
         return tasks + [partial(self._compile_sampling, variant) for variant in SAMPLING_VARIANTS]
@@ -161,6 +168,12 @@ class Preparation:
             if self._model.on_one is not None and num_rows < self._max_batch:
                 warm_up_token_handover(self._max_batch, num_rows)
         self._compiled.add(shape)
+
+    def _compile_drafts(self, shape: Shape) -> None:
+        """Compile the programs that run and verify drafts, by running them on padding."""
+        for batch in self._runner.padding_batches(*shape):
+            (output,) = self._runner.forward([batch])
+        warm_up_verification(self._sampler, self._runner.logits_of_all(output), self._max_batch)
 
     def _compile_whole_layers(self, shape: Shape) -> None:
         """Compile the programs of a group in a step with whole layers, which policy "auto" may

@@ -401,12 +401,25 @@ def logits_of_row(
     return structure.merge(arrays).logits(x_PCD[row])
 
 
+@partial(jax.jit, static_argnums=(0, 3))
+def logits_of_all(
+    structure: ModuleStructure, arrays: Arrays, x_PCD: jax.Array, native: bool = False
+) -> jax.Array:
+    """Return the logits after every token, float32 [P, C, V].
+
+    native: use native (C++) operations.
+    """
+    p, c, d = x_PCD.shape
+    with allow_native_inference(p * c * native):
+        return structure.merge(arrays).logits(x_PCD.reshape(-1, d)).reshape(p, c, -1)
+
+
 class Runner(Protocol):
     """Runs a model for an engine, on one device or on a mesh.
 
     `make_batch` and `padding_batches` return batches of the runner's own type, which `forward`
-    takes; `forward` and `zero_output` return its own type of outputs, which `logits` and
-    `logits_of_chunk` take.
+    takes; `forward` and `zero_output` return its own type of outputs, which `logits`,
+    `logits_of_chunk` and `logits_of_all` take.
     """
 
     config: ModelConfig
@@ -425,6 +438,7 @@ class Runner(Protocol):
     def copy_blocks(self, copies: Any, count: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
     def logits_of_chunk(self, hidden: Any, row: int, /) -> jax.Array: ...
+    def logits_of_all(self, hidden: Any, /) -> jax.Array: ...
     def tokens_per_expert(self) -> np.ndarray: ...
     def last_choices(self) -> list[np.ndarray]: ...
 
@@ -752,6 +766,10 @@ class ModelRunner:
         [C, V].
         """
         return logits_of_row(*self.embed_and_head, output.x_PCD, np.int32(row))
+
+    def logits_of_all(self, output: BatchOutput) -> jax.Array:
+        """Return the logits after every token of a batch of few, float32 [P, C, V]."""
+        return logits_of_all(*self.embed_and_head, output.x_PCD, self.native)
 
     def logits(self, output: BatchOutput, at_P: np.ndarray) -> jax.Array:
         """Return the logits after token `at_P` of each chunk of a batch, float32 [P, V]."""

@@ -21,6 +21,7 @@ W tokens of such a chunk; in masks of allowed tokens, words
 I bits of a word
 K most likely tokens
 T positions of a prompt
+P rows of a step with drafts, of C tokens each
 """
 
 from __future__ import annotations
@@ -751,6 +752,13 @@ class Sampler:
     def _pad_rows(self, logits_BV: jax.Array) -> jax.Array:
         """Return the logits with `max_batch` rows, so that one program serves any batch."""
         return jnp.pad(logits_BV, ((0, self._max_batch - logits_BV.shape[0]), (0, 0)))
+
+    def start_greedy(self, logits_PCV: jax.Array) -> jax.Array:
+        """Start to find the most likely token after each token, int32 [P, C]; does not wait.
+
+        logits_PCV: of C tokens in each of P rows.
+        """
+        return _greedy(logits_PCV.reshape(-1, logits_PCV.shape[2])).reshape(logits_PCV.shape[:2])
 
     def greedy(self, logits_BV: jax.Array) -> np.ndarray:
         """Return int32 [B], the most likely token of each row, on the host."""

@@ -6,8 +6,9 @@ The engine's loop is
     ...run `scheduler.group_chunks(plan)`, sample one token for each of plan.sampled_sequences...
     finished = scheduler.update(plan, tokens)
 
-Every step runs one token of each decoding sequence (unless it is paused) and a chunk of each prompt
-that fits, so a long prompt never blocks the others. A running sequence has one of `max_batch` rows
+Every step runs one token of each decoding sequence (unless it is paused), with a draft of the
+tokens that may follow it if there is one, and a chunk of each prompt that fits, so a long prompt
+never blocks the others. A running sequence has one of `max_batch` rows
 (of the sampler's state; a row belongs to one device) and a table of blocks: its token i (prompt,
 then output) is in block i // block_tokens of the table.
 
@@ -35,6 +36,7 @@ from jmoe.inference.block_pool import (
     extend_digests,
 )
 from jmoe.inference.sequence import FinishReason, Sequence
+from jmoe.inference.speculation import PromptLookup
 
 SMALLEST_WIDTH = 16  # of prefill programs; a narrower one would hardly be faster
 ROWS_RATIO = 4  # between the numbers of rows of prefill programs, whose rows are never padding
@@ -66,6 +68,8 @@ class Chunk:
 
     is_last: a token is sampled after them: they end the prompt, or are the sequence's latest
         output.
+    num_drafted: how many of the tokens, the last ones, are a draft. A token is sampled after the
+        token before the draft, and after each drafted token that equals the one sampled before.
     block_ids: the sequence's table: the blocks of its positions, in order. It has the position
         after the chunk too where a decoding sequence has a block for it.
     copies: pairs (block, block into which it is copied before the step runs). All copies happen
@@ -79,10 +83,18 @@ class Chunk:
     is_last: bool = True
     block_ids: array[int] = field(default_factory=lambda: array("i"))
     copies: tuple[tuple[int, int], ...] = ()
+    num_drafted: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    def token_at(self, index: int) -> Chunk:
+        """Return one token of a decoding sequence's chunk, as a step without drafts would run
+        it.
+        """
+        at = self.start + index
+        return Chunk(self.sequence, self.row, at, [self.tokens[index]], block_ids=self.block_ids)
 
 
 @dataclass(frozen=True)
@@ -96,12 +108,22 @@ class ChunkGroup:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: the latest token of every decoding sequence, and chunks of prompts, oldest
-    first.
+    """One step: the latest token of every decoding sequence, and its draft; and chunks of prompts,
+    oldest first.
     """
 
     decode: tuple[Chunk, ...] = ()
     prefill: tuple[Chunk, ...] = ()
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(chunk.num_drafted for chunk in self.decode)
+
+    def without_drafts(self) -> StepPlan:
+        """Return the step without its drafted tokens."""
+        if not self.has_drafts:
+            return self
+        return StepPlan(tuple(chunk.token_at(0) for chunk in self.decode), self.prefill)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -184,6 +206,12 @@ class Scheduler:
         )
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
+        self._draft_sizes = (
+            config.num_speculative_tokens,
+            config.prompt_lookup_max,
+            config.prompt_lookup_min,
+        )
+        self.max_drafted = 0 if config.speculation == "off" else config.num_speculative_tokens
         self.block_tokens = block_tokens
         num_pools = config.num_cache_pools
         size = config.num_cache_blocks(block_tokens) // num_pools
@@ -202,6 +230,8 @@ class Scheduler:
         assert sequence.status == "waiting" and sequence not in self._waiting, (
             "a sequence runs once"
         )
+        if self.max_drafted:
+            sequence.lookup = PromptLookup(*self._draft_sizes)
         self._waiting.append(sequence)
 
     def check_prompt(self, prompt_token_ids: Collection[int]) -> None:
@@ -273,13 +303,7 @@ class Scheduler:
             if sequence.status == "decode" and not sequence.is_paused:
                 self._take_next_block(sequence)
         decode = tuple(
-            Chunk(
-                sequence,
-                row,
-                sequence.num_computed_tokens,
-                sequence.output_token_ids[-1:],
-                block_ids=sequence.block_ids,
-            )
+            self._decode_chunk(sequence, row)
             for row, sequence in enumerate(self._rows)
             if sequence is not None and sequence.status == "decode" and not sequence.is_paused
         )
@@ -300,16 +324,17 @@ class Scheduler:
         return smallest_bucket(len(chunk.tokens), self.prefill_widths)
 
     def group_chunks(self, plan: StepPlan) -> list[ChunkGroup]:
-        """Return a plan's chunks by program: one group of decoding sequences, then groups of
-        prompts.
+        """Return a plan's chunks by program: one group of decoding sequences without drafts, one
+        of those with drafts, then groups of prompts.
 
         Groups of prompts have shapes of `prefill_program_shapes` and no rows of padding.
         """
         groups = []
-        if plan.decode:
-            groups.append(
-                ChunkGroup(plan.decode, smallest_bucket(len(plan.decode), self.decode_buckets), 1)
-            )
+        for width, drafted in ((1, False), (1 + self.max_drafted, True)):
+            rows = tuple(chunk for chunk in plan.decode if (chunk.num_drafted > 0) == drafted)
+            if rows:
+                num_rows = smallest_bucket(len(rows), self.decode_buckets)
+                groups.append(ChunkGroup(rows, num_rows, width))
         by_width: dict[int, list[Chunk]] = {}
         for chunk in sorted(plan.prefill, key=lambda chunk: not chunk.is_last):
             by_width.setdefault(self.padded_width(chunk), []).append(chunk)
@@ -329,9 +354,22 @@ class Scheduler:
             for rows in self._program_row_counts(width)
         )
 
+    @property
+    def draft_program_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, width) of every program that sequences with drafts may need."""
+        width = 1 + self.max_drafted
+        return tuple((rows, width) for rows in self.decode_buckets) if width > 1 else ()
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """The most tokens of a step without prompts."""
+        return self.max_batch * (1 + self.max_drafted)
+
     def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
         """Append the tokens sampled for `plan.sampled_sequences`; return the sequences that end
         with them.
+
+        A plan with drafts is taken in by parts: `without_drafts`, then each accepted token.
 
         A sequence ends with reason "stop" at an end-of-text or stop token after its first
         `min_new_tokens` tokens, and with "length" after `max_new_tokens` or when its row is full.
@@ -356,6 +394,16 @@ class Scheduler:
     def has_block_ahead(self, chunk: Chunk) -> bool:
         """Return whether a decoding sequence has a block for the token after its chunk's."""
         return chunk.end < len(chunk.block_ids) * self.block_tokens
+
+    def pause_lookups_after_miss(self) -> bool:
+        """Let no decoding sequence draft for a few steps if none has a draft now; return whether
+        the next step has no drafts.
+        """
+        lookups = [(s.lookup, s.num_tokens) for s in self.decoding_sequences if s.lookup]
+        if any(not lookup.is_paused(num_tokens) for lookup, num_tokens in lookups):
+            for lookup, num_tokens in lookups:
+                lookup.pause_after_miss(num_tokens + 1)
+        return all(lookup.is_paused(num_tokens + 1) for lookup, num_tokens in lookups)
 
     def may_continue(self, sequence: Sequence) -> bool:
         """Return False if the sequence ends with the token being sampled, whatever that token
@@ -560,6 +608,37 @@ class Scheduler:
         row = self._rows.index(None, number * self._rows_per_pool)
         self._rows[row], sequence.row = sequence, row
         return True
+
+    def _decode_chunk(self, sequence: Sequence, row: int) -> Chunk:
+        """Return a decoding sequence's latest token and its draft."""
+        draft = self._draft(sequence)
+        return Chunk(
+            sequence,
+            row,
+            sequence.num_computed_tokens,
+            sequence.output_token_ids[-1:] + draft,
+            block_ids=sequence.block_ids,
+            num_drafted=len(draft),
+        )
+
+    def _draft(self, sequence: Sequence) -> list[int]:
+        """Return a decoding sequence's draft, for which it gets blocks, if there are free ones.
+
+        The draft is so short that the sequence could end with the token after it.
+        """
+        if sequence.lookup is None:
+            return []
+        prompt, output = sequence.prompt_token_ids, sequence.output_token_ids
+        most = min(
+            self.max_drafted,
+            sequence.sampling.max_new_tokens - len(output) - 1,
+            self.max_seq_len - sequence.num_tokens - 1,
+        )
+        draft = sequence.lookup.draft(prompt, output, most)
+        end, pool = sequence.num_tokens + len(draft), self._pool_of(sequence)
+        missing = self._num_blocks(end) - len(sequence.block_ids)
+        sequence.block_ids.extend(pool.take(min(max(0, missing), pool.num_free)))
+        return draft[: len(sequence.block_ids) * self.block_tokens - sequence.num_tokens]
 
     def _next_chunk_size(self, rest: int) -> int:
         """Return how many of a prompt's `rest` tokens run in the next step."""

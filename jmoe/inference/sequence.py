@@ -14,6 +14,7 @@ from typing import Literal
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.harmony import ChannelStream, HarmonyTokens
 from jmoe.inference.sampling_params import Constraint, SamplingParams
+from jmoe.inference.speculation import PromptLookup
 
 log = logging.getLogger("jmoe")
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -71,6 +72,8 @@ class Sequence:
     # pairs (block, block of its own) to be copied before its first chunk
     copies: tuple[tuple[int, int], ...] = field(default=(), init=False)
     num_preemptions: int = field(default=0, init=False)  # how often it had to give its row back
+    # drafts its next tokens; None without speculation
+    lookup: PromptLookup | None = field(default=None, init=False)
     # prompt tokens that the cache had when the sequence first got a row
     num_reused_tokens: int = field(default=0, init=False)
     # includes the end-of-text or stop token that ended the sequence

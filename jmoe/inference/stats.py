@@ -54,6 +54,9 @@ class EngineStats:
         without waited_s; the device waits meanwhile.
     estimate_s: the host's seconds for guesses about the next layer, while the device computes.
     roofline_fraction: streamed_s / step_s; 1 if the link is always busy and so the bottleneck.
+    drafts: drafts that steps verified. drafted, accepted: tokens of these drafts, and those of them
+        that became output.
+    accepted_share: accepted / drafted; 0 without drafts.
     """
 
     policy: str
@@ -78,6 +81,13 @@ class EngineStats:
     prefill: PhaseStats
     decode: PhaseStats
     placement: PlacementStats | None = None  # of experts on several devices
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def accepted_share(self) -> float:
+        return self.accepted / max(1, self.drafted)
 
 
 @dataclass
@@ -114,6 +124,7 @@ class StatsCollector:
         if self._placer is not None:
             self._placer.reset()
         self._streamed_bytes = self._since["streamed_bytes"]
+        self._drafts = self._drafted = self._accepted = 0
         self._phases: dict[Phase, _PhaseSums] = {"prefill": _PhaseSums(), "decode": _PhaseSums()}
 
     @contextlib.contextmanager
@@ -144,6 +155,12 @@ class StatsCollector:
             now = self._store.stats().host.num_bytes
             steps.streamed_bytes += now - self._streamed_bytes
             self._streamed_bytes = now
+
+    def note_draft(self, drafted: int, accepted: int) -> None:
+        """Count a sequence's draft. accepted: how many of its `drafted` tokens became output."""
+        self._drafts += 1
+        self._drafted += drafted
+        self._accepted += accepted
 
     def take_routing_stats(self, max_tokens: int) -> RoutingStats | None:
         """Return routing statistics of the decode steps since the last result; None if there were
@@ -187,6 +204,9 @@ class StatsCollector:
             prefill=self._phase_stats("prefill"),
             decode=self._phase_stats("decode"),
             placement=None if self._placer is None else self._placer.stats(),
+            drafts=self._drafts,
+            drafted=self._drafted,
+            accepted=self._accepted,
             **counters,
         )
 

@@ -241,6 +241,19 @@ class Metrics(Collector):
                 "Prompt tokens that were not computed again.",
                 scheduler.reused_tokens,
             ),
+            (counter, "vllm:spec_decode_num_drafts", "Drafts that steps verified.", engine.drafts),
+            (
+                counter,
+                "vllm:spec_decode_num_draft_tokens",
+                "Tokens of these drafts.",
+                engine.drafted,
+            ),
+            (
+                counter,
+                "vllm:spec_decode_num_accepted_tokens",
+                "Tokens of these drafts that became output.",
+                engine.accepted,
+            ),
             (counter, "jmoe:steps", "Steps of the engine.", engine.steps),
             (counter, "jmoe:step_seconds", "Time in steps.", engine.step_s),
             (

@@ -271,6 +271,11 @@ class MeshRunner:
         x_CD = self.gather_row(hidden.batch_number, place).addressable_data(0)
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
+    def logits_of_all(self, hidden: MeshHidden) -> jax.Array:
+        """Return the logits after every token of a batch of few, float32 [Q, C, V]."""
+        rows = range(len(hidden.place_Q))
+        return jnp.stack([self.logits_of_chunk(hidden, row) for row in rows])
+
     def tokens_per_expert(self) -> np.ndarray:
         """Return int64 [L, E]: tokens that each expert got in the last `RECENT_STEPS` steps."""
         experts = self.config.num_experts

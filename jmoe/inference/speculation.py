@@ -1,0 +1,99 @@
+"""Prompt lookup: draft a sequence's next tokens from its own earlier ones, without a model.
+
+Where the latest tokens occur earlier in the sequence, the tokens that followed them there are the
+draft. One step runs the draft behind the latest token, and samples a token after each. A drafted
+token that equals the one sampled in its place is accepted, so a step adds up to one token more
+than it drafts; the others are dropped. Tokens thus are sampled as without drafts, at the same
+positions from the same logits, save for rounding in programs of another width.
+
+Texts that repeat what they were given gain most: edits of code, extracts, summaries, JSON. As
+vLLM's `ngram` method and llama.cpp's lookup decoding, this takes the longest run of tokens first;
+as llama.cpp's, its last occurrence. Source: https://github.com/apoorvumang/prompt-lookup-decoding
+
+`Scheduler` calls it. Imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+ITEM = array("i").itemsize  # bytes of a token
+MAX_PAUSE = 32  # tokens
+MISS_PAUSE = 3  # tokens
+
+
+class PromptLookup:
+    """Drafts the next tokens of one sequence.
+
+    It backs off by itself. After a draft of which not every token was accepted, the next one is as
+    long as the accepted part; after one that was accepted, twice as long. After each further draft
+    without an accepted token it waits for twice as many tokens, up to `MAX_PAUSE`.
+    """
+
+    def __init__(self, most: int, longest: int, shortest: int) -> None:
+        """Start without tokens.
+
+        most: maximum number of tokens of a draft.
+        longest, shortest: numbers of latest tokens that are looked up, the longest first.
+        """
+        self._most, self._sizes = most, range(longest, shortest - 1, -1)
+        self._tokens = bytearray()
+        self._length = most
+        self._pause = 0
+        self._resume_at = 0
+
+    def is_paused(self, num_tokens: int) -> bool:
+        """Return whether nothing is drafted for a sequence of this many tokens."""
+        return num_tokens < self._resume_at
+
+    def draft(self, prompt: list[int], output: list[int], most: int) -> list[int]:
+        """Return up to `most` tokens that may follow prompt and output; [] for none.
+
+        prompt, output: those of the last call, or longer.
+        """
+        num_tokens, most = len(prompt) + len(output), min(most, self._length)
+        if most < 1 or self.is_paused(num_tokens):
+            return []
+        done = len(self._tokens) // ITEM
+        new = prompt[done:] + output[max(0, done - len(prompt)) :]
+        self._tokens += array("i", new).tobytes()
+        start = self._find_continuation()
+        if start is None:
+            return []
+        following = array("i", self._tokens[start : start + most * ITEM])
+        # what goes on to the end repeats itself, and may go on so
+        return [following[i % len(following)] for i in range(most)]
+
+    def record(self, num_tokens: int, drafted: int, accepted: int) -> None:
+        """Take in how many tokens of a draft were accepted.
+
+        num_tokens: of the sequence after the step.
+        """
+        if accepted == drafted:
+            self._length = min(2 * drafted, self._most)
+        else:
+            self._length = max(1, accepted)
+        self._pause = 0 if accepted else min(2 * self._pause + 1, MAX_PAUSE)
+        self._resume_at = num_tokens + self._pause
+
+    def pause_after_miss(self, num_tokens: int) -> None:
+        """Draft nothing for the next `MISS_PAUSE` tokens, so that steps can begin ahead.
+
+        num_tokens: of the sequence after the step, for which nothing was drafted.
+        """
+        self._resume_at = max(self._resume_at, num_tokens + MISS_PAUSE)
+
+    def _find_continuation(self) -> int | None:
+        """Return the byte behind the last earlier occurrence of the latest tokens, or None."""
+        tokens, end = self._tokens, len(self._tokens)
+        for size in self._sizes:
+            latest = tokens[end - size * ITEM :]
+            before = end - ITEM
+            while len(latest) == size * ITEM:
+                at = tokens.rfind(latest, 0, before)
+                if at < 0:
+                    break
+                if at % ITEM == 0:
+                    return at + len(latest)
+                before = at + len(latest) - 1  # between two tokens: search further on the left
+        return None
