@@ -151,13 +151,13 @@ def test_drafts_under_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Sequences of several blocks that share prefixes and are preempted: what a refused draft
     wrote is never read.
     """
-    shutil.copytree(CHECKPOINTS / "qwen3_moe", tmp_path / "model")
+    shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
     monkeypatch.setattr(Scheduler, "_num_blocks_soon", lambda *_: 0)  # preempts more often
     rng = np.random.default_rng(0)
     shared = rng.integers(3, 60, 150).tolist()
-    prompts = [shared[: 100 + 10 * i] + rng.integers(3, 60, 20).tolist() for i in range(6)]
+    prompts = [shared[: 90 + 3 * i] + rng.integers(3, 60, 20).tolist() for i in range(6)]
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.6, **PENALTIES}]
 
     def outputs(**options: Any) -> list[list[int]]:
@@ -182,7 +182,7 @@ def test_drafts_under_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             stats, of_cache = engine.stats(), engine.scheduler_stats()
         assert of_cache.reused_tokens > 300 and of_cache.blocks_used == 0
         if "speculation" in options:
-            assert of_cache.preemptions > 1 and stats.accepted > 50
+            assert of_cache.preemptions > 1 and stats.accepted > 20
         return [s.output_token_ids for s in sequences] + [c.token_ids for c in again]
 
     needs_compiler()
