@@ -216,6 +216,7 @@ def test_health_metrics_and_live(server: HttpProcess) -> None:
     assert samples["vllm:num_requests_running"] == samples["vllm:kv_cache_usage_perc"] == 0
     assert samples["jmoe:kv_blocks"] == 8 >= samples["jmoe:kv_blocks_cached"] > 0
     assert samples["jmoe:kv_blocks_used"] == samples["vllm:num_preemptions_total"] == 0
+    assert samples["vllm:spec_decode_num_drafts_total"] == 0
     found, asked = (samples[f"vllm:prefix_cache_{name}_total"] for name in ("hits", "queries"))
     assert 0 < found < asked
     assert {
