@@ -203,12 +203,11 @@ def serve(
     import jmoe
     from jmoe.inference.engine import Engine
     from jmoe.inference.mesh.lockstep import print_and_exit
-    from jmoe.models.chat_template import read_templates
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
-    from jmoe.serving.service import Service, starting_templates
+    from jmoe.serving.service import Service, choose_output_format, starting_templates
     from jmoe.status import call_repeatedly
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
@@ -217,8 +216,12 @@ def serve(
     if config.dry_run:
         print(memory)
         return
-    open_tokenizer(tokenizer)  # report a damaged tokenizer before weights are read
-    read_templates(folder)
+    # report a damaged tokenizer or template before weights are read
+    output_format = choose_output_format(
+        folder, open_tokenizer(tokenizer), config.tool_parser, config.reasoning_parser
+    )
+    if output_format.template:
+        say(str(output_format))
     allow_open_files(config.max_connections)
     listening = bind_socket(config.host, config.port)
     host, port = listening.getsockname()[:2]

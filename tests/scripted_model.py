@@ -24,7 +24,7 @@ HARMONY = (
     "<|return|>",
     "<|call|>",
 )
-POSITIONS, HIDDEN = 128, 128
+POSITIONS = 128
 
 
 def harmony_tokenizer() -> Tokenizer:
@@ -35,21 +35,25 @@ def harmony_tokenizer() -> Tokenizer:
 
 
 def save_scripted_model(
-    folder: Path, tokenizer: Tokenizer, prompt_tokens: int, script: Sequence[int]
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompt_tokens: int,
+    script: Sequence[int],
+    positions: int = POSITIONS,
 ) -> None:
     """Write a model that, after a prompt of so many tokens, most likely says the script, and then
     its last token again.
 
     The likeliest token has about a third of the probability, so that draws depart from it soon.
     """
-    vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+    vocab_size, hidden = tokenizer.get_vocab_size(with_added_tokens=True), positions
     config = jmoe.ModelConfig(
         vocab_size=vocab_size,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=positions,
         moe_intermediate_size=16,
         intermediate_size=16,
         num_experts=2,
@@ -66,12 +70,12 @@ def save_scripted_model(
     nnx.update(
         layers, nnx.map_state(lambda _, w: w.replace(jnp.zeros_like(w[...])), nnx.state(layers))
     )
-    places, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((HIDDEN, POSITIONS)))
-    following = [*script, *[script[-1]] * POSITIONS][: POSITIONS - prompt_tokens + 1]
-    table = np.zeros((vocab_size, HIDDEN), np.float32)
+    places, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((hidden, positions)))
+    following = [*script, *[script[-1]] * positions][: positions - prompt_tokens + 1]
+    table = np.zeros((vocab_size, hidden), np.float32)
     for position, token in enumerate(following, prompt_tokens - 1):
         table[token] += places[:, position]
-    size = HIDDEN**0.5  # of what the last norm gives
+    size = hidden**0.5  # of what the last norm gives
     decoder.embedding[...] = jnp.asarray(table * 5 / size)
     # beside which tokens count for nothing
     decoder.positions[...] = jnp.asarray(places.T * 100, jnp.float32)

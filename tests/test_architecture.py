@@ -72,7 +72,8 @@ FORBIDDEN |= {"found", "given"}
 THROUGH = """collectives.rows data.progress inference.mesh.programs inference.stats inference.teacher kernels.groups
 kernels.saved layers.experts layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.gradient_writer offload.residency offload.saved_experts
-run.checkpoint_contents runtime serving.answer serving.errors serving.metrics serving.grammar_worker serving.schemas
+run.checkpoint_contents runtime serving.answer serving.chat_sequences serving.errors serving.metrics serving.grammar_worker serving.request_body
+serving.schemas serving.tool_schemas
 serving.service serving.vocabulary training.evaluation training.fused.distilling training.gradient_reduction
 training.session training.sharded_model training.streamed.experts training.streamed.layers training.streamed.programs
 training.streamed.runner training.streamed.text training.task training.tasks.losses training.tasks.report

@@ -19,6 +19,31 @@ from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import EstimatedGpu
 from jmoe.config.train import DistributedConfig
 
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "openai",
+    "kimi_k2",
+    "deepseek_v3",
+    "deepseek_v31",
+    "mistral",
+    "glm45",
+    "qwen3_coder",
+    "hermes",
+    "llama3_json",
+    "llama4_json",
+]
+ReasoningParserName = Literal[
+    "auto",
+    "none",
+    "openai_gptoss",
+    "mistral",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "kimi_k2",
+    "qwen3",
+]
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 
 
@@ -59,6 +84,10 @@ class ServeConfig:
     # and repetition_penalty from the model's generation_config.json; openai: OpenAI's defaults,
     # which sample from the model's unchanged distribution
     sampling_defaults: Literal["model", "openai"] = "model"
+    # formats in which the model writes tool calls and reasoning, by vLLM's names; auto: as its chat
+    # template shows
+    tool_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     log_prompts: bool = False  # write prompts to the log
     # print the memory plan, computed from the headers of the weights, and exit
     dry_run: bool = False

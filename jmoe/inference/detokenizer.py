@@ -41,14 +41,17 @@ class TextStream:
         stop: Sequence[str] = (),
         min_new_tokens: int = 0,
     ) -> None:
-        self.matched_stop: str | None = None
         self._decode: Callable[[list[int]], str] = tokenizer.decode  # special tokens give no text
-        self._state, self._min_new_tokens = _build_stop_automaton(tuple(stop)), min_new_tokens
+        self._search, self._min_new_tokens = StopSearch(stop), min_new_tokens
         self._num_tokens = 0
         self._context = list(prompt_token_ids[-CONTEXT_TOKENS:])  # tokens whose text was returned
         self._context_text = self._decode(self._context)
         self._pending: list[int] = []  # tokens whose text was not returned yet
-        self._held = ""  # text that may begin a stop string
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._search.matched_stop
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens complete, possibly ""."""
@@ -67,9 +70,13 @@ class TextStream:
         """
         if self.matched_stop is not None:
             return ""
-        text = self._cut_at_stop(self._decode_first(len(self._pending)))
-        held, self._held = self._held, ""
-        return text + held
+        return self._cut_at_stop(self._decode_first(len(self._pending))) + self._search.release()
+
+    def flush_pending(self) -> str:
+        """Return the text of all tokens so far, as `flush` does, where the text goes on after
+        something else, such as a special token.
+        """
+        return self._cut_at_stop(self._decode_first(len(self._pending))) if self._pending else ""
 
     def _decode_pending(self) -> str:
         """Return the text of the pending tokens, or "" if later tokens could change it."""
@@ -98,8 +105,24 @@ class TextStream:
         """Return the part of held text and `text` before a stop string, or before the start of a
         possible one.
         """
-        if self._num_tokens <= self._min_new_tokens:
-            return text
+        return text if self._num_tokens <= self._min_new_tokens else self._search.cut(text)
+
+
+class StopSearch:
+    """Looks for the first stop string in text that arrives in pieces.
+
+    matched_stop: the stop string that was found, or None.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.matched_stop: str | None = None
+        self._state = _build_stop_automaton(tuple(stop))
+        self._held = ""  # text that may begin a stop string
+
+    def cut(self, text: str) -> str:
+        """Return the part of held text and `text` before a stop string, or before the start of a
+        possible one, which is held.
+        """
         text, begin = self._held + text, len(self._held)
         state = self._state
         for at in range(begin, len(text)):
@@ -109,6 +132,11 @@ class TextStream:
                 return text[: at + 1 - len(state.match)]
         self._state, self._held = state, text[len(text) - state.depth :]
         return text[: len(text) - state.depth]
+
+    def release(self) -> str:
+        """Return the held text at the end of all text."""
+        held, self._held = self._held, ""
+        return held
 
 
 @dataclass(eq=False)

@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,9 +27,9 @@ from jmoe.config import check
 from jmoe.config.engine import CACHE_BLOCK, EngineConfig
 from jmoe.inference.ahead import StepAhead
 from jmoe.inference.detokenizer import TextStream
-from jmoe.inference.harmony import ChannelStream
 from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
+from jmoe.inference.output_events import OutputEvent, join_content
 from jmoe.inference.preparation import Preparation
 from jmoe.inference.sampler import NOT_FINITE, Draw, PendingDraws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams
@@ -164,16 +163,12 @@ class Engine(Closing):
             "must be 0 with a constraint, which may allow no token but one that ends the text",
         )
         if self.tokenizer is not None:
-            stream = (
-                partial(TextStream, self.tokenizer)
-                if sequence.harmony is None
-                else partial(ChannelStream, self.tokenizer, sequence.harmony)
-            )
+            prompt, stop, least = sequence.prompt_token_ids, sampling.stop, sampling.min_new_tokens
             with sequence.catch_errors("decoding"):  # of the prompt's last tokens
-                sequence.text = stream(
-                    sequence.prompt_token_ids,
-                    stop=sampling.stop,
-                    min_new_tokens=sampling.min_new_tokens,
+                sequence.text = (
+                    TextStream(self.tokenizer, prompt, stop=stop, min_new_tokens=least)
+                    if sequence.open_stream is None
+                    else sequence.open_stream(prompt, stop, least)
                 )
         self._scheduler.add(sequence)
 
@@ -590,9 +585,9 @@ class Engine(Closing):
         """
         if sequence.finish_reason == "error":
             return Output(sequence, [], "", [], "error")
-        text, reasoning = "", ""
+        text, events, num_reasoning = "", list[OutputEvent](), 0
         with sequence.catch_errors("decoding"):
-            text, reasoning = self._decode_token(sequence, draw.token)
+            text, events, num_reasoning = self._decode_token(sequence, draw.token)
         if sequence.failed == "decoding":
             self._scheduler.finish(sequence, "error")
             sequence.finish_reason = "error"
@@ -603,25 +598,40 @@ class Engine(Closing):
         logprobs = [] if draw.logprob is None else [draw.logprob]
         of_prompt = sequence.prompt_logprobs if len(sequence.output_token_ids) == 1 else []
         return Output(
-            sequence, [draw.token], text, logprobs, sequence.finish_reason, of_prompt, reasoning
+            sequence,
+            [draw.token],
+            text,
+            logprobs,
+            sequence.finish_reason,
+            of_prompt,
+            events,
+            num_reasoning,
         )
 
-    def _decode_token(self, sequence: Sequence, token: int) -> tuple[str, str]:
-        """Return (text, reasoning) that a token adds, "" if none; end the sequence at a stop
-        string.
+    def _decode_token(self, sequence: Sequence, token: int) -> tuple[str, list[OutputEvent], int]:
+        """Return (text, events, number of reasoning tokens) that a token adds; end the sequence
+        where its stream ends.
         """
         stream = sequence.text
         if stream is None:
-            return "", ""
-        text = ""
-        if sequence.finish_reason != "stop":  # an end-of-text or stop token has no text
-            text = stream.push([token])
-        if stream.matched_stop is not None and sequence.finish_reason in (None, "length"):
+            return "", [], 0
+        is_text = sequence.finish_reason != "stop"  # an end-of-text or stop token has no text
+        if isinstance(stream, TextStream):
+            text = stream.push([token]) if is_text else ""
+            self._stop_if(stream.matched_stop is not None, sequence)
+            return text + (stream.flush() if sequence.finish_reason is not None else ""), [], 0
+        before = stream.num_reasoning_tokens
+        events = stream.push([token]) if is_text else []
+        self._stop_if(stream.has_ended, sequence)
+        if sequence.finish_reason is not None:
+            events += stream.flush()
+        return join_content(events), events, stream.num_reasoning_tokens - before
+
+    def _stop_if(self, ends: bool, sequence: Sequence) -> None:
+        """End the sequence with "stop" if its text ends, unless it has ended otherwise."""
+        if ends and sequence.finish_reason in (None, "length"):
             self._scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"
-        if sequence.finish_reason is not None:
-            text += stream.flush()
-        return text, stream.take_reasoning() if isinstance(stream, ChannelStream) else ""
 
     def _reset_counters_and_choices(self) -> None:
         """Reset all counters and recorded choices of experts: steps so far compiled or calibrated.

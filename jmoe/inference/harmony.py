@@ -8,19 +8,33 @@ header, reasoning and answer. Source: https://github.com/openai/harmony
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.inference.detokenizer import TextStream
+from jmoe.inference.output_events import (
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+)
+from jmoe.inference.parsed_stream import EventFilter
 from jmoe.inference.sampling_params import Constraint
 
 FINAL = "final"
 TURN_ENDS = ("<|return|>", "<|call|>")
 # A header with this many tokens is none: the model has left the format.
 MAX_HEADER_TOKENS = 32
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_Kind = Literal["content", "reasoning", "call"]
 
 
 @dataclass(frozen=True)
@@ -70,10 +84,11 @@ class HarmonyTokens:
 
 
 class ChannelStream:
-    """A `TextStream` that returns only the text of the channel `final`.
+    """An `OutputStream` of gpt-oss's messages: content is the channel `final`, a message to a
+    function is a tool call, and the other messages are reasoning.
 
-    `take_reasoning` returns the text of the other channels. Only `final` is searched for stop
-    strings. Text outside of the format counts as the answer, so that nothing is lost.
+    Text outside of the format counts as content, so that nothing is lost. Messages of one kind are
+    separated by newlines.
     """
 
     def __init__(
@@ -84,94 +99,126 @@ class ChannelStream:
         *,
         stop: Sequence[str] = (),
         min_new_tokens: int = 0,
+        has_tools: bool = False,
+        max_calls: int | None = None,
     ) -> None:
-        self._tokenizer, self._harmony = tokenizer, harmony
-        self._stop, self._min_new_tokens = tuple(stop), min_new_tokens
-        self._num_tokens = 0  # output tokens so far
+        """Begin after a prompt, inside its last message.
+
+        has_tools: messages to functions are tool calls, not reasoning.
+        max_calls: the output ends after so many tool calls; None: it may have any number.
+        """
+        self._tokenizer, self._harmony, self._has_tools = tokenizer, harmony, has_tools
+        self._filter, self._min_new_tokens = EventFilter(stop, max_calls), min_new_tokens
+        self._num_tokens = self.num_reasoning_tokens = 0  # of the output so far
         self._header: list[int] | None = None  # tokens of an incomplete header
         self._num_prompt_tokens = 0  # tokens of that header that belong to the prompt
         # whether the header began with <|start|>; `flush` then drops it instead of returning it
         self._expects_role = False
-        self._body = TextStream(
-            tokenizer, prompt_token_ids, stop=stop, min_new_tokens=min_new_tokens
-        )
-        self._is_answer, self._began = True, {True: False, False: False}
-        self._reasoning = ""
+        self._body = TextStream(tokenizer, prompt_token_ids)
+        self._kind: _Kind = "content"
+        self._began: set[_Kind] = set()
+        self._num_calls, self._call_is_empty = 0, True
         if begun := harmony.last_message(prompt_token_ids):
-            self.push(begun)
-            self._num_tokens, self._num_prompt_tokens, self._expects_role = (
-                0,
-                len(self._header or ()),
-                False,
-            )
-            self.take_reasoning()
+            for token in begun:
+                self._push_token(token)
+            self._num_tokens = self.num_reasoning_tokens = 0
+            self._num_prompt_tokens, self._expects_role = len(self._header or ()), False
 
     @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the answer, or None."""
-        return self._body.matched_stop if self._is_answer else None
+    def has_ended(self) -> bool:
+        """Whether a stop string or the last allowed call has come."""
+        return self._filter.has_ended
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Return the answer's text that these tokens complete, possibly ""."""
-        return "".join(map(self._push_token, token_ids))
+    def push(self, token_ids: Iterable[int]) -> list[OutputEvent]:
+        """Return the events that these tokens complete."""
+        events: list[OutputEvent] = []
+        for token in token_ids:
+            if self.has_ended:
+                break
+            events += self._pass(self._push_token(token))
+        return events
 
-    def flush(self) -> str:
-        """Return the rest of the answer's text at the end of a request."""
-        text = (
-            "" if self._header is None or self._expects_role else self._begin_answer_with_header()
-        )
-        return text + self._divert_reasoning(self._body.flush())
+    def flush(self) -> list[OutputEvent]:
+        """Return the rest of the events at the end of the output."""
+        if self.has_ended:
+            return []
+        events = self._pass(self._end_message())
+        return events if self.has_ended else events + self._filter.release()
 
-    def take_reasoning(self) -> str:
-        """Return the text of channels other than `final` since the last call."""
-        text, self._reasoning = self._reasoning, ""
-        return text
+    def _pass(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        searches = self._num_tokens > self._min_new_tokens
+        return self._filter.pass_events(events, searches_stop=searches)
 
-    def _push_token(self, token: int) -> str:
-        if self.matched_stop is not None:
-            return ""
+    def _push_token(self, token: int) -> list[OutputEvent]:
         self._num_tokens += 1
+        self.num_reasoning_tokens += self._kind == "reasoning" and self._header is None
         if token == self._harmony.start or token in self._harmony.ends:
-            text = self.flush()
+            events = self._end_message()
             self._header, self._num_prompt_tokens = [], 0
             self._expects_role = token == self._harmony.start
-            return text
+            return events
         if self._header is None:
-            return self._divert_reasoning(self._body.push([token]))
+            return self._events(self._body.push([token]))
         if token == self._harmony.message:
-            return self._begin_message(
-                is_answer=self._harmony.is_answer_header(self._tokenizer, self._header)
-            )
+            return self._begin_message(*self._read_header(self._header))
         self._header.append(token)
-        return self._begin_answer_with_header() if len(self._header) >= MAX_HEADER_TOKENS else ""
+        return self._begin_answer_with_header() if len(self._header) >= MAX_HEADER_TOKENS else []
 
-    def _begin_message(self, is_answer: bool) -> str:
-        """Start a message; return the newline that separates it from an earlier one, else ""."""
-        self._header, self._is_answer = None, is_answer
-        least = max(0, self._min_new_tokens - self._num_tokens)
-        self._body = TextStream(
-            self._tokenizer, stop=self._stop if is_answer else (), min_new_tokens=least
-        )
-        is_next, self._began[is_answer] = self._began[is_answer], True
-        return self._divert_reasoning("\n") if is_next else ""
+    def _read_header(self, header: list[int]) -> tuple[_Kind, str]:
+        """Return (kind of a message with this header, name of the function that it calls)."""
+        if self._harmony.is_answer_header(self._tokenizer, header):
+            return "content", ""
+        written = self._tokenizer.decode(header, skip_special_tokens=False)
+        function = _RECIPIENT.search(written) if self._has_tools else None
+        return ("call", function[1]) if function else ("reasoning", "")
 
-    def _begin_answer_with_header(self) -> str:
+    def _begin_message(self, kind: _Kind, name: str = "") -> list[OutputEvent]:
+        """Start a message; a newline separates it from an earlier one of its kind."""
+        self._header, self._kind, self._body = None, kind, TextStream(self._tokenizer)
+        if kind == "call":
+            index, self._num_calls, self._call_is_empty = self._num_calls, self._num_calls + 1, True
+            return [ToolCallBegin(index, f"call_{secrets.token_hex(12)}", name)]
+        is_next = kind in self._began
+        self._began.add(kind)
+        return self._events("\n") if is_next else []
+
+    def _end_message(self) -> list[OutputEvent]:
+        """Return the rest of a message, and text that was to be a header and is none."""
+        if self._header is not None:
+            return [] if self._expects_role else self._begin_answer_with_header()
+        events = self._events(self._body.flush())
+        if self._kind == "call":
+            index = self._num_calls - 1
+            events += [ToolCallArguments(index, "{}")] if self._call_is_empty else []
+            events.append(ToolCallEnd(index))
+            self._kind = "reasoning"  # the call has ended: only a header can follow
+        self._body = TextStream(self._tokenizer)
+        return events
+
+    def _begin_answer_with_header(self) -> list[OutputEvent]:
         """Begin an answer with the tokens of a malformed header; return their text.
 
-        "" if the header names a channel: an output that ends there has no answer.
+        Nothing if the header names a channel: an output that ends there has no answer.
         """
         assert self._header is not None
         outside = (
             [] if self._harmony.channel in self._header else self._header[self._num_prompt_tokens :]
         )
-        return self._begin_message(is_answer=True) + self._body.push(outside) if outside else ""
+        if not outside:
+            return []
+        events = self._begin_message("content")
+        return events + self._events(self._body.push(outside))
 
-    def _divert_reasoning(self, text: str) -> str:
-        """Return text of the answer; collect other text for `take_reasoning` and return ""."""
-        if self._is_answer:
-            return text
-        self._reasoning += text
-        return ""
+    def _events(self, text: str) -> list[OutputEvent]:
+        """Return text of the current message as an event."""
+        if not text:
+            return []
+        if self._kind == "content":
+            return [ContentDelta(text)]
+        if self._kind == "reasoning":
+            return [ReasoningDelta(text)]
+        self._call_is_empty = False
+        return [ToolCallArguments(self._num_calls - 1, text)]
 
 
 class AnswerConstraint(Constraint):

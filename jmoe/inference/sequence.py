@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jmoe.inference.detokenizer import TextStream
-from jmoe.inference.harmony import ChannelStream, HarmonyTokens
+from jmoe.inference.output_events import OpenStream, OutputEvent, OutputStream
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.speculation import PromptLookup
 
@@ -51,7 +51,7 @@ class Sequence:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: Constraint | None = None
     prompt_text: str = ""  # returned before the output if the client asks for an echo
-    harmony: HarmonyTokens | None = None  # splits the output into channels; None for plain text
+    open_stream: OpenStream | None = None  # turns the output into events; None for plain text
     client: Hashable = None
     request: Hashable = None
     index: int = 0
@@ -84,7 +84,7 @@ class Sequence:
     is_paused: bool = field(default=False, init=False)
     # which of the request's own code has raised; the engine then ends the sequence with "error"
     failed: Guarded | None = field(default=None, init=False)
-    text: TextStream | ChannelStream | None = field(default=None, init=False)
+    text: TextStream | OutputStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     # False if a requested log-probability of the prompt is not finite
     is_finite: bool = field(default=True, init=False)
@@ -130,7 +130,9 @@ class Output:
     finish_reason: None until the sequence ends; "error", without a token, if the model's logits are
         not finite, or the sequence's constraint or the decoding of its text raised.
     prompt_logprobs: those of the whole prompt, with the first output only.
-    reasoning: text of channels other than the answer's.
+    events: the text and what else the output says, if the sequence has `open_stream`; `text` is
+        then that of the answer alone.
+    num_reasoning_tokens: how many of the tokens belong to the reasoning.
     """
 
     sequence: Sequence
@@ -139,7 +141,8 @@ class Output:
     logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    reasoning: str = ""
+    events: list[OutputEvent] = field(default_factory=list)
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,22 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
-CONTENT_FORM = b""  # the question that returns `ChatTemplate.content_form`
+FORMS = b""  # the question that returns `ChatTemplate.content_form` and `call_form`
 _TEXT, _REFUSED = b"=", b"!"  # first byte of a fork's answer
+
+
+class CallForm(NamedTuple):
+    """The form in which a template reads an assistant's message with tool calls.
+
+    has_objects: arguments are JSON objects, not their text. has_content: a message without content
+    has an empty string as content, not none at all.
+    """
+
+    has_objects: bool
+    has_content: bool
+
+
+DEFAULT_CALL_FORM = CallForm(has_objects=True, has_content=True)
 
 
 class RenderedAnswers(NamedTuple):
@@ -118,6 +132,43 @@ class ChatTemplate:
         if self._renders_probe(probe, probe):
             return "string"
         return "parts" if self._renders_probe(probe, [{"type": "text", "text": probe}]) else None
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form in which the template expects tool calls of earlier messages; the default if it
+        shows none of them.
+
+        Found by rendering probe calls: some templates write an object of arguments as JSON, others
+        append their text, and DeepSeek's tells calls by a message without content.
+        """
+        forms = (
+            CallForm(objects, content) for objects in (True, False) for content in (True, False)
+        )
+        return next(filter(self._renders_call, forms), DEFAULT_CALL_FORM)
+
+    def _renders_call(self, form: CallForm) -> bool:
+        """Whether a call in this form is rendered with its arguments once quoted."""
+        arguments: Json = {"probe": "jmoe"}
+        name = "jmoe_probes_calls"
+        function = {
+            "name": name,
+            "arguments": arguments if form.has_objects else json.dumps(arguments),
+        }
+        call = {"id": "probe0001", "type": "function", "function": function}
+        answer: JsonObject = {"role": "assistant", "tool_calls": [call]}
+        as_parts = self.content_form == "parts"
+
+        def say(role: str, text: str) -> JsonObject:
+            return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
+
+        if form.has_content:
+            answer |= say("assistant", "")
+        result = {**say("tool", "1"), "tool_call_id": "probe0001", "name": name}
+        with contextlib.suppress(ValueError):
+            text = self.render([say("user", "?"), answer, result])
+            _, called, after = text.partition(name)
+            return bool(called) and "probe" in after and '\\"probe' not in after
+        return False
 
     def _renders_probe(self, probe: str, content: Json) -> bool:
         """Whether the rendered prompt contains `probe` if `content` is a message's content."""
@@ -261,7 +312,7 @@ def read_templates(folder: Path) -> JsonObject | None:
 def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
     """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).
 
-    A question is `CONTENT_FORM`, or the arguments of `ChatTemplate.render` as JSON.
+    A question is `FORMS`, or the arguments of `ChatTemplate.render` as JSON.
     `decode_rendering` decodes the answers.
 
     setup: arguments of `ChatTemplate`.
@@ -269,8 +320,8 @@ def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
     template = ChatTemplate(**setup)
 
     def answer_question(question: bytes) -> bytes:
-        if question == CONTENT_FORM:
-            return _TEXT + (template.content_form or "").encode()
+        if question == FORMS:
+            return _TEXT + json.dumps([template.content_form, *template.call_form]).encode()
         try:
             return _TEXT + template.render(**json.loads(question)).encode("utf-8", "surrogatepass")
         except ValueError as error:

@@ -22,6 +22,7 @@ from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.schemas import (
     ChunkChoice,
     CompletionChoice,
+    CompletionTokensDetails,
     Envelope,
     GenerationBody,
     PromptTokensDetails,
@@ -129,6 +130,9 @@ class Answer(ABC, Generic[Body, Delta]):
             completion_tokens=completion_tokens,
             total_tokens=total,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=self.generation.num_read_reasoning_tokens
+            ),
         )
 
     async def _complete_or_abort(self, request: Request) -> BaseModel | Response:

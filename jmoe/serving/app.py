@@ -117,7 +117,11 @@ def tokens_router(service: Service) -> APIRouter:
         text, special = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
             text = await service.render_chat(
-                body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
+                body.messages,
+                body.add_generation_prompt,
+                body.chat_template_kwargs,
+                request,
+                tools=body.tools,
             )
             special = False
 

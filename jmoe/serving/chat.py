@@ -6,10 +6,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from jmoe.inference.sampling_params import SamplingParams
-from jmoe.inference.sequence import Sequence
+from jmoe.inference.output_events import (
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    join_content,
+)
 from jmoe.serving.answer import EVENTS, Answer
-from jmoe.serving.errors import ApiError
+from jmoe.serving.chat_sequences import make_chat_sequences
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
     AnswerMessage,
@@ -17,15 +22,19 @@ from jmoe.serving.schemas import (
     ChatChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
+    ChatFinishReason,
     ChatLogprobs,
     ChunkChoice,
     Delta,
     Usage,
 )
 from jmoe.serving.service import Service
-
-OPEN_REASONING = "<think>"  # begins the reasoning of models without channels
-CHANNELS = ("content", "reasoning_content")
+from jmoe.serving.tool_schemas import (
+    AnswerToolCall,
+    FunctionCall,
+    FunctionCallDelta,
+    ToolCallDelta,
+)
 
 
 class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
@@ -36,18 +45,22 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
         """Yield an empty delta with the role for each choice, then the generated text."""
         for index in range(self.body.n):
             yield ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+        with_calls: set[int] = set()
         async for output in self.generation:
-            reason = output.finish_reason
-            assert reason != "abort" and reason != "error", "these have no reader"
+            index = output.sequence.index
+            ended = output.finish_reason
+            assert ended != "abort" and ended != "error", "these have no reader"
+            if any(isinstance(event, ToolCallBegin) for event in output.events):
+                with_calls.add(index)
+            is_call = ended == "stop" and index in with_calls
+            reason: ChatFinishReason | None = "tool_calls" if is_call else ended
             logprobs = (
                 self.service.vocabulary.chat_logprobs(output.logprobs)
                 if self.body.logprobs
                 else None
             )
-            delta = Delta(content=output.text, reasoning_content=output.reasoning or None)
-            yield ChunkChoice(
-                index=output.sequence.index, delta=delta, logprobs=logprobs, finish_reason=reason
-            )
+            delta = make_delta(output.events)
+            yield ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
 
     def make_chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
         return ChatChunk(**self.envelope, choices=choices, usage=usage)
@@ -56,6 +69,42 @@ class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
         return ChatCompletionResponse(
             **self.envelope, choices=list(map(_join_deltas, deltas)), usage=self.usage()
         )
+
+
+def make_delta(events: list[OutputEvent]) -> Delta:
+    """Return what events add to a message; an empty content if they add nothing."""
+    content = join_content(events)
+    reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    calls: list[ToolCallDelta] = []
+    for event in events:
+        if isinstance(event, ToolCallBegin):
+            function = FunctionCallDelta(name=event.name)
+            calls.append(
+                ToolCallDelta(index=event.index, id=event.id, type="function", function=function)
+            )
+        elif isinstance(event, ToolCallArguments):
+            if not (calls and calls[-1].index == event.index):
+                calls.append(ToolCallDelta(index=event.index, function=FunctionCallDelta()))
+            calls[-1].function.arguments += event.text
+    is_content = bool(content) or not (reasoning or calls)
+    return Delta(
+        content=content if is_content else None,
+        reasoning_content=reasoning or None,
+        reasoning=reasoning or None,
+        tool_calls=calls or None,
+    )
+
+
+def _join_calls(deltas: list[ChunkChoice]) -> list[AnswerToolCall]:
+    """Return the tool calls of one choice."""
+    calls: list[AnswerToolCall] = []
+    for one in deltas:
+        for call in one.delta.tool_calls or ():
+            if call.id is not None:
+                function = FunctionCall(name=call.function.name or "", arguments="")
+                calls.append(AnswerToolCall(id=call.id, function=function))
+            calls[call.index].function.arguments += call.function.arguments
+    return calls
 
 
 def _join_deltas(deltas: list[ChunkChoice]) -> ChatChoice:
@@ -68,9 +117,16 @@ def _join_deltas(deltas: list[ChunkChoice]) -> ChatChoice:
             content=[lp for one in deltas if one.logprobs for lp in one.logprobs.content]
         )
     content, reasoning = (
-        "".join(getattr(one.delta, name) or "" for one in deltas) for name in CHANNELS
+        "".join(getattr(one.delta, name) or "" for one in deltas)
+        for name in ("content", "reasoning")
     )
-    message = AnswerMessage(content=content, reasoning_content=reasoning or None)
+    calls = _join_calls(deltas)
+    message = AnswerMessage(
+        content=content or (None if calls else ""),
+        reasoning_content=reasoning or None,
+        reasoning=reasoning or None,
+        tool_calls=calls or None,
+    )
     return ChatChoice(
         index=last.index, message=message, logprobs=logprobs, finish_reason=last.finish_reason
     )
@@ -85,38 +141,7 @@ def chat_router(service: Service) -> APIRouter:
         body: ChatCompletionRequest, request: Request
     ) -> BaseModel | Response:
         """Generate the assistant's next message of a chat."""
-        service.check_model(body.model)
-        client = request.state.client
-        service.loop.requests_to_evict(body.n, client)  # raises before tokenization
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-
-        def sampling_params(prompt: list[int], choice: int) -> SamplingParams:
-            most = service.max_new_tokens(prompt, body.requested_max_tokens)
-            return body.sampling_params(most, choice, service.model_sampling, logprobs=logprobs)
-
-        text = await service.render_chat(
-            body.messages, body.add_generation_prompt, body.chat_template_kwargs, request
-        )
-
-        if body.json_schema is not None and text.rstrip().endswith(OPEN_REASONING):
-            message = (
-                "response_format: the model's chat template begins the answer with"
-                f" {OPEN_REASONING}, so the schema would bind the reasoning: switch it off by"
-                " chat_template_kwargs, if the template can, or leave response_format out"
-            )
-            raise ApiError(400, message, param="response_format")
-
-        def make_sequences() -> tuple[list[int], list[Sequence]]:
-            # off by default: the template already contains the special tokens
-            (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
-            sequences = service.make_sequences(body, [prompt], sampling_params)
-            for sequence in sequences:
-                sequence.harmony = service.harmony
-            return prompt, sequences
-
-        prompt, sequences = await service.process_text(make_sequences, len(text), client)
-        await service.set_constraints(body, sequences, request)
-        service.log_prompts(request, [text])
+        prompt, sequences = await make_chat_sequences(service, body, request)
         return await _ChatAnswer.respond(service, request, body, [prompt], sequences)
 
     return router

@@ -72,7 +72,8 @@ class Generation:
         self.is_kept = False  # outputs stay in memory until the response is complete
         self.logprob_bytes = 0  # memory per reported log-probability
         self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
-        self.num_read_tokens = 0  # tokens that the reader has received
+        # tokens that the reader has received, and those of the reasoning among them
+        self.num_read_tokens = self.num_read_reasoning_tokens = 0
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
 
     @property
@@ -125,6 +126,7 @@ class Generation:
         if not self.is_kept:
             self._owner._subtract_unsent(self, output)
         self.num_read_tokens += len(output.token_ids)
+        self.num_read_reasoning_tokens += output.num_reasoning_tokens
         if output.finish_reason == "error":
             if (what := output.sequence.failed) is not None:
                 raise ApiError(500, OWN_CODE_FAILED.format(what), code=f"{what}_failed")

@@ -2,6 +2,7 @@
 code}}`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
@@ -21,6 +22,7 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_NAMED = re.compile(r"([\w.]+) = ")
 MAX_MESSAGE = 1000  # characters; a message may quote a long value
 UNKNOWN = "unknown_parameter"  # type of the pydantic error for an unknown parameter
 # Engine parameter name -> OpenAI's name.
@@ -113,6 +115,8 @@ def _validation_error(errors: Sequence[JsonObject]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
     message = replace_surrogates(str(first["msg"])).removeprefix("Value error, ")
+    if param is None and (named := _NAMED.match(message)):  # by `jmoe.config.check`
+        return ApiError(400, message, param=named[1])
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -9,13 +9,12 @@ answer is either honoured or rejected by name. Accepted without effect: null, de
 import math
 import re
 import time
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -31,18 +30,26 @@ from jmoe.inference.sampling_params import (
     MAX_STOP_CHARS,
     SamplingParams,
 )
+from jmoe.models.chat_template import DEFAULT_CALL_FORM, CallForm
 from jmoe.models.generation_config import SAMPLING
-from jmoe.serving.errors import UNKNOWN, replace_surrogates
 from jmoe.serving.model_sampling import ModelSamplingDefaults
+from jmoe.serving.request_body import FastList, Hint, RequestBody
+from jmoe.serving.tool_schemas import (
+    AnswerToolCall,
+    MessageToolCall,
+    NamedTool,
+    Tool,
+    ToolCallDelta,
+    check_tool_choice,
+)
 from jmoe.types import Json, JsonObject
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 8192
 MAX_MESSAGES = 4096  # also the limit on all content parts together
 MAX_VARIABLES = 64
-T = TypeVar("T")
-# report only the first error: a list may have a million
-FastList = Annotated[list[T], Field(fail_fast=True)]
+MAX_TOOLS = 1024
+MAX_TOOL_CALLS = 1024  # of one message
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -81,8 +88,8 @@ def _false_to_none(value: Json) -> Json:
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Finite = Annotated[float, BeforeValidator(_parse_number_text), Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_parse_number_text)]
-Hint = Json  # accepted and ignored: no answer depends on it
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def _max_entries_validator(count: int) -> BeforeValidator:
@@ -112,29 +119,6 @@ def _harmless_values_validator(*harmless: Json) -> BeforeValidator:
         return value
 
     return BeforeValidator(check_is_harmless)
-
-
-class RequestBody(BaseModel):
-    """Base of request bodies: strict types, and unknown parameters are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_known_fields(cls, data: Json) -> Json:
-        """Drop null values; raise an error that names the first unknown parameter."""
-        if not isinstance(data, dict):
-            return data
-        present = {name: value for name, value in data.items() if value is not None}
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in present:
-            if name not in known:
-                raise PydanticCustomError(
-                    UNKNOWN,
-                    "is not a parameter that this server supports",
-                    {"name": replace_surrogates(name)},
-                )
-        return present
 
 
 class StreamOptions(RequestBody):
@@ -346,6 +330,22 @@ class CompletionRequest(GenerationBody):
         return [self.prompt] if _prompt_tag(self.prompt) in ("text", "tokens") else self.prompt  # type: ignore
 
 
+def _tool_choice_tag(value: Json) -> str:
+    """Return the union tag of a tool choice."""
+    return "word" if isinstance(value, str) else "named"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")],
+    Discriminator(_tool_choice_tag),
+]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class TextPart(RequestBody):
     """A text part of a message's content. cache_control: a hint of Anthropic clients, ignored."""
 
@@ -359,6 +359,8 @@ class Message(RequestBody):
 
     reasoning_content, reasoning, thinking: the assistant's earlier reasoning under one of its
     names, passed to the template.
+    tool_calls: calls of an assistant's message. tool_call_id: the call that a tool's message
+    answers.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -370,7 +372,8 @@ class Message(RequestBody):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
+    tool_calls: FastList[MessageToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
+    tool_call_id: str | None = None
     annotations: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
     refusal: Annotated[str, _harmless_values_validator("")] = ""
     cache_control: Hint = None
@@ -394,10 +397,20 @@ class Message(RequestBody):
         """Number of characters of content and reasoning."""
         return len(self.text) + len(self.reasoning_text)
 
-    def for_template(self, as_parts: bool) -> JsonObject:
-        """Return the message as a dict for the chat template.
+    @model_validator(mode="after")
+    def _check_fields_of_role(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls must not be given with role = {self.role!r}")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError(f"tool_call_id must not be given with role = {self.role!r}")
+        return self
+
+    def for_template(self, as_parts: bool, calls: CallForm = DEFAULT_CALL_FORM) -> JsonObject:
+        """Return the message as a dict for the chat template. Raises ValueError for arguments of a
+        call that the template needs as an object, and that are none.
 
         as_parts: pass the content as a list of text parts instead of one string.
+        calls: the form in which the template reads tool calls.
         """
         content: str | list[dict[str, str]] = self.text
         if as_parts:
@@ -407,13 +420,22 @@ class Message(RequestBody):
                 else [part.text for part in self.content]
             )
             content = [{"type": "text", "text": text} for text in texts]
-        optional = {"name": self.name, "reasoning_content": self.reasoning_text or None}
+        optional: JsonObject = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_text or None,
+            "tool_calls": [call.for_template(calls.has_objects) for call in self.tool_calls]
+            or None,
+            "tool_call_id": self.tool_call_id,
+        }
         present = {name: value for name, value in optional.items() if value is not None}
+        if self.tool_calls and not self.text and not calls.has_content:
+            return {"role": self.role} | present
         return {"role": self.role, "content": content} | present
 
 
 # Template variables that the server sets itself.
 RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "self")
+Tools = Annotated[FastList[Tool], Field(max_length=MAX_TOOLS)]
 
 
 def _check_variables(variables: JsonObject) -> JsonObject:
@@ -452,6 +474,9 @@ class ChatCompletionRequest(GenerationBody):
     """Body of `POST /v1/chat/completions`.
 
     chat_template_kwargs: additional variables for the model's chat template.
+    tool_choice: "auto" if there are tools and nothing is given, else "none".
+    reasoning_effort: a variable of the template, of the same name; "none" switches the reasoning
+    off. thinking_token_budget: the reasoning ends after so many tokens.
     """
 
     is_chat = True
@@ -463,9 +488,11 @@ class ChatCompletionRequest(GenerationBody):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    tools: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
-    tool_choice: Annotated[str, _harmless_values_validator("none", "auto")] = "none"
-    parallel_tool_calls: Hint = None  # irrelevant without tools
+    documents: Annotated[FastList[JsonObject], Field(max_length=MAX_MESSAGES)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     functions: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
     function_call: Annotated[str, _harmless_values_validator("none", "auto")] = "none"
     modalities: Annotated[list[str], _harmless_values_validator(["text"])] = Field(
@@ -485,11 +512,17 @@ class ChatCompletionRequest(GenerationBody):
             raise ValueError("max_tokens and max_completion_tokens differ")
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
+        check_tool_choice(self.tool_choice, self.tools)
         return self
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that the answer may call; none with tool_choice "none"."""
+        return [] if self.tool_choice == "none" else self.tools
 
 
 class TokenizeRequest(RequestBody):
-    """Body of `POST /tokenize`: either a prompt, or messages for the chat template."""
+    """Body of `POST /tokenize`: either a prompt, or messages and tools for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -497,6 +530,7 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    tools: Tools = Field(default_factory=list)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -541,6 +575,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """reasoning_tokens: tokens of the reasoning, its delimiters included."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts: each prompt counted once, completions summed over all choices."""
 
@@ -548,6 +588,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(BaseModel):
@@ -607,12 +648,16 @@ class ChatLogprobs(BaseModel):
 class AnswerMessage(BaseModel):
     """The generated message.
 
-    reasoning_content: text of the model's other channels, null if it has none.
+    content: null beside tool calls, if there is none.
+    reasoning_content, reasoning: the model's reasoning under both names that clients read, null if
+        it has none.
     """
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[AnswerToolCall] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChatChoice(BaseModel):
@@ -621,7 +666,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletionResponse(Envelope):
@@ -633,11 +678,15 @@ class ChatCompletionResponse(Envelope):
 
 
 class Delta(BaseModel):
-    """Text that a chunk adds to a message. Only the first delta has the role."""
+    """What a chunk adds to a message. Only the first delta has the role. Absent fields add
+    nothing.
+    """
 
-    role: Literal["assistant"] | None = None
-    content: str
-    reasoning_content: str | None = None
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
+    content: str | None = Field(default=None, exclude_if=_is_none)
+    reasoning_content: str | None = Field(default=None, exclude_if=_is_none)
+    reasoning: str | None = Field(default=None, exclude_if=_is_none)
+    tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChunkChoice(BaseModel):
@@ -646,7 +695,7 @@ class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
 
 
 class ChatChunk(Envelope):

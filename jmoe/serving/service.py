@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import Request
+from tokenizers import Tokenizer
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint, HarmonyTokens
+from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.models.chat_template import (
-    CONTENT_FORM,
+    FORMS,
+    CallForm,
     RenderingError,
     decode_rendering,
     read_templates,
@@ -36,8 +38,10 @@ from jmoe.serving.grammar import Grammars
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.model_sampling import ModelSamplingDefaults
+from jmoe.serving.output_parsers.output_format import OutputFormat
 from jmoe.serving.schemas import GenerationBody, Message
 from jmoe.serving.threads import run_in_thread
+from jmoe.serving.tool_schemas import Tool
 from jmoe.serving.vocabulary import TokenVocabulary
 from jmoe.types import JsonObject
 
@@ -58,11 +62,13 @@ class Templates:
 
     server: the helper process that renders it.
     takes_parts: it reads a message's content as parts, not as a string.
+    call_form: the form in which it reads tool calls.
     end_token: the end-of-text token of its settings; "" if there is none.
     """
 
     server: ForkServer
     takes_parts: bool
+    call_form: CallForm
     end_token: str
 
 
@@ -84,13 +90,26 @@ def start_templates(folder: Path, max_body_bytes: int) -> Templates | None:
     server = ForkServer(
         "the model's chat template", "jmoe.models.chat_template.begin_rendering", setup, limits
     )
-    form = decode_rendering(server.ask_blocking(CONTENT_FORM))
-    if not form:
+    form, *call_form = json.loads(decode_rendering(server.ask_blocking(FORMS)))
+    if form is None:
         log.warning(
             "the model's chat template shows nothing of a message's content, as a string or in"
             " parts"
         )
-    return Templates(server, form == "parts", setup["special_tokens"].get("eos_token", ""))
+    end_token = setup["special_tokens"].get("eos_token", "")
+    return Templates(server, form == "parts", CallForm(*call_form), end_token)
+
+
+def choose_output_format(
+    folder: Path, tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str
+) -> OutputFormat:
+    """Return the format of answers by the chat template in a model's folder, or as the options say.
+
+    Raises ValueError for a damaged template, or an option that does not go with the tokenizer.
+    """
+    setup = read_templates(folder)
+    text = "" if setup is None else "\n".join(setup["templates"].values())
+    return OutputFormat.choose(tokenizer, text, tool_parser, reasoning_parser)
 
 
 @contextlib.contextmanager
@@ -115,7 +134,7 @@ class Service:
     """One served model with all that its routes need.
 
     created: Unix time at which the server started.
-    harmony: the parser of gpt-oss's channels; None for other models.
+    output_format: how reasoning and tool calls stand in the model's answers.
     """
 
     def __init__(
@@ -143,8 +162,10 @@ class Service:
         self.vocabulary = TokenVocabulary(self.tokenizer)
         self._templates = templates
         turn_ends = [] if templates is None else [templates.end_token]
-        self.harmony = HarmonyTokens.detect(self.tokenizer) if self.has_chat else None
-        turn_ends += TURN_ENDS if self.harmony is not None else ()
+        self.output_format = choose_output_format(
+            folder, self.tokenizer, config.tool_parser, config.reasoning_parser
+        )
+        turn_ends += TURN_ENDS if self.has_chat and self.output_format.harmony is not None else ()
         sampling = ModelSamplingDefaults.read(folder, config.sampling_defaults)
         self.model_sampling = sampling.with_turn_end_tokens(
             turn_ends, self.tokenizer, engine.config.vocab_size
@@ -248,6 +269,9 @@ class Service:
         add_generation_prompt: bool,
         variables: JsonObject,
         request: Request,
+        *,
+        tools: list[Tool],
+        documents: list[JsonObject] | None = None,
     ) -> str:
         """Return the prompt text of a chat.
 
@@ -262,8 +286,18 @@ class Service:
                 "messages: the model has no chat template; use /v1/completions",
                 param="messages",
             )
-        plain = [message.for_template(self._templates.takes_parts) for message in messages]
-        question = {"messages": plain, "add_generation_prompt": add_generation_prompt, **variables}
+        forms = self._templates.takes_parts, self._templates.call_form
+        try:
+            plain = [message.for_template(*forms) for message in messages]
+        except ValueError as error:
+            raise ApiError.from_value_error(error) from error
+        question: JsonObject = {
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": [tool.for_template() for tool in tools] or None,
+            "documents": documents,
+            **variables,
+        }
         try:
             asked = json.dumps(question).encode()
             return decode_rendering(
@@ -331,7 +365,7 @@ class Service:
             raise ApiError.from_value_error(error) from error
         for sequence, constraint in zip(sequences, constraints, strict=True):
             sequence.constraint = constraint
-            if (harmony := sequence.harmony) is not None:
+            if body.is_chat and (harmony := self.output_format.harmony) is not None:
                 prompt = sequence.prompt_token_ids
                 sequence.constraint = AnswerConstraint(
                     constraint, self.tokenizer, harmony, prompt, self._end_token_ids

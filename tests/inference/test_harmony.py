@@ -1,11 +1,21 @@
 """Channels of gpt-oss's answers, token by token."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from jmoe.data.tokenizer import train_bpe
 from jmoe.inference.harmony import AnswerConstraint, ChannelStream, HarmonyTokens
+from jmoe.inference.output_events import (
+    OutputEvent,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+    join_content,
+)
 from jmoe.inference.sampling_params import Unconstrained
 from tests.scripted_model import harmony_tokenizer
 
@@ -21,6 +31,13 @@ def stream(
     harmony = HarmonyTokens.detect(tokenizer)
     assert harmony is not None
     return ChannelStream(tokenizer, harmony, tokenizer.encode(prompt).ids, **options)  # type: ignore[arg-type]
+
+
+def texts(events: Iterable[OutputEvent]) -> tuple[str, str]:
+    """(content, reasoning)"""
+    events = list(events)
+    reasoning = (event.text for event in events if isinstance(event, ReasoningDelta))
+    return join_content(events), "".join(reasoning)
 
 
 @pytest.mark.parametrize(
@@ -60,40 +77,82 @@ def stream(
 def test_channels(said: str, answer: str, reasoning: str) -> None:
     """However the tokens come, nothing of a header is text, and nothing of a message is lost."""
     tokens, channels = TOKENIZER.encode(said).ids, stream()
-    texts = [(channels.push([token]), channels.take_reasoning()) for token in tokens]
-    texts.append((channels.flush(), channels.take_reasoning()))
-    assert ("".join(text for text, _ in texts), "".join(text for _, text in texts)) == (
-        answer,
-        reasoning,
-    )
+    events = [event for token in tokens for event in channels.push([token])] + channels.flush()
+    assert texts(events) == (answer, reasoning)
     channels = stream()
-    assert (
-        channels.push(tokens) + channels.flush() == answer
-        and channels.take_reasoning() == reasoning
-    )
+    assert texts(channels.push(tokens) + channels.flush()) == (answer, reasoning)
+
+
+CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+OTHER_ORDER = " to=functions.g<|channel|>commentary json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("said", "calls"),
+    [
+        (CALL + '{"a": "日"}<|call|>', [("f", '{"a": "日"}')]),
+        (CALL + '{"a": 1', [("f", '{"a": 1')]),
+        (CALL + "<|call|>", [("f", "{}")]),
+        ("<|channel|>analysis<|message|>x<|end|><|start|>assistant" + CALL + "{}", [("f", "{}")]),
+        (CALL + "1<|end|><|start|>assistant" + OTHER_ORDER + "2<|call|>", [("f", "1"), ("g", "2")]),
+        ("<|channel|>analysis to=browser.search<|message|>{}<|call|>", []),
+    ],
+)
+def test_messages_to_functions_are_calls(said: str, calls: list[tuple[str, str]]) -> None:
+    """Where the request has tools; a call of a tool that only the model has is reasoning."""
+    tokens = TOKENIZER.encode(said).ids
+    for size in (1, 2, 1000):
+        channels, events = stream(has_tools=True), list[OutputEvent]()
+        for start in range(0, len(tokens), size):
+            events += channels.push(tokens[start : start + size])
+        events += channels.flush()
+        assert texts(events)[0] == ""
+        begun = [event for event in events if isinstance(event, ToolCallBegin)]
+        pieces = [event for event in events if isinstance(event, ToolCallArguments)]
+        written = [
+            (call.name, "".join(piece.text for piece in pieces if piece.index == call.index))
+            for call in begun
+        ]
+        ended = [event.index for event in events if isinstance(event, ToolCallEnd)]
+        assert written == calls and ended == [call.index for call in begun]
+        assert len({call.id for call in begun}) == len(begun)
+
+
+def test_the_last_allowed_call_ends_the_output() -> None:
+    channels = stream(has_tools=True, max_calls=1)
+    channels.push(TOKENIZER.encode(CALL + "{}").ids)
+    assert not channels.has_ended
+    channels.push(TOKENIZER.encode("<|end|><|start|>assistant" + CALL + "{}").ids)
+    assert channels.has_ended and channels.flush() == []
+
+
+def test_tokens_of_the_reasoning_are_counted() -> None:
+    """Its text and the token that ends it, not headers."""
+    channels = stream()
+    channels.push(TOKENIZER.encode("<|channel|>analysis<|message|>xyz<|end|><|start|>assist").ids)
+    assert channels.num_reasoning_tokens == 4
 
 
 def test_text_goes_out_as_it_comes() -> None:
     """A letter a token, once the header is over."""
     channels, pieces = stream(), []
     for token in TOKENIZER.encode("<|channel|>analysis<|message|>xyz<|end|>").ids:
-        assert channels.push([token]) == ""
-        pieces.append(channels.take_reasoning())
+        content, reasoning = texts(channels.push([token]))
+        assert content == ""
+        pieces.append(reasoning)
     assert [piece for piece in pieces if piece] == ["x", "y", "z"]
 
 
 def test_a_stop_string_ends_the_answer_and_not_the_reasoning() -> None:
     channels = stream(stop=["4."])
-    text = channels.push(TOKENIZER.encode("<|channel|>analysis<|message|>So 4.<|end|>").ids)
-    assert text == "" and channels.matched_stop is None and channels.take_reasoning() == "So 4."
-    text = channels.push(
-        TOKENIZER.encode("<|start|>assistant<|channel|>final<|message|>It is 4").ids
-    )
-    assert text == "It is " and channels.matched_stop is None, (
-        "held back: it may be a stop string's beginning"
-    )
-    assert channels.push(TOKENIZER.encode(". Never").ids) == "" and channels.matched_stop == "4."
-    assert channels.flush() == ""
+    said = "<|channel|>analysis<|message|>So 4.<|end|>"
+    assert texts(channels.push(TOKENIZER.encode(said).ids)) == ("", "So 4.")
+    assert not channels.has_ended
+    said = "<|start|>assistant<|channel|>final<|message|>It is 4"
+    assert texts(channels.push(TOKENIZER.encode(said).ids)) == ("It is ", "")
+    assert not channels.has_ended, "held back: it may be a stop string's beginning"
+    assert channels.push(TOKENIZER.encode(". Never").ids) == [] and channels.has_ended
+    assert channels.flush() == []
 
 
 def test_the_prompt_may_begin_the_message() -> None:
@@ -101,11 +160,12 @@ def test_the_prompt_may_begin_the_message() -> None:
     it.
     """
     begun = stream(PROMPT + "<|channel|>final<|message|>")
-    assert begun.push(TOKENIZER.encode("four").ids) + begun.flush() == "four"
+    four = TOKENIZER.encode("four").ids
+    assert texts(begun.push(four) + begun.flush()) == ("four", "")
     begun = stream(PROMPT + "<|channel|>analysis<|message|>I think")
-    assert begun.push(TOKENIZER.encode("four").ids) == "" and begun.take_reasoning() == "four"
+    assert texts(begun.push(four)) == ("", "four")
     plain = stream("2+2=")
-    assert plain.push(TOKENIZER.encode("four").ids) + plain.flush() == "four"
+    assert texts(plain.push(four) + plain.flush()) == ("four", "")
 
 
 def test_other_tokenizers_have_no_channels() -> None:

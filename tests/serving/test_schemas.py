@@ -30,6 +30,9 @@ ANYWHERE: list[dict[str, Any]] = [
     {"metadata": {"a": 1, "b": [None]}},
     {"store": False},
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
+NAMED = {"type": "function", "function": {"name": "g"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "auto"},
     {"tools": [], "tool_choice": "none"},
@@ -59,12 +62,23 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stream_options.padding", {"stream_options": {"padding": 1}}),
 ]
 REFUSED_CHAT: list[tuple[str, dict[str, Any]]] = [
-    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools", {"tools": [TOOL]}),
+    ("tools.0.function", {"tools": [{"type": "function"}]}),
+    ("tools.0.type", {"tools": [TOOL | {"type": "custom"}]}),
+    ("tools.0.function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    ("tools.0.function.returns", {"tools": [{"type": "function", "function": {"returns": {}}}]}),
+    ("tools.function.name", {"tools": [TOOL, TOOL]}),
     ("tool_choice", {"tools": [], "tool_choice": "required"}),
-    ("tool_choice", {"tool_choice": {"type": "function"}}),
+    ("tool_choice.word", {"tools": [TOOL], "tool_choice": "any"}),
+    ("tool_choice.named.function", {"tool_choice": {"type": "function"}}),
+    ("tool_choice.function.name", {"tools": [TOOL], "tool_choice": NAMED}),
+    ("reasoning_effort", {"reasoning_effort": "high"}),
+    ("reasoning_effort", {"reasoning_effort": "none"}),
     ("functions", {"functions": [{"name": "f"}]}),
     ("modalities", {"modalities": ["text", "audio"]}),
-    ("messages.0.tool_calls", {"messages": [USER | {"tool_calls": [{"id": "1"}]}]}),
+    ("messages.0.tool_calls.0.function", {"messages": [USER | {"tool_calls": [{"id": "1"}]}]}),
+    ("messages.0", {"messages": [USER | {"tool_calls": [CALL]}]}),
+    ("messages.0", {"messages": [USER | {"tool_call_id": "1"}]}),
     ("messages.0.annotations", {"messages": [USER | {"annotations": [{"type": "url_citation"}]}]}),
     ("messages.0.refusal", {"messages": [USER | {"refusal": "no"}]}),
 ]

@@ -1,0 +1,30 @@
+"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+Source: https://github.com/NousResearch/Hermes-Function-Calling
+"""
+
+from __future__ import annotations
+
+from jmoe.serving.output_parsers.parser import OutputParser
+from jmoe.serving.output_parsers.scanner import Steps
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(OutputParser):
+    """Calls as JSON objects between tags, one or several between two tags."""
+
+    opens = (BEGIN,)
+    markers = (END,)
+
+    def parse_calls(self, marker: str) -> Steps[bool]:
+        before = self._num_calls
+        while (yield from self.skip()) == "{":
+            num_calls = self._num_calls
+            if not (yield from self.json_call(ends=(END,))):
+                if self._num_calls == num_calls:
+                    return False
+                yield from self.until((END,), self.arguments)
+                return True
+            self.end_call()
+        return (yield from self.accept(END)) or self._num_calls > before

@@ -1,0 +1,134 @@
+"""Formats that write each argument between tags: GLM-4.5 and Qwen3-Coder. A string stands there
+without quotes; the tool's JSON schema says which arguments are strings.
+
+Sources: chat templates of https://huggingface.co/zai-org/GLM-4.5 and Qwen/Qwen3-Coder-480B-A35B
+"""
+
+from __future__ import annotations
+
+import json
+
+from jmoe.serving.output_parsers.parser import OutputParser
+from jmoe.serving.output_parsers.scanner import SPACE, Steps, parse_json
+from jmoe.types import Json, JsonObject
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def is_string(schema: Json) -> bool:
+    """Return whether a JSON schema allows strings alone."""
+    if not isinstance(schema, dict):
+        return False
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        return all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string"
+
+
+class KeyedParser(OutputParser):
+    """Collects arguments one at a time into a JSON object."""
+
+    _num_arguments = 0
+    _schema: JsonObject
+
+    def begin_keyed_call(self, name: str) -> None:
+        """Begin a call; arguments follow by `keyed_argument`."""
+        parameters = (self.settings.parameters or {}).get(name, {})
+        properties = parameters.get("properties")
+        self._schema = properties if isinstance(properties, dict) else {}
+        self._num_arguments = 0
+        self.begin_call(name)
+
+    def keyed_argument(self, key: str, ends: tuple[str, ...]) -> Steps[str]:
+        """Emit the argument `key`, whose value is the text up to one of `ends`; return that end.
+
+        A string is emitted as it comes; other values once they are complete, because a text that is
+        no JSON counts as a string.
+        """
+        schema = self._schema.get(key)
+        begin = ", " if self._num_arguments else "{"
+        self._num_arguments += 1
+        self.arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+        if is_string(schema):
+            self.arguments('"')
+            end = yield from self.until(ends, lambda text: self.arguments(_escape(text)))
+            self.arguments('"')
+            return end
+        text, end = yield from self.read_until(*ends)
+        self.arguments(_as_json(text.strip(), schema))
+        return end
+
+    def end_keyed_call(self) -> None:
+        """Close the object of arguments, and the call."""
+        if self._num_arguments:
+            self.arguments("}")
+        self.end_call()
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str, schema: Json) -> str:
+    """Return the text of an argument as JSON: itself, or a string if it is none."""
+    if isinstance(schema, dict) and schema.get("type") == "boolean":
+        text = text.lower()  # models write Python's True
+    is_json = text == "null" or parse_json(text) is not None
+    return text if is_json else json.dumps(text, ensure_ascii=False)
+
+
+class GlmParser(KeyedParser):
+    """GLM-4.5: `<tool_call>NAME`, keys and values in turn, `</tool_call>`."""
+
+    opens = (BEGIN,)
+    markers = (END, KEY, KEY_END, VALUE, VALUE_END)
+
+    def parse_calls(self, marker: str) -> Steps[bool]:
+        name, marker = yield from self.read_until(KEY, END)
+        if not marker or not name.strip():
+            return False
+        self.begin_keyed_call(name.strip())
+        while marker == KEY:
+            key, marker = yield from self.read_until(KEY_END, END)
+            yield from self.skip()
+            if marker == KEY_END and (yield from self.accept(VALUE)):
+                marker = yield from self.keyed_argument(key.strip(), (VALUE_END,))
+                yield from self.skip()
+                marker = KEY if (yield from self.accept(KEY)) else ""
+        yield from self.accept(END)
+        self.end_keyed_call()
+        return True
+
+
+class QwenCoderParser(KeyedParser):
+    """Qwen3-Coder: `<function=NAME>` with a `<parameter=KEY>` for each argument, in
+    `<tool_call>`, which the model sometimes leaves out.
+    """
+
+    opens = (BEGIN, FUNCTION)
+    markers = (END,)
+
+    def parse_calls(self, marker: str) -> Steps[bool]:
+        yield from self.skip()
+        if marker == BEGIN and not (yield from self.accept(FUNCTION)):
+            return False
+        name, end = yield from self.read_until(">", "\n")
+        if end != ">" or not name.strip():
+            return False
+        self.begin_keyed_call(name.strip())
+        while True:
+            yield from self.skip(SPACE)
+            if not (yield from self.accept(PARAMETER)):
+                break
+            key, _ = yield from self.read_until(">")
+            yield from self.accept("\n")
+            ends = ("\n" + PARAMETER_END, PARAMETER_END)
+            yield from self.keyed_argument(key.strip(), ends)
+        yield from self.accept(FUNCTION_END)
+        yield from self.skip(SPACE)
+        yield from self.accept(END)
+        self.end_keyed_call()
+        return True

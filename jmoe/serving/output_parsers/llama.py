@@ -1,0 +1,31 @@
+"""Llama 3 and 4: an output that is nothing but a JSON object with a name and parameters, or several
+with `;` between them, after `<|python_tag|>` or not.
+
+Source: https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1
+"""
+
+from __future__ import annotations
+
+from jmoe.serving.output_parsers.parser import OutputParser
+from jmoe.serving.output_parsers.scanner import SPACE, Steps
+
+TAG = "<|python_tag|>"
+
+
+class LlamaParser(OutputParser):
+    """Calls at the beginning of the answer alone; an answer that begins otherwise is content."""
+
+    opens = (TAG,)  # seen in the text; `parse_body` looks for it at the beginning alone
+
+    def parse_body(self) -> Steps[None]:
+        if self._opens:
+            yield from self._parse_marked_calls("")
+
+    def parse_calls(self, marker: str) -> Steps[bool]:
+        yield from self.skip()
+        yield from self.accept(TAG)
+        while (yield from self.skip(SPACE + ";")) == "{":
+            if not (yield from self.json_call()):
+                return self._call is not None
+            self.end_call()
+        return self._num_calls > 0
