@@ -261,10 +261,10 @@ class AnswerConstraint(Constraint):
             self.answer.fill(words_W)
         elif self._at_prompt:  # the prompt's header must continue with a channel
             words_W[:] = 0
-            _set_mask_bits(words_W, [self._harmony.channel], True)
+            set_mask_bits(words_W, [self._harmony.channel], True)
         else:
             words_W[:] = -1
-            _set_mask_bits(words_W, self._end_token_ids, False)
+            set_mask_bits(words_W, self._end_token_ids, False)
 
     def accept(self, token_id: int) -> None:
         self._at_prompt = False
@@ -291,7 +291,7 @@ class AnswerConstraint(Constraint):
             self._header.append(token)
 
 
-def _set_mask_bits(words_W: np.ndarray, token_ids: Iterable[int], allowed: bool) -> None:
+def set_mask_bits(words_W: np.ndarray, token_ids: Iterable[int], allowed: bool) -> None:
     """Set (`allowed`) or clear the bits of tokens in a mask of int32 words."""
     bits = words_W.view(np.uint32)
     for word, bit in (divmod(token, 32) for token in token_ids):

@@ -4,21 +4,26 @@ A route converts its body to a `ChatCompletionRequest`, calls `make_chat_sequenc
 `events` of the engine's outputs (`jmoe.inference.output_events`) into its own answer.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fastapi import Request
 
-from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.harmony import AnswerConstraint
+from jmoe.inference.reasoning_constraint import ReasoningConstraint
+from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstrained
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.errors import ApiError
-from jmoe.serving.output_parsers.formats import NONE
+from jmoe.serving.grammar import GrammarSource, JsonConstraint
+from jmoe.serving.output_parsers.formats import NONE, tags_after_prompt
+from jmoe.serving.output_parsers.grammars import CallGrammar
 from jmoe.serving.output_parsers.output_format import OutputFormat
 from jmoe.serving.output_parsers.parser import ParserSettings
 from jmoe.serving.schemas import ChatCompletionRequest
 from jmoe.serving.service import Service
+from jmoe.serving.tool_schemas import NamedTool
 from jmoe.types import JsonObject
 
-OPEN_REASONING = "<think>"  # begins the reasoning of models without channels
 # variables by which templates switch the reasoning off: of most models, and of DeepSeek-V3.1
 SWITCHES = ("enable_thinking", "thinking")
 
@@ -44,7 +49,6 @@ async def make_chat_sequences(
     output_format = service.output_format
     if body.callable_tools:
         _check_tools(output_format)
-        _check_unconstrained(body)
     text = await service.render_chat(
         body.messages,
         body.add_generation_prompt,
@@ -53,13 +57,15 @@ async def make_chat_sequences(
         tools=body.callable_tools,
         documents=body.documents,
     )
-    if body.json_schema is not None and text.rstrip().endswith(OPEN_REASONING):
+    source = _grammar_source(body, output_format)
+    binds = source is not None or body.thinking_token_budget is not None
+    boundary = reasoning_boundary(output_format, text) if binds else None
+    if boundary is None and body.thinking_token_budget is not None:
         message = (
-            "response_format: the model's chat template begins the answer with"
-            f" {OPEN_REASONING}, so the schema would bind the reasoning: switch it off by"
-            " chat_template_kwargs, if the template can, or leave response_format out"
+            f"thinking_token_budget = {body.thinking_token_budget}: must be left out: the"
+            " reasoning after this prompt, if there is one, does not end with a token of its own"
         )
-        raise ApiError(400, message, param="response_format")
+        raise ApiError(400, message, param="thinking_token_budget")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     num_earlier_calls = sum(len(message.tool_calls) for message in body.messages)
     schemas = {tool.function.name: tool.function.parameters for tool in body.callable_tools}
@@ -79,9 +85,96 @@ async def make_chat_sequences(
         return ChatSequences(prompt, sequences)
 
     made = await service.process_text(make_sequences, len(text), client)
-    await service.set_constraints(body, made.sequences, request)
+    if binds:
+        count = len(made.sequences)
+        answers: Iterable[Constraint] = (Unconstrained() for _ in range(count))
+        if source is not None:
+            answers = await service.constraints(source, count, request)
+        for sequence, answer in zip(made.sequences, answers, strict=True):
+            sequence.constraint = _after_reasoning(service, body, sequence, answer, boundary)
     service.log_prompts(request, [text])
     return made
+
+
+def _grammar_source(
+    body: ChatCompletionRequest, output_format: OutputFormat
+) -> GrammarSource | None:
+    """Return what the answers must follow: the schema of `response_format`, or calls of tools by
+    their schemas if a call is required or a tool is strict. Raises `ApiError` 400.
+    """
+    tools, choice = body.callable_tools, body.tool_choice
+    is_required = choice == "required" or isinstance(choice, NamedTool)
+    is_strict = any(tool.function.strict for tool in tools)
+    if not (is_required or is_strict or (tools and body.json_schema is not None)):
+        return None if body.json_schema is None else GrammarSource.of_schema(body.json_schema)
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    schemas = {tool.function.name: tool.function.parameters for tool in tools}
+    asked = CallGrammar(
+        schemas, is_required, body.parallel_tool_calls, None if is_required else body.json_schema
+    )
+    try:
+        return GrammarSource.of_tools(output_format.write_grammar(asked))
+    except ValueError as error:
+        raise ApiError.from_value_error(error) from error
+
+
+class ReasoningBoundary(NamedTuple):
+    """The tokens around the reasoning of an output. is_open: the prompt ends inside it."""
+
+    begin: int
+    end: int
+    is_open: bool
+
+
+def reasoning_boundary(output_format: OutputFormat, prompt: str) -> ReasoningBoundary | None:
+    """Return the tokens around the reasoning after a prompt; None if none can follow, or if the
+    model tells it otherwise.
+
+    Raises `ApiError` 400 if the prompt opens a reasoning that does not end with one token.
+    """
+    tags = output_format.tags and tags_after_prompt(output_format.tags, prompt)
+    if tags is None:
+        return None
+    begin, end = map(output_format.tokenizer.token_to_id, (tags.begin, tags.end))
+    if begin is not None and end is not None:
+        return ReasoningBoundary(begin, end, tags.is_open)
+    if tags.is_open:
+        message = (
+            "response_format: the model's chat template begins the answer with"
+            f" {tags.begin}, and its tokenizer has no token {tags.end}, after which the answer"
+            " could be bound: switch the reasoning off by chat_template_kwargs, if the template"
+            " can, or leave response_format out"
+        )
+        raise ApiError(400, message, param="response_format")
+    return None
+
+
+def _after_reasoning(
+    service: Service,
+    body: ChatCompletionRequest,
+    sequence: Sequence,
+    answer: Constraint,
+    boundary: ReasoningBoundary | None,
+) -> Constraint:
+    """Return the constraint of an output whose answer, after the reasoning, `answer` binds."""
+    harmony = service.output_format.harmony
+    if harmony is not None:
+        if isinstance(answer, JsonConstraint) and answer.param == "tools":
+            return answer  # its grammar has the messages before a call too
+        prompt = sequence.prompt_token_ids
+        return AnswerConstraint(answer, service.tokenizer, harmony, prompt, service.end_token_ids)
+    if boundary is None:
+        return answer
+    free = isinstance(answer, Unconstrained)
+    return ReasoningConstraint(
+        answer,
+        boundary.begin,
+        boundary.end,
+        is_open=boundary.is_open,
+        budget=body.thinking_token_budget,
+        forbidden=() if free else service.end_token_ids,
+    )
 
 
 def _check_tools(output_format: OutputFormat) -> None:
@@ -95,14 +188,6 @@ def _check_tools(output_format: OutputFormat) -> None:
     if not output_format.reads_variable("tools"):
         message = "tools: the model's chat template does not read tools"
         raise ApiError(400, message, param="tools")
-
-
-def _check_unconstrained(body: ChatCompletionRequest) -> None:
-    """Raise `ApiError` 400 if the request asks for calls that a grammar would have to force."""
-    if body.tool_choice not in (None, "auto"):
-        raise ApiError(400, "tool_choice: must be auto or none", param="tool_choice")
-    if any(tool.function.strict for tool in body.tools):
-        raise ApiError(400, "tools: strict = True: is not supported", param="tools")
 
 
 def _reasoning_variables(body: ChatCompletionRequest, output_format: OutputFormat) -> JsonObject:

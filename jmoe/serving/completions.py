@@ -10,6 +10,7 @@ from starlette.responses import Response
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Output, Sequence, TokenLogprob
 from jmoe.serving.answer import EVENTS, Answer
+from jmoe.serving.grammar import GrammarSource
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
     CompletionChoice,
@@ -163,7 +164,11 @@ def completions_router(service: Service) -> APIRouter:
         prompts, sequences = await service.process_text(
             make_sequences, sum(map(len, body.prompts)), client
         )
-        await service.set_constraints(body, sequences, request)
+        if body.json_schema is not None:
+            source = GrammarSource.of_schema(body.json_schema)
+            constraints = await service.constraints(source, len(sequences), request)
+            for sequence, constraint in zip(sequences, constraints, strict=True):
+                sequence.constraint = constraint
         service.log_prompts(
             request, [s.prompt_text or s.prompt_token_ids for s in sequences[:: body.n]]
         )

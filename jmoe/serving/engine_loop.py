@@ -25,6 +25,7 @@ from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import NO_NUMBERS, Engine
 from jmoe.inference.harmony import AnswerConstraint
 from jmoe.inference.mesh.lockstep import LockstepError
+from jmoe.inference.reasoning_constraint import ReasoningConstraint
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving.admission import FairQueue, QueueLimit
 from jmoe.serving.errors import ApiError
@@ -134,11 +135,10 @@ class Generation:
         if output.finish_reason is not None:
             self._unfinished -= 1
             constraint = output.sequence.constraint
-            constraint = (
-                constraint.answer if isinstance(constraint, AnswerConstraint) else constraint
-            )
+            if isinstance(constraint, AnswerConstraint | ReasoningConstraint):
+                constraint = constraint.answer
             if isinstance(constraint, JsonConstraint) and constraint.error:
-                raise ApiError(400, constraint.error.splitlines()[0], param="response_format")
+                raise ApiError(400, constraint.error.splitlines()[0], param=constraint.param)
         return output
 
     def __enter__(self) -> Self:

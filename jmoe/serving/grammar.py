@@ -1,4 +1,4 @@
-"""Constrains answers to a JSON schema with token masks that a forked process computes.
+"""Constrains answers to a JSON schema or a grammar with token masks that a forked process computes.
 
 `Grammars.constraints` starts one fork per request. grammar_worker.py is the code that runs there.
 
@@ -9,17 +9,38 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.config import check
 from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits, start_in_thread
-from jmoe.serving.grammar_worker import HEAD, TOKEN, WRONG
+from jmoe.serving.grammar_worker import HEAD, LARK, SCHEMA, TOKEN, WRONG
 from jmoe.types import JsonObject
 
-MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_BYTES, MAX_GRAMMAR_BYTES = 64 << 10, 256 << 10
 WHAT = "response_format.json_schema"
+
+
+class GrammarSource(NamedTuple):
+    """What outputs must follow. form: `SCHEMA` or `LARK`. what: the request's field, in errors."""
+
+    form: str
+    text: str
+    what: str
+
+    @classmethod
+    def of_schema(cls, schema: JsonObject) -> Self:
+        """Return the source of a JSON schema."""
+        return cls(SCHEMA, json.dumps(schema), WHAT)
+
+    @classmethod
+    def of_tools(cls, grammar: str) -> Self:
+        """Return the source of a grammar of tool calls."""
+        return cls(LARK, grammar, "tools")
+
+
 LIMITS = Limits(processor_s=2.0, memory_bytes=512 << 20, answer_bytes=1 << 20)
 GRACE_S = 0.005  # wait of a step for masks; most take a tenth of it
 
@@ -32,8 +53,8 @@ class _Masks:
     errors: by output, why there are no more masks; "" while there are.
     """
 
-    def __init__(self, fork: Fork, first: bytes, count: int) -> None:
-        self._fork = fork
+    def __init__(self, fork: Fork, first: bytes, count: int, what: str) -> None:
+        self._fork, self._what = fork, what
         self.masks: list[bytes | None] = [first] * count
         self.took_s = [0.0] * count
         self.errors = [""] * count
@@ -59,7 +80,7 @@ class _Masks:
             self.took_s[index] = took_s
             self.masks[index] = said
             if kind == WRONG:
-                self.errors[index] = f"{WHAT}: {said.decode(errors='replace')}"
+                self.errors[index] = f"{self._what}: {said.decode(errors='replace')}"
 
     def lower_priority(self) -> None:
         """Lower the fork's scheduling priority, once."""
@@ -77,8 +98,10 @@ class JsonConstraint:
     other sequences.
     """
 
-    def __init__(self, masks: _Masks, index: int, eos_token_id: int) -> None:
+    def __init__(self, masks: _Masks, index: int, eos_token_id: int, param: str) -> None:
+        """Constrain output number `index`. param: the request's field, for errors."""
         self._masks, self._index, self._eos_token_id = masks, index, eos_token_id
+        self.param = param
         self._asked_s = 0.0
 
     @property
@@ -138,32 +161,30 @@ class Grammars:
         self._starting = asyncio.Lock()
         self._server: ForkServer | None = None
 
-    async def constraints(self, schema: JsonObject, count: int) -> list[JsonConstraint]:
-        """Return `count` constraints for `schema`, each with its first mask ready.
+    async def constraints(self, source: GrammarSource, count: int) -> list[JsonConstraint]:
+        """Return `count` constraints for `source`, each with its first mask ready.
 
-        Raises ValueError if the schema is invalid, too large or unsupported, or the model has no
+        Raises ValueError if it is invalid, too large or unsupported, or the model has no
         end token, and `LostError` if the fork was killed or none can be started.
         """
-        check(
-            bool(self._eos_token_ids),
-            "response_format",
-            "json_schema",
-            "the model has no end-of-text token",
-        )
-        text = json.dumps(schema)
-        constraint = f"must have at most {MAX_SCHEMA_BYTES} bytes"
-        check(len(text) <= MAX_SCHEMA_BYTES, f"len({WHAT})", len(text), constraint)
+        what, size = source.what, len(source.text)
+        param, _, field = what.partition(".")
+        can_end = bool(self._eos_token_ids)
+        check(can_end, param, field, "the model has no end-of-text token")
+        limit = MAX_SCHEMA_BYTES if source.form == SCHEMA else MAX_GRAMMAR_BYTES
+        check(size <= limit, f"len({what})", size, f"must have at most {limit} bytes")
         async with self._starting:
             if self._server is None:
                 self._server = await start_in_thread(self._start_fork_server, WHAT)
         fork = await self._server.fork_after_restart_if_killed()
-        answer = await fork.ask(json.dumps({"schema": text, "count": count}).encode())
+        question = {"form": source.form, "text": source.text, "count": count}
+        answer = await fork.ask(json.dumps(question).encode())
         _, _, kind = HEAD.unpack_from(answer)
         said = answer[HEAD.size :]
         if kind == WRONG:
-            raise ValueError(f"{WHAT}: {said.decode(errors='replace')}")
-        masks = _Masks(fork, said, count)
-        return [JsonConstraint(masks, index, self._eos_token_ids[0]) for index in range(count)]
+            raise ValueError(f"{what}: {said.decode(errors='replace')}")
+        masks, end = _Masks(fork, said, count, what), self._eos_token_ids[0]
+        return [JsonConstraint(masks, index, end, param) for index in range(count)]
 
     def close(self) -> None:
         """Kill the fork server."""

@@ -1,5 +1,5 @@
-"""The fork's side of `grammar`: computes masks of the tokens that a JSON schema allows next, with
-llguidance.
+"""The fork's side of `grammar`: computes masks of the tokens that a JSON schema or a grammar allows
+next, with llguidance.
 
 This module must not import numpy, whose threads a fork would lack.
 """
@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# White space between JSON tokens: bounded, so that a model cannot emit it forever.
-WHITESPACE = r"\n? {0,32}"
+from jmoe.serving.json_whitespace import WHITESPACE
+
+# Forms of grammars: a JSON schema, or llguidance's form of Lark.
+SCHEMA, LARK = "schema", "lark"
 # A question after the first: number of an output, and the token drawn for it.
 TOKEN = struct.Struct("!II")
 # Head of an answer: number of an output, seconds taken, kind (mask or error text follows).
@@ -32,8 +34,9 @@ class _MatcherSession:
     def answer(self, question: bytes) -> bytes:
         """Return the packed `HEAD` and the next mask of one output, or an error message.
 
-        The first question is the JSON `{"schema": ..., "count": ...}`; each later one is a packed
-        `TOKEN`: the number of an output and the token drawn for it.
+        The first question is the JSON `{"form": ..., "text": ..., "count": ...}`: a schema or a
+        grammar, as `form` says; each later one is a packed `TOKEN`: the number of an output and the
+        token drawn for it.
         """
         begun_s = time.perf_counter()
         index = 0
@@ -51,9 +54,13 @@ class _MatcherSession:
         said = matcher.get_error().encode() if wrong else mask
         return HEAD.pack(index, time.perf_counter() - begun_s, WRONG if wrong else MASK) + said
 
-    def _begin_matchers(self, schema: str, count: int) -> None:
-        grammar = LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": WHITESPACE}
+    def _begin_matchers(self, form: str, text: str, count: int) -> None:
+        grammar = (
+            LLMatcher.grammar_from_lark(text)
+            if form == LARK
+            else LLMatcher.grammar_from_json_schema(
+                text, overrides={"whitespace_pattern": WHITESPACE}
+            )
         )
         matcher = LLMatcher(
             self._tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False)

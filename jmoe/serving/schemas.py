@@ -490,6 +490,7 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     documents: Annotated[FastList[JsonObject], Field(max_length=MAX_MESSAGES)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Whole | None = Field(default=None, ge=0, lt=2**31)
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
-from jmoe.inference.harmony import TURN_ENDS, AnswerConstraint
+from jmoe.inference.harmony import TURN_ENDS
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.models.chat_template import (
@@ -34,7 +34,7 @@ from jmoe.serving.admission import FairSemaphore
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError, replace_surrogates
 from jmoe.serving.forks import ForkServer, LimitError, Limits, LostError
-from jmoe.serving.grammar import Grammars
+from jmoe.serving.grammar import Grammars, GrammarSource, JsonConstraint
 from jmoe.serving.metrics import Metrics
 from jmoe.serving.middleware import DISCONNECTED
 from jmoe.serving.model_sampling import ModelSamplingDefaults
@@ -135,6 +135,7 @@ class Service:
 
     created: Unix time at which the server started.
     output_format: how reasoning and tool calls stand in the model's answers.
+    end_token_ids: tokens that end a text or a turn.
     """
 
     def __init__(
@@ -170,8 +171,8 @@ class Service:
         self.model_sampling = sampling.with_turn_end_tokens(
             turn_ends, self.tokenizer, engine.config.vocab_size
         )
-        self._end_token_ids = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
-        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, self._end_token_ids)
+        self.end_token_ids = (*engine.eos_token_ids, *self.model_sampling.turn_end_token_ids)
+        self.grammars = Grammars(self.tokenizer, engine.config.vocab_size, self.end_token_ids)
         self._long_texts, self._threads, self._forks = (
             FairSemaphore(1),
             FairSemaphore(THREADS),
@@ -349,27 +350,19 @@ class Service:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)
         return sequences
 
-    async def set_constraints(
-        self, body: GenerationBody, sequences: list[Sequence], request: Request
-    ) -> None:
-        """Set the sequences' constraints if `body` asks for a JSON answer.
+    async def constraints(
+        self, source: GrammarSource, count: int, request: Request
+    ) -> list[JsonConstraint]:
+        """Return the constraints of `count` outputs.
 
-        Raises `ApiError` 400 for a schema that cannot be followed, and 503 if the fork is killed.
+        Raises `ApiError` 400 for a source that cannot be followed, and 503 if the fork is killed.
         """
-        if body.json_schema is None:
-            return
         try:
-            make = partial(self.grammars.constraints, body.json_schema, len(sequences))
-            constraints = await self._run_with_permit(request, make)
+            return await self._run_with_permit(
+                request, partial(self.grammars.constraints, source, count)
+            )
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
-        for sequence, constraint in zip(sequences, constraints, strict=True):
-            sequence.constraint = constraint
-            if body.is_chat and (harmony := self.output_format.harmony) is not None:
-                prompt = sequence.prompt_token_ids
-                sequence.constraint = AnswerConstraint(
-                    constraint, self.tokenizer, harmony, prompt, self._end_token_ids
-                )
 
     def log_prompts(self, request: Request, prompts: list[str | list[int]]) -> None:
         """Add the prompts to the request's log line if `log_prompts` is set."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.models.chat_template import ChatTemplate
+from jmoe.models.chat_template import DEFAULT_CALL_FORM, CallForm, ChatTemplate
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "chat_templates"
 CONVERSATIONS = json.loads((FIXTURES / "conversations.json").read_text())
@@ -209,3 +209,24 @@ def test_the_dialect_ends_where_transformers_does() -> None:
     )
     with pytest.raises(ValueError, match="No filter named 'fromjson'"):
         chat_template("{{ '{}' | fromjson }}")
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3", CallForm(has_objects=True, has_content=True)),
+        ("glm45", CallForm(has_objects=True, has_content=True)),
+        ("kimi_k2", CallForm(has_objects=True, has_content=True)),
+        ("mistral", CallForm(has_objects=True, has_content=True)),
+        ("gpt_oss", CallForm(has_objects=True, has_content=True)),
+        ("deepseek_v3", CallForm(has_objects=True, has_content=False)),
+        ("deepseek_v31", CallForm(has_objects=False, has_content=True)),
+        ("olmoe", DEFAULT_CALL_FORM),
+    ],
+)
+def test_the_form_of_tool_calls(family: str, form: CallForm) -> None:
+    """Arguments as objects where they are written as JSON, as text where that is appended; no
+    content where that tells a call.
+    """
+    template = ChatTemplate.from_folder(FIXTURES / family)
+    assert template is not None and template.call_form == form

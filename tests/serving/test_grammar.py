@@ -110,7 +110,7 @@ def test_json_object(server: HttpProcess) -> None:
 def test_masks_have_a_bit_for_each_token_and_no_word_more(vocab_size: int, words: int) -> None:
     """A model's vocabulary may be larger than its tokenizer's; 32 divides the size of most."""
     answer = begin_masks(train_bpe(["x"], 300).to_str(), vocab_size, [0])
-    first = answer(json.dumps({"schema": "{}", "count": 1}).encode())
+    first = answer(json.dumps({"form": "schema", "text": "{}", "count": 1}).encode())
     assert len(first) - HEAD.size == 4 * words
 
 

@@ -3,7 +3,10 @@ by their position, so that it calls tools as a trained one would.
 """
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +198,82 @@ def test_a_cut_call_ends_by_length(client: openai.OpenAI, tokenizer: Tokenizer) 
     assert choice.finish_reason == "length"
     _, call = choice.message.tool_calls or ()
     assert call.type == "function" and CALLS[1][1].startswith(call.function.arguments)
+
+
+CITY = {**WEATHER["function"]["parameters"], "properties": {"city": {"enum": ["Bern", "Basel"]}}}
+OTHER = {"type": "function", "function": {"name": "other", "parameters": CITY}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"other"}),
+        ({"type": "function", "function": {"name": "other"}}, {"other"}),
+    ],
+)
+def test_calls_by_a_grammar(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
+    """The model reasons as it likes, then it calls what it never would, by the schema."""
+    tools = [OTHER] if choice == "required" else [WEATHER, OTHER]
+    # after the longer prompt of two tools this model would reason without end
+    budget = {"thinking_token_budget": 40}
+    body = BODY | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    (whole,) = client.chat.completions.create(**body, extra_body=budget).choices
+    assert whole.finish_reason == "tool_calls", whole
+    (call,) = whole.message.tool_calls or ()
+    assert call.type == "function" and call.function.name in names
+    assert json.loads(call.function.arguments)["city"] in ("Bern", "Basel")
+    assert whole.message.content is None
+
+
+def test_a_strict_tool(client: openai.OpenAI) -> None:
+    """The same model is held to the tool's schema once it calls it by itself."""
+    strict = json.loads(json.dumps(WEATHER))
+    strict["function"]["strict"] = True
+    strict["function"]["parameters"]["properties"]["city"] = {"enum": ["Bern"]}
+    body = BODY | {"tools": [strict], "parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(**body, max_tokens=200).choices
+    for call in choice.message.tool_calls or ():
+        assert call.type == "function"
+        assert json.loads(call.function.arguments) == {"city": "Bern"}
+
+
+def test_a_schema_binds_after_the_reasoning(client: openai.OpenAI) -> None:
+    """Which the model may write before; a budget ends it early."""
+    schema = {"name": "n", "strict": True, "schema": {"const": {"a": 4}}}
+    body = BODY | {"response_format": {"type": "json_schema", "json_schema": schema}}
+    del body["tools"]
+    for budget in (None, 3):
+        extra = {} if budget is None else {"thinking_token_budget": budget}
+        (choice,) = client.chat.completions.create(
+            **body, max_tokens=200, extra_body=extra, temperature=0
+        ).choices
+        assert json.loads(choice.message.content or "") == {"a": 4}
+    used = client.chat.completions.create(
+        **BODY, extra_body={"thinking_token_budget": 3}, max_tokens=20
+    ).usage
+    assert used is not None and used.completion_tokens_details is not None
+    assert used.completion_tokens_details.reasoning_tokens == 5, "with both tags"
+
+
+def test_many_schemas_block_nobody(server: HttpProcess) -> None:
+    """One client's hundred tools, again and again, while another asks for /health."""
+    properties = {f"p{i}": {"type": "string", "pattern": f"^a{i}+b*$"} for i in range(8)}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    tools = [
+        {"type": "function", "function": function | {"name": f"f{i}", "strict": True}}
+        for i in range(100)
+    ]
+    body = {"messages": [USER], "tools": tools, "tool_choice": "required", "max_tokens": 1}
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(server.post, "/v1/chat/completions", **body) for _ in range(8)]
+        waited: list[float] = []
+        while not all(answer.done() for answer in answers):
+            begun = time.monotonic()
+            assert server.get("/health").status_code == 200
+            waited.append(time.monotonic() - begun)
+    # too long for this model's context, or for the limits of a fork; never an error of the server
+    assert {answer.result().status_code for answer in answers} <= {200, 400}
+    assert max(waited) < 1.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def test_prompts_are_the_templates(server: HttpProcess, tokenizer: Tokenizer) -> None:

@@ -25,6 +25,7 @@ from jmoe.serving.output_parsers.formats import (
     tags_after_prompt,
     visible_markers,
 )
+from jmoe.serving.output_parsers.grammars import CallGrammar, GrammarWriter
 from jmoe.serving.output_parsers.parser import OutputParser, ParserSettings, ReasoningTags
 
 
@@ -96,6 +97,12 @@ class OutputFormat:
     def _visible(self) -> dict[int, str]:
         texts = visible_markers([self._parser], self.tags)
         return special_token_texts_by_id(self.tokenizer, texts)
+
+    def write_grammar(self, asked: CallGrammar) -> str:
+        """Return the grammar of outputs with tool calls, for llguidance. Raises ValueError as
+        `GrammarWriter.write`.
+        """
+        return GrammarWriter(self.tokenizer, self.template, self.tool_format).write(asked)
 
     def open_stream(
         self, prompt: str, settings: ParserSettings, max_calls: int | None
