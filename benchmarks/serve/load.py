@@ -227,7 +227,8 @@ class Client:
                 outcome.prompt_tokens = usage["prompt_tokens"]
                 outcome.completion_tokens = usage["completion_tokens"]
             for choice in event["choices"]:
-                if choice.get("text") or choice.get("delta", {}).get("content"):
+                delta = choice.get("delta", {})
+                if choice.get("text") or any(map(delta.get, ANSWER_FIELDS)):
                     pieces += 1
                     outcome.last_s = time.perf_counter() - begun
                     outcome.first_s = outcome.first_s or outcome.last_s
