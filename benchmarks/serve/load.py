@@ -61,6 +61,7 @@ from benchmarks import ROOT
 from benchmarks.lib.report import JsonObject
 
 SERVE = ROOT / "serve.py"
+ANSWER_FIELDS = ("content", "reasoning", "tool_calls")  # of a delta of a chat
 COMPLETED, DISCONNECTED, REJECTED, FAILED = "completed", "disconnected", "rejected", "failed"
 STOP_S = 60  # a server gets so long to stop
 

@@ -52,6 +52,7 @@ def test_streamed_text_is_the_engines(
             "completion_tokens": len(expected.token_ids),
         }
         cached = last["usage"].pop("prompt_tokens_details")["cached_tokens"]
+        assert last["usage"].pop("completion_tokens_details") == {"reasoning_tokens": 0}
         assert 0 <= cached < counts["prompt_tokens"]
         assert last["usage"] == counts | {"total_tokens": sum(counts.values())}
         assert all(chunk["usage"] is None for chunk in chunks)
@@ -67,6 +68,7 @@ def test_streamed_text_is_the_engines(
         assert whole["choices"][0]["finish_reason"] == expected.finish_reason
         # the same prompt came before
         cached = whole["usage"].pop("prompt_tokens_details")["cached_tokens"]
+        assert whole["usage"].pop("completion_tokens_details") == {"reasoning_tokens": 0}
         assert cached == counts["prompt_tokens"] - 1
         assert whole["usage"] == last["usage"]
     assert (server.get("/live").json()["streamed_bytes_total"] > 0) == (policy == "ring")
