@@ -192,24 +192,41 @@ def test_a_run_on_nvme_is_served_merged_and_moved(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["expert-inter", "data"])
+@pytest.mark.parametrize(
+    ("axis", "devices", "update"),
+    [
+        ("expert-inter", 1, "device"),
+        ("data", 1, "device"),
+        ("expert-inter", 1, "host"),
+        ("expert-inter", 4, "host"),
+        ("data", 4, "host"),
+    ],
+)
 def test_two_processes_are_killed_and_go_on_and_then_one(
-    runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start, axis: str
+    runs: TrainRuns,
+    on_host: Path,
+    tmp_path: Path,
+    start_python: Start,
+    axis: str,
+    devices: int,
+    update: str,
 ) -> None:
     """Each with half of the experts or all: to the bit as without the kill; one process then
     goes on with all.
     """
-    spread = (f"--mesh.{axis}", 2, "--checkpoint.every-steps", 4)
+    spread = (f"--mesh.{axis}", 2, "--checkpoint.every-steps", 4, "--tiers.update", update)
+    if devices > 1:
+        spread = (*spread, "--mesh.expert-intra", devices)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_split(runs, start_python, whole, 2, 1, *HOST, *spread, "--num-steps", STEPS)
+    run_split(runs, start_python, whole, 2, devices, *HOST, *spread, "--num-steps", STEPS)
     assert dict(losses(whole)) == pytest.approx(dict(losses(on_host)), rel=1e-5, abs=0)
 
-    group = runs.start(start_python, killed, 2, *NVME, *spread, *ENDLESS)
+    group = runs.start(start_python, killed, 2, *NVME, *spread, *ENDLESS, devices=devices)
     group[0].wait_until(lambda: committed(killed))
     kill_while_saving(group[0], killed, group[1:])
     saved = committed(killed)
     assert saved and saved[-1] < STEPS
-    run_split(runs, start_python, killed, 2, 1, *NVME, *spread, "--num-steps", STEPS)
+    run_split(runs, start_python, killed, 2, devices, *NVME, *spread, "--num-steps", STEPS)
     assert resumes(killed) == saved[-1:]
     assert {step: loss for step, loss in losses(killed) if step < STEPS} == dict(losses(whole))
     assert evaluations(killed)[-1] == evaluations(whole)[-1]
@@ -233,6 +250,27 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     run_split(runs, start_python, tmp_path / "one", 1, 1, *HOST, "--num-steps", STEPS + 6)
     ours, expected = dict(losses(killed)), dict(losses(tmp_path / "one"))
     assert ours == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+@pytest.mark.slow
+def test_a_run_updated_on_the_host_moves_between_tiers_and_meshes(
+    runs: TrainRuns, on_host: Path, tmp_path: Path
+) -> None:
+    """One device, four, two and one again, on another tier each time, with gradients that wait."""
+    legs = [
+        (1, (*HOST, "--tiers.update", "host")),
+        (4, (*NVME, "--tiers.update", "host")),
+        (2, (*HOST, "--tiers.update", "host")),
+        (2, ()),
+        (4, (*NVME, "--tiers.gradients", "nvme", "--tiers.update", "host")),
+        (1, (*NVME, "--tiers.update", "host")),
+    ]
+    for number, (devices, options) in enumerate(legs):
+        steps = STEPS * (number + 1) // len(legs)
+        axis = ("--mesh.expert-intra", devices)
+        runs.finish(tmp_path, *options, *axis, "--num-steps", steps, devices=devices)
+    assert resumes(tmp_path) == [STEPS * number // len(legs) for number in range(1, len(legs))]
+    assert dict(losses(tmp_path)) == pytest.approx(dict(losses(on_host)), rel=1e-5, abs=0)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ class PinnedSlots(list[NDArray[np.uint8]]):
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: jax.Device) -> None:
-        self._slot_bytes = slot_bytes
+        self._slot_bytes, self.device = slot_bytes, device
         place = SingleDeviceSharding(device, memory_kind=KIND)
         self._device_memory = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
         padded_bytes = slot_bytes + PAGE_BYTES  # space to align to a page
@@ -67,11 +67,21 @@ class PinnedSlots(list[NDArray[np.uint8]]):
         """Return arrays of the record in a slot, by name, in the device's memory, after the
         transfer has ended.
         """
+        return jax.block_until_ready(self.begin_copy(slot, layout, names)[0])
+
+    def begin_copy(
+        self, slot: int, layout: RecordLayout, names: Collection[str]
+    ) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+        """Begin to send the record in a slot; return (its arrays by name, arrays whose readiness
+        means that the slot may be written).
+        """
         padded = jax.device_put(self._arrays[slot], self._device_memory)
         arrays = _unpack_fields(
             layout, self._slot_bytes, tuple(names), padded, np.int32(self._begins[slot])
         )
-        return jax.block_until_ready(arrays)
+        # `padded` may alias the slot on a CPU, and is then read until the arrays are unpacked
+        on_cpu = self.device.platform == "cpu"
+        return arrays, list(arrays.values()) if on_cpu else [padded]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

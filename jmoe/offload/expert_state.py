@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
@@ -35,13 +35,14 @@ from jmoe.memory.ring import Ring
 from jmoe.memory.saved_records import Indexed
 from jmoe.memory.tiered_store import TieredStats, TieredStore
 from jmoe.memory.version_store import SEAL
+from jmoe.offload.device_workers import DeviceWorkers
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.expert_updates import ExpertRecords, ExpertUpdate, LinkBytes
+from jmoe.offload.expert_updates import ExpertRecords, ExpertUpdate, LinkBytes, SlotLoad
 from jmoe.offload.gradient_writer import GradientWriter
 from jmoe.offload.lazy_adamw import ReplayState
 from jmoe.offload.skipped_steps import SkippedSteps
 from jmoe.offload.slot_rows import ChosenRows
-from jmoe.offload.training_slots import DeviceStacks, Slot, SlotPlace, TrainingSlots
+from jmoe.offload.training_slots import DeviceStacks, Slot, TrainingSlots
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +204,7 @@ class ExpertState:
         self._counters = threading.Lock()
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
         self._fetched = (0, 0)  # the layer fetched last, and its slot
+        self._workers = DeviceWorkers(len(self.local.all_devices))
         self._gradients = GradientWriter(stores.gradients, index, self.slots, self.permanent_errors)
         self._ring = Ring(self._order, num_slots, self._prefetch_layer, wait_limit_s=wait_limit_s)
 
@@ -334,35 +336,53 @@ class ExpertState:
             self.slots.assign_rows_and_find_absent(slot, experts),
             self.skipped.are_behind(records, now),
         )
-        stores, on_host, link = self.stores, self._update.on_host, LinkBytes()
+        stores, on_host = self.stores, self._update.on_host
+        needed = missing | stale
+        by_device = self.slots.groups_by_device(slot, layer, experts)
+        by_device = [own[needed[own]] for own in by_device if np.any(needed[own])]
+        in_turn = _one_after_the_other(by_device)  # of each device in turn
         if stores.weights is not None:
-            stores.weights.prefetch(records[missing | (stale & on_host)])
-        stores.moments.prefetch(records[stale])
-        stores.gradients.prefetch(records[stale & self.skipped.has_gradient(records)])
-        for expert, index, is_missing, is_stale in zip(
-            experts.tolist(), records.tolist(), missing, stale, strict=True
-        ):
-            place = SlotPlace(slot, layer, expert)
-            if is_missing and not (is_stale and on_host):  # the host sends updated weights itself
-                assert stores.weights is not None, (layer, expert)
-                with stores.weights.get(index) as record:
-                    link = link.plus(self._update.write_weights(self.slots, place, record))
-                self.slots.set_present(slot, expert, True)
-            if is_stale:
-                link = link.plus(self._apply_skipped_steps(place, index, now))
+            stores.weights.prefetch(records[in_turn][(missing | (stale & on_host))[in_turn]])
+        stores.moments.prefetch(records[in_turn][stale[in_turn]])
+        pending = stale & self.skipped.has_gradient(records)
+        stores.gradients.prefetch(records[in_turn][pending[in_turn]])
+        for expert in experts[stale].tolist():  # until slot and records agree
+            self.slots.set_present(slot, expert, False)
+
+        def load(own: NDArray[np.int64]) -> LinkBytes:
+            each = zip(experts[own].tolist(), records[own].tolist(), strict=True)
+            with self._update.load_slot(self.slots, slot, layer, own.size) as load:
+                for (expert, index), is_missing, is_stale in zip(
+                    each, missing[own], stale[own], strict=True
+                ):
+                    # the host sends updated weights itself
+                    if is_missing and not (is_stale and on_host):
+                        assert stores.weights is not None, (layer, expert)
+                        with stores.weights.get(index) as record:
+                            load.write_weights(expert, record)
+                    if is_stale:
+                        self._apply_skipped_steps(load, expert, index, now)
+            return load.moved
+
+        link = LinkBytes()
+        for moved in self._workers.run([partial(load, own) for own in by_device]):
+            link = link.plus(moved)
+        self.slots.finish_writes(slot)
+        for expert in experts[needed].tolist():
+            self.slots.set_present(slot, expert, True)
         with self._counters:
             self._link = self._link.plus(link)
         return link.to_device
 
     # The update
 
-    def _apply_skipped_steps(self, place: SlotPlace, index: int, now: int) -> LinkBytes:
+    def _apply_skipped_steps(self, load: SlotLoad, expert: int, index: int, now: int) -> None:
         """Apply the steps that an expert has skipped, up to step `now`, to its records and to the
-        slot; return the bytes moved.
+        slot.
 
         The slot must hold the expert's weights, unless the host updates.
         """
-        stores, update = self.stores, self._update
+        stores = self.stores
         steps, pending = self.skipped.skipped_steps_of(index, now)
         # every read that may fail comes before the first change
         with contextlib.ExitStack() as held:
@@ -370,25 +390,19 @@ class ExpertState:
             gradient = held.enter_context(stores.gradients.get(index)) if pending else None
             weights = None
             if stores.weights is not None:
-                weights = held.enter_context(
-                    stores.weights.get(index, writable=True, empty=not update.on_host)
-                )
-            # until slot and records agree
-            self.slots.set_present(place.slot, place.expert, False)
+                empty = not self._update.on_host
+                weights = held.enter_context(stores.weights.get(index, writable=True, empty=empty))
             missed = self.skipped.missed_windows(steps, pending=pending)
-            records = ExpertRecords(weights, moments, gradient)
-            moved = update.catch_up(self.slots, place, records, missed)
+            load.catch_up(expert, ExpertRecords(weights, moments, gradient), missed)
             moments.close_as_changed()
             if weights is not None:
                 weights.close_as_changed()
             self.skipped.note_caught_up(index, now)
-            self.slots.set_present(place.slot, place.expert, True)
         if pending:
             stores.gradients.drop_changes(index)
         with self._counters:
             self._updates += 1
             self._replayed += len(steps) - pending
-        return moved
 
     # Gradients
 
@@ -520,8 +534,15 @@ class ExpertState:
         """End the threads and close the stores; dirty records are not written."""
         self._ring.close()
         self._gradients.close()
+        self._workers.close()
         for store in self.stores.present_stores():
             store.close()
+
+
+def _one_after_the_other(groups: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the entries of all groups: the first of each, then the second of each, and so on."""
+    turns = np.concatenate([np.arange(0), *(np.arange(group.size) for group in groups)])
+    return np.concatenate([np.arange(0), *groups])[np.argsort(turns, kind="stable")]
 
 
 def _iterate_records(store: TieredStore) -> Iterator[Indexed]:

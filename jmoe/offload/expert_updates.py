@@ -11,8 +11,8 @@ Legend:
 
 import contextlib
 import logging
-import queue
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple, Protocol
 
@@ -21,17 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import OptimizerConfig, check
-from jmoe.memory.buffers import Allocate, Slots, allocate_slots
-from jmoe.memory.pinned import PinnedSlots
+from jmoe.memory.buffers import Allocate, allocate_slots
+from jmoe.memory.link import Link
 from jmoe.memory.record_handle import Record
-from jmoe.memory.record_layout import RecordLayout
 from jmoe.offload.lazy_adamw import NO_GRADIENT, MissedSteps, Params, catch_up_arrays
-from jmoe.offload.training_slots import Moments, SlotPlace, TrainingSlots, WeightSource
+from jmoe.offload.training_slots import Moments, SlotPlace, TrainingSlots
+from jmoe.offload.weight_staging import ExpertGroup, StagedGroups, Transfer
 from jmoe.status import status
 from kernels_pallas import native
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
-STAGED_EXPERTS = 2  # the ring's thread and the main thread each send one expert at a time
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +57,23 @@ class LinkBytes(NamedTuple):
         return LinkBytes(self[0] + other[0], self[1] + other[1])
 
 
+class SlotLoad(Protocol):
+    """Brings experts of a slot up to date, all held by the same devices.
+
+    moved: bytes so far.
+    """
+
+    moved: LinkBytes
+
+    def write_weights(self, expert: int, weights: Record) -> None:
+        """Copy an up-to-date record of weights to the slot."""
+
+    def catch_up(self, expert: int, records: ExpertRecords, missed: Iterable[MissedSteps]) -> None:
+        """Apply the missed steps to the records and to the slot; the first missed step takes the
+        gradient.
+        """
+
+
 class ExpertUpdate(Protocol):
     """Moves experts' weights to their slots, and applies missed AdamW steps to experts."""
 
@@ -65,19 +81,11 @@ class ExpertUpdate(Protocol):
     on_host: bool  # whether `catch_up` reads the weights' record, not the slot
     slot_dtypes: Mapping[str, np.dtype]  # of the weights in the slots, by parameter
 
-    def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
-        """Copy an up-to-date record of weights to the slot; return the bytes moved."""
-
-    def catch_up(
-        self,
-        slots: TrainingSlots,
-        place: SlotPlace,
-        records: ExpertRecords,
-        missed: Iterable[MissedSteps],
-    ) -> LinkBytes:
-        """Apply the AdamW steps that one expert has missed to its records and to its weights in the
-        slot; return the bytes moved. The first missed step takes the record's gradient, the others
-        none.
+    def load_slot(
+        self, slots: TrainingSlots, slot: int, layer: int, num_experts: int
+    ) -> AbstractContextManager[SlotLoad]:
+        """Return a context in which exactly `num_experts` experts of a layer reach a slot; its
+        end waits until their transfers have ended.
         """
 
 
@@ -94,42 +102,52 @@ class DeviceUpdate:
         self.optimizer = optimizer
         self.slot_dtypes: Mapping[str, np.dtype] = dict.fromkeys(shapes, np.dtype(np.float32))
         dtype = jnp.dtype(gradient_dtype)
-        self._no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+        self.no_gradient = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
 
-    def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
-        return LinkBytes(slots.write_weights(place, weights))
+    def load_slot(
+        self, slots: TrainingSlots, slot: int, layer: int, num_experts: int
+    ) -> AbstractContextManager[SlotLoad]:
+        return contextlib.nullcontext(_DeviceLoad(self, slots, slot, layer))
 
-    def catch_up(
-        self,
-        slots: TrainingSlots,
-        place: SlotPlace,
-        records: ExpertRecords,
-        missed: Iterable[MissedSteps],
-    ) -> LinkBytes:
+
+class _DeviceLoad:
+    """The `SlotLoad` of `DeviceUpdate`."""
+
+    def __init__(self, update: DeviceUpdate, slots: TrainingSlots, slot: int, layer: int) -> None:
+        self._update, self._slots, self._slot, self._layer = update, slots, slot, layer
+        self.moved = LinkBytes()
+
+    def write_weights(self, expert: int, weights: Record) -> None:
+        place = SlotPlace(self._slot, self._layer, expert)
+        self.moved = self.moved.plus(LinkBytes(self._slots.write_weights(place, weights)))
+
+    def catch_up(self, expert: int, records: ExpertRecords, missed: Iterable[MissedSteps]) -> None:
+        slots, place = self._slots, SlotPlace(self._slot, self._layer, expert)
         names, (weights, moments, gradient) = list(slots.shapes), records
         device = slots.first_device(place)
         both = moments.copy_to_device([f"{part}.{name}" for part in "mv" for name in names], device)
         m, v = ({name: both[f"{part}.{name}"] for name in names} for part in "mv")
-        g: Moments = self._no_gradient
+        g: Moments = self._update.no_gradient
         if gradient is not None:
             g = gradient.copy_to_device(names, device)
-        w, m, v = slots.catch_up_expert(place, (m, v), g, missed, self.optimizer)
+        w, m, v = slots.catch_up_expert(place, (m, v), g, missed, self._update.optimizer)
         for name in names:
             np.copyto(moments[f"m.{name}"], m[name])
             np.copyto(moments[f"v.{name}"], v[name])
             if weights is not None:
                 np.copyto(weights[name], w[name])
         returned = [m, v] if weights is None else [w, m, v]
-        return LinkBytes(_num_bytes(both, g), _num_bytes(*returned))
+        self.moved = self.moved.plus(LinkBytes(_num_bytes(both, g), _num_bytes(*returned)))
 
 
 class HostUpdate:
     """AdamW on the host's cores, in the records themselves; the updated weights go to the slot in
-    the dtype of the products.
+    the dtype of the products, in groups.
 
-    slot_dtypes: dtype of each parameter in the products. allocate: the function that allocates the
-    memory from which weights in another dtype than float32 are sent. is_native: whether the native
-    operation updates, not XLA:CPU; both give the same bits.
+    slot_dtypes: dtype of each parameter in the products. devices: those of this process. is_native:
+    whether the native operation updates, not XLA:CPU; both give the same bits. allocate: a
+    function that returns the allocator of the memory from which a device gets its weights. links:
+    count the transfers to each device.
 
     Raises `ValueError` if JAX has no CPU backend.
     """
@@ -141,9 +159,10 @@ class HostUpdate:
         optimizer: OptimizerConfig,
         shapes: Mapping[str, tuple[int, ...]],
         slot_dtypes: Mapping[str, np.dtype],
+        devices: Sequence[jax.Device],
         *,
         is_native: bool,
-        allocate: Allocate = allocate_slots,
+        allocate: Callable[[jax.Device], Allocate] = lambda device: allocate_slots,
     ) -> None:
         self.optimizer = optimizer
         self.slot_dtypes: Mapping[str, np.dtype] = dict(slot_dtypes)
@@ -155,59 +174,47 @@ class HostUpdate:
         self._natively_rounded = {
             name for name, dtype in slot_dtypes.items() if is_native and dtype == BFLOAT16
         }
-        self._staging: _StagingBuffers | None = None
-        if any(dtype != np.float32 for dtype in slot_dtypes.values()):
-            layout = RecordLayout.from_arrays(
-                {name: (shape, slot_dtypes[name]) for name, shape in shapes.items()}
-            )
-            self._staging = _StagingBuffers(layout, allocate)
-
-    def write_weights(self, slots: TrainingSlots, place: SlotPlace, weights: Record) -> LinkBytes:
-        with self._source(weights) as (source, copies):
-            self._write_copies({name: weights[name] for name in self._names}, copies)
-            return LinkBytes(slots.write_weights(place, source))
-
-    def catch_up(
-        self,
-        slots: TrainingSlots,
-        place: SlotPlace,
-        records: ExpertRecords,
-        missed: Iterable[MissedSteps],
-    ) -> LinkBytes:
-        weights, moments, gradient = records
-        assert weights is not None, place
-        w = {name: weights[name] for name in self._names}
-        m, v = ({n: moments[f"{part}.{n}"] for n in self._names} for part in "mv")
-        g = None if gradient is None else {name: gradient[name] for name in self._names}
-        with self._source(weights) as (source, copies):
-            for window in missed:
-                if self._is_native:
-                    self._apply_natively((w, m, v), g, window, copies)
-                else:
-                    self._apply_by_xla((w, m, v), g, window)
-            others = {n: c for n, c in copies.items() if n not in self._natively_rounded}
-            self._write_copies(w, others)
-            return LinkBytes(slots.write_weights(place, source))
+        self.links = {device: Link() for device in devices}
+        fields = {name: (shape, slot_dtypes[name]) for name, shape in shapes.items()}
+        self.staging = {
+            device: StagedGroups(fields, allocate(device), self.links) for device in devices
+        }
 
     @contextlib.contextmanager
-    def _source(self, weights: Record) -> Iterator[tuple[WeightSource, dict[str, np.ndarray]]]:
-        """Yield (what to send to the slot, the arrays to fill before, by parameter).
+    def load_slot(
+        self, slots: TrainingSlots, slot: int, layer: int, num_experts: int
+    ) -> Iterator[SlotLoad]:
+        with contextlib.ExitStack() as held:
+            load = _HostLoad(self, slots, slot, layer, num_experts, held)
+            yield load
+            load.finish()
 
-        This is the record itself, without arrays to fill, if the slots are float32.
-        """
-        if self._staging is None:
-            yield weights, {}
-            return
-        with self._staging.take() as staged:
-            yield staged, staged.arrays
-
-    def _write_copies(self, w: Mapping[str, np.ndarray], copies: Mapping[str, np.ndarray]) -> None:
+    def write_copies(self, w: Mapping[str, np.ndarray], copies: Mapping[str, np.ndarray]) -> None:
         """Write the weights to these arrays, in the arrays' dtypes."""
         rounded = self._natively_rounded & copies.keys()
         for name in copies.keys() - rounded:
             np.copyto(copies[name], w[name], casting="same_kind")
         if rounded:
             native.round_to_bfloat16([(w[name], copies[name]) for name in rounded])
+
+    def apply_steps(
+        self,
+        records: ExpertRecords,
+        missed: Iterable[MissedSteps],
+        copies: Mapping[str, np.ndarray],
+    ) -> None:
+        """Apply the missed steps to the records, and write the updated weights to `copies`."""
+        weights, moments, gradient = records
+        assert weights is not None
+        w = {name: weights[name] for name in self._names}
+        m, v = ({n: moments[f"{part}.{n}"] for n in self._names} for part in "mv")
+        g = None if gradient is None else {name: gradient[name] for name in self._names}
+        for window in missed:
+            if self._is_native:
+                self._apply_natively((w, m, v), g, window, copies)
+            else:
+                self._apply_by_xla((w, m, v), g, window)
+        self.write_copies(w, {n: c for n, c in copies.items() if n not in self._natively_rounded})
 
     def _apply_natively(
         self,
@@ -254,47 +261,61 @@ class HostUpdate:
                 np.copyto(array, news[name])
 
 
-class _StagedExpert:
-    """One expert's weights in the dtypes of the slots, in host memory, to be sent to a device.
+class _HostLoad:
+    """The `SlotLoad` of `HostUpdate`: writes experts to groups, and sends each group when it is
+    full.
 
-    arrays: by parameter, to be written before `copy_to_device`.
+    held: holds the group that is being written.
     """
 
-    def __init__(self, layout: RecordLayout, memory: Slots, number: int) -> None:
-        self.arrays = layout.views(memory[number])
-        self._send = (
-            partial(memory.copy_to_device, number, layout)
-            if isinstance(memory, PinnedSlots)
-            else None
-        )
+    def __init__(
+        self,
+        update: HostUpdate,
+        slots: TrainingSlots,
+        slot: int,
+        layer: int,
+        num_experts: int,
+        held: contextlib.ExitStack,
+    ) -> None:
+        self._update, self._slots, self._slot, self._layer = update, slots, slot, layer
+        self._left, self._held, self._size = num_experts, held, 0
+        self._group: ExpertGroup | None = None
+        self._experts = list[int]()  # of the group
+        self._transfers = list[Transfer]()
+        self.moved = LinkBytes()
 
-    def copy_to_device(self, names: Iterable[str], device: jax.Device) -> dict[str, jax.Array]:
-        """Return arrays, by name, in the device's memory, after the transfer has ended.
+    def write_weights(self, expert: int, weights: Record) -> None:
+        with self._next_copies(expert) as copies:
+            self._update.write_copies({name: weights[name] for name in copies}, copies)
 
-        On CPU they may alias this memory.
-        """
-        if self._send is not None:
-            return self._send(list(names))
-        return jax.block_until_ready({n: jax.device_put(self.arrays[n], device) for n in names})
-
-
-class _StagingBuffers:
-    """`STAGED_EXPERTS` experts in memory that `allocate` returns."""
-
-    def __init__(self, layout: RecordLayout, allocate: Allocate) -> None:
-        memory = allocate(STAGED_EXPERTS, layout.record_bytes)
-        self._free = queue.SimpleQueue[_StagedExpert]()
-        for number in range(STAGED_EXPERTS):
-            self._free.put(_StagedExpert(layout, memory, number))
+    def catch_up(self, expert: int, records: ExpertRecords, missed: Iterable[MissedSteps]) -> None:
+        with self._next_copies(expert) as copies:
+            self._update.apply_steps(records, missed, copies)
 
     @contextlib.contextmanager
-    def take(self) -> Iterator[_StagedExpert]:
-        """Yield a buffer that no other thread has; wait for one."""
-        staged = self._free.get()
-        try:
-            yield staged
-        finally:
-            self._free.put(staged)
+    def _next_copies(self, expert: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the expert's arrays of the group; afterwards send the group if it is full."""
+        if self._group is None:
+            device = self._slots.first_device(SlotPlace(self._slot, self._layer, expert))
+            staging = self._update.staging[device]
+            self._size = staging.largest_size(self._left)
+            self._left -= self._size
+            self._group = self._held.enter_context(staging.take(self._size))
+        self._experts.append(expert)
+        group = self._group
+        yield {name: array[len(self._experts) - 1] for name, array in group.arrays.items()}
+        if len(self._experts) == self._size:
+            sent = self._slots.write_group(self._slot, self._layer, self._experts, group)
+            self._transfers += sent
+            self.moved = self.moved.plus(LinkBytes(sum(transfer.num_bytes for transfer in sent)))
+            self._experts, self._group = [], None
+            self._held.close()
+
+    def finish(self) -> None:
+        """Wait until all transfers have ended."""
+        assert self._group is None and not self._left, (self._experts, self._left)
+        for transfer in self._transfers:
+            transfer.wait()
 
 
 def _num_bytes(*trees: Moments) -> int:

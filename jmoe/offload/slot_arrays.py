@@ -100,6 +100,20 @@ def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) 
     }
 
 
+@partial(jax.jit, donate_argnums=0)
+def put_records(slots: Arrays, records: Mapping[str, jax.Array], rows: np.ndarray) -> Arrays:
+    """Return slots [S, ...] with several slots overwritten; donates and updates `slots` in place.
+
+    records: by name, [number of `rows`, ...]. rows: int32, the slots to overwrite.
+    """
+    for n in range(rows.shape[0]):
+        slots = {
+            name: lax.dynamic_update_index_in_dim(slots[name], records[name][n], rows[n], 0)
+            for name in slots
+        }
+    return slots
+
+
 def zero_arrays(num_slots: int, fields: Fields, device: jax.Device) -> Arrays:
     """Return zeros [S, ...] by name in the device's memory."""
     return {

@@ -10,7 +10,7 @@ Legend:
 
 import contextlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import TrainConfig, check
-from jmoe.memory.pinned import choose_host_allocator
+from jmoe.memory.buffers import allocate_slots
+from jmoe.memory.pinned import HostAllocator, choose_host_allocator
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
 from jmoe.memory.tiered_store import TieredStore
@@ -68,10 +69,8 @@ class ExpertStores:
         self._own, self._saved = index.local_records, frozenset(index.saved_records)
         self.layouts = record_layouts(shapes, self._tiers.gradient_dtype)
         assert index.local_experts is not None
-        devices = [device for replicas in index.local_experts.devices for device in replicas]
-        self._allocate, self.note = choose_host_allocator(
-            self._tiers.pin_host_memory, "tiers.pin_host_memory", devices
-        )
+        self._devices = index.local_experts.all_devices
+        self._allocate, self.note = self._choose_record_memory()
         self._update = self._make_update()
         self._open_stores = contextlib.ExitStack()
         self._versions = self._open_version_stores(run)
@@ -95,6 +94,20 @@ class ExpertStores:
             self.records.save_only |= {"weights": self._saved, "moments": self._saved}
         self.records.settings = self.fresh_replay_state(0).settings
 
+    def _choose_allocator(self, devices: Sequence[jax.Device]) -> HostAllocator:
+        return choose_host_allocator(self._tiers.pin_host_memory, "tiers.pin_host_memory", devices)
+
+    def _choose_record_memory(self) -> HostAllocator:
+        """Return the allocator of the records' memory: ordinary memory if the host updates them,
+        as the devices then get weights from memory of their own.
+        """
+        if self._tiers.update != "host":
+            return self._choose_allocator(self._devices)
+        kinds = {self._choose_allocator([d]).allocate is allocate_slots for d in self._devices}
+        kind = "ordinary" if True in kinds else "pinned"
+        note = f"records in ordinary host memory, sent from {kind} host memory"
+        return HostAllocator(allocate_slots, note)
+
     def _make_update(self) -> ExpertUpdate:
         """Return the update on the device or on the host, as `tiers.update` says."""
         optimizer, shapes, update = self._config.optimizer, self._shapes, self._tiers.update
@@ -107,7 +120,11 @@ class ExpertStores:
             for name, shape in shapes.items()
         }
         is_native = load_native_adamw(self._config.native)
-        return HostUpdate(optimizer, shapes, dtypes, is_native=is_native, allocate=self._allocate)
+        return HostUpdate(
+            *(optimizer, shapes, dtypes, self._devices),
+            is_native=is_native,
+            allocate=lambda device: self._choose_allocator([device]).allocate,
+        )
 
     def _open_version_stores(self, run: str) -> dict[str, VersionStore]:
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"

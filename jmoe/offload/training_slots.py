@@ -10,7 +10,8 @@ Legend:
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,8 +24,9 @@ from numpy.typing import NDArray
 from jmoe.config import OptimizerConfig
 from jmoe.offload.expert_index import LocalExperts
 from jmoe.offload.lazy_adamw import MissedSteps, catch_up
-from jmoe.offload.slot_arrays import put_record, zero_arrays
+from jmoe.offload.slot_arrays import put_record, put_records, zero_arrays
 from jmoe.offload.slot_rows import ChosenRows, SlotRows, grown_num_rows
+from jmoe.offload.weight_staging import ExpertGroup, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +83,10 @@ class TrainingSlots:
 
     Slots are numbered from 0, experts from 0 to P - 1. num_rows: rows of a slot on a device; None
     means one row for each of the device's experts. After `grow_slots` a slot takes its larger size
-    at its next `grow_if_asked`. dtypes: of the weights, by parameter; None means float32. Two
-    threads may use two different slots at once, never the same slot.
+    at its next `grow_if_asked`. dtypes: of the weights, by parameter; None means float32.
+
+    Several threads may write experts at once (`write_weights`, `write_group`, `catch_up_expert`);
+    of the other methods only those of different slots may run at once.
     """
 
     def __init__(
@@ -105,6 +109,9 @@ class TrainingSlots:
         self.stacks = [self._make_empty_slot(num_rows) for _ in range(num_slots)]
         self._present = [np.zeros(local.experts.size, np.bool_) for _ in self.stacks]
         self._layer_in: list[int | None] = [None for _ in self.stacks]
+        # a write donates the arrays, so no other may take them meanwhile
+        self._locks = [threading.Lock() for _ in self.devices]
+        self._on_cpu = self.devices[0].platform == "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -207,6 +214,18 @@ class TrainingSlots:
         """Return (position of the device, row) of every replica of an expert."""
         return self._rows[place.slot].replica_rows(place.layer, place.expert)
 
+    def groups_by_device(
+        self, slot: int, layer: int, experts: NDArray[np.int64]
+    ) -> list[NDArray[np.int64]]:
+        """Return the positions in `experts` of the experts that the same devices hold, one array
+        for each set of devices.
+        """
+        held: dict[tuple[int, ...], list[int]] = {}
+        for position, expert in enumerate(experts.tolist()):
+            rows = self.replica_rows(SlotPlace(slot, layer, expert))
+            held.setdefault(tuple(d for d, _ in rows), []).append(position)
+        return [np.array(positions) for positions in held.values()]
+
     # Weights of a slot
 
     def first_device(self, place: SlotPlace) -> jax.Device:
@@ -219,9 +238,37 @@ class TrainingSlots:
         for d, row in rows:
             sent = source.copy_to_device(self.shapes, self.devices[d])
             num_bytes += sum(w.nbytes for w in sent.values())
-            stacks[d] = put_record(stacks[d], sent, np.int32(row))
-        jax.block_until_ready([stacks[d] for d, _ in rows])
+            with self._locks[d]:
+                stacks[d] = put_record(stacks[d], sent, np.int32(row))
+                if self._on_cpu:  # `sent` may be the source's memory
+                    jax.block_until_ready(stacks[d])
         return num_bytes
+
+    def write_group(
+        self, slot: int, layer: int, experts: Sequence[int], group: ExpertGroup
+    ) -> list[Transfer]:
+        """Begin to copy the weights of a group into the slot's rows of these experts; return the
+        transfer to each device.
+
+        The same devices must hold all the experts.
+        """
+        rows = [dict(self.replica_rows(SlotPlace(slot, layer, expert))) for expert in experts]
+        assert all(own.keys() == rows[0].keys() for own in rows), (layer, experts)
+        stacks, transfers = self.stacks[slot], list[Transfer]()
+        for d in rows[0]:
+            sent, transfer = group.send(self.devices[d])
+            transfers.append(transfer)
+            with self._locks[d]:
+                stacks[d] = put_records(stacks[d], sent, np.array([r[d] for r in rows], np.int32))
+        return transfers
+
+    def finish_writes(self, slot: int) -> None:
+        """Wait on CPU devices until a slot is written, before a program with collectives reads it.
+
+        An accelerator runs its programs in order.
+        """
+        if self._on_cpu:
+            jax.block_until_ready(self.stacks[slot])
 
     def catch_up_expert(
         self,
@@ -241,13 +288,15 @@ class TrainingSlots:
         (m, v), g = moments, gradient
         places = self.replica_rows(place)
         stacks, (first, first_row) = self.stacks[place.slot], places[0]
-        for window in missed:
-            stacks[first], w, m, v = _catch_up_row(
-                optimizer, stacks[first], np.int32(first_row), m, v, g, window
-            )
+        with self._locks[first]:
+            for window in missed:
+                stacks[first], w, m, v = _catch_up_row(
+                    optimizer, stacks[first], np.int32(first_row), m, v, g, window
+                )
         for d, row in places[1:]:
             sent = jax.device_put(w, self.devices[d])
-            stacks[d] = jax.block_until_ready(put_record(stacks[d], sent, np.int32(row)))
+            with self._locks[d]:
+                stacks[d] = put_record(stacks[d], sent, np.int32(row))
         return jax.block_until_ready((w, m, v))
 
     def iterate_weights(self, slot: int, layer: int) -> Iterator[dict[str, NDArray[np.float32]]]:

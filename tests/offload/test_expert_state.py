@@ -30,6 +30,7 @@ from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.expert_updates import HostUpdate
 from jmoe.offload.gradient_writer import GradientWriter
 from jmoe.offload.training_slots import TrainingSlots
+from jmoe.offload.weight_staging import ExpertGroup
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
@@ -188,9 +189,10 @@ PLACES_OF_HOST_UPDATES = [
     (Record, "close_as_changed"),
     (VersionStore, "read_into"),
     (VersionStore, "write"),
-    (HostUpdate, "catch_up"),
-    (HostUpdate, "write_weights"),
-    (jmoe.offload.training_slots, "put_record"),
+    (HostUpdate, "apply_steps"),
+    (HostUpdate, "write_copies"),
+    (ExpertGroup, "send"),
+    (jmoe.offload.training_slots, "put_records"),
 ]
 OF_SAVES = ("pin_versions", "write_list", "_drain", "flush")  # the experts are as they were
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import OptimizerConfig
-from jmoe.memory.buffers import allocate_slots
+from jmoe.memory.buffers import Allocate
 from jmoe.memory.link import Link
 from jmoe.memory.pinned import PinnedSlots
 from jmoe.memory.record_handle import Record
@@ -70,12 +70,19 @@ class Expert:
         """As `ExpertState` does it: the device needs the weights in its slot."""
         history = StepHistory(5, np.linspace(0.01, 0.02, steps).tolist(), [0.7] * steps)
         missed = history.missed_windows(range(5, 5 + steps), pending=pending)
-        records, moved = self.records._replace(weights=self.weights), LinkBytes()
-        if not self.update.on_host:
-            moved = self.update.write_weights(self.slots, PLACE, self.weights)
+        records = self.records._replace(weights=self.weights)
         if not pending:
             records = records._replace(gradient=None)
-        return moved.plus(self.update.catch_up(self.slots, PLACE, records, missed))
+        with self.update.load_slot(self.slots, PLACE.slot, PLACE.layer, 1) as load:
+            if not self.update.on_host:
+                load.write_weights(PLACE.expert, self.weights)
+            load.catch_up(PLACE.expert, records, missed)
+        return load.moved
+
+    def write_weights(self) -> LinkBytes:
+        with self.update.load_slot(self.slots, PLACE.slot, PLACE.layer, 1) as load:
+            load.write_weights(PLACE.expert, self.weights)
+        return load.moved
 
     @property
     def weights(self) -> Record:
@@ -96,7 +103,7 @@ class Expert:
 
 def host_update(matrix: str = "float32", **options: Any) -> HostUpdate:
     options = {"is_native": load_native_adamw("auto")} | options
-    return HostUpdate(CONFIG, SHAPES, dtypes(matrix), **options)
+    return HostUpdate(CONFIG, SHAPES, dtypes(matrix), jax.devices()[:2], **options)
 
 
 @pytest.mark.parametrize("pending", [True, False])
@@ -129,7 +136,7 @@ def test_the_slot_has_the_weights_in_the_dtype_of_the_products(
     sizes = {n: math.prod(shape) * dtypes(matrix)[n].itemsize for n, shape in SHAPES.items()}
     for change in (
         lambda: expert.catch_up(pending=True, steps=2),
-        lambda: expert.update.write_weights(expert.slots, PLACE, expert.weights),
+        expert.write_weights,
     ):
         expert.slots.stacks[0] = expert.slots._make_empty_slot(None)
         assert change() == LinkBytes(2 * sum(sizes.values()), 0)
@@ -156,12 +163,15 @@ def test_bytes_between_host_and_device() -> None:
 def test_it_sends_from_pinned_memory() -> None:
     sent = list[int]()
 
-    def allocate(num_slots: int, slot_bytes: int) -> PinnedSlots:
-        sent.append(slot_bytes)
-        return PinnedSlots(num_slots, slot_bytes, jax.devices()[0])
+    def allocate(device: jax.Device) -> Allocate:
+        def allocate_pinned(num_slots: int, slot_bytes: int) -> PinnedSlots:
+            sent.append(slot_bytes)
+            return PinnedSlots(num_slots, slot_bytes, device)
+
+        return allocate_pinned
 
     pinned = Expert(host_update("bfloat16", allocate=allocate))
-    ordinary = Expert(host_update("bfloat16", allocate=allocate_slots))
+    ordinary = Expert(host_update("bfloat16"))
     for expert in (pinned, ordinary):
         expert.catch_up(pending=True)
     assert differing(pinned.in_slot(), ordinary.in_slot()) == [] and sent
