@@ -61,10 +61,11 @@ class ExpertStats:
     replayed_steps: steps without a gradient that those catch-ups replayed.
 
     waited_s: seconds that the main thread waited for layers, for experts that were not prefetched,
-    and for gradients to be written. chosen_share: the mean fraction of a device's experts of a
-    layer that a step's tokens choose; most_chosen_share: the largest such fraction. room: the
-    fraction of a device's experts that fits a slot. slot_bytes: bytes of all slots on this
-    process's devices. link: bytes of weights, moments and gradients moved between host and devices.
+    and for gradients to be written. step_waited_s: those of them in training steps. chosen_share:
+    the mean fraction of a device's experts of a layer that a step's tokens choose;
+    most_chosen_share: the largest such fraction. room: the fraction of a device's experts that fits
+    a slot. slot_bytes: bytes of all slots on this process's devices. link: bytes of weights,
+    moments and gradients moved between host and devices.
     """
 
     weights: TieredStats | None
@@ -73,6 +74,7 @@ class ExpertStats:
     updates: int
     replayed_steps: int
     waited_s: float
+    step_waited_s: float
     chosen_share: float
     most_chosen_share: float
     room: float
@@ -200,13 +202,18 @@ class ExpertState:
         self._link = LinkBytes()
         # fractions of a device's experts that tokens chose
         self._sum_of_shares, self._num_shares, self._most_chosen_share = 0.0, 0, 0.0
-        self._waited_s = 0.0
+        self._waited_s = self.step_waited_s = 0.0
         self._counters = threading.Lock()
         self._order: tuple[int, ...] = tuple(range(index.num_layers))
         self._fetched = (0, 0)  # the layer fetched last, and its slot
         self._workers = DeviceWorkers(len(self.local.all_devices))
         self._gradients = GradientWriter(stores.gradients, index, self.slots, self.permanent_errors)
         self._ring = Ring(self._order, num_slots, self._prefetch_layer, wait_limit_s=wait_limit_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Return `ExpertStats.waited_s`."""
+        return self._ring.stats().waited_s + self._gradients.waited_s + self._waited_s
 
     @property
     def steps_taken(self) -> int:
@@ -520,7 +527,8 @@ class ExpertState:
                 self.stores.gradients.stats(),
                 self._updates,
                 self._replayed,
-                self._ring.stats().waited_s + self._gradients.waited_s + self._waited_s,
+                self.waited_s,
+                self.step_waited_s,
                 self._sum_of_shares / max(self._num_shares, 1),
                 self._most_chosen_share,
                 1.0

@@ -6,8 +6,10 @@ the formulas.
 """
 
 import dataclasses
+import itertools
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -36,6 +38,7 @@ from jmoe.planning.training import (
 )
 from jmoe.run.metrics import MetricsLog, read_step_records
 from jmoe.runtime import MEMORY_SHARE, gpu_memory_fraction
+from jmoe.types import JsonObject
 
 
 def training_sizes(config: TrainConfig) -> TrainingSizes:
@@ -369,7 +372,7 @@ def tier_counts(stats: ExpertStats) -> dict[str, float]:
         sum(getattr(store.cache, name) for store in stores) for name in ("hits", "misses")
     )
     counts = _summable_counts(stats) | {
-        name: getattr(stats, name) for name in ("waited_s", *SHARES)
+        name: getattr(stats, name) for name in ("waited_s", "step_waited_s", *SHARES)
     }
     return counts | ({"hit_rate": hits / (hits + misses)} if hits + misses else {})
 
@@ -412,7 +415,9 @@ def summarize_and_log_tiers(config: TrainConfig, totals: dict[str, float], log: 
     """Return text that compares predicted and measured step time and lists `tier_totals`; also
     write an event `tiers` to the log.
 
-    The prediction is repeated with the measured share of chosen experts, if any step ran.
+    The prediction is repeated with the measured share of chosen experts, if any step ran. The text
+    also has the predicted and the measured share of the steps' time in which the devices waited
+    for a tier.
     """
     steps = read_step_records(log.path)
     measured_s = median(line["step_s"] for line in steps[len(steps) // 4 :])
@@ -424,9 +429,35 @@ def summarize_and_log_tiers(config: TrainConfig, totals: dict[str, float], log: 
             share
         ).step_s()
         line += f" ({predicted_s:.3g} s with the measured share of chosen experts)"
+        plan = plan.with_chosen_share(share)
+    predicted["predicted_waited_share"] = 1 - sum(plan.compute_s_by_pass) / plan.step_s()
+    waited = _waited_share(steps)
+    if waited is not None:
+        predicted["waited_share"] = waited
     log.write_event("tiers", len(steps), **predicted, measured_step_s=measured_s, **totals)
     line += f", measured {measured_s:.3g} s; {totals['waited_s']:.1f} s waited"
+    if waited is not None:
+        line += (
+            f"\ndevices waited for a tier in {100 * waited:.1f} % of the steps' time, predicted"
+            f" {100 * predicted['predicted_waited_share']:.1f} %"
+        )
     return f"{line}\n{tier_totals_text(totals)}"
+
+
+def _waited_share(steps: Sequence[JsonObject]) -> float | None:
+    """Return the share of the steps' time in which process 0 waited for a tier; None if no step's
+    wait is known.
+
+    Steps that compiled, and the first after each start, do not count.
+    """
+    waited_s = steps_s = 0.0
+    for before, step in itertools.pairwise(steps):
+        both = [record.get("tiers", {}).get("step_waited_s") for record in (before, step)]
+        # the counter begins anew when a run resumes
+        if None in both or both[1] < both[0] or step.get("compiled"):
+            continue
+        waited_s, steps_s = waited_s + both[1] - both[0], steps_s + step["step_s"]
+    return waited_s / steps_s if steps_s else None
 
 
 def tier_totals_text(totals: dict[str, float]) -> str:

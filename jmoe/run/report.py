@@ -61,6 +61,7 @@ class _Curves:
     evaluations: list[JsonObject]  # by step
     resumes: list[int]
     experts_per_device: int | None = None  # as packed last; None: never measured
+    tiers: JsonObject | None = None  # the event of `summarize_and_log_tiers`
 
 
 def _load_run(path: Path) -> _Curves:
@@ -94,6 +95,7 @@ def _load_run(path: Path) -> _Curves:
         experts_per_device=next(
             (e["experts_per_device"] for e in reversed(events) if e["event"] == "packing"), None
         ),
+        tiers=next((e for e in reversed(events) if e["event"] == "tiers"), None),
     )
 
 
@@ -120,6 +122,8 @@ def write_report(output_dir: Path) -> Path:
         parse_math=False,
     )
     figure.text(0.012, 0.925, _headline_text(run), fontsize=10.5, color=_GREY)
+    if run.tiers is not None:
+        figure.text(0.012, 0.9, _tiers_text(run.tiers), fontsize=10.5, color=_GREY)
     axes = figure.subplots(2, 2)
     panels = (
         (axes[0, 0], "Loss", "nats per token", _draw_loss),
@@ -165,6 +169,18 @@ def _headline_text(run: _Curves) -> str:
     if run.experts_per_device is not None:
         parts.append(f"{run.experts_per_device} experts a device")
     return "   ·   ".join(parts)
+
+
+def _tiers_text(tiers: JsonObject) -> str:
+    """Return predictions of a run with experts on tiers beside what was measured."""
+    predicted_s = tiers.get("predicted_step_s_measured_share", tiers["predicted_step_s"])
+    text = (
+        f"experts on tiers: a step {tiers['measured_step_s']:.3g} s, predicted {predicted_s:.3g} s"
+    )
+    if "waited_share" in tiers:
+        shares = (100 * tiers[name] for name in ("waited_share", "predicted_waited_share"))
+        text += "   ·   devices waited {:.1f} % of it, predicted {:.1f} %".format(*shares)
+    return text
 
 
 def _style_axes(ax: Axes, title: str, unit: str, run: _Curves) -> None:

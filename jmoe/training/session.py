@@ -347,6 +347,7 @@ class Session:
         totals = {} if self.config.tiers.all_on_device else tier_totals(self.trainer.expert_stats())
         if self.log is None:
             return
+        tiers_text = summarize_and_log_tiers(self.config, totals, self.log) if totals else ""
         with status("drawing the report", print_on_rank_0):
             self.draw_report()
         unigram, xz = unigram_and_xz_bits_per_byte(corpus)
@@ -360,5 +361,5 @@ class Session:
             first_loss, after, unigram, xz, recent_expert_load(self.log.path), sample
         )
         print_final_summary(summary, self.output_dir)
-        if totals:
-            print_on_rank_0(summarize_and_log_tiers(self.config, totals, self.log))
+        if tiers_text:
+            print_on_rank_0(tiers_text)

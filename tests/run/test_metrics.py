@@ -538,12 +538,22 @@ def test_a_dumb_terminal_gets_plain_lines(
     assert shown() == "step 0 (1 %) | loss 4.2500 | compiled and run in 9.0 s | dropped 50.00 %\r\n"
 
 
-def test_report_of_a_resumed_run(tmp_path: Path) -> None:
+def test_report_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, 0, 40)
     write_run(tmp_path, 30, 60)
     with MetricsLog(tmp_path, start_step=60) as log:
         log.write_event("packing", 60, experts_per_device=4)
+        shares = {"waited_share": 0.125, "predicted_waited_share": 0.1}
+        log.write_event("tiers", 60, predicted_step_s=2.0, measured_step_s=2.25, **shares)
+    texts, write = list[str](), Figure.text
+    monkeypatch.setattr(
+        Figure, "text", lambda self, *a, **o: (texts.append(a[2]), write(self, *a, **o))
+    )
     path = write_report(tmp_path)
+    assert texts[-1] == (
+        "experts on tiers: a step 2.25 s, predicted 2 s"
+        "   ·   devices waited 12.5 % of it, predicted 10.0 %"
+    )
     assert path == tmp_path / "report.png"
     assert_png(path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [

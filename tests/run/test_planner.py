@@ -101,11 +101,18 @@ def test_a_measured_share_of_chosen_experts(tmp_path: Path) -> None:
             "room": 1.0,
         }
         with MetricsLog(tmp_path / f"{config.tiers.chosen_share}-{share}", start_step=0) as log:
-            for step in range(4):
-                log.write_step(step, dict.fromkeys(REQUIRED, 0.0) | {"step_s": 2.5})
-            line = summarize_and_log_tiers(config, totals, log).splitlines()[0]
+            for step, waited_s in enumerate([9.0, 9.5, 0.1, 0.85]):  # resumed at step 2
+                record = dict.fromkeys(REQUIRED, 0.0) | {"step_s": 2.5}
+                log.write_step(step, record | {"tiers": {"step_waited_s": waited_s}})
+            line, waited = summarize_and_log_tiers(config, totals, log).splitlines()[:2]
             (event,) = read_events(log.path)
         assert event["measured_step_s"] == 2.5
+        assert event["waited_share"] == pytest.approx((0.5 + 0.75) / (2 * 2.5))
+        predicted = 100 * event["predicted_waited_share"]
+        assert 0 < predicted < 100
+        assert waited == (
+            f"devices waited for a tier in 25.0 % of the steps' time, predicted {predicted:.1f} %"
+        )
         return line, event
 
     for given, plan in ((0.0, estimated), (0.5, half)):

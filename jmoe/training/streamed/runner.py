@@ -189,8 +189,12 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """Return (new state, metrics) after one optimizer step, like `Trainer.step`. After a buffer
         overflow the metrics are only `overflow` and `ok`.
         """
-        with self._open_experts.permanent_errors():
-            return self._step_unguarded(state, batch, full_capacity)
+        experts = self._open_experts
+        waited_s = experts.waited_s
+        with experts.permanent_errors():
+            result = self._step_unguarded(state, batch, full_capacity)
+        experts.step_waited_s += experts.waited_s - waited_s
+        return result
 
     def _step_unguarded(
         self, state: TrainState, batch: PyTree, full_capacity: bool

@@ -1,0 +1,28 @@
+"""Links that remember when they carried something."""
+
+import threading
+
+from jmoe.memory.link import Link
+
+
+class TracedLink(Link):
+    """A link of that bandwidth; moments: (start, end) of every transfer, in seconds."""
+
+    def __init__(self, bandwidth_limit_bytes_per_s: float) -> None:
+        super().__init__(bandwidth_limit_bytes_per_s)
+        self.moments = list[tuple[float, float]]()
+        self._tracing = threading.Lock()
+
+    def finish_transfer(self, start_s: float, num_bytes: int) -> None:
+        super().finish_transfer(start_s, num_bytes)
+        with self._tracing:
+            self.moments.append((start_s, self._clock()))
+
+
+def most_at_once(links: list[TracedLink]) -> int:
+    """The largest number of links that carried something at the same moment."""
+    starts = [start_s for link in links for start_s, _ in link.moments]
+    return max(
+        sum(any(start <= now < end for start, end in link.moments) for link in links)
+        for now in starts
+    )
