@@ -3,7 +3,7 @@ kind of file.
 
 Each outcome is bit for bit that of a run which nothing disturbed, or an error that names the file;
 then, without the fault, the run goes on to the same end. The counts are printed (`pytest -s`).
-JMOE_KILLS sets the number of kills, JMOE_DISK_FAULTS that of faults within steps.
+JMOE_KILLS sets the number of kills.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,12 @@ from jmoe.run.checkpoint import Checkpoints
 from tests import damage
 from tests.faults import FailingDisk
 from tests.fuse import Lack, fuse
-from tests.offload.test_expert_state import FIRST, Result, Training, assert_same
 from tests.processes import Child, kill_group
 from tests.train_runs import Run, Start, TrainRuns, committed, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 KILLS = int(os.environ.get("JMOE_KILLS", "100"))
-DISK_FAULTS = int(os.environ.get("JMOE_DISK_FAULTS", "100"))  # within steps
 SEED = random.SystemRandom().randrange(1 << 30)
 STEPS = 60
 NVME = (
@@ -367,44 +365,6 @@ def test_a_fault_at_every_call_of_a_checkpoint(tmp_path: Path) -> None:
     inject_everywhere(tmp_path, OrbaxSteps, ("jmoe/run/checkpoint",), 4, modes)
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_a_disk_that_fails_within_steps(tmp_path: Path, update: Literal["device", "host"]) -> None:
-    """A full or broken disk at calls drawn at random, of a run whose experts are all on NVMe."""
-    training, counts = Training(tmp_path, [], update), Counter[str]()
-    programs, rng = ("jmoe/memory/",), random.Random(f"{SEED} {update}")
-
-    def go_on(step: int, disk: FailingDisk) -> Result:
-        with disk.failing():
-            return training.go_on(step)
-
-    with contextlib.closing(training.program):
-        training.forget_what_was_saved()
-        quiet = FailingDisk(tmp_path, programs, None)
-        assert_same(go_on(FIRST, quiet), training.expected)
-        for number in range(DISK_FAULTS):
-            code, for_ever = rng.choice(
-                [(errno.EIO, False), (errno.ENOSPC, False), (errno.ENOSPC, True)]
-            )
-            training.forget_what_was_saved()
-            disk = FailingDisk(tmp_path, programs, rng.randrange(len(quiet.calls)), code, for_ever)
-            where = f"fault {number} (seed {SEED}): call {disk.at}, {errno.errorcode[code]}"
-            try:
-                found = go_on(FIRST, disk)
-            except (OSError, ValueError, TimeoutError) as error:
-                names_it = str(tmp_path) in str(error)
-                counts["named error" if names_it else f"{disk.failed}: no name: {error!r}"] += 1
-            else:
-                assert_same(found, training.expected)
-                counts["bit for bit the same" if disk.raised else "nothing was refused"] += 1
-            assert training.losses.items() <= training.expected[0].items(), where
-            step = training.open().latest_step()
-            losses_then = {n: loss for n, loss in training.expected[0].items() if n >= step}
-            assert_same(training.go_on(step), (losses_then, *training.expected[1:]))
-            counts["went on bit for bit"] += 1
-    print(f"\ndisk faults within steps, update on the {update}: {dict(counts)}", flush=True)
-    assert not [outcome for outcome in counts if "no name" in outcome]
-
-
 # ---- bit flips
 
 
@@ -421,7 +381,7 @@ def flip(path: Path, rng: random.Random) -> str:
     return f"bit {bit} of {path}"
 
 
-@pytest.mark.parametrize("kind", ["device", "nvme, gradients too", "nvme, updated on the host"])
+@pytest.mark.parametrize("kind", ["device", "nvme, gradients too"])
 def test_a_flipped_bit_in_every_kind_of_file(
     runs: TrainRuns, tmp_path: Path, run_python: Run, kind: str
 ) -> None:
