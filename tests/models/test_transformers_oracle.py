@@ -52,7 +52,9 @@ ELSEWHERE = {
     attn_implementation experts_implementation per_layer_config quantization_config expert_dtype rope_scaling rope_theta
     original_max_position_embeddings partial_rotary_factor head_dim sliding_window layer_types max_window_layers
     qk_head_dim scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha seq_aux initial_context_length
-    experts_per_token""".split()  # noqa: SIM905
+    experts_per_token attention_dropout pretraining_tp num_nextn_predict_layers num_mtp_layers num_mtp_modules use_mtp
+    mtp_transformer_layers use_routing_bias use_qk_norm qk_norm_type rotary_dim attn_type_list
+    shared_intermediate_size""".split()  # noqa: SIM905
 }
 
 
