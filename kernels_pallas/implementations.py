@@ -66,10 +66,15 @@ def default_implementations() -> tuple[Name, ...]:
         return ("mosaic_gpu", "triton", "xla") if capability == (9, 0) else ("triton", "xla")
     if (device := target_device()).platform == "gpu":
         log_once(
-            f"experts and permutations: no kernel for a GPU of kind {device.compute_capability}"
-            " (NVIDIA from Ampere on has one); xla is used"
+            "experts, permutations and attention over a cache: no kernel for a GPU of kind"
+            f" {device.compute_capability} (NVIDIA from Ampere on has one); xla is used"
         )
     return ("xla",)
+
+
+def implementations_among(modules: Mapping[Name, str]) -> tuple[Name, ...]:
+    """Return those of `default_implementations` that an operation has."""
+    return tuple(name for name in default_implementations() if name in modules)
 
 
 @cache
@@ -107,7 +112,10 @@ def call_first_supported(
     """
     if implementation is not None and not isinstance(implementation, str):
         return getattr(implementation, function)(*args, **options)
-    names = default_implementations() if implementation is None else (cast(Name, implementation),)
+    if implementation is None:
+        names = implementations_among(modules)
+    else:
+        names = (cast(Name, implementation),)
     if unknown := set(names) - set(modules):
         raise ValueError(f"implementation = {unknown.pop()!r}: must be one of {', '.join(modules)}")
 

@@ -72,17 +72,31 @@ def launch(
     blocks: BlockSizes = WIDE,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return the result of a kernel. body: takes a reference to each operand and to the result.
+    """Return the result of a kernel; see `launch_with_results`."""
+    results = launch_with_results(body, [out], grid, operands, blocks=blocks, interpret=interpret)
+    return results[0]
+
+
+def launch_with_results(
+    body: Callable[..., None],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    operands: Sequence[jax.Array],
+    *,
+    blocks: BlockSizes = WIDE,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Return the results of a kernel. body: takes a reference to each operand and to each result.
 
     interpret: runs the kernel without a GPU.
     """
     params = pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
     kernel = pl.pallas_call(
-        body, out_shape=out, grid=grid, compiler_params=params, interpret=interpret
+        body, out_shape=list(outs), grid=grid, compiler_params=params, interpret=interpret
     )
     with jax.named_scope(body.__name__):  # the estimates know the kernel by it
-        result: jax.Array = kernel(*operands)
-    return result
+        results: list[jax.Array] = kernel(*operands)
+    return results
 
 
 def load(ref: Ref, mask: jax.Array) -> jax.Array:

@@ -85,6 +85,7 @@ def _apply_layer(
 
     It is jitted so that equal layers share one function of the program.
     """
+    places = places._replace(implementation="xla")
     x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, places)
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)

@@ -30,8 +30,8 @@ from jmoe.models.functional import split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead, LazyCheckpoint, split_decoder
 from jmoe.offload import slots
 from jmoe.planning.gpu_estimate import (
-    ExpertKernelFacts,
     GpuEstimate,
+    KernelFacts,
     estimate_module,
     gpu_rates,
     join_estimates,
@@ -42,6 +42,7 @@ from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
 from jmoe.runtime import gpu_memory_fraction
 from jmoe.types import PyTree
+from kernels_pallas.implementations import tracing_for
 
 MOST_COSTLY = 5  # number of slowest kernels that an estimate lists
 
@@ -206,11 +207,16 @@ class _StepEstimator:
         return jax.tree.map(lambda array: self._abstract_array(array.dtype, *array.shape), tree)
 
     def _compile_and_estimate(
-        self, trips: int, function: jax.stages.Wrapped, *operands: PyTree
+        self,
+        trips: int,
+        function: jax.stages.Wrapped,
+        *operands: PyTree,
+        attended: int | None = None,
     ) -> tuple[PyTree, GpuEstimate]:
         """Return (shapes of the results, estimate) of a program.
 
-        trips: assumed iterations of each loop whose trip count is not static.
+        trips: assumed iterations of each loop whose trip count is not static. attended: positions
+        of the cache that each row attends to.
         """
         results, lowered = ahead_of_time.lower_for_device(
             self._device, function, *self._abstract_operands(operands)
@@ -220,9 +226,9 @@ class _StepEstimator:
         self.temporary_bytes = max(
             self.temporary_bytes, 0 if sizes is None else sizes.temp_size_in_bytes
         )
-        rows = ExpertKernelFacts(num_experts=self._config.num_experts)
+        facts = KernelFacts(num_experts=self._config.num_experts, attended=attended)
         module = parse_hlo(compiled.as_text() or "")
-        return results, estimate_module(module, gpu_rates(self._gpu), rows, lambda scope: trips)
+        return results, estimate_module(module, gpu_rates(self._gpu), facts, lambda scope: trips)
 
     def _abstract_operands(self, operands: tuple[PyTree, ...]) -> list[PyTree]:
         is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # noqa: E731
@@ -267,19 +273,27 @@ class _StepEstimator:
         cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, self._dtype)[0])
         num_rows, width = batch.positions_PC.shape
         tokens = num_rows * width
-        window = None if config.sliding_window is None else self._abstract_array(jnp.int32)
-        blocks = -(-(context + width) // BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         routed: ExpertInputs | None = None
         length = table_width(self._max_seq_len) * BLOCK
-        bound = runner.num_positions_read(context + 1, length) if width == 1 else None
+        with tracing_for(self._device):
+            bound = runner.num_positions_read(context + 1, length) if width == 1 else None
         variant = runner.LayerProgramOptions(native=False, context=bound)
-        counts = Counter(structure for structure, _ in self._layers)
+        windows = [layer.window for layer in config.layers]
+        structures = [structure for structure, _ in self._layers]
         arrays_of = dict(self._layers)
-        for structure, count in counts.items():
+        for (structure, seen), count in Counter(zip(structures, windows, strict=True)).items():
+            attended = context + width if seen is None else min(context, seen - 1) + width
+            window = None if seen is None else self._abstract_array(jnp.int32)
             operands = cache, hidden, batch.blocks_PW, batch.positions_PC, window
             (x_PCD, _, y), attend = self._compile_and_estimate(
-                blocks, runner._attend_program, variant, structure, arrays_of[structure], *operands
+                -(-attended // BLOCK),
+                runner._attend_program,
+                variant,
+                structure,
+                arrays_of[structure],
+                *operands,
+                attended=attended,
             )
             routed = y if isinstance(y, ExpertInputs) else routed
             parts.append(

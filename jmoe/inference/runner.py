@@ -44,10 +44,13 @@ from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import tiled_table_mlp
 from jmoe.types import PyTree
+from kernels_pallas.implementations import Name
 from kernels_pallas.native import ExpertByteOffsets, allow_native_inference, find_slots, slot_mlp
+from kernels_pallas.paged_attention import reads_in_place
 
 RECENT_STEPS = 16
-# on an accelerator, programs for single tokens read this many positions, a program for each
+# on an accelerator without a kernel that reads blocks in place, programs for single tokens read
+# this many positions, a program for each
 CONTEXTS = [512 * 4**n for n in range(12)]
 # layers in one program, for steps of few tokens that need no choices on the host
 LAYERS_A_PROGRAM = 8
@@ -59,12 +62,15 @@ def runs_on_cpu() -> bool:
     return jax.devices()[0].platform == "cpu"
 
 
-def num_positions_read(end: int, length: int) -> int:
+def num_positions_read(end: int, length: int) -> int | None:
     """Return how many positions of a table a program for single tokens reads, at least `end`: one
-    of `CONTEXTS`, so that few programs are compiled.
+    of `CONTEXTS`, so that few programs are compiled; None if a kernel reads blocks in place, whose
+    program serves all lengths.
 
     length: positions of a table, which bounds the result.
     """
+    if reads_in_place():
+        return None
     return min(next(n for n in CONTEXTS if n >= end), length)
 
 
@@ -118,13 +124,14 @@ class CachePlaces(NamedTuple):
     """Where a step's tokens are in a layer's cache, and which positions each attends to.
 
     window: int32, number of positions, the token's own included; None for all.
-    context: see `write_and_attend`.
+    context, implementation: see `write_and_attend`.
     """
 
     blocks_PW: jax.Array
     positions_PC: jax.Array
     window: jax.Array | np.int32 | None = None
     context: int | None = None
+    implementation: Name | None = None
 
 
 class CachedAttention:
@@ -138,7 +145,7 @@ class CachedAttention:
 
     def __call__(self, attention: Attention, h_PCD: jax.Array) -> jax.Array:
         """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D]."""
-        blocks_PW, positions_PC, window, context = self._places
+        blocks_PW, positions_PC, window, context, implementation = self._places
         sinks_H = None if attention.sinks is None else attention.sinks[...]
 
         def write_and_attend_to_layer(new: CacheInputs) -> jax.Array:
@@ -151,6 +158,7 @@ class CachedAttention:
                 window=window,
                 sinks_H=sinks_H,
                 context=context,
+                implementation=implementation,
             )
             return out_PCHe
 
@@ -566,8 +574,8 @@ class ModelRunner:
         return stay and positions_PC.shape[1] == 1
 
     def _num_positions_read(self, batch: TokenBatch) -> int | None:
-        """Return how many positions a batch of single tokens reads on an accelerator; None for
-        other batches.
+        """Return `num_positions_read` of a batch of single tokens on an accelerator; None for other
+        batches.
         """
         positions_PC, length = batch.positions_PC, self.length
         if self._on_cpu or positions_PC.shape[1] > 1:

@@ -47,6 +47,8 @@ SHARES = {
     "weight_gradient in Triton": ReachedFractions(0.8, 0.65),
     "gather_rows in Triton": ReachedFractions(0.64),
     "gather_sum in Triton": ReachedFractions(0.86),
+    "paged_attention in Triton": ReachedFractions(0.8, 0.5),
+    "combine_splits in Triton": ReachedFractions(0.8),
 }
 TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
 # Product rates of other dtypes relative to bfloat16, on data-centre GPUs. float32 means TF32;
@@ -177,25 +179,27 @@ class GpuEstimate:
 
 
 @dataclass(frozen=True)
-class ExpertKernelFacts:
-    """Facts about expert kernels that the shapes of their operands do not show.
+class KernelFacts:
+    """Facts about jmoe's kernels that the shapes of their operands do not show.
 
     num_experts: experts of one layer, for kernels whose operand holds the weights of several
-    layers; 0: there are none. filled: fraction of a buffer's rows that hold tokens.
+    layers; 0: there are none. filled: fraction of a buffer's rows that hold tokens. attended:
+    positions of the cache that each row of a step attends to; None for all of its table.
     """
 
     num_experts: int = 0
     filled: float = 1.0
+    attended: int | None = None
 
 
-ALL_ROWS = ExpertKernelFacts()
+ALL_ROWS = KernelFacts()
 Trips = Callable[[str], int | None]  # trip count of the loop with this scope; None: unknown
 
 
 def estimate_module(
     module: HloModule,
     rates: GpuRates,
-    experts: ExpertKernelFacts = ALL_ROWS,
+    facts: KernelFacts = ALL_ROWS,
     trips: Trips = lambda scope: None,
 ) -> GpuEstimate:
     """Return the predicted time of one run of a module.
@@ -203,7 +207,7 @@ def estimate_module(
     trips: a function of a loop's scope that returns its trip count, for loops whose count XLA does
     not know. If it returns None, the loop counts once, with a note.
     """
-    pricing = _Pricing(module, rates, experts, trips)
+    pricing = _Pricing(module, rates, facts, trips)
     pricing.add_computation_s(module.entry, 1)
     return pricing.estimate()
 
@@ -259,7 +263,7 @@ class _Pricing:
 
     module: HloModule
     rates: GpuRates
-    experts: ExpertKernelFacts
+    facts: KernelFacts
     trips: Trips
     kernels: dict[str, GpuKernel] = field(default_factory=dict)
     communication: dict[str, Communication] = field(default_factory=dict)
@@ -360,7 +364,7 @@ class _Pricing:
 
     def _computation_s(self, computation: HloComputation) -> float:
         """Return the seconds of a computation without adding it to the sums."""
-        return _Pricing(self.module, self.rates, self.experts, self.trips).add_computation_s(
+        return _Pricing(self.module, self.rates, self.facts, self.trips).add_computation_s(
             computation, 1
         )
 
@@ -414,8 +418,12 @@ class _Pricing:
         moved = operation.num_bytes + sum(array.num_bytes for array in arrays)
         is_own = target.startswith("mosaic") or target == TRITON
         kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
+        if kernel and kernel[1] == "paged_attention":
+            return _paged_attention_work(operation, arrays, self.facts)
+        if kernel and kernel[1] == "combine_splits":
+            return _KernelWork("combine_splits in Triton", scope, "combine_splits in Triton", moved)
         if kernel and kernel[1] in SHARES:
-            work = _pallas_kernel_work(kernel[1], operation, arrays, self.experts)
+            work = _pallas_kernel_work(kernel[1], operation, arrays, self.facts)
             in_triton = f"{kernel[1]} in Triton"
             return replace(work, name=in_triton, kind=in_triton) if target == TRITON else work
         if target.startswith("__cublas"):
@@ -439,7 +447,7 @@ def _dtype_rate_key(dot: HloOperation, left: HloArray) -> str:
 
 
 def _pallas_kernel_work(
-    name: str, operation: HloOperation, arrays: list[HloArray], experts: ExpertKernelFacts
+    name: str, operation: HloOperation, arrays: list[HloArray], facts: KernelFacts
 ) -> _KernelWork:
     """Return the work of a kernel of `kernels_pallas`: `grouped_matmul`, `weight_gradient`, or one
     of `token_permute`.
@@ -449,25 +457,45 @@ def _pallas_kernel_work(
     if name == "grouped_matmul":  # (Mosaic: count,) tiles, rows, weights of groups, what they need
         at = 2 if len(arrays[0].shape) == 1 else 1
         rows, weights = arrays[at : at + 2]
-        num_rows, inner = experts.filled * out.shape[0], rows.num_elements // rows.shape[-2]
-        groups = min(experts.num_experts or weights.shape[0], weights.shape[0])
+        num_rows, inner = facts.filled * out.shape[0], rows.num_elements // rows.shape[-2]
+        groups = min(facts.num_experts or weights.shape[0], weights.shape[0])
         used = groups * (1 - (1 - 1 / groups) ** num_rows)  # expected number under uniform routing
-        read[at] *= experts.filled
+        read[at] *= facts.filled
         read[at + 1 :] = [size * used / weights.shape[0] for size in read[at + 1 :]]
         # a gate and an up projection of one launch give half as many columns
         is_gated = weights.shape[1] == inner and weights.shape[2] == 2 * out.shape[1]
-        flops = experts.filled * 2.0 * out.num_elements * inner * (2 if is_gated else 1)
+        flops = facts.filled * 2.0 * out.num_elements * inner * (2 if is_gated else 1)
         return _KernelWork(
-            name, scope, name, sum(read) + experts.filled * out.num_bytes, flops, rows.dtype
+            name, scope, name, sum(read) + facts.filled * out.num_bytes, flops, rows.dtype
         )
     if name == "weight_gradient":  # bounds, rows, gradients of what the products make
         _, rows, gradients = arrays[:3]
-        flops = experts.filled * 2.0 * gradients.num_elements * rows.shape[-1]
-        read[1:3] = [experts.filled * size for size in read[1:3]]
+        flops = facts.filled * 2.0 * gradients.num_elements * rows.shape[-1]
+        read[1:3] = [facts.filled * size for size in read[1:3]]
         return _KernelWork(name, scope, name, sum(read) + out.num_bytes, flops, rows.dtype)
     table, index = arrays[:2]  # table of rows, and the row index of each output row
     read[0] = min(read[0], table.num_bytes / table.shape[0] * index.num_elements)
     return _KernelWork(name, scope, name, sum(read) + out.num_bytes)
+
+
+def _paged_attention_work(
+    operation: HloOperation, arrays: list[HloArray], facts: KernelFacts
+) -> _KernelWork:
+    """Return the work of attention over a cache in blocks, which reads the blocks that its tables
+    name. arrays: queries [P, C, H, d], tables, positions, window, keys [N, G, L, d], perhaps values
+    [N, G, L, e], perhaps sinks.
+    """
+    queries, tables, _, _, *cached = arrays
+    cached = [array for array in cached if len(array.shape) == 4]
+    num_rows, num_tokens, num_heads, key_dim = queries.shape
+    num_blocks, _, length, _ = cached[0].shape
+    attended = tables.shape[1] * length if facts.attended is None else facts.attended
+    of_position = sum(array.num_bytes for array in cached) / (num_blocks * length)
+    out = operation.results[0]
+    flops = 2.0 * num_rows * num_tokens * num_heads * attended * (key_dim + out.shape[-1])
+    moved = queries.num_bytes + operation.num_bytes + num_rows * attended * of_position
+    name = "paged_attention in Triton"
+    return _KernelWork(name, operation.scope, name, moved, flops, queries.dtype)
 
 
 def _attention_flops(operation: HloOperation, arrays: list[HloArray]) -> float:

@@ -14,7 +14,6 @@ import pytest
 from jmoe.inference.kv_cache import (
     BLOCK,
     KVCache,
-    attend,
     consecutive_blocks,
     copy_blocks,
     write_and_attend,
@@ -22,6 +21,7 @@ from jmoe.inference.kv_cache import (
     write_scattered,
 )
 from jmoe.layers.attention import CacheInputs
+from kernels_pallas.paged_attention.xla import attend_by_block
 from kernels_pallas.saved import bfloat16_as_uint16
 from tests.inference import contiguous_cache
 
@@ -194,9 +194,11 @@ def test_attend(window: int | None, sinks: bool) -> None:
     q = rng.standard_normal((3, width, HEADS, D)).astype(np.float32)
     sinks_H = rng.standard_normal(HEADS).astype(np.float32) if sinks else None
     seen = None if window is None else np.int32(window)
-    got = attend(
+    cache = in_blocks([k, v])
+    got = attend_by_block(
         jnp.asarray(q),
-        in_blocks([k, v]),
+        cache.k_NGLd,
+        cache.v_NGLe,
         TABLES[rows_P],
         positions_PC,
         scale=0.5,

@@ -62,8 +62,8 @@ def test_a_gpu_without_kernels_is_named_once(
             jax.eval_shape(multiply, jnp.ones((8, 64)), jnp.ones((2, 64, 128)))
     (record,) = caplog.records
     assert record.message == (
-        f"experts and permutations: no kernel for a GPU of kind {capability} (NVIDIA from Ampere on"
-        " has one); xla is used"
+        "experts, permutations and attention over a cache: no kernel for a GPU of kind"
+        f" {capability} (NVIDIA from Ampere on has one); xla is used"
     )
 
 

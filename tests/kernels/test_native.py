@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.inference.kv_cache import KVCache, attend, write_keys_and_values
+from jmoe.inference.kv_cache import KVCache, write_keys_and_values
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import top_k_indices
 from jmoe.layers.slot_experts import ExpertInputs
@@ -35,6 +35,7 @@ from kernels_pallas.native.library import (
     instruction_set,
     usable_instruction_sets,
 )
+from kernels_pallas.paged_attention.xla import attend_by_block
 from tests.arrays import assert_close
 from tests.processes import without_home
 
@@ -187,7 +188,7 @@ def test_attention_writes_the_cache_and_reads_it(
         "sinks_H": drawn(rng, (h,), jnp.float32)[0] if sinks else None,
     }
     written = write_keys_and_values(cache, blocks, positions, k, v)
-    want = attend(q, written, blocks, positions, **options)
+    want = attend_by_block(q, written.k_NGLd, written.v_NGLe, blocks, positions, **options)
     run = jax.jit(
         lambda caches, blocks: native.cached_attention(
             (q, k, v), caches, blocks, positions, **options
@@ -244,7 +245,8 @@ def test_attention_to_latents(
         )
     )
     written = write_keys_and_values(KVCache(k_cache), blocks_PW, places, k, k[..., :latent])
-    want = attend(q, written, blocks_PW, places, **options)[..., :latent]
+    operands = q, written.k_NGLd, written.v_NGLe, blocks_PW, places
+    want = attend_by_block(*operands, **options)[..., :latent]
     got, cache, no_values = attention(k_cache, q, k, blocks_PW, places)
     assert no_values is None
     np.testing.assert_array_equal(cache, written.k_NGLd)

@@ -12,9 +12,9 @@ import pytest
 from jmoe.planning.gpu_estimate import (
     LAUNCH_S,
     SHARES,
-    ExpertKernelFacts,
     GpuEstimate,
     GpuRates,
+    KernelFacts,
     estimate_module,
     gpu_rates,
     short_scope,
@@ -124,9 +124,9 @@ def test_our_kernels_by_their_own_flops() -> None:
     assert (kernel.name, kernel.flops) == ("grouped_matmul", 2 * 512 * 64 * 128)
     rest = 4 + 4 * 36 + 2 * 512 * 64 + 2 * 512 * 128
     assert kernel.num_bytes == pytest.approx(rest + 2 * 16 * 64 * 128)
-    (few,) = estimate(call.replace("512", "1"), experts=ExpertKernelFacts(num_experts=4)).kernels
+    (few,) = estimate(call.replace("512", "1"), facts=KernelFacts(num_experts=4)).kernels
     assert few.num_bytes == pytest.approx(4 + 4 * 36 + 2 * 64 + 2 * 128 + 2 * 64 * 128)
-    (half,) = estimate(call, experts=ExpertKernelFacts(filled=0.5)).kernels
+    (half,) = estimate(call, facts=KernelFacts(filled=0.5)).kernels
     assert half.flops == kernel.flops / 2
     assert half.num_bytes == pytest.approx(4 + 4 * 36 + 512 * 64 + 512 * 128 + 2 * 16 * 64 * 128)
 

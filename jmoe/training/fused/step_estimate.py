@@ -14,7 +14,7 @@ from jmoe.config.cluster import read_links
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.planning.exchange import DROPLESS_BUFFER
-from jmoe.planning.gpu_estimate import ExpertKernelFacts, GpuEstimate, estimate_module, gpu_rates
+from jmoe.planning.gpu_estimate import GpuEstimate, KernelFacts, estimate_module, gpu_rates
 from jmoe.planning.gpu_links import GPUS_PER_NODE
 from jmoe.planning.hlo import parse_hlo
 from jmoe.run import ahead_of_time
@@ -138,13 +138,13 @@ def hosts_and_devices_per_host(config: TrainConfig) -> tuple[int, int]:
     return devices // each, each
 
 
-def assumed_expert_kernel_facts(config: TrainConfig) -> ExpertKernelFacts:
+def assumed_expert_kernel_facts(config: TrainConfig) -> KernelFacts:
     """Return what the estimate assumes of the expert kernels: the fraction of a device's buffer
     rows that hold tokens under balanced routing.
     """
     devices = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     factor = config.model.capacity_factor or DROPLESS_BUFFER
-    return ExpertKernelFacts(filled=min(1.0, 1 / factor) if devices > 1 else 1.0)
+    return KernelFacts(filled=min(1.0, 1 / factor) if devices > 1 else 1.0)
 
 
 def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
