@@ -39,6 +39,7 @@ TITLES = {
     "serving_cpu": ("inference", "The server beside its own engine"),
     "starting_cpu": ("inference", "From the command to the first answer"),
     "serving_aot": ("inference", "Engine programs, compiled for an H200"),
+    "decode_estimates": ("inference", "Decoding steps on GPUs, estimated: the cache in place"),
     "eplb_cpu": ("inference", "Expert placements under a skewed load"),
     "training_tiers_cpu": ("offloading", "Training with experts in host memory or on NVMe"),
     "tiers_two_nodes_cpu": ("offloading", "Offloaded training on two nodes with a slow link"),

@@ -36,7 +36,7 @@ from jmoe.planning.gpu_estimate import (
     gpu_rates,
     join_estimates,
 )
-from jmoe.planning.hlo import parse_hlo
+from jmoe.planning.hlo import HloModule, parse_hlo
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan, plan_memory
 from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
@@ -212,23 +212,26 @@ class _StepEstimator:
         function: jax.stages.Wrapped,
         *operands: PyTree,
         attended: int | None = None,
+        chosen: float | None = None,
     ) -> tuple[PyTree, GpuEstimate]:
         """Return (shapes of the results, estimate) of a program.
 
-        trips: assumed iterations of each loop whose trip count is not static. attended: positions
-        of the cache that each row attends to.
+        trips: assumed iterations of each loop whose trip count is not static. attended, chosen: see
+        `KernelFacts`.
         """
-        results, lowered = ahead_of_time.lower_for_device(
-            self._device, function, *self._abstract_operands(operands)
-        )
+        results, module = self._compile(function, *self._abstract_operands(operands))
+        facts = KernelFacts(self._config.num_experts, chosen=chosen, attended=attended)
+        return results, estimate_module(module, gpu_rates(self._gpu), facts, lambda scope: trips)
+
+    def _compile(self, function: jax.stages.Wrapped, *operands: PyTree) -> tuple[PyTree, HloModule]:
+        """Return (shapes of the results, optimized module) of a program."""
+        results, lowered = ahead_of_time.lower_for_device(self._device, function, *operands)
         compiled = lowered.compile()
         sizes = compiled.memory_analysis()
         self.temporary_bytes = max(
             self.temporary_bytes, 0 if sizes is None else sizes.temp_size_in_bytes
         )
-        facts = KernelFacts(num_experts=self._config.num_experts, attended=attended)
-        module = parse_hlo(compiled.as_text() or "")
-        return results, estimate_module(module, gpu_rates(self._gpu), facts, lambda scope: trips)
+        return results, parse_hlo(compiled.as_text() or "")
 
     def _abstract_operands(self, operands: tuple[PyTree, ...]) -> list[PyTree]:
         is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # noqa: E731
@@ -310,7 +313,7 @@ class _StepEstimator:
             table_E = self._abstract_array(jnp.int32, config.num_experts)
             function = slots.tiled_table_mlp
             y, mlp = self._compile_and_estimate(
-                tiles, function, config.hidden_act, routed, self._slots, table_E
+                tiles, function, config.hidden_act, routed, self._slots, table_E, chosen=chosen
             )
             parts.append(("experts", config.num_moe_layers, mlp))
         return runner.Hidden(x_PCD, y), parts

@@ -184,11 +184,14 @@ class KernelFacts:
 
     num_experts: experts of one layer, for kernels whose operand holds the weights of several
     layers; 0: there are none. filled: fraction of a buffer's rows that hold tokens. attended:
-    positions of the cache that each row of a step attends to; None for all of its table.
+    positions of the cache that each row of a step attends to; None for all of its table. chosen:
+    expected number of a layer's experts that tokens choose; None for as many as that many rows
+    would choose, which with kernels that pad few rows is too many.
     """
 
     num_experts: int = 0
     filled: float = 1.0
+    chosen: float | None = None
     attended: int | None = None
 
 
@@ -459,7 +462,9 @@ def _pallas_kernel_work(
         rows, weights = arrays[at : at + 2]
         num_rows, inner = facts.filled * out.shape[0], rows.num_elements // rows.shape[-2]
         groups = min(facts.num_experts or weights.shape[0], weights.shape[0])
-        used = groups * (1 - (1 - 1 / groups) ** num_rows)  # expected number under uniform routing
+        used = facts.chosen  # or the expected number under uniform routing
+        if used is None:
+            used = groups * (1 - (1 - 1 / groups) ** num_rows)
         read[at] *= facts.filled
         read[at + 1 :] = [size * used / weights.shape[0] for size in read[at + 1 :]]
         # a gate and an up projection of one launch give half as many columns

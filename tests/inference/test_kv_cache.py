@@ -2,8 +2,10 @@
 rows and the plain form of attention.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from jmoe.inference.kv_cache import (
     write_scattered,
 )
 from jmoe.layers.attention import CacheInputs
+from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas.paged_attention.xla import attend_by_block
 from kernels_pallas.saved import bfloat16_as_uint16
 from tests.inference import contiguous_cache
@@ -181,6 +184,27 @@ def test_copies_of_contexts_are_no_larger_than_the_cache() -> None:
     compiled = jax.jit(one_token, donate_argnums=1).lower(new, cache, blocks_PW, positions_P1)
     memory = compiled.compile().memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 2 * cache.k_NGLd.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_gpu_copies_no_context(rows: int) -> None:
+    """Its program writes by one scatter an array and attends by kernels; it gathers from tables
+    alone.
+    """
+    device: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    cache = KVCache(*[of(jnp.uint16, 600, 8, BLOCK, 64)] * 2)
+    new = CacheInputs(of(jnp.bfloat16, rows, 1, 16, 64), *[of(jnp.bfloat16, rows, 1, 8, 64)] * 2)
+    places = of(jnp.int32, rows, 300), of(jnp.int32, rows, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
+        program = jax.jit(partial(write_and_attend, scale=0.5))
+        _, lowered = lower_for_device(device, program, new, cache, *places)
+    text = lowered.as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == (2 if rows == 1 else 1)
+    assert text.count('"stablehlo.scatter"') == 2
+    gathered = [line for line in text.splitlines() if '"stablehlo.gather"' in line]
+    assert len(gathered) == 1 and f"tensor<{rows}x300xi32>" in gathered[0]
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])

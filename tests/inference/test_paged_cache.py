@@ -5,9 +5,12 @@ preempted, and every request gets the tokens that it gets alone.
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
@@ -20,6 +23,7 @@ from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.sequence import Sequence
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from kernels_pallas.paged_attention import triton, xla
 
 POSITIONS = 1024
 ROOMY: dict[str, Any] = {"max_batch": 4, "max_seq_len": 384, "prefill_chunk_tokens": 32}
@@ -253,3 +257,31 @@ def test_a_paused_sequence_is_preempted(long_models: Path) -> None:
             engine.step()
         assert late.num_preemptions > 0
         assert (first.finish_reason, late.finish_reason) == ("length", "length")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_tokens_are_the_same_by_the_kernel_of_gpus(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows and sinks; latents. Chunks of prompts and single tokens, in Pallas' interpreter."""
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [5, 6, 7, 8, 9, 20]]
+    options: dict[str, Any] = {"native": "off", "policy": "resident"}
+
+    def answers() -> list[Any]:
+        jax.clear_caches()  # programs of equal shapes, traced with the other form
+        with tiny_engine(family, **options) as served:
+            return served.generate(prompts, max_new_tokens=8, ignore_eos=True, logprobs=1)
+
+    expected = answers()
+    kernel = Mock(side_effect=partial(triton.paged_attention, interpret=True))
+    monkeypatch.setattr(xla, "paged_attention", kernel)
+    try:
+        ours = answers()
+    finally:
+        jax.clear_caches()
+    assert kernel.called
+    for a, b in zip(ours, expected, strict=True):
+        assert a.token_ids == b.token_ids
+        both = [[token.logprob for token in each.logprobs] for each in (a, b)]
+        np.testing.assert_allclose(*both, atol=1e-5)

@@ -1,7 +1,14 @@
 """Rows of the cache and the choices of routers, over the steps of an engine."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 from tiny_engines import tiny_engine
+
+from jmoe.inference.runner import num_positions_read
+from kernels_pallas.implementations import tracing_for
 
 
 def test_use_of_experts_is_counted_in_tokens() -> None:
@@ -32,3 +39,15 @@ def test_more_requests_than_rows_and_prefix_reuse() -> None:
         again = served.generate([prompts[-2]], max_new_tokens=5, ignore_eos=True)[0].token_ids
         assert again == alone[-2]
         assert served.stats().tokens - ran < len(prompts[-2])
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("9.0", [None, None]), ("7.5", [512, 600]), ("gfx942", [512, 600])]
+)
+def test_a_kernel_that_reads_blocks_serves_all_lengths(
+    capability: str, expected: list[int | None]
+) -> None:
+    """Else a program reads a bounded number of positions, one of a few."""
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    with tracing_for(device):
+        assert [num_positions_read(end, 600) for end in (3, 513)] == expected

@@ -126,6 +126,8 @@ def test_our_kernels_by_their_own_flops() -> None:
     assert kernel.num_bytes == pytest.approx(rest + 2 * 16 * 64 * 128)
     (few,) = estimate(call.replace("512", "1"), facts=KernelFacts(num_experts=4)).kernels
     assert few.num_bytes == pytest.approx(4 + 4 * 36 + 2 * 64 + 2 * 128 + 2 * 64 * 128)
+    (two,) = estimate(call, facts=KernelFacts(chosen=2)).kernels  # of 16, whatever the rows are
+    assert two.num_bytes == pytest.approx(rest + 2 * 2 * 64 * 128)
     (half,) = estimate(call, facts=KernelFacts(filled=0.5)).kernels
     assert half.flops == kernel.flops / 2
     assert half.num_bytes == pytest.approx(4 + 4 * 36 + 512 * 64 + 512 * 128 + 2 * 16 * 64 * 128)
@@ -169,6 +171,30 @@ def test_kernels_in_triton() -> None:
         assert kernel.flops == 2 * 512 * 64 * 128
         moved = 4 * 27 + 2 * (512 * 64 + 512 * 128 + 16 * 64 * 128)
         assert kernel.num_bytes == pytest.approx(moved)
+
+
+def test_attention_over_a_cache_reads_what_rows_attend_to() -> None:
+    """Not the whole cache; without facts, all positions of the tables."""
+    meta = (
+        'custom_call_target="__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/attend/NAME_kernel/pallas_call"}'
+    )
+    call = (
+        "  %q = bf16[2,1,8,64]{3,2,1,0} parameter(0)\n  %t = s32[2,4]{1,0} parameter(1)\n"
+        "  %p = s32[2,1]{1,0} parameter(2)\n  %w = s32[1]{0} parameter(3)\n"
+        "  %k = u16[99,4,128,64]{3,2,1,0} parameter(4)\n"
+        "  %v = u16[99,4,128,32]{3,2,1,0} parameter(5)\n  %s = f32[8]{0} parameter(6)\n"
+        "  %o = (f32[3,2,1,8,32]{4,3,2,1,0}, f32[3,2,1,8]{3,2,1,0}, f32[3,2,1,8]{3,2,1,0})"
+        f" custom-call(%q, %t, %p, %w, %k, %v, %s), {meta}\n"
+    )
+    call = call.replace("NAME", "paged_attention")
+    out = 4 * 3 * 2 * 8 * (32 + 1 + 1)
+    for facts, attended in ((KernelFacts(attended=100), 100), (KernelFacts(), 512)):
+        (kernel,) = estimate(call, facts=facts).kernels
+        assert kernel.name == "paged_attention in Triton"
+        assert kernel.flops == 2 * 2 * 8 * attended * (64 + 32)
+        cached = 2 * 2 * attended * 4 * (64 + 32)
+        assert kernel.num_bytes == pytest.approx(2 * 2 * 8 * 64 + out + cached)
 
 
 @pytest.mark.parametrize(
