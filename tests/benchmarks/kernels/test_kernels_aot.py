@@ -13,7 +13,7 @@ installed = any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
 @pytest.mark.skipif(installed, reason="the CUDA libraries are installed here")
-@pytest.mark.parametrize("program", ["kernels/aot", "train/estimates"])
+@pytest.mark.parametrize("program", ["kernels/aot", "train/estimates", "serve/decode_estimates"])
 def test_without_the_cuda_libraries(
     run_python: Callable[..., subprocess.CompletedProcess[str]], program: str
 ) -> None:
