@@ -54,6 +54,7 @@ from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
+from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
@@ -242,6 +243,23 @@ def attention_and_gradients(
     return o_BSHe, *vjp(o_BSHe)
 
 
+def cache_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
+    """Yield (name, function, operands) of attention over a cache in blocks: single tokens of OLMoE,
+    gpt-oss and DeepSeek-V3 (latents).
+    """
+    of = lambda dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    heads = {"olmoe": (16, 16, 128, 128), "gpt-oss": (8, 64, 64, 64)}
+    heads["deepseek"] = (1, 128, 576, 512)
+    for name, (g, h, d, e) in heads.items():
+        for rows in (1, 64):
+            k = of(jnp.uint16, 2048, g, 128, d)
+            v = None if name == "deepseek" else of(jnp.uint16, 2048, g, 128, e)
+            places = of(jnp.int32, rows, 256), of(jnp.int32, rows, 1)
+            function = partial(paged_attention, scale=1.0, value_dim=e, implementation="triton")
+            operands = of(jnp.bfloat16, rows, 1, h, d), k, v, *places
+            yield f"{name}'s cache, {rows} tokens", function, operands
+
+
 def experts_in_slots(
     shape: MoEShape, kind: str, implementation: Name
 ) -> tuple[Callable[..., object], Operands]:
@@ -329,6 +347,7 @@ def main() -> None:
         (device,) = ahead_of_time.abstract_gpu_devices(target)
         implementation: Name = "mosaic_gpu" if target == "h200" else "triton"
         chosen = [("attention", each) for each in attention_programs(target)]
+        chosen += [("attention", each) for each in cache_programs()]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
         for name, (what, function, operands) in chosen:
             result = compile_for(device, function, operands)
