@@ -51,6 +51,7 @@ from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.cluster_planner import cluster_rows, rows_as_json, table_lines
 from jmoe.run.compatibility import (
+    BASE,
     TEACHER,
     check_same_on_all_processes,
     has_checkpoint,
@@ -65,10 +66,12 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
 from jmoe.training.expert_packing import PackingController, initial_packing
 from jmoe.training.finetune import (
+    base_fingerprint,
     companion_files,
     is_run_folder,
     with_pretrained_model,
 )
+from jmoe.training.fused.adapting import AdapterTrainer
 from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, print_on_rank_0
@@ -231,6 +234,8 @@ class LanguageModeling:
         distillation.
         """
         config, _ = setup.expert_packing.current_config_and_shape()
+        if config.lora.rank is not None:
+            return AdapterTrainer(config, setup.mesh)
         if not config.distil.teacher:
             return make_trainer(config, setup.mesh, setup.folder.run_name)
         with status(f"loading the teacher {config.distil.teacher}", print_on_rank_0):
@@ -317,12 +322,14 @@ def prepare_text_data(
 
 
 def config_to_save(config: TrainConfig) -> JsonObject:
-    """Return the configuration as checkpoints store it, with the teacher's fingerprint if there is
-    a teacher.
+    """Return the configuration as checkpoints store it, with the fingerprints of a teacher and of
+    the frozen model of adapters, if there are such models.
     """
     resolved: JsonObject = json.loads(config.to_json())
     if config.distil.teacher:
         resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
+    if config.lora.rank is not None:
+        resolved[BASE] = base_fingerprint(config.init_from)
     return resolved
 
 

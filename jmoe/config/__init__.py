@@ -6,6 +6,8 @@ from jmoe.config.layers import EXPERT_STACKS as EXPERT_STACKS
 from jmoe.config.layers import STACKS as STACKS
 from jmoe.config.layers import Layer as Layer
 from jmoe.config.layers import LayerKind as LayerKind
+from jmoe.config.lora import LORA_TARGETS as LORA_TARGETS
+from jmoe.config.lora import LoraConfig as LoraConfig
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import ModelConfig as ModelConfig

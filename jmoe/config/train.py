@@ -24,6 +24,7 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.distil import DistilConfig
+from jmoe.config.lora import LoraConfig
 from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
@@ -279,6 +280,7 @@ class TrainConfig:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     tiers: TiersConfig = field(default_factory=TiersConfig)
     distil: DistilConfig = field(default_factory=DistilConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     num_steps: int = 1000
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
@@ -330,6 +332,7 @@ class TrainConfig:
         self._check_memory_dir()
         self._check_precision()
         self._check_teacher()
+        self._check_lora()
         span = self.profile.traced_steps()
         ends = span is None or span[1] <= self.num_steps
         check_field(
@@ -388,6 +391,29 @@ class TrainConfig:
             "comm.packing",
             self.comm.packing,
             "must be 1 with distil.teacher",
+        )
+
+    def _check_lora(self) -> None:
+        rank = self.lora.rank
+        if rank is None:
+            return
+        check(bool(self.init_from), "lora.rank", rank, "must be given together with init_from")
+        with_lora = "with lora.rank"
+        wide = self.compute_dtype != "float16"
+        check_field(wide, self, "compute_dtype", f"must be float32 or bfloat16 {with_lora}")
+        tiers = self.tiers.experts, self.tiers.optimizer
+        check(self.tiers.all_on_device, "tiers", tiers, f"must be device {with_lora}")
+        packing = self.comm.packing
+        check(packing == 1, "comm.packing", packing, f"must be 1 {with_lora}")
+        check(
+            not self.distil.teacher,
+            "distil.teacher",
+            self.distil.teacher,
+            f"must be empty {with_lora}",
+        )
+        check_field(not self.plan, self, "plan", f"must not be given {with_lora}: not planned yet")
+        check_field(
+            not self.estimate, self, "estimate", f"must not be given {with_lora}: not estimated yet"
         )
 
     def _check_estimate(self) -> None:

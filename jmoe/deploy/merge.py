@@ -1,7 +1,9 @@
 """Write a run's newest checkpoint as a Hugging Face folder: python -m jmoe.deploy.merge RUN_DIR
 OUT_DIR.
 
-OUT_DIR must be empty or new. It appears once it is complete.
+Of a LoRA run, the folder holds the model with its adapter added, or with `--adapter` the adapter
+alone. `--base MODEL` adds an adapter that PEFT trained. OUT_DIR must be empty or new. It appears
+once it is complete.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import numpy as np
 
 from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
 from jmoe.data.tokenizer import load_tokenizer
+from jmoe.deploy.adapters import merge_adapter_folder, merge_adapter_run, write_run_adapter
 from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import hf_config
@@ -115,6 +118,8 @@ def merge_run_to_hugging_face(run_dir: Path, out_dir: Path) -> int:
                 f"RUN_DIR = {str(run_dir)!r}: learned image tasks: must be a run of a language"
                 " model"
             )
+        if (saved.get("lora") or {}).get("rank") is not None:
+            return merge_adapter_run(checkpoints, step, saved, out_dir)
         model = saved_model_config(saved["model"])
         # the default may exceed the model's positions, which is an error
         length = min(TrainConfig.sequence_length, model.max_position_embeddings)
@@ -148,16 +153,35 @@ def merge_run_to_hugging_face(run_dir: Path, out_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the run that the command line names as a Hugging Face folder, and print its step."""
+    """Write what the command line names as a Hugging Face folder or an adapter's, and print it."""
     parser = argparse.ArgumentParser(prog="python -m jmoe.deploy.merge", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run's output folder")
     parser.add_argument(
         "out_dir", metavar="OUT_DIR", type=Path, help="where the Hugging Face folder is written"
     )
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a LoRA run: write its adapter alone, as PEFT does",
+    )
+    either.add_argument(
+        "--base",
+        type=Path,
+        help="RUN_DIR is an adapter of PEFT: merge it into this Hugging Face folder",
+    )
     options = parser.parse_args(arguments)
     check_empty_or_new(options.out_dir, "OUT_DIR")
+    if options.base is not None:
+        with creating_folder(options.out_dir) as partly:
+            merge_adapter_folder(options.run_dir, options.base, partly)
+        print(f"{options.base} with {options.run_dir} is in {options.out_dir}")
+        return
     with creating_folder(options.out_dir) as partly:
-        step = merge_run_to_hugging_face(options.run_dir, partly)
+        if options.adapter:
+            step = write_run_adapter(options.run_dir, partly)
+        else:
+            step = merge_run_to_hugging_face(options.run_dir, partly)
     print(f"step {step} of {options.run_dir} is in {options.out_dir}")
 
 

@@ -83,7 +83,7 @@ def _size_and_mtime(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file by name. Raises ValueError naming a damaged or truncated
     file.
     """
@@ -171,7 +171,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises ValueError naming the file that is missing, truncated or inconsistent with the index.
     """
     if has_file(folder / SINGLE):
-        return _read_header(folder / SINGLE)
+        return read_header(folder / SINGLE)
     index = folder / INDEX
     if not has_file(index):
         raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}")
@@ -192,7 +192,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         )
         if not (folder / name).is_file():
             raise ValueError(f"{folder / name}: is missing, but {INDEX} names it")
-        for tensor in _read_header(folder / name).values():
+        for tensor in read_header(folder / name).values():
             if tensor.name in tensors:
                 raise tensor.error(f"is in {tensors[tensor.name].file.name} too")
             tensors[tensor.name] = tensor
@@ -291,7 +291,7 @@ class NewTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _write_safetensors_file(file: Path, tensors: Sequence[NewTensor]) -> None:
+def write_safetensors_file(file: Path, tensors: Sequence[NewTensor]) -> None:
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -335,7 +335,7 @@ def write_safetensors(folder: Path, tensors: Sequence[NewTensor], max_shard_byte
         leftover.unlink()
     try:
         for name, shard in zip(names, shards, strict=True):
-            _write_safetensors_file(folder / f".{name}.new", shard)
+            write_safetensors_file(folder / f".{name}.new", shard)
         if len(names) > 1:
             places = {
                 tensor.name: name

@@ -78,6 +78,7 @@ PLACE_NAMES = (
     *("data.path", "data.tokenizer", "data.chat_template", "checkpoint.memory_dir"),
 )
 FINGERPRINT, TEACHER = "data_fingerprint", "teacher_fingerprint"
+BASE = "base_fingerprint"  # of the frozen model of a run with adapters
 ENDS = "tasks.", ".num_steps"  # prefix and suffix of the field's name
 ENDS_NOTE = "the task takes part until another step; 0: the last one"
 NOTED_WITH_FINGERPRINT = {
@@ -87,7 +88,11 @@ NOTED_WITH_FINGERPRINT = {
     "data.path": "the text itself is the same",
     "data.tokenizer": "the tokenizer itself is the same",
 }
-NOTED_WITH_TEACHER = {"distil.teacher": "the teacher itself is the same"}
+# fingerprint of a model that is not trained -> (the field that names it, the note if it is the same)
+MODELS = {
+    TEACHER: ("distil.teacher", "the teacher itself is the same"),
+    BASE: ("init_from", "the frozen model itself is the same"),
+}
 
 
 def _with_defaults(saved: JsonObject, defaults: JsonObject) -> JsonObject:
@@ -148,6 +153,24 @@ def raise_data_changed(config: TrainConfig, resolved: JsonObject) -> None:
         check_and_list_differences(saved, resolved | {FINGERPRINT: "of other data"})
 
 
+def _compare_models(
+    saved: JsonObject, now: JsonObject, changed: dict[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return ({field: note} of models that are the same, lines about models that differ), and
+    remove their fingerprints from `changed`.
+    """
+    noted, refused = {}, []
+    for fingerprint, (field, note) in MODELS.items():
+        differs, before = changed.pop(fingerprint, ""), saved.get(fingerprint)
+        if before and not differs:
+            noted[field] = note
+        elif before and now.get(fingerprint):
+            section, _, name = field.rpartition(".")
+            value = (saved[section] if section else saved)[name]
+            refused.append(f"{field}: {value!r} -> other weights")
+    return noted, refused
+
+
 def check_and_list_differences(saved: JsonObject, now: JsonObject) -> list[str]:
     """Return lines to print about allowed differences between a checkpoint's configuration and the
     current one.
@@ -155,7 +178,7 @@ def check_and_list_differences(saved: JsonObject, now: JsonObject) -> list[str]:
     Raises `ValueError` listing every field whose change would give the saved state another meaning:
     the model, the data and their order (seed, batch_size, sequence_length), and every other field
     that neither `FREE` nor `NOTED` lists. If both configurations have a `data_fingerprint`, the
-    data is compared by it, and its path may change; likewise `teacher_fingerprint` for the teacher.
+    data is compared by it, and its path may change; likewise the fingerprints in `MODELS`.
     """
     saved = _with_defaults(saved, json.loads(TrainConfig().to_json()))
     if "tasks" in saved:
@@ -166,12 +189,9 @@ def check_and_list_differences(saved: JsonObject, now: JsonObject) -> list[str]:
     noted = dict(NOTED)
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
-    if saved.get(TEACHER) and saved[TEACHER] == now.get(TEACHER):
-        noted |= NOTED_WITH_TEACHER
-    notes, refused = [], []
     changed = {line.partition(":")[0]: line for line in describe_differences(saved, now)}
-    if changed.pop(TEACHER, "") and saved.get(TEACHER) and now.get(TEACHER):
-        refused.append(f"distil.teacher: {saved['distil']['teacher']!r} -> other weights")
+    same, refused = _compare_models(saved, now, changed)
+    noted, notes = noted | same, list[str]()
     other_data = changed.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
     places = [
         changed.pop(name) for name in NOTED_WITH_FINGERPRINT if other_data and name in changed

@@ -15,9 +15,10 @@ from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.config_fields import ignored_training_fields
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
-from jmoe.models.safetensors_io import TensorReader, read_headers, weights_identity
+from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
 from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
 from jmoe.models.weights import (
+    Names,
     Parameter,
     ParameterLoader,
     check_tensors,
@@ -54,6 +55,8 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     )
     names = [name for name in TRAINING_ONLY if not name.startswith("router.")]
     own_values = {name: getattr(own, name) for name in names}
+    if config.lora.rank is not None:  # the model is frozen, its routers' biases too
+        router = dataclasses.replace(router, bias_update_speed=0.0)
     model = dataclasses.replace(model, router=router, **own_values)
     data = config.data
     if data.tokenizer is None and (folder / TOKENIZER).is_file():
@@ -120,16 +123,9 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     Streamed experts are read onto their tiers one layer at a time and are never all in device
     memory. Every process must call this.
     """
-    folder, shape = pretrained_folder(config.init_from), trainer.full_shape
+    shape = trainer.full_shape
     places = flatten_by_path(shape.params) | flatten_by_path(shape.router_bias)
-    shapes = abstract_decoder(config.model)[2]
-    shapes = jax.tree.unflatten(
-        jax.tree.structure(shapes), [places[path] for path in flatten_by_path(shapes)]
-    )
-    stored = read_headers(folder)
-    wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
-    check_tensors(wanted, stored, folder, config.model, jnp.float32)
-    check_same_identity(f"content of {folder}", lambda: weights_identity(stored))
+    wanted, stored = _checked_parameters(config, places)
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
         loader = ParameterLoader(stored, reader)
@@ -151,6 +147,45 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
         if streamed:
             return trainer.load_state(state, read_expert_weights, lambda *_: {})
         return trainer.load_state(state)
+
+
+def load_pretrained_parameters(
+    config: TrainConfig, places: dict[Names, jax.ShapeDtypeStruct]
+) -> dict[Names, jax.Array]:
+    """Return the parameters of `init_from` by path, each with the dtype and sharding in `places`.
+
+    Every process must call this.
+    """
+    wanted, stored = _checked_parameters(config, places)
+    with TensorReader() as reader:
+        loader = ParameterLoader(stored, reader)
+        return {
+            p.path: loader.load(p, places[p.path].dtype, places[p.path].sharding) for p in wanted
+        }
+
+
+def _checked_parameters(
+    config: TrainConfig, places: dict[Names, jax.ShapeDtypeStruct]
+) -> tuple[list[Parameter], dict[str, StoredTensor]]:
+    """Return (the decoder's parameters, the stored tensors of `init_from` that make them up).
+
+    Every process must call this: it compares the folder's content with that of process 0.
+    """
+    folder = pretrained_folder(config.init_from)
+    shapes = abstract_decoder(config.model)[2]
+    shapes = jax.tree.unflatten(
+        jax.tree.structure(shapes), [places[path] for path in flatten_by_path(shapes)]
+    )
+    stored = read_headers(folder)
+    wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
+    check_tensors(wanted, stored, folder, config.model, jnp.float32)
+    check_same_identity(f"content of {folder}", lambda: weights_identity(stored))
+    return wanted, stored
+
+
+def base_fingerprint(init_from: str) -> str:
+    """Return a hash of the weights that a LoRA run's adapters belong to."""
+    return weights_identity(read_headers(pretrained_folder(init_from)))
 
 
 def _state_at_step_0(

@@ -132,6 +132,8 @@ class Session:
             return self.trainer.init()
         for line in ignored_training_options(self.config.init_from):
             print_on_rank_0(f"warning: {line}")
+        if self.config.lora.rank is not None:
+            return self.trainer.init()
         return load_pretrained_state(self.trainer, self.config)
 
     def start_or_resume(self) -> TrainState:

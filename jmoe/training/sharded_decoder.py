@@ -30,7 +30,7 @@ from jmoe.mesh import (
     shardings,
     split_over,
 )
-from jmoe.models.decoder import Decoder, DecoderExecution, scan_layers
+from jmoe.models.decoder import Decoder, DecoderExecution, LayerScan, scan_layers
 from jmoe.planning.embedding import EmbeddingSizes, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
 from jmoe.training.fused.reverse_scan import ReverseScan
@@ -144,7 +144,7 @@ class ShardedDecoder(ShardedModel):
             lambda path, w: next(left) if copies and self._has_cast_copy(path, w) else w, params
         )
 
-    def _cast_stacks(self, stacks: PyTree, layer_runner: ReverseScan | None) -> PyTree:
+    def _cast_stacks(self, stacks: PyTree, layer_runner: LayerScan | None) -> PyTree:
         """Return the stacks of layers with weights cast to their compute dtype.
 
         On several devices only experts are cast, and only if `ReverseScan` adds no other gradients
@@ -195,7 +195,7 @@ class ShardedDecoder(ShardedModel):
         params: PyTree,
         router_bias: PyTree,
         tokens_BS: jax.Array,
-        layer_runner: ReverseScan | None = None,
+        layer_runner: LayerScan | None = None,
         *,
         remat: Remat = "none",
         **options: PyTree,
@@ -254,7 +254,7 @@ class ShardedDecoder(ShardedModel):
         save = jax.jit(lambda table: table.reshape(-1, table.shape[-1]), out_shardings=place)
         restore = jax.jit(
             self.embedding.to_parameter_shape,
-            out_shardings=self.state_shape.params["embedding"].sharding,
+            out_shardings=shardings(self.specs["embedding"], self.mesh),
         )
         return save, restore, jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=place)
 

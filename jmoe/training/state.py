@@ -30,11 +30,14 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The training state: nested dicts of float32 arrays, except `step` (int32 scalar) and `cast`.
+    """The training state: nested dicts of float32 arrays, except `step` (int32 scalar), `cast` and
+    `frozen`.
 
     m, v: AdamW's moments, trees like `params`. router_bias: the routers' load-balancing biases.
     loss_scale: None unless the run computes in float16. cast: copies of stacked weights in their
-    compute dtype (`ShardedDecoder.cast_copies`), never part of a checkpoint.
+    compute dtype (`ShardedDecoder.cast_copies`), never part of a checkpoint. frozen: parameters
+    that are not trained, in their compute dtype; None unless the run trains adapters, which are
+    then `params`. Never part of a checkpoint.
     """
 
     params: PyTree
@@ -44,6 +47,7 @@ class TrainState:
     step: jax.Array
     loss_scale: LossScale | None = None
     cast: tuple[jax.Array, ...] = ()
+    frozen: PyTree = None
 
     @classmethod
     def at_step_0(

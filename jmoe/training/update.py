@@ -182,7 +182,9 @@ def finish_step(
         skipped = by_scale & (loss_scale.scale > MIN_LOSS_SCALE)
         metrics |= {"loss_scale": loss_scale.scale, "skipped": skipped}
         loss_scale = loss_scale.next_scale(ok, skipped, config.loss_scale)
-    return TrainState(params, m, v, bias, state.step + ok.astype(jnp.int32), loss_scale), metrics
+    step_now = state.step + ok.astype(jnp.int32)
+    stepped = TrainState(params, m, v, bias, step_now, loss_scale, frozen=state.frozen)
+    return stepped, metrics
 
 
 def sum_over_mesh(num_devices: int, tree: PyTree) -> PyTree:

@@ -61,6 +61,7 @@ class FusedTrainer:
     `ShardedDecoder.reverse_scan`. links: see `ShardedDecoder`.
     """
 
+    decoder: type[ShardedDecoder] = ShardedDecoder
     evaluation_batches = 1
     records: RecordCheckpoints | None = None
     progress_counters: Callable[[], object] | None = None
@@ -72,7 +73,7 @@ class FusedTrainer:
         chunk_bytes: int | None = None,
         links: LinksConfig | None = None,
     ) -> None:
-        self.config, self.model = config, (model := ShardedDecoder(config, mesh, links))
+        self.config, self.model = config, (model := self.decoder(config, mesh, links))
         self._layer_runner = model.reverse_scan(chunk_bytes)
         self.saved_shape = self.full_shape = model.saved_shape
         self.notes, sharded = model.notes, self.shard_over_mesh
@@ -143,6 +144,7 @@ class FusedTrainer:
         options: dict[str, PyTree] = {
             "loss_scale": state.loss_scale,
             "full_capacity": full_capacity,
+            **_frozen_parameters(state),
         } | constants
         if isinstance(batch, SampleRows):
             options["totals"] = sample_totals_local(batch, self.model.mesh.size)
@@ -213,8 +215,8 @@ class FusedTrainer:
 
         micro_batch: tokens [B, S + 1] of one accumulation step, `SampleRows`, or another tuple
         whose first leaf they are. key: the routers' PRNG key. layer_runner: see
-        `ShardedDecoder.__call__`. totals: of the step's `SampleRows`. constants: keyword arguments
-        of `token_loss_local`.
+        `ShardedDecoder.__call__`. totals: of the step's `SampleRows`. constants: `frozen` of
+        the state if it is not None, and keyword arguments of `token_loss_local`.
         """
         config, tokens_BS = self.config, jax.tree.leaves(micro_batch)[0]
         num_tokens: jax.Array | int = (
@@ -229,6 +231,8 @@ class FusedTrainer:
             counted = documents.token_counts()
         options: PyTree = {"key": key, "train": True, "full_capacity": full_capacity}
         options["documents"] = documents
+        if "frozen" in constants:
+            options["frozen"] = constants.pop("frozen")
         hidden, head, stats = self.model(
             params, router_bias, tokens_BS[:, :-1], layer_runner, remat=config.remat, **options
         )
@@ -283,6 +287,7 @@ class FusedTrainer:
             self.model.with_cast_copies(state.params, state.cast),
             state.router_bias,
             tokens_BS,
+            **_frozen_parameters(state),
             **options,
         )
 
@@ -349,3 +354,8 @@ class FusedTrainer:
 
     def close(self) -> None:
         """Do nothing: this trainer has no threads."""
+
+
+def _frozen_parameters(state: TrainState) -> dict[str, PyTree]:
+    """Return the model's keyword argument `frozen`; none if all parameters are trained."""
+    return {} if state.frozen is None else {"frozen": state.frozen}

@@ -1,0 +1,231 @@
+"""LoRA: the step of `FusedTrainer`, in which adapters are the parameters and the model is frozen.
+
+Legend: A accumulation steps, B batch, S sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.tree_util import KeyPath
+
+from jmoe.config import STACKS, TrainConfig
+from jmoe.config.cluster import LinksConfig
+from jmoe.layers.moe import MoEStats
+from jmoe.mesh import is_expert, num_stack_dims, param_specs, path_names
+from jmoe.models.block import ApplyBlock
+from jmoe.models.decoder import LayerInputs, LayerScan, StackedLayers, scan_layers
+from jmoe.models.huggingface import family_of
+from jmoe.models.layer_patterns import LayerPattern
+from jmoe.models.lora import (
+    AppliedAdapters,
+    adapted_parameters,
+    initial_adapters,
+    num_elements,
+)
+from jmoe.models.pretrained import read_config
+from jmoe.models.weights import flatten_by_path
+from jmoe.offload.expert_state import ReadExperts
+from jmoe.training.bandwidth import read_or_measure_links
+from jmoe.training.finetune import load_pretrained_parameters, pretrained_folder
+from jmoe.training.fused.step import FusedTrainer
+from jmoe.training.sharded_decoder import ShardedDecoder
+from jmoe.training.state import TrainState
+from jmoe.types import PyTree
+
+ADAPTERS = "adapters"  # the one entry of the trained parameters: adapters by path of their weight
+
+
+class AdaptedDecoder(ShardedDecoder):
+    """A `ShardedDecoder` whose parameters are adapters; its own parameters are an argument.
+
+    Adapters of experts lie with their experts; the others lie on every device.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, links: LinksConfig | None = None) -> None:
+        super().__init__(config, mesh, links)
+        self.lora, family = config.lora, family_of(read_config(pretrained_folder(config.init_from)))
+        self.adapted = adapted_parameters(config.model, family, config.lora.targets)
+        self._applied = AppliedAdapters.make(self.adapted, config.lora.scale)
+
+    @property
+    def rank(self) -> int:
+        """The adapters' rank."""
+        assert self.lora.rank is not None
+        return self.lora.rank
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes of `ShardedDecoder`, and the sizes of adapters and frozen parameters."""
+        frozen = jax.tree.leaves(self.frozen_shape)
+        trained, gib = num_elements(self.adapted, self.rank), 2**30
+        frozen_bytes = sum(w.size * w.dtype.itemsize for w in frozen)
+        elements = sum(w.size for w in frozen)
+        return [
+            *super().notes,
+            f"LoRA of rank {self.rank} on {', '.join(self.lora.targets)}: {trained:,} trained"
+            f" parameters ({12 * trained / gib:.3f} GiB with moments); {elements:,}"
+            f" frozen ({frozen_bytes / gib:.3f} GiB, matrices in {self.dtype.name})",
+        ]
+
+    def reverse_scan(self, chunk_bytes: int | None = None) -> None:
+        """Return None: frozen parameters have no gradients to reduce, and adapters' are small."""
+        return
+
+    def cast_copies(self, params: PyTree) -> tuple[jax.Array, ...]:
+        """Return (): frozen parameters are in their compute dtype, adapters are used in float32."""
+        return ()
+
+    def __call__(
+        self,
+        params: PyTree,
+        router_bias: PyTree,
+        tokens_BS: jax.Array,
+        layer_runner: LayerScan | None = None,
+        *,
+        frozen: PyTree = None,
+        **options: PyTree,
+    ) -> tuple[jax.Array, jax.Array, PyTree]:
+        """Return what `ShardedDecoder` does for the frozen parameters with adapters added.
+
+        params: the adapters. layer_runner: None, as of a `FusedTrainer` without `ReverseScan`.
+        """
+
+        def run_layers(
+            patterns: Sequence[LayerPattern],
+            apply_block: ApplyBlock,
+            inputs: LayerInputs,
+            x_BSD: jax.Array,
+        ) -> tuple[jax.Array, MoEStats | None]:
+            adapted = {
+                kind: StackedLayers(
+                    (stack.params, params[ADAPTERS].get(STACKS[kind], {})), stack.keys
+                )
+                for kind, stack in inputs.items()
+            }
+            return scan_layers(patterns, replace(apply_block, gather=self._gather), adapted, x_BSD)
+
+        return super().__call__(frozen, router_bias, tokens_BS, run_layers, **options)
+
+    # The state of training
+
+    def _frozen_dtype(self, path: KeyPath, ndim: int) -> PyTree:
+        """Return the dtype of a frozen parameter: the compute dtype for matrices and the embedding,
+        float32 for vectors and routers.
+        """
+        matrix = ndim - is_expert(path) - num_stack_dims(path) >= 2
+        return self.dtype if matrix and "router" not in path_names(path) else jnp.float32
+
+    def _freeze(self, params: PyTree) -> PyTree:
+        """Return parameters in the dtypes in which they are frozen."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, w: w.astype(self._frozen_dtype(path, w.ndim)), params
+        )
+
+    @property
+    def state_specs(self) -> TrainState:
+        """The partition specs of the training state, as a `TrainState` of specs."""
+        whole = super().state_specs
+        shapes = jax.eval_shape(self._initial_adapters)
+        adapters = param_specs(shapes, self.mesh, shard_dense=False)
+        return replace(whole, params=adapters, m=adapters, v=adapters, frozen=self.specs)
+
+    def _initial_adapters(self) -> PyTree:
+        key = jax.random.key(self.config.seed)
+        return {ADAPTERS: initial_adapters(key, self.adapted, self.rank)}
+
+    def initial_state(self) -> TrainState:
+        """Return the state of step 0: new adapters of a model with random parameters."""
+        whole = super().initial_state()
+        adapted = TrainState.at_step_0(self._initial_adapters(), whole.router_bias)
+        return replace(adapted, frozen=self._freeze(whole.params))
+
+    @cached_property
+    def frozen_shape(self) -> PyTree:
+        """Shapes, dtypes and shardings of the frozen parameters as a checkpoint of them lies, which
+        is the same for every mesh.
+        """
+        shape = self.state_shape.frozen
+        if (form := self._saved_table_conversion) is None:
+            return shape
+        table = form[2].update(dtype=shape["embedding"].dtype)
+        return shape | {"embedding": table}
+
+    @property
+    def saved_shape(self) -> TrainState:
+        """Shapes, dtypes and shardings of a checkpoint's state: the adapters, without the model."""
+        return replace(self.state_shape, frozen=None)
+
+    def to_saved(self, state: TrainState) -> TrainState:
+        """Return `state` without the frozen parameters."""
+        return replace(state, frozen=None)
+
+    def from_saved(self, state: TrainState) -> TrainState:
+        """Return a checkpoint's state as it is; `AdapterTrainer.load_state` adds what is frozen."""
+        return state
+
+    def table_from_saved(self, frozen: PyTree) -> PyTree:
+        """Return frozen parameters with the embedding table in the layout used by training."""
+        if (form := self._saved_table_conversion) is None:
+            return frozen
+        return frozen | {"embedding": form[1](frozen["embedding"])}
+
+    def _gather(self, layer: PyTree) -> PyTree:
+        """Return the unsharded parameters of one layer, with its adapters added."""
+        shards, adapters = layer
+        return self._applied.add_to_layer(self.gather_params(shards), adapters)
+
+
+class AdapterTrainer(FusedTrainer):
+    """A `FusedTrainer` that trains LoRA adapters of `init_from`, all of it on the devices.
+
+    Checkpoints hold the adapters, their moments and the router biases. Raises ValueError if the
+    model has none of `lora.targets`.
+    """
+
+    decoder = AdaptedDecoder
+    model: AdaptedDecoder
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh, links=read_or_measure_links(config, mesh))
+        adapters = self.saved_shape.params
+        place = jax.tree.map(lambda s: s.sharding, adapters)
+        self._init_adapters = jax.jit(self.model._initial_adapters, out_shardings=place)
+        self.init = self.init_from_pretrained  # type: ignore[assignment]
+
+    def init_from_pretrained(self) -> TrainState:
+        """Return the state of step 0: new adapters of the model in `init_from`."""
+        frozen, bias = self._load_frozen()
+        adapters, shape = self._init_adapters(), self.saved_shape
+        zeros = lambda: jax.tree.map(  # noqa: E731
+            lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shape.m
+        )
+        step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
+        return TrainState(adapters, zeros(), zeros(), bias, step, frozen=frozen)
+
+    def load_state(
+        self,
+        saved: TrainState,
+        weights: ReadExperts | None = None,
+        moments: ReadExperts | None = None,
+    ) -> TrainState:
+        """Return the training state for a checkpoint's state, with the model of `init_from`."""
+        return replace(saved, frozen=self._load_frozen()[0])
+
+    def _load_frozen(self) -> tuple[PyTree, PyTree]:
+        """Return (frozen parameters, router biases) of `init_from`, each on its devices."""
+        shape, bias = self.model.frozen_shape, self.saved_shape.router_bias
+        arrays = load_pretrained_parameters(
+            self.config, flatten_by_path(shape) | flatten_by_path(bias)
+        )
+
+        def take(tree: PyTree) -> PyTree:
+            # a copy in JAX's own memory, since a step donates its state
+            paths = flatten_by_path(tree)
+            leaves = [jnp.copy(arrays.pop(path)) for path in paths]
+            return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+        return self.model.table_from_saved(take(shape)), take(bias)
