@@ -12,6 +12,7 @@ Legend: N layers of a kind, E experts, P tensors of a weight, I inputs, O output
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,7 @@ def write_adapter_folder(
             a, b = (_joined_a(a), _joined_b(b)) if parameter.experts else (a.T, b.T)
             for side, x in (("A", a), ("B", b)):
                 name = f"{piece.name}.lora_{side}.weight"
-                tensors.append(NewTensor(name, x.dtype, x.shape, lambda x=x: x))
+                tensors.append(NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)))
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
     text = json.dumps(adapter_config(parameters, lora, base), indent=2) + "\n"

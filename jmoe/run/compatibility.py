@@ -88,7 +88,7 @@ NOTED_WITH_FINGERPRINT = {
     "data.path": "the text itself is the same",
     "data.tokenizer": "the tokenizer itself is the same",
 }
-# fingerprint of a model that is not trained -> (the field that names it, the note if it is the same)
+# fingerprint of a model that is not trained -> (its field, the note if the model is the same)
 MODELS = {
     TEACHER: ("distil.teacher", "the teacher itself is the same"),
     BASE: ("init_from", "the frozen model itself is the same"),

@@ -32,7 +32,8 @@ def adapter_of(name: str, when: str) -> AdapterFolder:
 
 def config_of(name: str, lora: LoraConfig, **options: object) -> TrainConfig:
     """As PEFT's run in make_lora.py: no balance loss, no decay, no clipping."""
-    adamw = OptimizerConfig(1e-2, "constant", warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
+    plain = {"warmup_steps": 0, "eps": 1e-4, "weight_decay": 0.0, "clip_norm": 0.0}
+    adamw = OptimizerConfig(2e-3, "constant", **plain)
     options = {"batch_size": 2, "sequence_length": 12, "compute_dtype": "float32"} | options
     config = with_pretrained_model(
         dataclasses.replace(
