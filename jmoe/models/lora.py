@@ -23,7 +23,6 @@ import numpy as np
 
 from jmoe.config import ModelConfig, check
 from jmoe.mesh import EXPERTS_PATH, path_names
-from jmoe.models.families import FAMILIES
 from jmoe.models.pretrained import abstract_decoder
 from jmoe.models.tensor_names import parameter_source
 from jmoe.models.weights import Names, Parameter, flatten_by_path
@@ -49,10 +48,10 @@ def adapted_parameters(config: ModelConfig, family: str, targets: Sequence[str])
 
     Raises ValueError if the model has none of the targets.
     """
-    fused, adapted = FAMILIES[family].fused_experts, list[Parameter]()
+    adapted = list[Parameter]()
     for path, leaf in flatten_by_path(abstract_decoder(config)[2]).items():
         if target_of(path) in targets:
-            source = parameter_source(path, config, family, fused=fused)
+            source = parameter_source(path, config, family, fused=True)
             layers = tuple(i for i, x in enumerate(config.layers) if x.stack_name == path[0])
             experts = config.num_experts if EXPERTS_PATH in path else 0
             adapted.append(Parameter(path, tuple(leaf.shape), source, layers, experts))

@@ -200,8 +200,10 @@ def _stored_targets(
     """Return the parts of a layer of which the file has tensors."""
     names = {name.rpartition(".lora_")[0] for name in stored}
     parameters = adapted_parameters(config, family, LORA_TARGETS)
-    found = {target_of(p.path) for p in parameters if names & {piece.name for piece in _pieces(p)}}
-    return tuple(name for name in LORA_TARGETS if name in found)
+    stored_parts = {
+        target_of(p.path) for p in parameters if names & {piece.name for piece in _pieces(p)}
+    }
+    return tuple(name for name in LORA_TARGETS if name in stored_parts)
 
 
 def _read_adapters(
