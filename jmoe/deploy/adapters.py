@@ -21,7 +21,7 @@ from jmoe.run.compatibility import BASE
 from jmoe.training.finetune import base_fingerprint, pretrained_folder
 from jmoe.training.fused.adapting import ADAPTERS
 from jmoe.training.state import TrainState
-from jmoe.types import JsonObject
+from jmoe.types import JsonObject, PyTree
 
 
 def merge_adapter_folder(adapter: Path, base: Path, out_dir: Path) -> None:
@@ -80,7 +80,8 @@ def _saved_adapters(
     rank = lora.rank
     parameters = adapted_parameters(model_config(fields), family_of(fields), lora.targets)
     shapes = jax.eval_shape(lambda: initial_adapters(jax.random.key(0), parameters, rank))
-    wanted = TrainState({ADAPTERS: shapes}, {}, {}, {}, jax.ShapeDtypeStruct((), jnp.int32))
+    step_shape: PyTree = jax.ShapeDtypeStruct((), jnp.int32)
+    wanted = TrainState({ADAPTERS: shapes}, {}, {}, {}, step_shape)
     others = ("m.", "v.", "router_bias.", "loss_scale.")
     but = [name for name in checkpoints.array_names(step) if name.startswith(others)]
     state, _, _ = checkpoints.restore(step, wanted, skipped_arrays=but)
