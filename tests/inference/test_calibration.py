@@ -144,7 +144,8 @@ def test_auto_chooses_by_the_bandwidth(tmp_path: Path, caplog: pytest.LogCapture
             measured = (
                 measured.bandwidth_bytes_per_s if tier == "host" else measured.nvme_bytes_per_s
             )
-            assert measured <= 1.1 * limit
+            # a limited link makes up for SLACK_S of lost time at a loaded machine
+            assert measured <= 1.25 * limit
             assert plan.choose_policy(1) == "experts"
             for num_tokens in range(1, 7):
                 fitting = [p for p in plan.predictions(num_tokens) if p.fits]
