@@ -589,9 +589,9 @@ def result_from_rank_0(name: str, call: Callable[[], str], timeout_s: float) -> 
     """Run `call` on rank 0 and return its result on every rank. Each `name` may be used once per
     run.
 
-    Raises on rank 0 what `call` raises; an `OSError` or `ValueError` there is one with the same
-    words on every other rank, any other exception a `RuntimeError`. Raises `TimeoutError` on the
-    other ranks after `timeout_s`.
+    If `call` raises, rank 0 raises that error. The other ranks raise `OSError` or `ValueError` with
+    the same text if rank 0's error is one of these, otherwise `RuntimeError`. Raises `TimeoutError`
+    on the other ranks after `timeout_s`.
     """
     store = key_value_client()
     if store is None:

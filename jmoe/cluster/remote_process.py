@@ -211,7 +211,9 @@ def run_ordered_command(order: LaunchOrder, signals_fd: int) -> int:
             flush=True,
         )
         return CANNOT_RUN if there and error.filename != order.log else CANNOT_LOG
-    threading.Thread(target=_forward_signals, args=(signals_fd, process), daemon=True).start()
+    threading.Thread(
+        target=_send_signals_until_eof, args=(signals_fd, process), daemon=True
+    ).start()
     code = process.wait()
     _kill_group(process.pid)
     if code == -signal.SIGKILL:
@@ -253,7 +255,10 @@ def _prepare_child() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _forward_signals(signals_fd: int, process: subprocess.Popen[bytes]) -> None:
+def _send_signals_until_eof(signals_fd: int, process: subprocess.Popen[bytes]) -> None:
+    """Send the process each signal number read from the file descriptor, one a line; kill its
+    process group when the input ends.
+    """
     with os.fdopen(signals_fd, "rb", closefd=False) as lines:
         for line in lines:
             process.send_signal(int(line))

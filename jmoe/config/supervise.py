@@ -82,7 +82,9 @@ class SuperviseConfig:
 
     @property
     def num_processes(self) -> int:
-        """The number of processes when all hosts are available."""
+        """The number of processes while all hosts are available: `processes` if it is set,
+        otherwise one per host, or one without hosts.
+        """
         return self.processes if self.processes is not None else max(1, len(self.hosts))
 
     @property

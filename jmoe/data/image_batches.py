@@ -115,7 +115,7 @@ class ImageBatches:
         return pixels, task, labels, np.ones(len(labels), np.float32)
 
     def _task_batch(self, task_number: int, step: int) -> ImageSplit:
-        """Return the task's global batch of a step."""
+        """Return the images and labels of a task's batch at a step, over all devices."""
         task, config = self._tasks[task_number], self._config
         size, images = list(config.tasks.values())[task_number].batch_size, len(task.train.labels)
         index = np.arange(step * size, (step + 1) * size)

@@ -101,7 +101,7 @@ def is_byte_addressable(folder: Path, mounts: Path = Path("/proc/self/mountinfo"
     return False
 
 
-def read_file(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
+def read_file_start(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
     """Fill `record_R` from the beginning of a file.
 
     Raises `OSError` naming the file if it is too short or unreadable.

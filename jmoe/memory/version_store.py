@@ -37,7 +37,7 @@ from jmoe.memory.direct_io import (
     fsync,
     make_folder_durably,
     map_file,
-    read_file,
+    read_file_start,
     remove_folder,
     try_hard_link,
     write_file_durably,
@@ -122,7 +122,7 @@ def read_version_file(
     short, unreadable or damaged.
     """
     with _name_record_in_errors(path):
-        read_file(path, record_R, io)
+        read_file_start(path, record_R, io)
     check_seal(path, layout, record_R)
 
 

@@ -49,7 +49,8 @@ def split_parameters(module: nnx.Module) -> tuple[nnx.GraphDef, nnx.State, nnx.S
 
 
 class FunctionalModule:
-    """Calls a module as a function of its parameters, given as nested dictionaries.
+    """Rebuilds a module from its parameters, given as nested dictionaries: a call returns the
+    module with these parameters, whose methods are then called.
 
     params, bias: the module's own parameters and router biases, in that form.
     """

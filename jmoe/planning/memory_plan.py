@@ -315,8 +315,10 @@ def _plan_mesh_ring(
 
 
 def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
-    """Return the slots that each device has for a layer's experts. Raises `ValueError` if they are
-    too few or too many.
+    """Return the number of slots that each device has for a layer's experts:
+    `mesh.slots_per_device`, or the fewest that hold every expert once.
+
+    Raises `ValueError` if all devices' slots are fewer than the experts, or one device's are more.
     """
     fewest = -(-num_experts // mesh.devices)
     slots = fewest if mesh.slots_per_device is None else mesh.slots_per_device

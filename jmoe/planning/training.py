@@ -889,8 +889,8 @@ def first_fitting_plan(
 
 
 def candidate_tier_pairs(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:
-    """Return pairs of tiers (experts, optimizer), fastest first. `experts` and `optimizer` name a
-    tier or `auto`.
+    """Return the allowed pairs of tiers (experts, optimizer), fastest first: the optimizer's tier
+    is never faster than the experts'. A named tier stays fixed; `auto` allows every tier.
     """
     pairs = [(a, b) for a in TIERS for b in TIERS if TIERS.index(b) >= TIERS.index(a)]
     pairs.sort(key=lambda pair: (TIERS.index(pair[0]) + TIERS.index(pair[1]), TIERS.index(pair[0])))

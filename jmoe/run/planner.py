@@ -295,8 +295,9 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
 
 
 def packing_shortfall(config: TrainConfig, machine: Machine) -> MemoryShortfall:
-    """Return the bytes that a run with this expert packing lacks on `machine`: with experts on the
-    device, and with experts in host memory; 0 if it fits.
+    """Return the bytes that all tiers of `machine` together lack for a run with this
+    configuration's expert packing: with experts and optimizer on the device, and with experts,
+    optimizer and gradients in host memory; 0 if it fits.
     """
     model = training_sizes(config)
     host = dataclasses.replace(_state_placement(config, "host", "host"), gradients="host")

@@ -219,8 +219,8 @@ class RunFolder:
         return False
 
     def _lock_shared(self) -> None:
-        """Take the shared lock in another process than 0, after checking that this process sees
-        process 0's file. Raises `OSError` if it does not within 5 s.
+        """Take the shared lock; for processes other than 0. Waits until this process sees the
+        `run.lock` that process 0 wrote, and raises `OSError` if it does not within 5 s.
         """
         deadline_s = time.monotonic() + 5.0  # a network file system may lag
         while self._read_owner().get("token") != self._owner["token"]:

@@ -110,8 +110,8 @@ class RowLayout:
         return self.table_width * BLOCK
 
     def device_of_row(self, row: int) -> int:
-        """Return the device whose blocks a row's sequence has; -1 if every device has a part of
-        each.
+        """Return the device that holds the cache blocks of a row's sequence; -1 if every device
+        holds a part of every block.
         """
         return row // self.rows_per_device
 

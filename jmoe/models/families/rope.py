@@ -19,7 +19,8 @@ def _checked_rope_table(fields: ConfigFields, name: str, *, partial: bool) -> Js
 def _check_rope_tables_agree(scaling: JsonObject, parameters: JsonObject) -> None:
     """Raise ValueError if rope_scaling and rope_parameters contradict each other.
 
-    A rope_parameters table that sets nothing but theta agrees with any scaling.
+    A rope_parameters table of type `default` agrees with any scaling, unless both tables name a
+    theta and the two differ.
     """
     kinds = [
         table.get("rope_type") or table.get("type") or "default" for table in (scaling, parameters)

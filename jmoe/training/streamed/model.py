@@ -285,9 +285,10 @@ class StreamedModel(Protocol[MicroBatchIn]):
     saves_residuals: bool = False  # False: the backward pass reruns each layer
 
     def gather_first_params(self, params: Params, *, first_kind: LayerKind) -> FirstGatheredParams:
-        """Return the parameters that are gathered before the first layer.
+        """Return the parameters outside the layers, and those of layers that the model gathers
+        ahead: all layers' dense parameters, the first layer's flat buffer, or none.
 
-        first_kind: the first layer's kind.
+        first_kind: kind of the first layer, to choose its buffer.
         """
 
     def embed(self, outside: Params, micro_batch: MicroBatchIn) -> tuple[jax.Array, list[Choices]]:

@@ -268,8 +268,8 @@ class ShardedVision(ShardedModel):
         return jax.jit(program, out_shardings=shardings(out_specs, self.mesh))
 
     def gather_all_params(self, params: PyTree) -> PyTree:
-        """Return all parameters unsharded, in their compute dtype; experts stay on their
-        devices.
+        """Return all parameters in their compute dtype: experts as this device holds them, all
+        others unsharded.
         """
         with jax.named_scope("gather"):
             outside = self.gather_params(
