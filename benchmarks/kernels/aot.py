@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -48,6 +49,7 @@ from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.attention import causal_attention
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
+from jmoe.offload.slot_arrays import dtype_of_stored_bits
 from jmoe.planning.gpu_estimate import TRITON
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import FORMATS
@@ -292,8 +294,11 @@ def experts_in_slots(
     return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
 
 
-def engine_exchange(shape: MoEShape, devices: list[jax.Device]) -> JsonObject:
-    """Compile the exchange and experts of an engine over several GPUs, 256 tokens a device."""
+def engine_exchange(shape: MoEShape, devices: list[jax.Device], kind: str = "wide") -> JsonObject:
+    """Compile the exchange and experts of an engine over several GPUs, 256 tokens a device.
+
+    kind: the experts' format, or wide.
+    """
     mesh = make_mesh((1, 1, len(devices)), devices)
     tokens = 256 * len(devices)
     k = shape.num_experts_per_tok
@@ -306,7 +311,12 @@ def engine_exchange(shape: MoEShape, devices: list[jax.Device]) -> JsonObject:
     routed = ExpertInputs(
         x_TD, of(BATCH, jnp.int32, tokens, k), of(BATCH, jnp.float32, tokens, k), y_TD
     )
-    weights = MLPWeights(of(BATCH, jnp.bfloat16, e, d, 2 * f), of(BATCH, jnp.bfloat16, e, f, d))
+    weights = {}
+    for name, shape_KN in {"w_up": (d, 2 * f), "w_down": (f, d)}.items():
+        bits = {name: (shape_KN, np.dtype(np.uint16))}
+        fields = stored_fields(FORMATS[kind], name, shape_KN) if kind in FORMATS else bits
+        for stored, (sizes, dtype) in fields.items():
+            weights[stored] = of(BATCH, dtype_of_stored_bits(dtype), e, *sizes)
     exchange = ExchangeShape(256 * k * 5 // 4, e // len(devices), "swiglu", ragged=True)
     return compiled_for_cuda(
         devices[0],
@@ -356,20 +366,16 @@ def main() -> None:
     if "h200" in a.targets:
         devices = ahead_of_time.abstract_gpu_devices("h200", 1, 8)
         for name in a.shapes:
-            if MODELS[name].num_experts % len(devices) == 0:
-                result = engine_exchange(MODELS[name], devices)
-                results.append(
-                    {
-                        "target": "8 x h200",
-                        "shape": name,
-                        "program": "ragged exchange, experts",
-                        **result,
-                    }
-                )
+            if MODELS[name].num_experts % len(devices):
+                continue
+            for kind in ("wide", *FORMATS):
+                result = engine_exchange(MODELS[name], devices, kind)
+                what = f"ragged exchange, experts {kind}"
+                results.append({"target": "8 x h200", "shape": name, "program": what, **result})
                 size = result["temp_bytes"] / 2**20
                 print(
-                    f"8 x h200 {name} ragged exchange, experts: {result['compile_s']} s, "
-                    f"{size:.1f} MiB of temporaries"
+                    f"8 x h200 {name} {what}: {result['compile_s']} s, {size:.1f} MiB of"
+                    " temporaries"
                 )
     report.finish({"jax": jax.__version__, "programs": results})
 

@@ -120,8 +120,8 @@ class EngineConfig:
     # data type of weights, keys and values, and computation; None: as stored
     dtype: Literal["float32", "bfloat16"] | None = None
     # format of the experts' matrices on every tier. mxfp4, int4, int8, fp8: blocks of weights with
-    # one scale each (4.25, 4.5, 8.5 and 8.25 bits per weight); wide: as `dtype`; None: wide, except
-    # that one device keeps stored MXFP4 or FP8 weights
+    # one scale each (4.25, 4.5, 8.5 and 8.25 bits per weight); wide: as `dtype`; None: as the
+    # checkpoint stores them if that is one of these formats, else wide
     expert_dtype: ExpertDtype | None = None
     # the inputs of the experts' products on a CPU. exact: as `dtype`; int8: rounded to 8 bits, in
     # blocks of 32 with one scale each, and multiplied as integers with experts of mxfp4, int4 or
@@ -256,18 +256,15 @@ class EngineConfig:
         mesh, devices = self.mesh, self.mesh.devices
         divides = f"must be a multiple of mesh.devices = {devices}"
         check_field(self.max_batch % devices == 0, self, "max_batch", divides)
-        wide = self.expert_dtype in (None, "wide")
-        check_field(
-            wide, self, "expert_dtype", f"must be wide or None with mesh.devices = {devices}"
-        )
         check_field(
             self.native != "on",
             self,
             "native",
             f"must be auto or off with mesh.devices = {devices}",
         )
-        one = f"must be auto or off with mesh.devices = {devices}"
-        check_field(self.pin_host_memory != "on", self, "pin_host_memory", one)
+        words = f"must be auto or off with mesh.devices = {devices}, unless policy = 'ring'"
+        pins = self.pin_host_memory != "on" or self.policy == "ring"
+        check_field(pins, self, "pin_host_memory", words)
         known = self.policy in ("auto", "resident", "ring")
         check_field(
             known, self, "policy", f"must be auto, resident or ring with mesh.devices = {devices}"

@@ -45,10 +45,6 @@ from kernels_pallas import native
 from kernels_pallas.formats import INT8_TAKING
 
 log = logging.getLogger("jmoe")
-_MADE_WIDE = (
-    "experts are stored as %s and made wide, in %s, %d bytes each: several devices keep no"
-    " compressed ones"
-)
 _BUILT_LATER = (
     "steps of few tokens are slower until the next start: the native operations are being built in"
     " the background; python -m kernels_pallas.native waits for them"
@@ -58,9 +54,7 @@ Say = Callable[[str], None]
 
 def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> LazyCheckpoint:
     """Open a Hugging Face folder with the dtypes that these options ask for, and return it."""
-    return LazyCheckpoint(
-        folder, options.dtype, "wide" if _uses_several_devices(options) else options.expert_dtype
-    )
+    return LazyCheckpoint(folder, options.dtype, options.expert_dtype)
 
 
 def _uses_several_devices(options: EngineConfig) -> bool:
@@ -96,8 +90,6 @@ class LoadedModel(Closing):
                 PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             )
             mesh = expert_mesh(options.mesh.devices) if _uses_several_devices(options) else None
-            if mesh is not None and options.expert_dtype is None:
-                _log_decoded_experts(checkpoint)
             self.memory = plan_engine_memory(checkpoint, options)
             # fewer program sizes on an accelerator: padding is nearly free there, compiling is slow
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
@@ -120,6 +112,7 @@ class LoadedModel(Closing):
                     cache_dir=options.cache_dir,
                     bandwidth_limit_bytes_per_s=limits,
                     placements=segment_placements(checkpoint, options),
+                    pin=options.pin_host_memory,
                 )
                 self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
         self.folder, self.options = checkpoint.folder, options
@@ -147,13 +140,6 @@ def _check_activations(checkpoint: LazyCheckpoint, options: EngineConfig, use_na
     stored = "wide" if kind is None else kind.name
     words = f"must be exact with experts that are {stored}; set expert_dtype to one of "
     check(stored in INT8_TAKING, field, value, words + ", ".join(INT8_TAKING))
-
-
-def _log_decoded_experts(checkpoint: LazyCheckpoint) -> None:
-    """Log that experts which the checkpoint stores compressed are decoded."""
-    kind = checkpoint.stored_format
-    if kind is not None:
-        log.info(_MADE_WIDE, kind.name, checkpoint.dtype, checkpoint.expert_bytes)
 
 
 def _make_runner_on_one_device(

@@ -177,18 +177,85 @@ def _table_mlp_by_tiles(
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
     by_expert = _sort_by_expert(routed.idx_TK, num_experts, tile_rows)
     tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows
-    ends_E = jnp.cumsum(tiles_E)
 
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = (i >= ends_E).sum(dtype=jnp.int32)
-        row = by_expert.starts_E[expert] + (i - (ends_E[expert] - tiles_E[expert])) * tile_rows
+        expert, row = _tile_expert_and_row(i, by_expert.starts_E, tiles_E, tile_rows)
         mine = _decode_slot(slots, table_E[expert], h_TD.dtype)
         return _write_tile(out, h_TD, by_expert, row, mine, activation)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
     return _add_weighted_rows(
-        lax.fori_loop(0, ends_E[-1], write_tile, out), routed, by_expert, implementation
+        lax.fori_loop(0, tiles_E.sum(), write_tile, out), routed, by_expert, implementation
     )
+
+
+def _tile_expert_and_row(
+    i: jax.Array, starts_E: jax.Array, tiles_E: jax.Array, tile_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return (expert, first row) of tile i, counted over the tiles of all experts."""
+    ends_E = jnp.cumsum(tiles_E)
+    expert = (i >= ends_E).sum(dtype=jnp.int32)
+    return expert, starts_E[expert] + (i - (ends_E[expert] - tiles_E[expert])) * tile_rows
+
+
+def stored_group_mlp(
+    x_ND: jax.Array,
+    group_sizes_E: jax.Array,
+    slots: Mapping[str, jax.Array],
+    *,
+    activation: str,
+    tile_rows: int,
+    implementation: Name | None = None,
+) -> jax.Array:
+    """Return [N, D] in x's dtype: the expert in slot e, applied to the rows of group e.
+
+    x_ND: rows sorted by group; rows beyond the groups hold arbitrary values in the result. slots:
+    arrays [E, ...] by name, with matrices compressed or not. tile_rows: rows of a tile in the
+    implementation `xla`, whose result for a row depends on no other row. implementation: None for
+    the best that supports the case.
+    """
+
+    def by_grouped_matmul(name: Name) -> jax.Array:
+        # imported on first use: the import takes a second
+        grouped_mlp_in_slots = import_module(MODULES[name]).grouped_mlp_in_slots
+        slot_E = jnp.arange(group_sizes_E.shape[0], dtype=jnp.int32)
+        y_ND: jax.Array = grouped_mlp_in_slots(
+            x_ND, group_sizes_E, slots, slot_E, activation=activation
+        )
+        return y_ND
+
+    forms: dict[Name, Callable[[], jax.Array]] = {
+        "mosaic_gpu": partial(by_grouped_matmul, "mosaic_gpu"),
+        "triton": partial(by_grouped_matmul, "triton"),
+        "xla": partial(
+            _stored_group_mlp_by_tiles, x_ND, group_sizes_E, slots, activation, tile_rows
+        ),
+    }
+    names = default_implementations() if implementation is None else (implementation,)
+    return first_supported("stored_group_mlp", [(name, forms[name]) for name in names])
+
+
+def _stored_group_mlp_by_tiles(
+    x_ND: jax.Array,
+    group_sizes_E: jax.Array,
+    slots: Mapping[str, jax.Array],
+    activation: str,
+    tile_rows: int,
+) -> jax.Array:
+    """Return the result of `stored_group_mlp`, by a loop over tiles of rows, each of one group."""
+    tiles_E = (group_sizes_E + tile_rows - 1) // tile_rows
+    starts_E = jnp.cumsum(group_sizes_E) - group_sizes_E
+    # the last tile may run past the end
+    padded_ND = jnp.pad(x_ND, ((0, tile_rows), (0, 0)))
+
+    def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert, row = _tile_expert_and_row(i, starts_E, tiles_E, tile_rows)
+        x_BD = lax.dynamic_slice_in_dim(padded_ND, row, tile_rows)
+        y_BD = expert_mlp(x_BD, _decode_slot(slots, expert, x_ND.dtype), activation)
+        return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
+
+    out = lax.fori_loop(0, tiles_E.sum(), write_tile, jnp.zeros(padded_ND.shape, jnp.float32))
+    return out[: x_ND.shape[0]].astype(x_ND.dtype)
 
 
 def _decode_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:

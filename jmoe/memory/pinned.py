@@ -12,6 +12,7 @@ import ctypes
 import logging
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import jax
@@ -84,6 +85,32 @@ class PinnedSlots(list[NDArray[np.uint8]]):
         return arrays, list(arrays.values()) if on_cpu else [padded]
 
 
+class PinnedSlotsOfDevices(list[NDArray[np.uint8]]):
+    """Slots in the pinned host memory of several devices: those of the first device come first.
+
+    A slot is sent to the device that pins it. Raises as `PinnedSlots` does.
+    """
+
+    def __init__(
+        self, counts: Sequence[int], slot_bytes: int, devices: Sequence[jax.Device]
+    ) -> None:
+        """counts: the number of slots of each device."""
+        self._of_devices = [
+            PinnedSlots(count, slot_bytes, device)
+            for count, device in zip(counts, devices, strict=True)
+            if count
+        ]
+        self._places = [(slots, n) for slots in self._of_devices for n in range(len(slots))]
+        super().__init__(chain.from_iterable(self._of_devices))
+
+    def copy_to_device(
+        self, slot: int, layout: RecordLayout, names: Collection[str]
+    ) -> dict[str, jax.Array]:
+        """Return arrays of the record in a slot, as `PinnedSlots.copy_to_device` does."""
+        slots, n = self._places[slot]
+        return slots.copy_to_device(n, layout, names)
+
+
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _unpack_fields(
     layout: RecordLayout,
@@ -110,34 +137,46 @@ class HostAllocator(NamedTuple):
 
 
 def choose_host_allocator(
-    setting: Literal["auto", "on", "off"], field: str, devices: Sequence[jax.Device]
+    setting: Literal["auto", "on", "off"],
+    field: str,
+    devices: Sequence[jax.Device],
+    counts: Sequence[int] | None = None,
 ) -> HostAllocator:
     """Return pinned or ordinary host memory for records.
 
     setting: "auto" pins if that is possible and the device is not a CPU. field: the setting's name,
-    for errors. devices: this process's devices; only a process with one device can pin. Raises
-    `ValueError` if the setting is "on" and memory cannot be pinned.
+    for errors. devices: this process's devices. counts: the number of records that go to each of
+    them, in the order of the records; None means that a record may go to any, and only a process
+    with one device can then pin. Raises `ValueError` if the setting is "on" and memory cannot be
+    pinned.
     """
     device = devices[0]
-    can_pin = len(devices) == 1 and KIND in [
+    can_pin = (len(devices) == 1 or counts is not None) and KIND in [
         memory.kind for memory in device.addressable_memories()
     ]
     needed = (
-        f"must be auto or off unless a process has one device, with {KIND} memory; here it has"
-        f" {list(devices)}"
+        f"must be auto or off unless a process has one device, or holds each record in host memory"
+        f" for one device alone, with {KIND} memory; here it has {list(devices)}"
     )
     check(can_pin or setting != "on", field, setting, needed)
     if setting == "off" or not can_pin or (setting == "auto" and device.platform == "cpu"):
         return HostAllocator(allocate_slots, "records in ordinary host memory")
+    owners = f"{device}" if len(devices) == 1 else f"{len(devices)} devices, each its own"
     return HostAllocator(
-        partial(_allocate_pinned_or_ordinary, device), f"records in pinned host memory of {device}"
+        partial(_allocate_pinned_or_ordinary, devices, counts),
+        f"records in pinned host memory of {owners}",
     )
 
 
-def _allocate_pinned_or_ordinary(device: jax.Device, num_slots: int, slot_bytes: int) -> Slots:
+def _allocate_pinned_or_ordinary(
+    devices: Sequence[jax.Device], counts: Sequence[int] | None, num_slots: int, slot_bytes: int
+) -> Slots:
     """Return pinned memory; if there is not enough, ordinary memory with a warning."""
     try:
-        return PinnedSlots(num_slots, slot_bytes, device)
+        if counts is None:
+            return PinnedSlots(num_slots, slot_bytes, devices[0])
+        assert sum(counts) == num_slots, (counts, num_slots)
+        return PinnedSlotsOfDevices(counts, slot_bytes, devices)
     except RuntimeError as error:
         size = f"{num_slots * slot_bytes} bytes of pinned host memory"
         log.warning(

@@ -47,6 +47,11 @@ class Record(Closing):
     def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the record lies in pinned memory, from which `copy_to_device` copies directly."""
+        return self._send is not None
+
     def copy_to_device(self, names: Collection[str], device: jax.Device) -> dict[str, jax.Array]:
         """Return arrays, by name, in the device's memory, after the transfer has ended.
 

@@ -26,7 +26,7 @@ from jmoe.memory.closing import Closing
 from jmoe.memory.hot_set import HitCounts, checked_record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
-from jmoe.memory.pinned import PinnedSlots
+from jmoe.memory.pinned import PinnedSlots, PinnedSlotsOfDevices
 from jmoe.memory.record_handle import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
 from jmoe.memory.version_store import VersionStore
@@ -301,8 +301,9 @@ class TieredStore(Closing):
         if writable:
             data_R = self._slots_MR[slot]
             views = self.layout.views(data_R)
-        pinned = self._slots_MR if isinstance(self._slots_MR, PinnedSlots) else None
-        send = None if pinned is None else partial(pinned.copy_to_device, slot, self.layout)
+        send = None
+        if isinstance(self._slots_MR, PinnedSlots | PinnedSlotsOfDevices):
+            send = partial(self._slots_MR.copy_to_device, slot, self.layout)
         return Record(
             index, data_R, views, self._host_link, partial(self._release_record, index), send
         )

@@ -9,6 +9,9 @@ Legend:
   K  ring slots
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 from jax.sharding import Mesh
 
 from jmoe.memory.ring import Ring
@@ -21,18 +24,17 @@ from jmoe.offload.slot_arrays import (
     DeviceSlotArrays,
     Fields,
     HostSlotArrays,
-    as_mlp_weights,
 )
 from jmoe.planning.placement import EMPTY
-from kernels_pallas.grouped_mlp import MLPWeights
 
 
 class MeshRing(MeshExperts):
     """K ring slots, each of S expert slots on every device: whole layers pass through them in
     order.
 
-    Each process loads its own devices' experts, placed evenly, from its own host memory or NVMe, so
-    that N devices load over N links at once. Processes load without synchronization.
+    Each process loads its own devices' experts, placed evenly, from its own host memory or NVMe.
+    Each device has a thread that copies to it, so that N devices load over N links at once.
+    Processes load without synchronization.
     """
 
     streams = True
@@ -55,6 +57,7 @@ class MeshRing(MeshExperts):
         ]
         self._weights: list[Arrays] = [{}] * ring_slots
         self._slot_of: dict[int, int] = {}  # only the acquired layer
+        self._threads = ThreadPoolExecutor(len(self._mine), thread_name_prefix="copy to device")
         self.ring = Ring(range(index.num_layers), ring_slots, self._load_local_experts)
 
     def acquire(self, layer: int) -> None:
@@ -62,8 +65,8 @@ class MeshRing(MeshExperts):
         assert next_layer == layer, (next_layer, layer)
         self._slot_of = {layer: slot}
 
-    def layer_weights(self, layer: int) -> MLPWeights:
-        return as_mlp_weights(self._weights[self._slot_of[layer]])
+    def layer_weights(self, layer: int) -> Arrays:
+        return self._weights[self._slot_of[layer]]
 
     def release(self) -> None:
         self.ring.release()
@@ -82,6 +85,7 @@ class MeshRing(MeshExperts):
 
     def close(self) -> None:
         self.ring.close()
+        self._threads.shutdown()
 
     def _load_local_experts(self, layer: int, ring_slot: int) -> int:
         """Copy the layer's experts of this process's devices into a ring slot; return the bytes
@@ -90,13 +94,24 @@ class MeshRing(MeshExperts):
         for ahead in (layer, (layer + 1) % self.index.num_layers):
             self._store.prefetch([record for _, _, record in self._local_expert_slots(ahead)])
         places = self._local_expert_slots(layer)
-        for device, slot, number in places:
-            with self._store.get(number) as record:
-                self._slots[ring_slot][device].write(slot, record)
+        places_by_device = [
+            [place for place in places if place[0] == device] for device in range(len(self._mine))
+        ]
+        # list() raises the error of a thread
+        list(self._threads.map(partial(self._load_one_device, ring_slot), places_by_device))
         self._weights[ring_slot] = self._global_arrays(
             [slots.arrays for slots in self._slots[ring_slot]]
         )
         return len(places) * self._store.layout.data_bytes
+
+    def _load_one_device(self, ring_slot: int, places: list[tuple[int, int, int]]) -> None:
+        """Copy experts into one device's part of a ring slot.
+
+        places: (device, slot, record number), as of `_local_expert_slots`.
+        """
+        for device, slot, number in places:
+            with self._store.get(number) as record:
+                self._slots[ring_slot][device].write(slot, record)
 
     def _local_expert_slots(self, layer: int) -> list[tuple[int, int, int]]:
         """Return (device, slot, record number) of each of the layer's experts on this process's

@@ -28,7 +28,6 @@ from jmoe.offload.slot_arrays import (
     DeviceSlotArrays,
     Fields,
     NamedArrays,
-    as_mlp_weights,
 )
 from jmoe.planning.placement import (
     EMPTY,
@@ -38,7 +37,6 @@ from jmoe.planning.placement import (
     placement_changes,
     slot_rows_and_sizes,
 )
-from kernels_pallas.grouped_mlp import MLPWeights
 
 ReadRecord = Callable[[int], AbstractContextManager[NamedArrays]]
 
@@ -72,8 +70,10 @@ class MeshExperts(ExpertResidency):
         ] * index.num_layers
 
     @abstractmethod
-    def layer_weights(self, layer: int) -> MLPWeights:
-        """Return the weights in a layer's expert slots, [N S, ...], sharded over the devices."""
+    def layer_weights(self, layer: int) -> Arrays:
+        """Return the arrays of a layer's expert slots, [N S, ...] by name, sharded over the
+        devices.
+        """
 
     def replica_of_row(self, layer: int) -> jax.Array:
         """Return int32 [E, C], on every device: which replica of an expert takes each of its rows,
@@ -142,8 +142,8 @@ class PlacedExperts(MeshExperts):
         self.copied_experts, self.copied_bytes, self.copied_s = 0, 0, 0.0
         self.copies_N[:] = 0
 
-    def layer_weights(self, layer: int) -> MLPWeights:
-        return as_mlp_weights(self._weights[self._rows[layer]])
+    def layer_weights(self, layer: int) -> Arrays:
+        return self._weights[self._rows[layer]]
 
     def copies_for_placement(self, layer: int, placement: Placement) -> PlacementChanges:
         """Return the copies that a new placement of a layer needs."""
@@ -202,11 +202,13 @@ class PlacedExperts(MeshExperts):
             slots.write(slot, arrays)
 
 
-def local_expert_numbers(placement: Placement, mesh: Mesh) -> np.ndarray:
-    """Return the numbers of the experts on this process's devices."""
-    mine = [device.process_index == jax.process_index() for device in mesh.devices.flat]
-    experts: np.ndarray = placement.physical_to_logical[mine].ravel()
-    return experts[experts != EMPTY]
+def local_expert_numbers(placement: Placement, mesh: Mesh) -> dict[jax.Device, np.ndarray]:
+    """Return the numbers of the experts on each of this process's devices, in mesh order."""
+    return {
+        device: experts[experts != EMPTY]
+        for device, experts in zip(mesh.devices.flat, placement.physical_to_logical, strict=True)
+        if device.process_index == jax.process_index()
+    }
 
 
 def even_placement(

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -106,22 +107,38 @@ def open_placed_experts(
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     placements: Sequence[Placement] | None = None,
+    pin: Literal["auto", "on", "off"] = "auto",
 ) -> tuple[MeshExperts, TieredStore | None]:
     """Return (experts on a mesh, store), with the experts loaded as the plan says.
 
     The store is None if the experts come directly from the checkpoint. placements: one per layer,
-    permanent; None means even placement.
+    permanent; None means even placement. pin: whether the ring pins the host memory of each
+    device's experts (`memory.pinned.choose_host_allocator`).
     """
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
     if plan.policy == "ring":
-        experts = local_expert_numbers(even_placement(index.num_experts, mesh.size), mesh)
-        owned = [
-            number
-            for layer in range(index.num_layers)
-            for number in index.record_numbers(layer, experts).tolist()
-        ]
-        store = _open_store(checkpoint, index, plan, cache_dir, limits, owned)
+        placement, layers = even_placement(index.num_experts, mesh.size), range(index.num_layers)
+        owned_by_device = {
+            device: [
+                number
+                for layer in layers
+                for number in index.record_numbers(layer, experts).tolist()
+            ]
+            for device, experts in local_expert_numbers(placement, mesh).items()
+        }
+        counts = list(map(len, owned_by_device.values()))
+        memory = choose_host_allocator(
+            pin,
+            "pin_host_memory",
+            list(owned_by_device),
+            counts if plan.expert_tier == "host" else None,
+        )
+        log.info("experts off the devices: %s", memory.note)
+        owned = chain.from_iterable(owned_by_device.values())
+        store = _open_store(
+            checkpoint, index, plan, cache_dir, limits, owned, allocate=memory.allocate
+        )
         return MeshRing(mesh, index, fields, plan.ring_slots, store), store
     if placements is not None:
         read = _record_reader(checkpoint, index)

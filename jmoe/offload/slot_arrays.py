@@ -19,6 +19,7 @@ from jax import lax
 
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.memory.record_handle import Record
+from kernels_pallas.compressed import uint16_as_bfloat16
 from kernels_pallas.grouped_mlp import MLPWeights
 
 
@@ -78,7 +79,7 @@ class DeviceSlotArrays:
 
     def copy_to_device(self, record: NamedArrays) -> Arrays:
         """Return one expert's arrays in the device's memory, after the transfer has ended."""
-        if self._as_bits and isinstance(record, Record):
+        if isinstance(record, Record) and (self._as_bits or record.is_pinned):
             return record.copy_to_device(self.arrays, self._device)
         values = {name: record[name] for name in self.arrays}
         if not self._as_bits:
@@ -94,9 +95,17 @@ class DeviceSlotArrays:
 
 @partial(jax.jit, donate_argnums=0)
 def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
-    """Return slots [S, ...] with one slot overwritten; donates and updates `slots` in place."""
+    """Return slots [S, ...] with one slot overwritten; donates and updates `slots` in place.
+
+    record: arrays of the slots' dtypes, or bits of bfloat16 as uint16.
+    """
+    values = {
+        name: uint16_as_bfloat16(record[name]) if held.dtype == jnp.bfloat16 else record[name]
+        for name, held in slots.items()
+    }
     return {
-        name: lax.dynamic_update_index_in_dim(slots[name], record[name], slot, 0) for name in slots
+        name: lax.dynamic_update_index_in_dim(held, values[name], slot, 0)
+        for name, held in slots.items()
     }
 
 

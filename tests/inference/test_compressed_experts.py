@@ -2,7 +2,6 @@
 definitions.
 """
 
-import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
-from jmoe.inference.loading import LoadedModel
+from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors
@@ -25,6 +24,7 @@ from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format
 from tests.compressed_checkpoint import QUANTIZATION, write_compressed_checkpoint
 from tests.kernels.test_compressed import read
 
+DEVICES = 4
 PROMPTS = [[5, 9, 2, 30, 7], [11, 3, 3, 8]]
 # bits a weight, by the number of inputs
 BITS = {
@@ -259,26 +259,62 @@ def test_scales_that_would_be_rounded_are_not_kept(tmp_path: Path) -> None:
         assert checkpoint.expert_format is None
 
 
-def test_several_devices_say_that_they_widen(caplog: pytest.LogCaptureFixture) -> None:
-    """A line names the format and an expert's bytes, unless wide experts were asked for."""
-    lines = []
-    for expert_dtype in (None, "wide"):
-        caplog.clear()
-        sizes = {"max_batch": 2, "max_seq_len": 8, "dtype": "float32", "expert_dtype": expert_dtype}
-        with caplog.at_level(logging.INFO, logger="jmoe"):
-            options = EngineConfig(**sizes, mesh=EngineMesh(devices=2))  # type: ignore[arg-type]
-            LoadedModel(CHECKPOINTS / "gpt_oss_mxfp4", options).close()
-        lines.append(
-            [record.getMessage() for record in caplog.records if "made wide" in record.getMessage()]
-        )
-    (line,), nothing = lines
-    with LazyCheckpoint(CHECKPOINTS / "gpt_oss_mxfp4", "float32", "wide") as checkpoint:
-        num_bytes = checkpoint.expert_bytes
-    assert (
-        line.startswith("experts are stored as mxfp4 and made wide, in float32, ")
-        and f" {num_bytes} bytes" in line
-    )
-    assert not nothing
+def test_stored_experts_stay_compressed_on_several_devices() -> None:
+    """A checkpoint's own MXFP4 gives the tokens of one device, through a ring."""
+    model, sizes = CHECKPOINTS / "gpt_oss_mxfp4", {"max_batch": 2, "native": "off"}
+    with tiny_engine(model, policy="resident", **sizes) as one:
+        expected = one.generate(PROMPTS, **OPTIONS)
+        one_bytes = one.stats().device_expert_bytes
+        layers = one.config.num_moe_layers
+    place = {"mesh": EngineMesh(devices=2), "policy": "ring", "ring_slots": 1}
+    with tiny_engine(model, **sizes, **place) as ring:
+        found = ring.generate(PROMPTS, **OPTIONS)
+        stats = ring.stats()
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=2e-5)
+    assert stats.device_expert_bytes == one_bytes / layers / 2 and stats.streamed_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
+def test_compressed_experts_on_several_devices(kind: str, folder: Path, tmp_path: Path) -> None:
+    """The tokens of one device, by every policy and placement; bit for bit each other. An expert
+    takes its compressed bytes.
+    """
+    sizes: dict[str, Any] = {"expert_dtype": kind, "max_batch": DEVICES}
+    with tiny_engine(folder, policy="resident", native="off", **sizes) as one:
+        expected = one.generate(PROMPTS, **OPTIONS)
+        one_bytes = one.stats().device_expert_bytes
+    eplb = {"slots_per_device": 2, "placement": "eplb", "rebalance_every": 2}
+    policies: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"policy": "resident"}, {}),
+        ({"policy": "ring", "ring_slots": 1}, {}),
+    ]
+    if kind == "int4":
+        nvme = {"expert_tier": "nvme", "cache_dir": tmp_path / "records"}
+        policies += [
+            ({"policy": "resident"}, eplb),
+            ({"policy": "resident"}, {"dense": "tensor"}),
+            ({"policy": "ring", "ring_slots": 1, **nvme}, {}),
+        ]
+    found = []
+    for options, mesh in policies:
+        place = EngineMesh(devices=DEVICES, **mesh)
+        with tiny_engine(folder, mesh=place, **sizes, **options) as engine:
+            if mesh.get("placement"):
+                assert isinstance(engine._runner, MeshRunner)
+                engine._runner.enable_swaps(1.0, 0.0)
+            answers = engine.generate(PROMPTS, **OPTIONS)
+            stats = engine.stats()
+            if (options["policy"], mesh) == ("resident", {}):
+                assert stats.device_expert_bytes == one_bytes / DEVICES
+            moves = options["policy"] == "ring" or "placement" in mesh
+            assert (stats.streamed_bytes > 0) == moves
+        assert [c.token_ids for c in answers] == [c.token_ids for c in expected]
+        np.testing.assert_allclose(logprobs(answers), logprobs(expected), atol=2e-5)
+        if not mesh.get("dense"):
+            found.append(logprobs(answers))
+    assert all(other == found[0] for other in found)
 
 
 def test_bad_formats() -> None:
@@ -286,10 +322,6 @@ def test_bad_formats() -> None:
         ValueError, match="expert_dtype = 'int5': must be wide, mxfp4, int4, int8, fp8 or None"
     ):
         EngineConfig(expert_dtype="int5")  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"expert_dtype = 'int4': must be wide or None with mesh\.devices = 2"
-    ):
-        EngineConfig(expert_dtype="int4", mesh=EngineMesh(devices=2))
     with pytest.raises(
         ValueError,
         match=r"expert_dtype = 'int8': needs inputs of w_\w+ to be a multiple of 32, not \d+",

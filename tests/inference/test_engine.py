@@ -458,6 +458,18 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
         tiny_engine("mixtral", **options)
 
 
+def test_the_ring_alone_pins_memory_of_several_devices() -> None:
+    for policy in ("auto", "resident"):
+        with pytest.raises(ValueError, match="pin_host_memory = 'on': must be "):
+            EngineConfig(pin_host_memory="on", policy=policy, mesh=EngineMesh(devices=2))
+    with pytest.raises(ValueError, match="policy = 'hybrid': must be auto, resident or ring with"):
+        EngineConfig(policy="hybrid", mesh=EngineMesh(devices=2))
+    options: dict[str, Any] = {"pin_host_memory": "on", "policy": "ring"}
+    options["mesh"] = EngineMesh(devices=2)
+    with pytest.raises(ValueError, match="or holds each record in host memory for one device"):
+        tiny_engine("mixtral", max_batch=2, expert_tier="nvme", **options)
+
+
 def test_native_operations_are_of_one_device() -> None:
     with pytest.raises(
         ValueError, match=r"native = 'on': must be auto or off with mesh\.devices = 2"

@@ -146,6 +146,23 @@ def test_which_memory_is_used(setting: Any, devices: Any, is_pinned: bool) -> No
     assert chosen.note.startswith("records in pinned" if is_pinned else "records in ordinary")
 
 
+def test_each_device_pins_its_own_records() -> None:
+    """A record arrives on the device that pins it; a device may have none."""
+    devices = jax.devices()[:3]
+    counts = [2, 0, NUM_RECORDS - 2]
+    chosen = choose_host_allocator("on", "pin", devices, counts)
+    assert chosen.note == "records in pinned host memory of 3 devices, each its own"
+    memory = HostRecords.allocate_and_fill(LAYOUT, NUM_RECORDS, fill, allocate=chosen.allocate)
+    assert isinstance(memory.slots_MR, pinned.PinnedSlotsOfDevices)
+    with TieredStore(memory) as tiers:
+        for index in range(NUM_RECORDS):
+            device = devices[0 if index < 2 else 2]
+            with tiers.get(index) as record:
+                sent = record.copy_to_device(ARRAYS, device)
+                check_sent(sent, index)
+                assert all(array.devices() == {device} for array in sent.values())
+
+
 @pytest.mark.parametrize("devices", [[Accelerator()], [PINS, PINS]])
 def test_what_cannot_be_pinned_is_refused(devices: Any) -> None:
     with pytest.raises(

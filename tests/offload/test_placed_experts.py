@@ -38,7 +38,7 @@ def check_weights(experts: PlacedExperts) -> None:
     for layer, placement in enumerate(experts.placements):
         weights, where = experts.layer_weights(layer), placement.physical_to_logical.ravel()
         numbers = INDEX.record_numbers(layer, where)
-        for values, dtype in ((weights.w_up, jnp.float32), (weights.w_down, jnp.bfloat16)):
+        for values, dtype in ((weights["w_up"], jnp.float32), (weights["w_down"], jnp.bfloat16)):
             assert values.dtype == dtype and len(values.addressable_shards) == 4
             for slot in np.flatnonzero(where != EMPTY):
                 assert (np.asarray(values[slot], np.float32) == numbers[slot]).all()

@@ -120,7 +120,7 @@ def test_a_model_is_loaded_so(segments: Any, slots: int, tmp_path: Path) -> None
         ]
         assert sorted(place for place in experts.occupancy() if place is not None) == sorted(held)
         for layer, placement in enumerate(experts.placements):
-            w_up = np.asarray(experts.layer_weights(layer).w_up)
+            w_up = np.asarray(experts.layer_weights(layer)["w_up"])
             for slot, expert in enumerate(placement.physical_to_logical.ravel().tolist()):
                 if expert >= 0:
                     np.testing.assert_array_equal(

@@ -16,7 +16,7 @@ W blocks of a table
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -33,12 +33,14 @@ from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, stored_group_mlp
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
 from jmoe.models.block import add_residual
 from jmoe.models.functional import ModuleStructure
+from jmoe.offload.slot_arrays import as_mlp_weights
 from jmoe.types import PyTree
-from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
+from kernels_pallas.compressed import SCALES
+from kernels_pallas.grouped_mlp import grouped_mlp
 
 FEW_FACTOR = 4  # an expert rarely gets more than this many times the mean number of tokens
 FEW_MULTIPLE = 8  # rows of a matrix product are rounded up to this
@@ -158,17 +160,19 @@ def experts_on_mesh(
     exchange: ExchangeShape,
     routed: ExpertInputs,
     replica_EC: jax.Array,
-    weights: MLPWeights,
+    weights: Mapping[str, jax.Array],
 ) -> jax.Array:
     """Return y + the weighted sum of each token's experts, float32, for tokens split over the
     devices.
+
+    weights: arrays [N S, ...] of the devices' expert slots by name, matrices compressed or not.
 
     No token is dropped. A token's number and its expert select the replica (`replica_EC`), so that
     no token goes to the same slot twice.
     """
 
     def run_local_experts(
-        routed: ExpertInputs, replica_EC: jax.Array, weights: MLPWeights
+        routed: ExpertInputs, replica_EC: jax.Array, weights: Mapping[str, jax.Array]
     ) -> jax.Array:
         (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
         num_physical, num_experts = num_devices * exchange.slots_per_device, replica_EC.shape[0]
@@ -192,12 +196,8 @@ def experts_on_mesh(
         if mesh.devices.flat[0].platform == "cpu":
             batched_rows = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks
-        out_MD = grouped_mlp(
-            arrived.rows_MD,
-            arrived.group_sizes_L,
-            weights,
-            activation=exchange.activation,
-            batched_rows_per_group=batched_rows,
+        out_MD = _run_slots_local(
+            arrived.rows_MD, arrived.group_sizes_L, weights, exchange.activation, batched_rows
         )
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
@@ -205,6 +205,31 @@ def experts_on_mesh(
         routed, replica_EC, weights
     )
     return y_TD
+
+
+def _run_slots_local(
+    x_MD: jax.Array,
+    group_sizes_L: jax.Array,
+    weights: Mapping[str, jax.Array],
+    activation: str,
+    batched_rows: int,
+) -> jax.Array:
+    """Return one device's rows through the experts of its slots, [M, D] in x's dtype.
+
+    Compressed matrices are multiplied as stored where a kernel reads their format, and otherwise
+    decoded for each tile of `batched_rows` rows. Wide ones take `grouped_mlp`.
+    """
+    if any(name.endswith(SCALES) for name in weights):
+        return stored_group_mlp(
+            x_MD, group_sizes_L, weights, activation=activation, tile_rows=batched_rows
+        )
+    return grouped_mlp(
+        x_MD,
+        group_sizes_L,
+        as_mlp_weights(weights),
+        activation=activation,
+        batched_rows_per_group=batched_rows,
+    )
 
 
 def _batched_rows_per_expert(num_tokens: int, k: int, num_experts: int) -> int:
@@ -314,14 +339,10 @@ def select_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def run_experts_for_timing(activation: str, x_ND: jax.Array, weights: MLPWeights) -> jax.Array:
+def run_experts_for_timing(
+    activation: str, x_ND: jax.Array, weights: Mapping[str, jax.Array]
+) -> jax.Array:
     """Return the output of one device's experts for evenly distributed rows; for timing."""
-    num_experts = weights.w_up.shape[0]
+    num_experts = weights["w_up"].shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
-    return grouped_mlp(
-        x_ND,
-        sizes_L,
-        weights,
-        activation=activation,
-        batched_rows_per_group=x_ND.shape[0] // num_experts,
-    )
+    return _run_slots_local(x_ND, sizes_L, weights, activation, x_ND.shape[0] // num_experts)

@@ -301,7 +301,7 @@ class MeshRunner:
             "what passes through a ring has no other place"
         )
         weights = jax.tree.map(lambda w: w.addressable_data(0), self.residency.layer_weights(0))
-        num_rows = SLOT_MULTIPLE * weights.w_up.shape[0]
+        num_rows = SLOT_MULTIPLE * weights["w_up"].shape[0]
         x_ND = jnp.zeros(
             (num_rows, self.config.hidden_size), self.dtype, device=jax.local_devices()[0]
         )
