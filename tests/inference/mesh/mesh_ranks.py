@@ -1,8 +1,9 @@
 """A process of several that share engines: python -m tests.inference.mesh.mesh_ranks MODEL RANK
-PROCESSES PORT FOLDER.
+PROCESSES PORT FOLDER [NAME ...].
 
-FOLDER: for experts on NVMe, of all processes.
-Engines of every placement answer the same requests, one after the other. Rank 0 prints what they
+FOLDER: for experts on NVMe, of all processes. NAME: keys of `COMPRESSED`; none for all of
+`PLACEMENTS`.
+Engines of every name answer the same requests, one after the other. Rank 0 prints what they
 gave, the last line of every rank says how many experts were copied to its device under each.
 """
 
@@ -34,6 +35,15 @@ RINGS: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},
     "nvme": {"policy": "ring", "ring_slots": 1, "expert_tier": "nvme", "host_cache_bytes": 1 << 15},
 }
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "fp8": {"expert_dtype": "fp8"},
+    "fp8 ring": {
+        "expert_dtype": "fp8",
+        "expert_tier": "host",
+        "pin_host_memory": "on",
+        **RINGS["ring"],
+    },
+}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "even": {},
     "tensor": {"dense": "tensor"},
@@ -61,10 +71,10 @@ class Turns:
         self.runner: MeshRunner | None = None
 
     def config(self, name: str) -> EngineConfig:
-        sizes: dict[str, Any] = (
-            SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder} | RINGS.get(name, {})
-        )
-        return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **PLACEMENTS[name]))
+        sizes: dict[str, Any] = SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder}
+        sizes |= (RINGS | COMPRESSED).get(name, {})
+        placement = PLACEMENTS.get(name, {})
+        return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **placement))
 
     @call_on_all_ranks
     def load(self, name: str) -> None:
@@ -112,7 +122,7 @@ def lead(turns: Turns, leader: Leader) -> dict[str, Any]:
     """Return what the engines gave."""
     found = {}
     stand_in: Any = LeaderOfTurns(leader)
-    for name in PLACEMENTS:
+    for name in sys.argv[6:] or PLACEMENTS:
         turns.load(name)
         engine = Engine(CHECKPOINTS / turns.model, turns.config(name), leader=stand_in)
         assert isinstance(engine._runner, MeshRunner)

@@ -24,6 +24,7 @@ from jmoe.planning.placement import placement_from_slots
 from tests.arrays import ragged_all_to_all
 from tests.compiled import compilations
 from tests.damage import flip
+from tests.inference.mesh.mesh_ranks import COMPRESSED
 from tests.inference.mesh.mesh_traffic import (
     MAX_BATCH,
     Traffic,
@@ -201,6 +202,34 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
         copied = json.loads(screen[-1])
         assert not any(copied[still] for still in ("even", "tensor", "ring", "nvme"))
         assert min(copied[moving] for moving in ("wrong", "right", "random", "eplb")) > 0, copied
+
+
+@pytest.mark.slow
+def test_compressed_experts_over_processes(start_python: Start, tmp_path: Path) -> None:
+    """Two processes of a device each give the tokens of one, with resident experts and with a ring
+    from pinned memory.
+    """
+    with tiny_engine(
+        "deepseek_v3", max_batch=MAX_BATCH, policy="resident", native="off", expert_dtype="fp8"
+    ) as engine:
+        expected = traffic(engine)
+    port, environment = free_port(), one_device_each(tmp_path / "compiled")
+    command = ["-m", "tests.inference.mesh.mesh_ranks", "deepseek_v3"]
+    ranks = [
+        start_python(
+            [*command, *map(str, (rank, 2, port, tmp_path / "packed")), *COMPRESSED],
+            tmp_path / f"rank-{rank}",
+            environment,
+        )
+        for rank in range(2)
+    ]
+    screens = [rank.end(LONG_S).splitlines() for rank in ranks]
+    found = json.loads(screens[0][-2])
+    assert list(found) == list(COMPRESSED)
+    for answer in found.values():
+        assert answer["tokens"] == expected.tokens
+        assert_logprobs(answer["logprobs"], expected.logprobs)
+        assert answer["logprobs"] == found["fp8"]["logprobs"]  # bit for bit
 
 
 def test_wrong_estimates_change_nothing_but_time() -> None:
