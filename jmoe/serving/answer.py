@@ -1,13 +1,13 @@
 """Responses to generation requests: one JSON object, or a stream of server-sent events.
 
-The base of `chat` and `completions`.
+The base of the routes that generate.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -36,22 +36,31 @@ PING_S = 15
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # for OpenAPI, which cannot describe the events' schema
 EVENTS: dict[int | str, JsonObject] = {200: {"content": {"text/event-stream": {}}}}
-Body = TypeVar("Body", bound=GenerationBody)
+
+
+class StreamableBody(Protocol):
+    """A request's body that says whether its response is streamed."""
+
+    @property
+    def stream(self) -> bool: ...
+
+
+Body = TypeVar("Body", bound=StreamableBody)
+ChoiceBody = TypeVar("ChoiceBody", bound=GenerationBody)
 Delta = TypeVar("Delta", CompletionChoice, ChunkChoice)
 
 
 @dataclass(frozen=True)
-class Answer(ABC, Generic[Body, Delta]):
-    """Builds the response of one request, streamed or whole, from the same deltas.
+class Answer(ABC, Generic[Body]):
+    """Builds the response of one request, streamed or whole.
 
-    A delta (`CompletionChoice` or `ChunkChoice`) is what one engine output adds to one choice.
-
+    id_prefix: the beginning of the response's id.
     prompts: token ids of each prompt.
     envelope: the `Envelope` fields, which the response or every chunk repeats.
     """
 
     id_prefix: ClassVar[str]
-    logprob_bytes: ClassVar[int]  # memory per reported log-probability
+    logprob_bytes: ClassVar[int] = 0  # memory per reported log-probability
 
     service: Service
     body: Body
@@ -73,7 +82,7 @@ class Answer(ABC, Generic[Body, Delta]):
         Raises ApiError as `EngineLoop.submit` does, or for an error before the whole response.
         """
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
-        envelope = Envelope(id=f"{cls.id_prefix}-{request.state.request_id}", model=service.name)
+        envelope = Envelope(id=f"{cls.id_prefix}{request.state.request_id}", model=service.name)
         generation = service.loop.submit(sequences, request.state.client)
         generation.logprob_bytes = cls.logprob_bytes
         answer = cls(service, body, prompts, generation, dict(envelope))
@@ -84,36 +93,14 @@ class Answer(ABC, Generic[Body, Delta]):
         )
 
     @abstractmethod
-    def deltas(self) -> AsyncIterator[Delta]:
-        """Yield what each engine output adds to a choice, in order of generation."""
+    def events(self) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream, by `format_event`; errors are events too."""
 
     @abstractmethod
-    def make_chunk(self, choices: list[Delta], usage: Usage | None) -> BaseModel:
-        """Return one chunk of a stream."""
-
-    @abstractmethod
-    def make_response(self, deltas: list[list[Delta]]) -> BaseModel:
-        """Return the whole response. deltas: for each choice, all its deltas in order."""
-
-    async def chunks(self) -> AsyncIterator[BaseModel]:
-        """Yield the chunks of a streamed response, the last with the usage if the client asked for
-        it.
+    async def whole_response(self) -> BaseModel | Response:
+        """Return the response after all sequences have ended. Raises ApiError as `Generation`
+        does.
         """
-        async for delta in self.deltas():
-            yield self.make_chunk(
-                [delta],
-                self.usage() if self.body.effective_stream_options.continuous_usage_stats else None,
-            )
-        if self.body.effective_stream_options.include_usage:
-            yield self.make_chunk([], self.usage())
-
-    async def whole_response(self) -> BaseModel:
-        """Return the response after all sequences have ended."""
-        self.generation.is_kept = True
-        deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
-        async for delta in self.deltas():
-            deltas[delta.index].append(delta)
-        return self.make_response(deltas)
 
     def usage(self) -> Usage:
         """Return the token counts so far; of the output, only tokens that the response has read
@@ -151,14 +138,66 @@ class Answer(ABC, Generic[Body, Delta]):
                 request.state.note(f"{self.generation.num_tokens} drawn")
 
 
+@dataclass(frozen=True)
+class ChoiceAnswer(Answer[ChoiceBody], Generic[ChoiceBody, Delta]):
+    """An answer of `n` choices, of OpenAI's completions and chat completions.
+
+    Streamed or whole, it is built from the same deltas. A delta (`CompletionChoice` or
+    `ChunkChoice`) is what one engine output adds to one choice.
+    """
+
+    @abstractmethod
+    def deltas(self) -> AsyncIterator[Delta]:
+        """Yield what each engine output adds to a choice, in order of generation."""
+
+    @abstractmethod
+    def make_chunk(self, choices: list[Delta], usage: Usage | None) -> BaseModel:
+        """Return one chunk of a stream."""
+
+    @abstractmethod
+    def make_response(self, deltas: list[list[Delta]]) -> BaseModel:
+        """Return the whole response. deltas: for each choice, all its deltas in order."""
+
+    async def chunks(self) -> AsyncIterator[BaseModel]:
+        """Yield the chunks of a streamed response, the last with the usage if the client asked for
+        it.
+        """
+        async for delta in self.deltas():
+            yield self.make_chunk(
+                [delta],
+                self.usage() if self.body.effective_stream_options.continuous_usage_stats else None,
+            )
+        if self.body.effective_stream_options.include_usage:
+            yield self.make_chunk([], self.usage())
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield one event per chunk, then `[DONE]` or an error."""
+        without = None if self.body.effective_stream_options.include_usage else {"usage"}
+        try:
+            async for chunk in self.chunks():
+                yield format_event(chunk.model_dump_json(exclude=without))
+        except ApiError as error:
+            yield format_event(error.body.model_dump_json())
+        else:
+            yield b"data: [DONE]\n\n"
+
+    async def whole_response(self) -> BaseModel:
+        """Return the response after all sequences have ended."""
+        self.generation.is_kept = True
+        deltas: list[list[Delta]] = [[] for _ in self.generation.sequences]
+        async for delta in self.deltas():
+            deltas[delta.index].append(delta)
+        return self.make_response(deltas)
+
+
 class _EventStreamResponse(EventSourceResponse):
-    """A response of server-sent events: the chunks, then `[DONE]` or an error.
+    """A response of server-sent events.
 
     `Connection` closes a connection whose client does not read.
     """
 
-    def __init__(self, answer: Answer[Any, Any]) -> None:
-        super().__init__(_iterate_events(answer), ping=PING_S, sep="\n")
+    def __init__(self, answer: Answer[Any]) -> None:
+        super().__init__(answer.events(), ping=PING_S, sep="\n")
         self._generation = answer.generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,20 +208,11 @@ class _EventStreamResponse(EventSourceResponse):
                 scope["state"]["note"](f"{self._generation.num_tokens} drawn")
 
 
-async def _iterate_events(answer: Answer[Any, Any]) -> AsyncIterator[bytes]:
-    """Yield one server-sent event per chunk, each on one line.
+def format_event(data: str, name: str | None = None) -> bytes:
+    """Return a server-sent event with its data on one line.
 
     Events are bytes, since sse-starlette would split text into lines.
     """
-    without = None if answer.body.effective_stream_options.include_usage else {"usage"}
-    try:
-        async for chunk in answer.chunks():
-            yield _format_event(chunk.model_dump_json(exclude=without))
-    except ApiError as error:
-        yield _format_event(error.body.model_dump_json())
-    else:
-        yield b"data: [DONE]\n\n"
-
-
-def _format_event(data: str) -> bytes:
-    return f"data: {data if data.isascii() else data.translate(_LINE_ENDS)}\n\n".encode()
+    data = data if data.isascii() else data.translate(_LINE_ENDS)
+    event = "" if name is None else f"event: {name}\n"
+    return f"{event}data: {data}\n\n".encode()

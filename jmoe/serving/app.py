@@ -19,6 +19,7 @@ from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.metrics import ExpertView
 from jmoe.serving.middleware import ID_HEADER, AuthMiddleware
+from jmoe.serving.responses import responses_router
 from jmoe.serving.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -87,8 +88,8 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
             allow_private_network=True,
             expose_headers=(ID_HEADER, "retry-after"),
         )
-    routers = completions_router, chat_router, tokens_router, model_router, state_router
-    for router in routers:
+    generating = completions_router, chat_router, responses_router
+    for router in (*generating, tokens_router, model_router, state_router):
         app.include_router(router(service))
 
     def openapi() -> JsonObject:

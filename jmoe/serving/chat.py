@@ -13,7 +13,7 @@ from jmoe.inference.output_events import (
     ToolCallBegin,
     join_content,
 )
-from jmoe.serving.answer import EVENTS, Answer
+from jmoe.serving.answer import EVENTS, ChoiceAnswer
 from jmoe.serving.chat_sequences import make_chat_sequences
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
@@ -37,8 +37,8 @@ from jmoe.serving.tool_schemas import (
 )
 
 
-class _ChatAnswer(Answer[ChatCompletionRequest, ChunkChoice]):
-    id_prefix = "chatcmpl"
+class _ChatAnswer(ChoiceAnswer[ChatCompletionRequest, ChunkChoice]):
+    id_prefix = "chatcmpl-"
     logprob_bytes = 800
 
     async def deltas(self) -> AsyncIterator[ChunkChoice]:

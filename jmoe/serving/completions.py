@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Output, Sequence, TokenLogprob
-from jmoe.serving.answer import EVENTS, Answer
+from jmoe.serving.answer import EVENTS, ChoiceAnswer
 from jmoe.serving.grammar import GrammarSource
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.schemas import (
@@ -103,8 +103,8 @@ def _texts_and_token_ids(
     return texts, prompts
 
 
-class _CompletionAnswer(Answer[CompletionRequest, CompletionChoice]):
-    id_prefix = "cmpl"
+class _CompletionAnswer(ChoiceAnswer[CompletionRequest, CompletionChoice]):
+    id_prefix = "cmpl-"
     logprob_bytes = 200
 
     async def deltas(self) -> AsyncIterator[CompletionChoice]:

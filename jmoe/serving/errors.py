@@ -4,14 +4,13 @@ code}}`.
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-
-from jmoe.types import JsonObject
 
 TYPES = {
     401: "authentication_error",
@@ -87,6 +86,17 @@ class ApiError(Exception):
         name, separator, _ = message.partition(" = ")
         return cls(400, message, param=name if separator else None)
 
+    def rename_fields(self, names: Mapping[str, str]) -> None:
+        """Replace names of fields at the beginning of the message and of `param`.
+
+        names: a chat request's name -> the name in the API of another route.
+        """
+        detail = self.body.error
+        for ours, theirs in names.items():
+            pattern = re.compile(rf"^{ours}\b")
+            detail.message = pattern.sub(theirs, detail.message)
+            detail.param = None if detail.param is None else pattern.sub(theirs, detail.param)
+
     def response(self) -> JSONResponse:
         return JSONResponse(self.body.model_dump(), self.status, headers=self.headers)
 
@@ -96,7 +106,7 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _validation_error(errors: Sequence[JsonObject]) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return a 400 error for the first of pydantic's validation errors."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
@@ -127,7 +137,7 @@ def add_error_handlers(app: FastAPI) -> None:
         _: Request, error: Exception
     ) -> JSONResponse:  # a thread may not start
         if isinstance(error, RequestValidationError):
-            error = _validation_error(error.errors())
+            error = validation_error(error.errors())
         elif isinstance(error.__cause__, ApiError):  # raised while parsing a body; FastAPI wraps it
             error = error.__cause__
         elif isinstance(error, HTTPException):

@@ -211,7 +211,14 @@ def _bodies_full_error() -> ApiError:
 
 
 # Other paths (probes and polls, every few seconds) are logged at DEBUG unless they fail.
-LOGGED_PATHS = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"}
+LOGGED_PATHS = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+}
 
 
 def _ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

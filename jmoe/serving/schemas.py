@@ -3,7 +3,7 @@
 https://platform.openai.com/docs/api-reference and
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server. A parameter that would change the
 answer is either honoured or rejected by name. Accepted without effect: null, default values
-(`_harmless_values_validator`), and hints about billing, caches and the client (`Hint`).
+(`harmless_values_validator`), and hints about billing, caches and the client (`Hint`).
 """
 
 import math
@@ -53,7 +53,7 @@ MAX_TOOL_CALLS = 1024  # of one message
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _text_or_list_tag(value: Json) -> str:
+def text_or_list_tag(value: Json) -> str:
     """Return the union tag of a value, "list" or "text" (for anything else), so that only one union
     member reports errors.
     """
@@ -105,7 +105,7 @@ def _max_entries_validator(count: int) -> BeforeValidator:
     return BeforeValidator(check_num_entries)
 
 
-def _harmless_values_validator(*harmless: Json) -> BeforeValidator:
+def harmless_values_validator(*harmless: Json) -> BeforeValidator:
     """Return a validator that rejects every value except `harmless` ones, which equal the server's
     behaviour anyway.
     """
@@ -192,7 +192,7 @@ class GenerationBody(RequestBody):
     stop: Annotated[
         Annotated[StopString, Tag("text")]
         | Annotated[FastList[StopString], Field(max_length=MAX_STOP), Tag("list")],
-        Discriminator(_text_or_list_tag),
+        Discriminator(text_or_list_tag),
         BeforeValidator(_drop_empty_strings),
     ] = Field(default_factory=list)
     stop_token_ids: FastList[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
@@ -201,8 +201,8 @@ class GenerationBody(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    store: Annotated[bool, _harmless_values_validator(False)] = False
-    skip_special_tokens: Annotated[bool, _harmless_values_validator(True)] = True
+    store: Annotated[bool, harmless_values_validator(False)] = False
+    skip_special_tokens: Annotated[bool, harmless_values_validator(True)] = True
     user: Hint = None
     metadata: Hint = None
     service_tier: Hint = None
@@ -310,8 +310,8 @@ class CompletionRequest(GenerationBody):
     """
 
     prompt: Prompt
-    best_of: Annotated[int, _harmless_values_validator(1)] = 1
-    suffix: Annotated[str, _harmless_values_validator("")] = ""
+    best_of: Annotated[int, harmless_values_validator(1)] = 1
+    suffix: Annotated[str, harmless_values_validator("")] = ""
     echo: bool = False
     logprobs: Annotated[
         Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_false_to_none)
@@ -366,7 +366,7 @@ class Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[str, Tag("text")] | Annotated[FastList[TextPart], Tag("list")],
-        Discriminator(_text_or_list_tag),
+        Discriminator(text_or_list_tag),
     ] = ""
     name: str | None = None
     reasoning_content: str | None = None
@@ -374,8 +374,8 @@ class Message(RequestBody):
     thinking: str | None = None
     tool_calls: FastList[MessageToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
-    annotations: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
-    refusal: Annotated[str, _harmless_values_validator("")] = ""
+    annotations: Annotated[list[Json], harmless_values_validator([])] = Field(default_factory=list)
+    refusal: Annotated[str, harmless_values_validator("")] = ""
     cache_control: Hint = None
 
     @property
@@ -494,9 +494,9 @@ class ChatCompletionRequest(GenerationBody):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    functions: Annotated[list[Json], _harmless_values_validator([])] = Field(default_factory=list)
-    function_call: Annotated[str, _harmless_values_validator("none", "auto")] = "none"
-    modalities: Annotated[list[str], _harmless_values_validator(["text"])] = Field(
+    functions: Annotated[list[Json], harmless_values_validator([])] = Field(default_factory=list)
+    function_call: Annotated[str, harmless_values_validator("none", "auto")] = "none"
+    modalities: Annotated[list[str], harmless_values_validator(["text"])] = Field(
         default_factory=lambda: ["text"]
     )
 

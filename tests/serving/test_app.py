@@ -22,6 +22,7 @@ def test_every_operation_tells_its_errors(server: HttpProcess) -> None:
     assert {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
         "/tokenize",
         "/detokenize",
         "/v1/models",
