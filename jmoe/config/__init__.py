@@ -13,10 +13,14 @@ from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig
 from jmoe.config.model import Remat as Remat
-from jmoe.config.model import YarnConfig as YarnConfig
 from jmoe.config.optimizer import OptimizerConfig as OptimizerConfig
 from jmoe.config.parallel import CommConfig as CommConfig
 from jmoe.config.parallel import MeshConfig as MeshConfig
+from jmoe.config.positions import ROPE_SCALINGS as ROPE_SCALINGS
+from jmoe.config.positions import LinearRopeConfig as LinearRopeConfig
+from jmoe.config.positions import Llama3RopeConfig as Llama3RopeConfig
+from jmoe.config.positions import RopeScaling as RopeScaling
+from jmoe.config.positions import YarnConfig as YarnConfig
 from jmoe.config.prometheus import MetricsConfig as MetricsConfig
 from jmoe.config.router import ROUTERS as ROUTERS
 from jmoe.config.router import RouterConfig as RouterConfig

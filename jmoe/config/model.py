@@ -18,6 +18,7 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.layers import Layer, LayerKind, layer_table
+from jmoe.config.positions import RopeScaling
 from jmoe.config.router import RouterConfig, check_routing
 
 HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
@@ -63,57 +64,6 @@ class MoEConfig:
         )
         router = RouterConfig(aux_loss_coef=0.0) if experts_per_image == 1 else some
         return dataclasses.replace(self, num_experts_per_tok=experts_per_image, router=router)
-
-
-@dataclass(frozen=True)
-class YarnConfig:
-    """Rotary positions stretched to a longer context, YaRN (arXiv:2309.00071), with Hugging Face's
-    field names.
-
-    Rotations that turn more than `beta_fast` times within `original_max_position_embeddings`
-    positions keep their frequency, those that turn less than `beta_slow` times are slowed by
-    `factor`, and a ramp lies between them.
-    attention_factor: multiplies cos and sin; None: from factor, mscale and mscale_all_dim as
-    DeepSeek does.
-    mscale_all_dim: latent attention multiplies its softmax scale by (0.1 mscale_all_dim ln(factor)
-    + 1)^2.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True  # the ramp's ends are rounded outwards to whole dimensions
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        check_positive(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-        check_not_negative(self, "mscale", "mscale_all_dim")
-        check_field(
-            self.beta_slow <= self.beta_fast,
-            self,
-            "beta_slow",
-            f"must not exceed beta_fast {self.beta_fast}",
-        )
-        check_positive_or_none(self, "attention_factor")
-
-    def attention_magnitude(self, mscale: float = 1.0) -> float:
-        """Return 0.1 mscale ln(factor) + 1: how much longer contexts sharpen attention."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-    @property
-    def rotary_scale(self) -> float:
-        """The factor by which cos and sin are multiplied."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self.attention_magnitude(self.mscale) / self.attention_magnitude(
-                self.mscale_all_dim
-            )
-        return self.attention_magnitude()
 
 
 # What of a model concerns its training only; a run that starts from a checkpoint (`init_from`)
@@ -167,7 +117,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
-    rope_scaling: YarnConfig | None = None
+    rope_scaling: RopeScaling | None = None
     # rotate (x[2i], x[2i + 1]) instead of (x[i], x[i + d/2])
     rope_interleave: bool = False
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first

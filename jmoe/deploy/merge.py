@@ -17,7 +17,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jmoe.config import CheckpointConfig, ModelConfig, RouterConfig, TrainConfig, YarnConfig
+from jmoe.config import (
+    ROPE_SCALINGS,
+    CheckpointConfig,
+    ModelConfig,
+    RouterConfig,
+    TrainConfig,
+)
 from jmoe.data.tokenizer import load_tokenizer
 from jmoe.deploy.adapters import merge_adapter_folder, merge_adapter_run, write_run_adapter
 from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder
@@ -56,8 +62,9 @@ def saved_model_config(fields: JsonObject) -> ModelConfig:
     values: JsonObject = {
         name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()
     }
-    if values.get("rope_scaling") is not None:
-        values["rope_scaling"] = YarnConfig(**values["rope_scaling"])
+    scaling = values.get("rope_scaling")
+    if scaling is not None:  # runs of older versions have no rope_type: all were YaRN
+        values["rope_scaling"] = ROPE_SCALINGS[scaling.get("rope_type", "yarn")](**scaling)
     return ModelConfig(**(values | {"router": RouterConfig(**values["router"])}))
 
 

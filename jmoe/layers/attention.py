@@ -9,7 +9,6 @@ size of a query or key head, e size of a value head, Q query rows of a block, C 
 sees.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jmoe.config import ModelConfig, YarnConfig
+from jmoe.config import ModelConfig
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
+from jmoe.layers.rotary import rotary
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, log_once, target_device
@@ -35,59 +34,6 @@ PACKED_IN_XLA = (
     "attention: rows of several documents run in XLA, not in the native operation;"
     " data.pack_samples = False has one sample a row"
 )
-
-
-def yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
-    """Return float32 [dim / 2], the radians per position of each pair under YaRN
-    (arXiv:2309.00071).
-
-    `YarnConfig` documents the parameters.
-    """
-
-    def pair_index_at(rotations: float) -> float:
-        """Return the fractional index of the pair that makes `rotations` full turns within the
-        original context.
-        """
-        positions = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return dim * math.log(positions) / (2 * math.log(theta))
-
-    low, high = pair_index_at(yarn.beta_fast), pair_index_at(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    plain = theta ** -(np.arange(0, dim, 2) / dim)
-    slowed = np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0, 1)
-    return (plain * (1 - slowed) + plain / yarn.factor * slowed).astype(np.float32)
-
-
-def rotary(
-    x_BSHd: jax.Array,
-    positions: jax.Array,
-    theta: float,
-    *,
-    yarn: YarnConfig | None = None,
-    interleave: bool = False,
-) -> jax.Array:
-    """Return x with each pair (x[i], x[i + d/2]) rotated by position * theta^(-2i/d), in x's dtype
-    (RoFormer, with the half split of Hugging Face). The rotation is computed in float32.
-
-    positions: [S] or [B, S]. yarn: replaces the frequencies by YaRN's and scales the result by its
-    `rotary_scale`. interleave: the pairs are (x[2i], x[2i + 1]) (DeepSeek); the result holds the
-    first members of all pairs, then the second.
-    """
-    half = x_BSHd.shape[-1] // 2
-    frequency = (
-        theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        if yarn is None
-        else jnp.asarray(yarn_frequencies(2 * half, theta, yarn))
-    )
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # [S, 1, d/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if yarn is not None and yarn.rotary_scale != 1.0:
-        cos, sin = cos * yarn.rotary_scale, sin * yarn.rotary_scale
-    x = x_BSHd.astype(jnp.float32)
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleave else jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHd.dtype)
 
 
 def _query_block_spans(length: int) -> list[tuple[int, int]]:
@@ -471,7 +417,7 @@ class Attention(nnx.Module):
             rotary,
             positions=positions,
             theta=config.rope_theta,
-            yarn=config.rope_scaling,
+            scaling=config.rope_scaling,
             interleave=config.rope_interleave,
         )
         if config.rotary_dim == x_BSHd.shape[-1]:

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config import ModelConfig
-from jmoe.layers.attention import Attention, CacheInputs, rotary
+from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
+from jmoe.layers.rotary import rotary
 from kernels_pallas.matmul import dot
 from kernels_pallas.saved import mark_saved
 
@@ -66,14 +67,9 @@ class LatentAttention(Attention):
 
     @property
     def scale(self) -> float:
-        """Factor of the scores before the softmax: 1 / sqrt(d), times YaRN's magnitude squared."""
-        yarn = self.config.rope_scaling
-        magnitude = (
-            yarn.attention_magnitude(yarn.mscale_all_dim)
-            if yarn is not None and yarn.mscale_all_dim
-            else 1.0
-        )
-        return self.config.dim_per_head**-0.5 * magnitude * magnitude
+        """Factor of the scores before the softmax: 1 / sqrt(d), times YaRN's `score_scale`."""
+        scaling = self.config.rope_scaling
+        return self.config.dim_per_head**-0.5 * (1.0 if scaling is None else scaling.score_scale)
 
     def queries(self, x_BSD: jax.Array, positions: jax.Array) -> jax.Array:
         """Return queries [B, S, H, d], the last rope dimensions rotated to `positions`."""
@@ -128,8 +124,8 @@ class LatentAttention(Attention):
 
     def _rotated(self, x_BSHd: jax.Array, positions: jax.Array) -> jax.Array:
         config = self.config
-        yarn, interleave = config.rope_scaling, config.rope_interleave
-        return rotary(x_BSHd, positions, config.rope_theta, yarn=yarn, interleave=interleave)
+        scaling, interleave = config.rope_scaling, config.rope_interleave
+        return rotary(x_BSHd, positions, config.rope_theta, scaling=scaling, interleave=interleave)
 
     def project(
         self, x_BSD: jax.Array, positions: jax.Array

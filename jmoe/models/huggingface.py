@@ -144,9 +144,10 @@ def updated_hf_config(hf: JsonObject, config: ModelConfig) -> JsonObject:
         for name, value in _family_config_json(config, family).items()
         if name not in known_here
     }
-    changed = {
-        name: value for name, value in hf.items() if name not in COMPRESSION_FIELDS
-    } | written
+    # rope_parameters says all that these fields of transformers 4 say
+    replaced = ("rope_scaling", "original_max_position_embeddings")
+    dropped = (*COMPRESSION_FIELDS, *(replaced if "rope_parameters" in written else ()))
+    changed = {name: value for name, value in hf.items() if name not in dropped} | written
     unlike = describe_differences(
         _decoder_normal_form(config), _decoder_normal_form(model_config(changed))
     )

@@ -191,14 +191,11 @@ class LazyCheckpoint(Closing):
 
     @property
     def max_positions(self) -> int:
-        """The maximum number of tokens of a sequence, including the positions that YaRN adds."""
+        """The maximum number of tokens of a sequence, including positions that `rope_scaling`
+        adds.
+        """
         limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
-        stretched = (
-            0
-            if scaling is None
-            else round(scaling.factor * scaling.original_max_position_embeddings)
-        )
-        return max(limit, stretched)
+        return limit if scaling is None else scaling.max_positions(limit)
 
     def choose_sequence_length(self, asked: int | None) -> int:
         """Return the maximum number of tokens of a sequence: `asked`, or by default up to 2048.

@@ -1,5 +1,4 @@
-"""Blocked attention against a plain softmax over the whole score matrix, and rotary positions
-against complex numbers.
+"""Blocked attention against a plain softmax over the whole score matrix.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, d head dimension.
 """
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jmoe.config import ModelConfig, YarnConfig
+from jmoe.config import ModelConfig
 from jmoe.layers.attention import (
     Attention,
     FlashKernel,
@@ -25,8 +24,6 @@ from jmoe.layers.attention import (
     causal_attention,
     flash_attention,
     full_attention,
-    rotary,
-    yarn_frequencies,
 )
 from jmoe.models.block import SAVED
 from kernels_pallas import implementations
@@ -205,82 +202,6 @@ def test_causal_attention_is_blocked_attention_on_cpu() -> None:
     np.testing.assert_array_equal(
         jax.jit(causal_attention)(q, k, v), jax.jit(blocked_attention)(q, k, v)
     )
-
-
-def test_rotary_is_a_complex_rotation() -> None:
-    theta, positions = 10_000.0, np.array([0, 1, 5, 77, 1000])
-    x = np.random.default_rng(0).normal(size=(B, positions.size, 3, d))
-    turn = np.exp(1j * positions[:, None, None] * theta ** (-2 * np.arange(d // 2) / d))
-    rotated = (x[..., : d // 2] + 1j * x[..., d // 2 :]) * turn
-    expected = np.concatenate([rotated.real, rotated.imag], axis=-1)
-    ours = rotary(jnp.asarray(x, jnp.float32), jnp.asarray(positions), theta)
-    # an angle of 1000 has 6e-5 of rounding in float32
-    np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-4)
-    np.testing.assert_allclose(ours[:, :2], expected[:, :2], rtol=1e-5, atol=1e-6)
-    assert rotary(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), theta).dtype == jnp.bfloat16
-
-
-def test_rotary_of_neighbouring_pairs() -> None:
-    """Interleaved pairs rotate as halves do, and come out as halves."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, 5, 3, d)), jnp.float32)
-    halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-    positions = jnp.arange(5)
-    ours = rotary(x, positions, 100.0, interleave=True)
-    np.testing.assert_array_equal(ours, rotary(halves, positions, 100.0))
-    # positions of each row of the batch
-    each = rotary(x, jnp.stack([positions, positions + 3]), 100.0)
-    np.testing.assert_array_equal(each[0], rotary(x, positions, 100.0)[0])
-    np.testing.assert_array_equal(each[1], rotary(x, positions + 3, 100.0)[1])
-
-
-def test_yarn_frequencies() -> None:
-    """Fast pairs keep their speed, slow ones are slowed by the factor, a ramp lies between
-    (arXiv:2309.00071).
-    """
-    yarn = YarnConfig(
-        factor=8.0,
-        original_max_position_embeddings=64,
-        beta_fast=4.0,
-        beta_slow=1.0,
-        truncate=False,
-    )
-    theta, dim = 1000.0, 32
-    speed = yarn_frequencies(dim, theta, yarn)
-    plain_speed = theta ** (-np.arange(dim // 2) / (dim // 2))
-    turns = 64 * plain_speed / (2 * np.pi)  # within the original context
-    np.testing.assert_allclose(speed[turns > 4], plain_speed[turns > 4], rtol=1e-6)
-    np.testing.assert_allclose(speed[turns < 1], plain_speed[turns < 1] / 8, rtol=1e-6)
-    between = speed[(turns < 4) & (turns > 1)] / plain_speed[(turns < 4) & (turns > 1)]
-    assert (
-        between.size > 2
-        and (np.diff(between) < 0).all()
-        and (between < 1).all()
-        and (between > 1 / 8).all()
-    )
-    # linear in the pair's index
-    np.testing.assert_allclose(np.diff(between), np.diff(between).mean(), rtol=1e-3)
-    x = jnp.ones((1, 3, 1, dim))
-    ratio = rotary(x, jnp.arange(3), theta, yarn=yarn)[0, 0] / rotary(x, jnp.arange(3), theta)[0, 0]
-    np.testing.assert_allclose(ratio, 0.1 * np.log(8) + 1, rtol=1e-6)  # position 0 is only scaled
-
-
-def test_yarn_scales() -> None:
-    sizes = {"factor": 4.0, "original_max_position_embeddings": 16}
-    assert YarnConfig(**sizes).rotary_scale == pytest.approx(0.1 * np.log(4) + 1)
-    assert YarnConfig(**sizes, attention_factor=0.5).rotary_scale == 0.5
-    both = YarnConfig(**sizes, mscale=0.7, mscale_all_dim=1.0)
-    assert both.rotary_scale == pytest.approx((0.07 * np.log(4) + 1) / (0.1 * np.log(4) + 1))
-    assert YarnConfig(factor=1.0, original_max_position_embeddings=16).rotary_scale == 1.0
-
-
-def test_rotary_scores_depend_on_the_distance_only() -> None:
-    q, k = (
-        jnp.asarray(np.random.default_rng(s).normal(size=(1, 1, 1, d)), jnp.float32) for s in (1, 2)
-    )
-    at = lambda x, position: rotary(x, jnp.array([position]), 100.0)  # noqa: E731
-    near, far = (float((at(q, p + 3) * at(k, p)).sum()) for p in (0, 40))
-    assert near == pytest.approx(far, rel=1e-4)
-    assert near != pytest.approx(float((at(q, 4) * at(k, 0)).sum()), rel=1e-2)
 
 
 @pytest.mark.parametrize("qk_norm", ["none", "head", "full"])

@@ -24,6 +24,7 @@ from tests.checkpoint_variants import Tensors, fused, read_tensors, with_head, w
 from tests.compressed_checkpoint import write_compressed_checkpoint
 from tests.model_configs import CHECKPOINTS
 from tests.models.test_pretrained import arrays_of, stored
+from tests.tiny_engines import tiny_engine
 
 TOKENS = np.arange(12, dtype=np.int32)[None]
 
@@ -288,3 +289,35 @@ def test_weights_of_pytorch_alone_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json"
     ):
         jmoe.load_pretrained(tmp_path)
+
+
+# ---- positions
+
+
+def test_scaled_positions_cached_and_streamed(tmp_path: Path) -> None:
+    """Tokens generated from a cache are those that the whole sequence, run at once, prefers;
+    experts from host memory give the same, and the scaling counts.
+    """
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    plain = CHECKPOINTS / "qwen3_moe"
+    folder = write_variant(plain, tmp_path / "scaled", rope_scaling=llama3, rope_parameters=...)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 1}
+    prompt = TOKENS[0].tolist()
+    with tiny_engine(folder, policy="resident") as engine:
+        [found] = engine.generate([prompt], **options)
+    with tiny_engine(folder, policy="ring", ring_slots=1) as engine:
+        [streamed] = engine.generate([prompt], **options)
+    assert (streamed.token_ids, streamed.logprobs) == (found.token_ids, found.logprobs)
+    tokens = np.array([prompt + found.token_ids], np.int32)
+    model = jmoe.load_pretrained(folder, dtype="float32")
+    before_SV = np.asarray(model(tokens))[0, len(prompt) - 1 : -1]
+    chosen = np.take_along_axis(before_SV, np.array(found.token_ids)[:, None], 1)[:, 0]
+    assert (before_SV.max(axis=1) - chosen).max() < 1e-4
+    unscaled = jmoe.load_pretrained(plain, dtype="float32")(tokens)
+    assert np.abs(np.asarray(unscaled)[0, len(prompt) - 1 : -1] - before_SV).max() > 1e-2

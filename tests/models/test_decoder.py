@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from jmoe.config import ModelConfig, Remat, RouterConfig, YarnConfig
-from jmoe.layers.attention import yarn_frequencies
+from jmoe.layers.rotary import rotary_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
 from jmoe.models.decoder import Decoder, DecoderExecution
@@ -149,10 +149,11 @@ def norm(config: ModelConfig, p: Any, x: jax.Array, kind: str | None = None) -> 
 
 
 def turn(config: ModelConfig, x_BSHd: jax.Array) -> jax.Array:
-    half, yarn = x_BSHd.shape[-1] // 2, config.rope_scaling
+    half, scaling = x_BSHd.shape[-1] // 2, config.rope_scaling
     speed, size = config.rope_theta ** (-np.arange(half) / half), 1.0
-    if yarn is not None:
-        speed, size = yarn_frequencies(2 * half, config.rope_theta, yarn), yarn.rotary_scale
+    if scaling is not None:
+        speed = rotary_frequencies(2 * half, config.rope_theta, scaling)
+        size = scaling.rotary_scale
     rotation = jnp.asarray(
         size * np.exp(1j * np.arange(S)[:, None] * speed)[:, None], jnp.complex64
     )
@@ -197,7 +198,9 @@ def latent_attention(config: ModelConfig, p: Any, x: jax.Array, layer: int) -> j
     k = jnp.concatenate([kv[..., :nope], k_rope], axis=-1)
     yarn = config.rope_scaling
     sharper = (
-        (0.1 * yarn.mscale_all_dim * np.log(yarn.factor) + 1) ** 2 if yarn is not None else 1.0
+        (0.1 * yarn.mscale_all_dim * np.log(yarn.factor) + 1) ** 2
+        if isinstance(yarn, YarnConfig)
+        else 1.0
     )
     return weighted_values(config, p, q, k, kv[..., nope:], sharper / np.sqrt(nope + rope), layer)
 

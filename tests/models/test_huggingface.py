@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from jmoe.config import ModelConfig, RouterConfig, YarnConfig
+from jmoe.config import (
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    ModelConfig,
+    RopeScaling,
+    RouterConfig,
+    YarnConfig,
+)
 from jmoe.configs import PRESETS
-from jmoe.models.huggingface import hf_config, model_config
+from jmoe.models.huggingface import hf_config, model_config, updated_hf_config
 from tests.compressed_checkpoint import compressed_tensors
 from tests.model_configs import CHECKPOINTS
 
@@ -157,6 +164,15 @@ def test_yarn_without_a_factor() -> None:
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
 PLAIN = {"rope_type": "default", "rope_theta": 700.0}
 STRETCHED = YarnConfig(factor=2.0, original_max_position_embeddings=16)
+LINEAR = {"rope_type": "linear", "factor": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LLAMA3_READ = Llama3RopeConfig(8.0, 16, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +195,52 @@ STRETCHED = YarnConfig(factor=2.0, original_max_position_embeddings=16)
             1e6,
             dataclasses.replace(STRETCHED, original_max_position_embeddings=8),
         ),
+        ({"rope_parameters": LINEAR | {"rope_theta": 700.0}}, 700.0, LinearRopeConfig(2.0)),
+        (
+            {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            700.0,
+            LinearRopeConfig(2.0),
+        ),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 700.0}}, 700.0, LLAMA3_READ),
+        ({"rope_theta": 700.0, "rope_scaling": LLAMA3}, 700.0, LLAMA3_READ),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 8},
+            1e6,
+            dataclasses.replace(LLAMA3_READ, original_max_position_embeddings=8),
+        ),
+        (
+            {
+                "rope_scaling": LLAMA3 | {"original_max_position_embeddings": None},
+                "max_position_embeddings": 32,
+            },
+            1e6,
+            dataclasses.replace(LLAMA3_READ, original_max_position_embeddings=32),
+        ),
     ],
 )
 def test_positions_in_either_spelling_or_both(
-    fields: dict[str, Any], theta: float, scaling: YarnConfig | None
+    fields: dict[str, Any], theta: float, scaling: RopeScaling | None
 ) -> None:
     config = model_config(without(fields_of("mixtral"), "rope_parameters", "rope_theta") | fields)
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LINEAR, LLAMA3])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_scaled_positions_are_written_back(family: str, scaling: dict[str, Any]) -> None:
+    """In either spelling; the new table replaces the old one."""
+    for beside in ({}, {"original_max_position_embeddings": 8}):
+        old = without(fields_of(family), "rope_parameters") | {"rope_scaling": scaling} | beside
+        config = model_config(old)
+        assert config.rope_scaling is not None
+        changed = updated_hf_config(old, config)
+        assert "rope_scaling" not in changed
+        for written in (hf_config(config), changed):
+            again = model_config(written)
+            assert (again.rope_theta, again.rope_scaling) == (
+                config.rope_theta,
+                config.rope_scaling,
+            )
 
 
 @pytest.mark.parametrize(
@@ -407,13 +462,13 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ),
         (
             "mixtral",
-            {"rope_parameters": {"rope_type": "llama3"}},
-            "rope_parameters.rope_type = 'llama3': is not",
+            {"rope_parameters": {"rope_type": "proportional"}},
+            "rope_parameters.rope_type = 'proportional': is not supported, only default, linear,",
         ),
         (
             "mixtral",
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_type = 'linear'",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear"}},
+            "rope_scaling.factor = None: must be a number",
         ),
         (
             "mixtral",
@@ -428,12 +483,27 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         (
             "mixtral",
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling.rope_type = 'llama3': is not",
+            "rope_scaling.low_freq_factor = None: must be a number",
+        ),
+        (
+            "mixtral",
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            "low_freq_factor = 1.0: must be less than high_freq_factor 1.0",
+        ),
+        (
+            "mixtral",
+            {"rope_scaling": LINEAR | {"factor": "2"}},
+            "rope_scaling.factor = '2': must be a number",
+        ),
+        (
+            "deepseek_v3",
+            {"rope_parameters": LINEAR | {"mscale_all_dim": 1.0}},
+            "rope_parameters.mscale_all_dim = 1.0: is not supported, only 0",
         ),
         (
             "mixtral",
             {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
-            "rope_type = 'dynamic': is not supported",
+            "rope_type = 'dynamic': is not supported, .* yarn: its frequencies depend on a sequence's",
         ),
         (
             "mixtral",

@@ -172,6 +172,13 @@ def same(tensors: Tensors) -> Tensors:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 OLD = {"rope_parameters": ..., "rope_theta": 500.0}
 VARIANTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
     "as stored": (same, {}),
@@ -186,6 +193,13 @@ VARIANTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
         same,
         OLD | {"rope_scaling": YARN, "original_max_position_embeddings": 64},
     ),
+    "linear in rope_parameters": (
+        same,
+        {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 3.0}},
+    ),
+    "linear in rope_scaling": (same, OLD | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "llama3 in rope_parameters": (same, {"rope_parameters": PLAIN | LLAMA3}),
+    "llama3 in rope_scaling": (same, OLD | {"rope_scaling": LLAMA3}),
 }
 
 

@@ -2,9 +2,24 @@
 
 import dataclasses
 
-from jmoe.config import ModelConfig, YarnConfig, check
+from jmoe.config import (
+    ROPE_SCALINGS,
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    ModelConfig,
+    RopeScaling,
+    YarnConfig,
+    check,
+)
 from jmoe.models.families.reader import ConfigFields
 from jmoe.types import JsonObject
+
+_BY_LENGTH = (
+    ": its frequencies depend on a sequence's length, so the keys in a cache would be rotated"
+    " unlike later queries; yarn stretches positions with fixed frequencies"
+)
+# {rope_type of transformers: why jmoe refuses it}
+UNSUPPORTED_FORMS = dict.fromkeys(("dynamic", "longrope"), _BY_LENGTH)
 
 
 def _checked_rope_table(fields: ConfigFields, name: str, *, partial: bool) -> JsonObject:
@@ -49,8 +64,8 @@ def read_rope_fields(
     *,
     partial: float | None = None,
 ) -> JsonObject:
-    """Return rope_theta, partial_rotary_factor and, for YaRN, rope_scaling as fields of
-    `ModelConfig`.
+    """Return rope_theta, partial_rotary_factor and, if positions are scaled, rope_scaling as fields
+    of `ModelConfig`.
 
     theta, partial: the family's defaults; it rotates whole heads if `partial` is None.
     default: the family's rope_parameters.
@@ -73,23 +88,42 @@ def read_rope_fields(
     read = {"rope_theta": of_any_table("rope_theta", theta)}
     if partial is not None:
         read["partial_rotary_factor"] = of_any_table("partial_rotary_factor", partial)
+    form = _read_scaling(fields, rope, name)
+    return read if form is None else {**read, "rope_scaling": form}
+
+
+def _read_scaling(fields: ConfigFields, rope: ConfigFields, name: str) -> RopeScaling | None:
+    """Return how the table `rope`, called `name`, scales positions; None if it does not."""
     kind = rope.value("rope_type", rope.value("type", "default"))
+    why = UNSUPPORTED_FORMS.get(kind, "") if isinstance(kind, str) else ""
     check(
-        kind in ("default", "yarn"),
+        kind == "default" or kind in ROPE_SCALINGS,
         f"{name}.rope_type",
         kind,
-        "is not supported, only default and yarn",
+        f"is not supported, only default, {', '.join(ROPE_SCALINGS)}{why}",
     )
     if kind == "default":
-        return read
+        return None
+    if kind != "yarn" and fields.value("kv_lora_rank") is not None:
+        # DeepSeek's modelling code in transformers scales scores by it for every rope_type
+        rope.require_value("mscale_all_dim", 0)
+    if kind == "linear":
+        return LinearRopeConfig(rope.number("factor"))
     positions = fields.integer("max_position_embeddings")
     original = fields.integer(
         "original_max_position_embeddings",
         default=rope.integer("original_max_position_embeddings", default=positions),
     )
     check(original > 0, "original_max_position_embeddings", original, "must be greater than 0")
+    if kind == "llama3":
+        return Llama3RopeConfig(
+            factor=rope.number("factor"),
+            original_max_position_embeddings=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
     attention_factor = rope.value("attention_factor")
-    yarn = YarnConfig(
+    return YarnConfig(
         factor=rope.number("factor", positions / original),
         original_max_position_embeddings=original,
         beta_fast=rope.number("beta_fast", 32.0),
@@ -99,7 +133,6 @@ def read_rope_fields(
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
     )
-    return {**read, "rope_scaling": yarn}
 
 
 def rope_parameters_json(config: ModelConfig) -> JsonObject:
@@ -107,10 +140,12 @@ def rope_parameters_json(config: ModelConfig) -> JsonObject:
     plain: JsonObject = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.partial_rotary_factor != 1.0:
         plain["partial_rotary_factor"] = config.partial_rotary_factor
-    yarn = config.rope_scaling
-    if yarn is None:
+    if config.rope_scaling is None:
         return plain
-    fields = {name: value for name, value in dataclasses.asdict(yarn).items() if value is not None}
-    unset = [name for name in ("mscale", "mscale_all_dim") if not fields[name]]
-    scaling = {name: value for name, value in fields.items() if name not in unset}
-    return plain | {"rope_type": "yarn"} | scaling
+    scaling = dataclasses.asdict(config.rope_scaling)
+    unset = ("mscale", "mscale_all_dim")  # 0 in YaRN
+    return plain | {
+        name: value
+        for name, value in scaling.items()
+        if value is not None and not (name in unset and value == 0)
+    }
