@@ -20,6 +20,8 @@ from array import array
 ITEM = array("i").itemsize  # bytes of a token
 MAX_PAUSE = 32  # tokens
 MISS_PAUSE = 3  # tokens
+# places between two tokens whose bytes equal those looked up; a prompt can be made of such places
+MAX_FALSE_MATCHES = 64
 
 
 class PromptLookup:
@@ -88,8 +90,10 @@ class PromptLookup:
         tokens, end = self._tokens, len(self._tokens)
         for size in self._sizes:
             latest = tokens[end - size * ITEM :]
+            if len(latest) < size * ITEM:
+                continue
             before = end - ITEM
-            while len(latest) == size * ITEM:
+            for _ in range(MAX_FALSE_MATCHES + 1):
                 at = tokens.rfind(latest, 0, before)
                 if at < 0:
                     break

@@ -8,7 +8,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Scheduler, StepPlan
 from jmoe.inference.sequence import Sequence
-from jmoe.inference.speculation import MAX_PAUSE, MISS_PAUSE, PromptLookup
+from jmoe.inference.speculation import MAX_FALSE_MATCHES, MAX_PAUSE, MISS_PAUSE, PromptLookup
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,13 @@ def test_what_followed_the_latest_tokens_before(tokens: list[int], draft: list[i
         assert PromptLookup(4, 3, 2).draft(tokens[:cut], tokens[cut:], 9) == draft
     assert PromptLookup(4, 3, 2).draft(tokens, [], 2) == draft[:2]
     assert PromptLookup(4, 3, 2).draft(tokens, [], 0) == []
+
+
+def test_a_prompt_whose_bytes_match_everywhere_does_not_hold_up_a_step() -> None:
+    """The bytes of 2, 2 are in 0x200, 0x200 too, between the tokens."""
+    draft = lambda false: PromptLookup(4, 2, 2).draft([2, 2, 9] + [0x200] * false + [2, 2], [], 2)  # noqa: E731
+    assert draft(MAX_FALSE_MATCHES) == [9, 0x200]
+    assert draft(2 * MAX_FALSE_MATCHES) == []
 
 
 def test_equals_a_search_token_by_token() -> None:
