@@ -116,7 +116,7 @@ class StopSearch:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.matched_stop: str | None = None
-        self._state = _build_stop_automaton(tuple(stop))
+        self._state = self._start = _build_stop_automaton(tuple(stop))
         self._held = ""  # text that may begin a stop string
 
     def cut(self, text: str) -> str:
@@ -134,8 +134,8 @@ class StopSearch:
         return text[: len(text) - state.depth]
 
     def release(self) -> str:
-        """Return the held text at the end of all text."""
-        held, self._held = self._held, ""
+        """Return the held text where the text ends, or pauses: no stop string spans the pause."""
+        held, self._held, self._state = self._held, "", self._start
         return held
 
 

@@ -260,6 +260,10 @@ COUNTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("body_timeout_s", "send_timeout_s", "sampling_defaults"), "every request's"
         ),
+        **dict.fromkeys(
+            ("tool_parser", "reasoning_parser"),
+            "every chat's; refused with a tokenizer whose special tokens say another format",
+        ),
         "check_files": "refused by serve.py for what is no bundle",
         **dict.fromkeys(
             (

@@ -70,6 +70,14 @@ def test_tokens_of_the_reasoning_are_counted() -> None:
         assert content("xyz;abc", size)[1].num_reasoning_tokens == 4
 
 
+def test_no_stop_string_spans_a_call() -> None:
+    """Content after a call is not cut by the state that content before it left."""
+    calls = [ToolCallBegin(0, "a", "f"), ToolCallEnd(0)]
+    cut = EventFilter(("xxxx",), None)
+    passed = cut.pass_events([ContentDelta("axxx"), *calls, ContentDelta("x and more")])
+    assert join_content(passed) == "axxxx and more" and not cut.has_ended
+
+
 def test_events_end_after_the_last_call() -> None:
     calls = [ToolCallBegin(0, "a", "f"), ToolCallEnd(0), ToolCallBegin(1, "b", "f"), ToolCallEnd(1)]
     limited = EventFilter((), 1)

@@ -212,6 +212,12 @@ CASES: list[tuple[str, str, str, Said]] = [
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zü",
         called(("weather", '{"city": "Zü"}')),
     ),
+    (
+        "markup that is explained",
+        "glm45",
+        "Write `<tool_call>` and `</tool_call>`.",
+        called(content="Write `<tool_call>` and `</tool_call>`."),
+    ),
     ("no call", "glm45", "<tool_call>", called(content="<tool_call>")),
     # Qwen3-Coder
     (
@@ -226,7 +232,31 @@ CASES: list[tuple[str, str, str, Said]] = [
         "<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
         called(("weather", '{"days": 3}')),
     ),
+    (
+        "markup that is explained",
+        "qwen3_coder",
+        "Write <function=NAME> or <tool_call><function=a b>.",
+        called(content="Write <function=NAME> or <tool_call><function=a b>."),
+    ),
     ("no call", "qwen3_coder", "<tool_call>\n<b>", called(content="<tool_call>\n<b>")),
+    (
+        "one brace too many",
+        "hermes",
+        f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}}}\n</tool_call>',
+        called(("weather", OSLO)),
+    ),
+    (
+        "no name of a function",
+        "mistral",
+        'The [TOOL_CALLS] marker, as in {"a": 1}',
+        called(content='The [TOOL_CALLS] marker, as in {"a": 1}'),
+    ),
+    (
+        "no name of a function",
+        "deepseek_v31",
+        f"{V3_BEGIN}function<｜tool▁sep｜>\n{{}}{V3_END}",
+        called(content=f"{V3_BEGIN}function<｜tool▁sep｜>\n{{}}{V3_END}"),
+    ),
     # Llama
     (
         "two objects",
@@ -239,6 +269,12 @@ CASES: list[tuple[str, str, str, Said]] = [
         "llama4_json",
         '{"answer": {"name": "x"}} ',
         called(content='{"answer": {"name": "x"}} '),
+    ),
+    (
+        "an answer in JSON that has a name",
+        "llama3_json",
+        '{"name": "Alice", "parameters": {"age": 3}, "id": 7}',
+        called(content='{"name": "Alice", "parameters": {"age": 3}, "id": 7}'),
     ),
     (
         "a call later in the text",
@@ -347,6 +383,8 @@ def test_ids_of_calls() -> None:
     arguments = f"{KIMI_ARGS}{{}}"
     written = f"{KIMI_BEGIN}functions.a:3{arguments}{KIMI_NEXT}b{arguments}{KIMI_END}"
     assert ids("kimi_k2", written) == ["functions.a:3", "functions.b:1"]
+    twice = f"{KIMI_BEGIN}functions.a:0{arguments}{KIMI_NEXT}functions.a:0{arguments}{KIMI_END}"
+    assert ids("kimi_k2", twice) == ["functions.a:0", "functions.a:1"]
     (made,) = ids("mistral", "[TOOL_CALLS]f[ARGS]{}")
     assert re.fullmatch("[a-zA-Z0-9]{9}", made)
     assert ids("mistral", "[TOOL_CALLS]f[CALL_ID]VvvODy9mT[ARGS]{}") == ["VvvODy9mT"]

@@ -28,13 +28,13 @@ class DeepSeekParser(OutputParser):
             if not (yield from self.accept(CALL_BEGIN)):
                 return (yield from self.accept(END))
             head, marker = yield from self.read_until(SEPARATOR, CALL_END, END)
-            if marker != SEPARATOR or not head.strip():
+            if marker != SEPARATOR:
                 return False
             if head.strip() == "function":
-                name, marker = yield from self.read_until("\n", CALL_END, END)
-                self.begin_call(name.strip())
-            else:
-                self.begin_call(head.strip())
+                head, marker = yield from self.read_until("\n", CALL_END, END)
+            if not self.is_name(name := head.strip()):
+                return False
+            self.begin_call(name)
             if marker not in (CALL_END, END):
                 marker = yield from self._parse_arguments()
             self.end_call()

@@ -6,7 +6,7 @@ Source: https://github.com/NousResearch/Hermes-Function-Calling
 from __future__ import annotations
 
 from jmoe.serving.output_parsers.parser import OutputParser
-from jmoe.serving.output_parsers.scanner import Steps
+from jmoe.serving.output_parsers.scanner import SPACE, Steps
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -27,4 +27,5 @@ class HermesParser(OutputParser):
                 yield from self.until((END,), self.arguments)
                 return True
             self.end_call()
+            yield from self.skip(SPACE + "}")  # some models close one brace too many
         return (yield from self.accept(END)) or self._num_calls > before

@@ -88,7 +88,7 @@ class GlmParser(KeyedParser):
 
     def parse_calls(self, marker: str) -> Steps[bool]:
         name, marker = yield from self.read_until(KEY, END)
-        if not marker or not name.strip():
+        if not marker or not self.is_name(name.strip()):
             return False
         self.begin_keyed_call(name.strip())
         while marker == KEY:
@@ -116,9 +116,11 @@ class QwenCoderParser(KeyedParser):
         if marker == BEGIN and not (yield from self.accept(FUNCTION)):
             return False
         name, end = yield from self.read_until(">", "\n")
-        if end != ">" or not name.strip():
+        name = name.strip()
+        is_call = self.is_name(name) if marker == BEGIN else self.is_tool(name)
+        if end != ">" or not is_call:
             return False
-        self.begin_keyed_call(name.strip())
+        self.begin_keyed_call(name)
         while True:
             yield from self.skip(SPACE)
             if not (yield from self.accept(PARAMETER)):

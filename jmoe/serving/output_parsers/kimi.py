@@ -32,11 +32,10 @@ class KimiParser(OutputParser):
                 return (yield from self.accept(END))
             written, marker = yield from self.read_until(ARGUMENTS, CALL_END, END)
             call_id = written.strip()
-            name = call_id.rpartition(":")[0] or call_id
-            if marker != ARGUMENTS or not name:
+            name = (call_id.rpartition(":")[0] or call_id).removeprefix("functions.")
+            if marker != ARGUMENTS or not self.is_name(name):
                 return False
-            is_id = ":" in call_id
-            self.begin_call(name.removeprefix("functions."), call_id if is_id else None)
+            self.begin_call(name, call_id if ":" in call_id else None)
             arguments = Trimmer(self.arguments, lead=SPACE, trail=SPACE)
             marker = yield from self.until((CALL_END, END), arguments.push)
             self.end_call()

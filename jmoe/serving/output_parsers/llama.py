@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from jmoe.serving.output_parsers.parser import OutputParser
 from jmoe.serving.output_parsers.scanner import SPACE, Steps
+from jmoe.types import Json
 
 TAG = "<|python_tag|>"
 
 
 class LlamaParser(OutputParser):
-    """Calls at the beginning of the answer alone; an answer that begins otherwise is content."""
+    """Calls at the beginning of the answer alone; an answer that begins otherwise is content, as is
+    a JSON object that names no tool of the request.
+    """
 
     opens = (TAG,)  # seen in the text; `parse_body` looks for it at the beginning alone
+
+    def is_name(self, text: Json) -> bool:
+        return self.is_tool(text)
 
     def parse_body(self) -> Steps[None]:
         if self._opens:

@@ -47,7 +47,7 @@ class MistralParser(OutputParser):
         call_id = None
         if marker == CALL_ID:
             call_id, marker = yield from self.read_until(ARGUMENTS, BEGIN)
-        if marker not in (ARGUMENTS, "{") or not name.strip():
+        if marker not in (ARGUMENTS, "{") or not self.is_name(name.strip()):
             return False
         self.begin_call(name.strip(), call_id and call_id.strip())
         if marker == "{":

@@ -4,6 +4,7 @@ calls are its subclasses.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from jmoe.inference.output_events import (
     ToolCallEnd,
 )
 from jmoe.serving.output_parsers.scanner import SPACE, Emit, Scanner, Steps, Trimmer, parse_json
-from jmoe.types import JsonObject
+from jmoe.types import Json, JsonObject
 
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function"), ("arguments", "parameters")
 OTHER_KEYS = ("id", "type")
+_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class OutputParser(Scanner):
         self.settings, self.in_reasoning = settings, False
         self._events: list[OutputEvent] = []
         self._num_calls, self._call = 0, None
+        self._ids: set[str] = set()
         has_calls = settings.parameters is not None
         self._opens = self.opens if has_calls else ()
         self._content = Trimmer(self._emit_content, trail=SPACE if self._opens else "")
@@ -166,12 +169,22 @@ class OutputParser(Scanner):
 
     # what formats call
 
+    def is_name(self, text: Json) -> bool:
+        """Return whether `text` may be a function's name; a call by any other stays content."""
+        return isinstance(text, str) and _NAME.fullmatch(text) is not None
+
+    def is_tool(self, text: Json) -> bool:
+        """Return whether `text` is the name of one of the request's tools."""
+        return isinstance(text, str) and text in (self.settings.parameters or {})
+
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call, and end the one before it."""
+        """Begin a call, and end the one before it. call_id: replaced if an earlier call has it."""
         self.end_call()
         self._call = _Call(self._num_calls)
         self._num_calls += 1
-        call_id = call_id or self.make_call_id(self._call.index, name)
+        if not call_id or call_id in self._ids:
+            call_id = self.make_call_id(self._call.index, name)
+        self._ids.add(call_id)
         self._events.append(ToolCallBegin(self._call.index, call_id, name))
 
     def make_call_id(self, index: int, name: str) -> str:
@@ -213,8 +226,9 @@ class OutputParser(Scanner):
             begun = self._num_calls > before
             if key in NAME_KEYS and not begun:
                 name = yield from self.json_text(ends)
-                if not isinstance(name, str) or not name:
+                if not self.is_name(name):
                     return False
+                assert isinstance(name, str)
                 self.begin_call(name, call_id)
                 self.arguments("".join(arguments))
             elif key in ARGUMENT_KEYS:
