@@ -193,7 +193,13 @@ def test_a_run_on_nvme_is_served_merged_and_moved(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axis", "update"), [("expert-inter", "device"), ("data", "device"), ("expert-inter", "host")]
+    ("axis", "devices", "update"),
+    [
+        ("expert-inter", 1, "device"),
+        ("data", 1, "device"),
+        ("expert-inter", 1, "host"),
+        ("expert-inter", 4, "host"),
+    ],
 )
 def test_two_processes_are_killed_and_go_on_and_then_one(
     runs: TrainRuns,
@@ -201,22 +207,25 @@ def test_two_processes_are_killed_and_go_on_and_then_one(
     tmp_path: Path,
     start_python: Start,
     axis: str,
+    devices: int,
     update: str,
 ) -> None:
     """Each with half of the experts or all: to the bit as without the kill; one process then
     goes on with all.
     """
     spread = (f"--mesh.{axis}", 2, "--checkpoint.every-steps", 4, "--tiers.update", update)
+    if devices > 1:
+        spread = (*spread, "--mesh.expert-intra", devices)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_split(runs, start_python, whole, 2, 1, *HOST, *spread, "--num-steps", STEPS)
+    run_split(runs, start_python, whole, 2, devices, *HOST, *spread, "--num-steps", STEPS)
     assert dict(losses(whole)) == pytest.approx(dict(losses(on_host)), rel=1e-5, abs=0)
 
-    group = runs.start(start_python, killed, 2, *NVME, *spread, *ENDLESS)
+    group = runs.start(start_python, killed, 2, *NVME, *spread, *ENDLESS, devices=devices)
     group[0].wait_until(lambda: committed(killed))
     kill_while_saving(group[0], killed, group[1:])
     saved = committed(killed)
     assert saved and saved[-1] < STEPS
-    run_split(runs, start_python, killed, 2, 1, *NVME, *spread, "--num-steps", STEPS)
+    run_split(runs, start_python, killed, 2, devices, *NVME, *spread, "--num-steps", STEPS)
     assert resumes(killed) == saved[-1:]
     assert {step: loss for step, loss in losses(killed) if step < STEPS} == dict(losses(whole))
     assert evaluations(killed)[-1] == evaluations(whole)[-1]
