@@ -10,6 +10,7 @@ from jmoe.config import ModelConfig, check, describe_differences
 from jmoe.models.config_fields import check_fields_supported
 from jmoe.models.families import FAMILIES
 from jmoe.models.families.reader import ConfigFields
+from jmoe.models.families.unsupported import MISSING_PARTS
 from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
 from jmoe.types import JsonObject
 
@@ -22,11 +23,14 @@ _MODEL_TYPES = {name: name for name in FAMILIES} | {
 def family_of(hf: JsonObject) -> str:
     """Return the family of a `config.json`, a key of `FAMILIES`.
 
-    Raises ValueError if jmoe does not support its model_type.
+    Raises ValueError if jmoe does not support its model_type; for a family in `MISSING_PARTS`, the
+    message says what jmoe lacks.
     """
     kind = hf.get("model_type")
     family = _MODEL_TYPES.get(kind, "") if isinstance(kind, str) else ""
-    check(bool(family), "model_type", kind, f"must be one of {', '.join(_MODEL_TYPES)}")
+    missing = MISSING_PARTS.get(kind.removesuffix("_text"), "") if isinstance(kind, str) else ""
+    why = f"; jmoe lacks {missing}" if missing else ""
+    check(bool(family), "model_type", kind, f"must be one of {', '.join(_MODEL_TYPES)}{why}")
     return family
 
 
