@@ -107,8 +107,8 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     *(
         (RouterConfig, {name: value} | fields, wrong(name, value, f"needs router.kind = {kinds}"))
         for name, value, fields, kinds in (
-            ("n_group", 2, {}, "'group_limited'"),
-            ("bias_update_speed", 0.01, {}, "'sigmoid' or 'group_limited'"),
+            ("n_group", 2, {}, "'softmax_group_limited' or 'group_limited'"),
+            ("bias_update_speed", 0.01, {}, "'softmax_biased' or 'sigmoid'"),
             ("norm_topk_prob", False, {"kind": "gshard"}, "'softmax' or"),
         )
     ),
