@@ -29,6 +29,7 @@ from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.prometheus import MetricsConfig
+from jmoe.config.router import RouterConfig
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -399,6 +400,13 @@ class TrainConfig:
             return
         check(bool(self.init_from), "lora.rank", rank, "must be given together with init_from")
         with_lora = "with lora.rank"
+        speed, default = self.model.router.bias_update_speed, RouterConfig.bias_update_speed
+        check(
+            speed in (0, default),
+            "model.router.bias_update_speed",
+            speed,
+            f"must be 0 {with_lora}: router biases do not move",
+        )
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", f"must be float32 or bfloat16 {with_lora}")
         tiers = self.tiers.experts, self.tiers.optimizer

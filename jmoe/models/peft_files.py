@@ -38,6 +38,8 @@ PREFIX = "base_model.model."
 # options of PEFT that change what an adapter computes, with the values that mean the same here
 PLAIN: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
+    # others (pissa, olora, corda, loftq) change the weights that the adapter is added to
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     "use_dora": (False, None),
     "use_qalora": (False, None),
     "use_bdlora": (False, None),

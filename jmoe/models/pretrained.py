@@ -348,7 +348,7 @@ def write_pretrained(
     `config.json`.
     """
     config_json = {name: value for name, value in config_json.items() if name != "torch_dtype"}
-    if config.kv_lora_rank is not None:
+    if config.kv_lora_rank is not None or "num_nextn_predict_layers" in config_json:
         # the multi-token-prediction layers were not loaded
         config_json["num_nextn_predict_layers"] = 0
     config_json["dtype"] = np.dtype(arrays[("embedding",)].dtype).name

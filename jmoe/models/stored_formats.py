@@ -349,7 +349,8 @@ def check_quantization(fields: Json, kind: str, expert_dtype: Json = None) -> No
             size,
             f"must be [{FP8.block}, {FP8.block}]",
         )
-        check(number == "e4m3", prefix + "fmt", number, "must be e4m3")
+        names = "e4m3", "float8_e4m3fn"  # of one format; MiniMax-M2 has the second
+        check(number in names, prefix + "fmt", number, "must be e4m3 or float8_e4m3fn")
         scales = fields.get("scale_fmt")
         check(
             scales in (None, "float", "ue8m0"),

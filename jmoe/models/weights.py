@@ -45,9 +45,11 @@ CACHE_LINE_BYTES = 64
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 KEPT_FLOAT32 = "e_score_correction_bias"  # float32 in transformers whatever the model's dtype
 # Tensors that do not affect logits here: rotary tables that older versions of transformers saved,
-# and scales for quantized activations and KV caches, neither of which jmoe quantizes.
+# ERNIE's block that predicts further tokens, and scales for quantized activations and KV caches,
+# neither of which jmoe quantizes.
 IGNORED = re.compile(
-    r"\.rotary_emb\.inv_freq$|\.((in|out)put_(global_)?scale|(\w+_)?activation_scale|[kqv]_scale)$"
+    r"^model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+\.|\.rotary_emb\.inv_freq$|"
+    r"\.((in|out)put_(global_)?scale|(\w+_)?activation_scale|[kqv]_scale)$"
 )
 ZERO_POINT = ".weight_zero_point"  # ignored if zero: some symmetric checkpoints store it
 

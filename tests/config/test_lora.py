@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.config import TrainConfig
+from jmoe.config import ModelConfig, RouterConfig, TrainConfig
 from jmoe.config.lora import LoraConfig
 
 
@@ -36,6 +36,10 @@ def test_refused(options: dict[str, Any], message: str) -> None:
     [
         ({"init_from": ""}, "lora.rank = 4: must be given together with init_from"),
         ({"compute_dtype": "float16"}, "compute_dtype = 'float16': must be float32 or bfloat16"),
+        (
+            {"model": ModelConfig(router=RouterConfig("sigmoid", bias_update_speed=0.01))},
+            "model.router.bias_update_speed = 0.01: must be 0 with lora.rank",
+        ),
         ({"plan": True}, "plan = True: must not be given with lora.rank"),
         ({"estimate": "h100"}, "estimate = 'h100': must not be given with lora.rank"),
     ],

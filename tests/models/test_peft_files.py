@@ -67,6 +67,10 @@ def test_what_is_written_are_the_tensors_of_peft(name: str, tmp_path: Path) -> N
         ({"use_dora": True}, "use_dora = True: is not supported, only False"),
         ({"peft_type": "IA3"}, "peft_type = 'IA3': must be LORA"),
         ({"bias": "all"}, "bias = 'all': is not supported, only 'none'"),
+        (
+            {"init_lora_weights": "pissa"},
+            "init_lora_weights = 'pissa': is not supported, only True",
+        ),
         ({"r": 3}, r"has shape \[\d+, \d+\], must have"),
         ({"r": 0}, "lora.rank = 0: must be at least 1"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern = .* is not supported"),

@@ -82,17 +82,20 @@ def expert_sizes_json(config: ModelConfig) -> JsonObject:
     }
 
 
-def read_group_limited_router(fields: ConfigFields, *, norm_topk_prob: bool = True) -> RouterConfig:
+def read_group_limited_router(
+    fields: ConfigFields, *, norm_topk_prob: bool = True, groups: int | None = None
+) -> RouterConfig:
     """Return the configuration of the router with sigmoid scores, groups and a correction bias.
 
-    norm_topk_prob: the family's default.
+    norm_topk_prob, groups: the family's defaults; with None, a missing number of groups raises
+    ValueError.
     """
     return RouterConfig(
         kind="group_limited",
         norm_topk_prob=fields.nullable_flag("norm_topk_prob", norm_topk_prob),
         aux_loss_coef=0.0,  # the correction bias balances the experts
-        n_group=fields.integer("n_group"),
-        topk_group=fields.integer("topk_group"),
+        n_group=fields.integer("n_group", default=groups),
+        topk_group=fields.integer("topk_group", default=groups),
         routed_scaling_factor=fields.number("routed_scaling_factor"),
     )
 

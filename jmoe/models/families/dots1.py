@@ -32,7 +32,7 @@ def _read(fields: ConfigFields) -> JsonObject:
         "sliding_window": window if slides else None,
         "layer_types": types if slides else (),
         **read_expert_sizes(fields, None),
-        "router": read_group_limited_router(fields, norm_topk_prob=False),
+        "router": read_group_limited_router(fields, norm_topk_prob=False, groups=1),
         **read_rope_fields(fields, 1e4),
     }
 

@@ -23,7 +23,7 @@ def _read(fields: ConfigFields) -> JsonObject:
         "qkv_bias": fields.flag("attention_bias", False),
         "qk_norm": "head" if fields.flag("use_qk_norm", False) else "none",
         **read_expert_sizes(fields),
-        "router": read_group_limited_router(fields),
+        "router": read_group_limited_router(fields, groups=1),
         **read_rope_fields(fields, 1e4, partial=0.5),
     }
 
