@@ -25,6 +25,7 @@ from jmoe.runtime import (
     program_name,
     reexec_with_env,
 )
+from jmoe.serving import PACKAGES
 
 if TYPE_CHECKING:
     from jmoe.config.engine import EngineConfig
@@ -35,16 +36,6 @@ if TYPE_CHECKING:
     from jmoe.serving.api_keys import ApiKeys
 
 say = partial(print, flush=True)
-# What `jmoe[serve]` installs beside jmoe itself.
-PACKAGES = (
-    "fastapi",
-    "httptools",
-    "llguidance",
-    "prometheus_client",
-    "pydantic",
-    "sse_starlette",
-    "uvicorn",
-)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -10,13 +10,13 @@ import difflib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig, VisionTrainConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.config.serving import ServeConfig
+from jmoe.config.serving import ReasoningParserName, ServeConfig, ToolParserName
 from jmoe.config.supervise import SuperviseConfig
 from jmoe.runtime import program_name
 
@@ -33,6 +33,10 @@ BUNDLE = """Write a model with all its compiled programs as one folder, which se
 such a device.
 
 The options are those of serve.py that concern the engine.
+"""
+BATCH = """Answer a file of requests in OpenAI's batch format; append the answers to another file.
+
+The same command goes on after an end of any kind: requests with an answer are not asked again.
 """
 SUPERVISE = """Start the processes of a run, and all of them again when one is lost:
 {program} [--option VALUE ...] -- train.py PRESET [--section.field VALUE ...].
@@ -56,6 +60,8 @@ OTHER_TRAINERS_NAMES = {
     "grad-accum": "gradient-accumulation-steps",
     "dtype": "compute-dtype",
 }
+SERVE_FIELDS = {field.name for field in dataclasses.fields(ServeConfig)}
+UNLIMITED = 2**31  # sequences that wait
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
@@ -91,6 +97,34 @@ class BundleOptions:
     engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
         default_factory=EngineConfig
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """Options of `python -m jmoe.programs.batch`, as fields."""
+
+    requests: tyro.conf.Positional[str]  # a file with one request per line
+    answers: tyro.conf.Positional[str]  # the file to which answers are appended
+    model: str  # a Hugging Face folder, the output folder of a run of train.py, or a bundle
+    served_model_name: str | None = None  # what requests call the model; None: its folder's name
+    request_timeout_s: float = 86_400.0  # a request that takes longer is aborted
+    max_body_bytes: int = ServeConfig.max_body_bytes  # maximum size of a request's body
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = dataclasses.field(
+        default_factory=EngineConfig
+    )
+    # defaults of sampling parameters that a request omits, as serve.py's
+    sampling_defaults: Literal["model", "openai"] = "model"
+    # formats in which the model writes tool calls and reasoning; auto: as its chat template shows
+    tool_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
+
+    def serving_config(self) -> ServeConfig:
+        """Return the settings of the server's service, whose queue takes every request.
+
+        Raises ValueError as `ServeConfig` does.
+        """
+        fields = {name: value for name, value in vars(self).items() if name in SERVE_FIELDS}
+        return ServeConfig(**fields, max_waiting=UNLIMITED)
 
 
 def parse_with_default_sigpipe(parse: Callable[[], T]) -> T:
@@ -214,6 +248,17 @@ def parse_bundle(arguments: Sequence[str]) -> BundleOptions:
         args=arguments,
         prog="python -m jmoe.deploy.bundle",
         description=BUNDLE,
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def parse_batch(arguments: Sequence[str]) -> BatchOptions:
+    """Return the settings of `jmoe.programs.batch`. `--help` and mistakes end the process."""
+    return tyro.cli(
+        BatchOptions,
+        args=arguments,
+        prog="python -m jmoe.programs.batch",
+        description=BATCH,
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     )
 

@@ -1,0 +1,160 @@
+"""Answers a batch of requests with the server's own routes, called in the process: no socket, the
+same schemas, templates, grammars and errors.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from fastapi import FastAPI
+from starlette.types import Message
+
+from jmoe.serving.batch_files import AnswersFile, BatchRequest
+from jmoe.serving.chat import chat_router
+from jmoe.serving.completions import completions_router
+from jmoe.serving.errors import ApiError, add_error_handlers
+from jmoe.serving.service import Service
+from jmoe.types import Json, JsonObject
+
+log = logging.getLogger(__name__)
+
+CLIENT = "batch"
+# Requests under way for each sequence of the engine's batch: while one set runs, texts of the next
+# are tokenized and answers of the last are written.
+IN_FLIGHT = 2
+PROGRESS_S = 10.0
+
+
+class EngineFailedError(Exception):
+    """The engine has failed: requests under way have no answer."""
+
+
+class BatchRunner:
+    """Answers requests with a service that no HTTP server has.
+
+    answered, failed: how many requests have an answer since the start, and those with an error.
+    tokens: how many tokens the answers have.
+    """
+
+    def __init__(self, service: Service, answers: AnswersFile, total: int) -> None:
+        """total: how many requests lack an answer."""
+        self._service, self._answers, self._total = service, answers, total
+        self.answered = self.failed = self.tokens = 0
+        self._app = FastAPI()
+        add_error_handlers(self._app)
+        for router in (completions_router, chat_router):
+            self._app.include_router(router(service))
+
+    async def run(self, requests: Iterable[BatchRequest], say: Callable[[str], None]) -> None:
+        """Answer all `requests`, many at once, and append each answer when it is complete.
+
+        say: prints a line of progress. Raises EngineFailedError, in which case requests under way
+        have no answer.
+        """
+        waiting, begun_s = iter(requests), time.monotonic()
+
+        async def answer_until_none_waits() -> None:
+            for request in waiting:  # shared by all tasks
+                await self._answer(request)
+
+        async with self._running_engine(), self._progress(say):
+            count = IN_FLIGHT * self._service.loop.engine.max_batch
+            await asyncio.gather(*(answer_until_none_waits() for _ in range(count)))
+        took_s = time.monotonic() - begun_s
+        say(
+            f"{self._counts()} in {took_s:.1f} s; {self.tokens:,} tokens,"
+            f" {self.tokens / took_s:,.1f} tokens/s"
+        )
+
+    def _counts(self) -> str:
+        errors = f", {self.failed:,} of them with an error" if self.failed else ""
+        return f"{self.answered:,} of {self._total:,} requests answered{errors}"
+
+    @contextlib.asynccontextmanager
+    async def _running_engine(self) -> AsyncIterator[None]:
+        self._service.loop.start()
+        try:
+            yield
+        finally:
+            await self._service.loop.stop()
+            self._service.close()
+
+    @contextlib.asynccontextmanager
+    async def _progress(self, say: Callable[[str], None]) -> AsyncIterator[None]:
+        async def say_repeatedly() -> None:
+            while True:
+                await asyncio.sleep(PROGRESS_S)
+                say(f"{self._counts()}; {self._service.loop.tokens_per_s:,.1f} tokens/s")
+
+        saying = asyncio.create_task(say_repeatedly())
+        try:
+            yield
+        finally:
+            saying.cancel()
+
+    async def _answer(self, request: BatchRequest) -> None:
+        """Append the answer to one request. Raises EngineFailedError."""
+        limit = self._service.config.max_body_bytes
+        error = request.error
+        if len(request.body) > limit:
+            error = ApiError(413, f"the body has {len(request.body)} bytes; at most {limit} may be")
+        if error is not None:
+            answer = request.refusal(error)
+        else:
+            request_id = uuid.uuid4().hex
+            status, body = await self._post(request, request_id)
+            if status != 200 and self._service.loop.failure is not None:
+                raise EngineFailedError(self._service.loop.failure)
+            answer = request.answer(status, request_id, body)
+        await asyncio.to_thread(self._answers.append, answer)
+        self._count(answer["response"])
+
+    def _count(self, response: JsonObject) -> None:
+        self.answered += 1
+        if response["status_code"] == 200:
+            self.tokens += response["body"]["usage"]["completion_tokens"]
+        else:
+            self.failed += 1
+
+    async def _post(self, request: BatchRequest, request_id: str) -> tuple[int, Json]:
+        """Return (status, JSON of the body) of the route's response to a request."""
+        scope: JsonObject = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": request.path,
+            "raw_path": request.path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+            "state": {"request_id": request_id, "client": CLIENT, "note": log.debug},
+        }
+        pending: list[Message] = [{"type": "http.request", "body": request.body}]
+        status, body = 0, bytearray()
+
+        async def receive() -> Message:
+            if not pending:
+                await asyncio.Future()  # the client of a batch never disconnects
+            return pending.pop()
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            body.extend(message.get("body", b""))
+
+        try:
+            await self._app(scope, receive, send)
+        except Exception:  # raised again after the response with status 500 was sent
+            log.exception("line %d of the batch", request.line)
+            if not body:
+                raise
+        return status, json.loads(bytes(body))

@@ -1,0 +1,117 @@
+"""The program that answers a batch, as a process that is killed, beside the server."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.http_servers import HttpProcess
+from tests.processes import Child, kill_group, start_logged
+from tests.serving.conftest import SIZES
+
+COUNT, BODY_BYTES = 60, 10_000
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}}
+BAD = {
+    "unknown": {"prompt": "x", "depth": 3},
+    "other model": {"prompt": "x", "model": "gpt-5"},
+    "long": {"prompt": "word " * 4000},
+}
+
+
+def requests() -> list[dict[str, Any]]:
+    """Greedy completions and chats, some with several choices, tools or a schema; bad ones."""
+    lines = []
+    for number in range(COUNT):
+        url, body = "/v1/completions", {"prompt": f"fox {number}", "n": 1 + number % 2}
+        if number % 3 == 0:
+            messages = [{"role": "user", "content": f"日本語 {number}"}]
+            url, body = "/v1/chat/completions", {"messages": messages}
+        if number % 20 == 7:
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": SCHEMA},
+            }
+        body |= {"max_tokens": 12, "temperature": 0, "logprobs": number % 3 == 0 or 1}
+        lines.append({"custom_id": f"r{number}", "url": url, "body": body})
+    lines += [{"custom_id": name, "url": "/v1/completions", "body": BAD[name]} for name in BAD]
+    return [{"method": "POST", **line} for line in lines]
+
+
+@pytest.fixture
+def start_batch(
+    model_folder: Path, server_env: dict[str, str | None], tmp_path: Path
+) -> Iterator[Callable[..., Child]]:
+    started: list[Child] = []
+
+    def start() -> Child:
+        paths = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+        options = ["--model", str(model_folder), "--max-body-bytes", BODY_BYTES, *SIZES]
+        command = ["-m", "jmoe.programs.batch", *paths, *map(str, options)]
+        started.append(start_logged(command, tmp_path / f"log{len(started)}", server_env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        kill_group(process)
+
+
+@pytest.mark.slow
+def test_a_batch_killed_twice_answers_each_request_once_and_as_the_server(
+    start_batch: Callable[[], Child], server: HttpProcess, tmp_path: Path
+) -> None:
+    asked, out = requests(), tmp_path / "out.jsonl"
+    lines = [json.dumps(line) for line in asked]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines[:30], "no JSON", "", *lines[30:]]))
+
+    def num_answers() -> int:
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    for _ in range(2):
+        before = num_answers()
+        process = start_batch()
+        process.wait_until(lambda before=before: num_answers() > before)  # type: ignore[misc]
+        kill_group(process)
+        assert before < num_answers() < COUNT + len(BAD) + 1
+    written = out.read_bytes()
+    kept = written[: written.rfind(b"\n") + 1]  # the kill may have come inside a line
+    out.write_bytes(kept + b'{"id": "batch_req_')
+    process = start_batch()
+    screen = process.end(300)
+    left = COUNT + len(BAD) + 1 - kept.count(b"\n")
+    assert f"{left} of {left} requests answered" in screen
+    assert screen.rstrip().endswith(" tokens/s")
+    assert out.read_bytes().startswith(kept)
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert Counter(answer["custom_id"] for answer in answers) == Counter(
+        [None, *(line["custom_id"] for line in asked)]
+    )
+    by_id = {answer["custom_id"]: answer for answer in answers}
+    assert by_id[None]["id"] == "batch_req_31"
+    assert by_id[None]["response"]["status_code"] == 400
+    for line in asked:
+        served = server.post(line["url"], **line["body"])
+        response = by_id[line["custom_id"]]["response"]
+        if line["custom_id"] == "long":
+            assert response["status_code"] == 413
+            continue
+        assert response["status_code"] == served.status_code
+        if served.status_code == 200:
+            assert by_id[line["custom_id"]]["error"] is None
+            assert_same_answer(response["body"], served.json())
+        else:
+            assert response["body"] == served.json()
+    screen = start_batch().end(300)
+    assert "64 of 64 requests have an answer" in screen
+    assert "loading" not in screen
+
+
+def assert_same_answer(ours: dict[str, Any], servers: dict[str, Any]) -> None:
+    """But for ids, times and what of a prompt the cache has."""
+    for choice, served in zip(ours["choices"], servers["choices"], strict=True):
+        for name in ("text", "message", "finish_reason"):
+            assert choice.get(name) == served.get(name)
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert ours["usage"][name] == servers["usage"][name]
