@@ -11,6 +11,7 @@ import pytest
 
 from jmoe.command_line import (
     OTHER_TRAINERS_NAMES,
+    parse_batch,
     parse_bundle,
     parse_serve,
     parse_status,
@@ -149,6 +150,7 @@ def known_options(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
         (train, ["ufo-tiny"]),
         (parse_serve, []),
         (parse_bundle, []),
+        (parse_batch, []),
         (parse_supervise, []),
         (parse_status, []),
     ):

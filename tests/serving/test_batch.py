@@ -1,5 +1,7 @@
 """The program that answers a batch, as a process that is killed, beside the server."""
 
+import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,10 +10,18 @@ from typing import Any
 
 import pytest
 
+from jmoe.config.engine import EngineConfig
+from jmoe.config.serving import ServeConfig
+from jmoe.inference.engine import Engine
+from jmoe.inference.sequence import Output
+from jmoe.serving.batch import BatchRunner, EngineFailedError
+from jmoe.serving.batch_files import AnswersFile, read_keys, read_requests
+from jmoe.serving.service import Service
 from tests.http_servers import HttpProcess
 from tests.processes import Child, kill_group, start_logged
 from tests.serving.conftest import SIZES
 
+ENGINE = EngineConfig(max_batch=4, max_seq_len=256, prefill_chunk_tokens=32)  # of `engine`
 COUNT, BODY_BYTES = 60, 10_000
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}}
 BAD = {
@@ -56,6 +66,56 @@ def start_batch(
     yield start
     for process in started:
         kill_group(process)
+
+
+def test_an_engine_that_fails_leaves_no_answer_of_it(
+    model_folder: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompts = tmp_path / "in.jsonl", [f"fox {number}" for number in range(12)]
+    bodies = [{"prompt": prompt, "max_tokens": 8, "temperature": 0} for prompt in prompts]
+    bodies[3]["top_k"] = "many"
+    asked = {"method": "POST", "url": "/v1/completions"}
+    lines = [
+        asked | {"custom_id": body["prompt"], "body": body} for body in [*bodies, {"prompt": ""}]
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    said: list[str] = []
+
+    def answer(engine: Engine) -> list[dict[str, Any]]:
+        config = ServeConfig(str(model_folder), engine=ENGINE)
+        service = Service(engine, config, model_folder, "tiny", None)
+        with AnswersFile(tmp_path / "out.jsonl", path, read_keys(path)) as answers:
+            waiting = [one for one in read_requests(path) if one.key not in answers.keys]
+            runner = BatchRunner(service, answers, len(waiting))
+            try:
+                asyncio.run(runner.run(waiting, said.append))
+            finally:
+                written = (tmp_path / "out.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in written]
+
+    with Engine(model_folder, ENGINE) as failing:
+        steps, step = itertools.count(), failing.step
+
+        def fail_at_last() -> list[Output]:
+            if next(steps) == 20:
+                raise RuntimeError("out of memory")
+            return step()
+
+        monkeypatch.setattr(failing, "step", fail_at_last)
+        with pytest.raises(EngineFailedError, match="the engine has failed"):
+            answer(failing)
+    before = (tmp_path / "out.jsonl").read_text()
+    assert 0 < before.count('"status_code": 200') < len(prompts) - 1
+    assert '"status_code": 500' not in before
+    answers = {each["custom_id"]: each["response"] for each in answer(engine)}
+    assert (tmp_path / "out.jsonl").read_text().startswith(before)
+    assert set(answers) == {*prompts, ""}
+    assert answers[prompts[3]]["status_code"] == 400
+    expected = engine.generate(prompts, max_new_tokens=8)
+    for prompt, completion in zip(prompts, expected, strict=True):
+        if prompt != prompts[3]:
+            assert answers[prompt]["body"]["choices"][0]["text"] == completion.text
+    assert "requests answered" in said[-1]
 
 
 @pytest.mark.slow
