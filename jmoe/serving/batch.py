@@ -17,6 +17,7 @@ from jmoe.serving.batch_files import AnswersFile, BatchRequest
 from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, add_error_handlers
+from jmoe.serving.responses import responses_router
 from jmoe.serving.service import Service
 from jmoe.types import Json, JsonObject
 
@@ -46,7 +47,7 @@ class BatchRunner:
         self.answered = self.failed = self.tokens = 0
         self._app = FastAPI()
         add_error_handlers(self._app)
-        for router in (completions_router, chat_router):
+        for router in (completions_router, chat_router, responses_router):
             self._app.include_router(router(service))
 
     async def run(self, requests: Iterable[BatchRequest], say: Callable[[str], None]) -> None:
@@ -116,7 +117,9 @@ class BatchRunner:
     def _count(self, response: JsonObject) -> None:
         self.answered += 1
         if response["status_code"] == 200:
-            self.tokens += response["body"]["usage"]["completion_tokens"]
+            usage = response["body"]["usage"]
+            name = "output_tokens" if "output_tokens" in usage else "completion_tokens"
+            self.tokens += usage[name]
         else:
             self.failed += 1
 

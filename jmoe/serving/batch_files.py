@@ -21,7 +21,7 @@ from jmoe.serving.errors import ApiError, replace_surrogates
 from jmoe.serving.json_body import parse_body
 from jmoe.types import Json, JsonObject
 
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 FIELDS = ("custom_id", "method", "url", "body")
 ID_PREFIX = "batch_req_"  # of an answer's id; the number of the request's line follows
 BEGIN = f'{{"id": "{ID_PREFIX}'.encode()  # of every line of answers
