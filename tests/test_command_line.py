@@ -137,7 +137,8 @@ OPTION = re.compile(r"(?<![\w-])--(?!xla_)[a-z][\w.-]*\w")  # of XLA's options J
 # Of pip, hf, sbatch, srun, scontrol, vLLM, C++ compilers and a program that a program starts.
 ELSEWHERE = {
     *"""--find-links --local-dir --gpus-per-node --gpus-per-task --ntasks-per-node --gpu-bind --open-mode
-    --signal --test-only --chat-template-content-format --version --background""".split()  # noqa: SIM905
+    --signal --test-only --chat-template-content-format --version --background
+    --tool-call-parser""".split()  # noqa: SIM905
 }
 GROUPS = {"--machine", "--distil", "--distributed", "--comm", "--mesh"}  # `--mesh.*`
 
