@@ -13,10 +13,17 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.config import RouterConfig
+from jmoe.config import (
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    ModelConfig,
+    RopeScaling,
+    RouterConfig,
+    YarnConfig,
+)
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.configs import PRESETS
-from jmoe.deploy.merge import main
+from jmoe.deploy.merge import main, saved_model_config
 from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Completion
 from jmoe.models.huggingface import hf_config, model_config
@@ -280,3 +287,17 @@ def test_gpt_moe_trained_merged_served_and_fine_tuned(
     assert tuned[0] == pytest.approx(learned[-1], abs=1e-4) and tuned[-1] < tuned[0]
     run("-m", "jmoe.deploy.merge", second, tmp_path / "tuned")
     assert jmoe.load_pretrained(tmp_path / "tuned").config == jmoe.load_pretrained(folder).config
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [LinearRopeConfig(2.0), Llama3RopeConfig(8.0, 16, 1.0, 4.0), YarnConfig(2.0, 16)],
+)
+def test_saved_positions(scaling: RopeScaling) -> None:
+    """A run's JSON gives back its form of positions; older versions wrote YaRN without a name."""
+    config = ModelConfig(rope_scaling=scaling)
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert saved_model_config(fields) == config
+    if isinstance(scaling, YarnConfig):
+        del fields["rope_scaling"]["rope_type"]
+        assert saved_model_config(fields) == config
