@@ -129,6 +129,11 @@ class ChannelStream:
         """Whether a stop string or the last allowed call has come."""
         return self._filter.has_ended
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the output, or None."""
+        return self._filter.matched_stop
+
     def push(self, token_ids: Iterable[int]) -> list[OutputEvent]:
         """Return the events that these tokens complete."""
         events: list[OutputEvent] = []

@@ -64,6 +64,10 @@ class OutputStream(Protocol):
         the request allows is complete.
         """
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that has come, or None."""
+
     def push(self, token_ids: Iterable[int]) -> list[OutputEvent]:
         """Return what these tokens complete, in order."""
 

@@ -38,6 +38,11 @@ class EventFilter:
         self._search, self._max_calls = StopSearch(stop), max_calls
         self.has_ended = False
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that has come, or None."""
+        return self._search.matched_stop
+
     def pass_events(
         self, events: Iterable[OutputEvent], *, searches_stop: bool = True
     ) -> list[OutputEvent]:
@@ -95,6 +100,11 @@ class ParsedStream:
     def has_ended(self) -> bool:
         """Whether a stop string or the last allowed call has come."""
         return self._filter.has_ended
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the output, or None."""
+        return self._filter.matched_stop
 
     def push(self, token_ids: Iterable[int]) -> list[OutputEvent]:
         """Return the events that these tokens complete."""

@@ -17,6 +17,7 @@ from jmoe.serving.chat import chat_router
 from jmoe.serving.completions import completions_router
 from jmoe.serving.errors import ApiError, ErrorResponse, add_error_handlers
 from jmoe.serving.json_body import JsonRoute
+from jmoe.serving.messages import messages_router
 from jmoe.serving.metrics import ExpertView
 from jmoe.serving.middleware import ID_HEADER, AuthMiddleware
 from jmoe.serving.responses import responses_router
@@ -88,7 +89,7 @@ def make_app(service: Service, api_keys: ApiKeys, version: str) -> FastAPI:
             allow_private_network=True,
             expose_headers=(ID_HEADER, "retry-after"),
         )
-    generating = completions_router, chat_router, responses_router
+    generating = completions_router, chat_router, responses_router, messages_router
     for router in (*generating, tokens_router, model_router, state_router):
         app.include_router(router(service))
 

@@ -1,5 +1,5 @@
 """Error responses in the format of OpenAI's API: a status and `{"error": {message, type, param,
-code}}`.
+code}}`, and of Anthropic's API for its routes: `{"type": "error", "error": {type, message}}`.
 """
 
 import re
@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from jmoe.types import JsonObject
+
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -21,6 +23,9 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+# Anthropic's API, of which these are paths, has other types for these.
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 _NAMED = re.compile(r"([\w.]+) = ")
 MAX_MESSAGE = 1000  # characters; a message may quote a long value
 UNKNOWN = "unknown_parameter"  # type of the pydantic error for an unknown parameter
@@ -97,8 +102,15 @@ class ApiError(Exception):
             detail.message = pattern.sub(theirs, detail.message)
             detail.param = None if detail.param is None else pattern.sub(theirs, detail.param)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body.model_dump(), self.status, headers=self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """Return the response to a request for `path`."""
+        body = self.body_in_messages() if path.startswith(MESSAGES_PATH) else self.body.model_dump()
+        return JSONResponse(body, self.status, headers=self.headers)
+
+    def body_in_messages(self) -> JsonObject:
+        """Return the body in the format of Anthropic's API, with `param` and `code` beside it."""
+        kind = MESSAGES_TYPES.get(self.status, self.body.error.type)
+        return {"type": "error", "error": self.body.error.model_dump() | {"type": kind}}
 
 
 def replace_surrogates(text: str) -> str:
@@ -134,7 +146,7 @@ def add_error_handlers(app: FastAPI) -> None:
     """Register handlers that turn every exception into an error response in OpenAI's format."""
 
     async def respond_to_error(
-        _: Request, error: Exception
+        request: Request, error: Exception
     ) -> JSONResponse:  # a thread may not start
         if isinstance(error, RequestValidationError):
             error = validation_error(error.errors())
@@ -144,7 +156,7 @@ def add_error_handlers(app: FastAPI) -> None:
             error = ApiError(error.status_code, str(error.detail), headers=error.headers)
         elif not isinstance(error, ApiError):
             error = ApiError(500, "internal error; the server's log says more")
-        return error.response()
+        return error.response(request.url.path)
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, respond_to_error)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.api_keys import ApiKeys, digest_of
-from jmoe.serving.errors import ApiError
+from jmoe.serving.errors import MESSAGES_PATH, ApiError
 from jmoe.serving.shares import Shares, client_at
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 DISCONNECTED = 499  # nginx's status for a client that disconnected
 OPEN_PATHS = {"/", "/health", "/ready"}  # served without a key
 ID_HEADER = "x-request-id"
+KEY_HEADER = "x-api-key"  # of Anthropic's clients, in place of Authorization
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_LOGGED_PATH = 200
 # Memory limit of all bodies being read or processed, in units of the maximum body size.
@@ -84,7 +85,7 @@ class AuthMiddleware:
                 asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
                 await self._app(asked, _replay(bytes(body.data), receive), send_with_headers)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_headers)
+            await error.response(scope["path"])(scope, receive, send_with_headers)
         finally:
             self._bytes.remove(body)
             _log_request(scope, status, time.monotonic() - begun_s, notes)
@@ -115,6 +116,8 @@ class AuthMiddleware:
         if not self._keys or scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scope["path"].startswith(MESSAGES_PATH) and KEY_HEADER in headers:
+            scheme, key = "bearer", headers[KEY_HEADER]
         if scheme.lower() != "bearer" or not self._keys.match(key):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(
@@ -215,6 +218,8 @@ LOGGED_PATHS = {
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
     "/v1/models",

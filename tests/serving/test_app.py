@@ -23,6 +23,8 @@ def test_every_operation_tells_its_errors(server: HttpProcess) -> None:
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
         "/v1/models",
