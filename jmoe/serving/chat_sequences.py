@@ -57,9 +57,12 @@ async def make_chat_sequences(
         tools=body.callable_tools,
         documents=body.documents,
     )
-    source = _grammar_source(body, output_format)
+    source = await service.process_text(
+        lambda: _grammar_source(body, output_format), len(text), client
+    )
     binds = source is not None or body.thinking_token_budget is not None
-    boundary = reasoning_boundary(output_format, text) if binds else None
+    param = "thinking_token_budget" if source is None else source.what.partition(".")[0]
+    boundary = reasoning_boundary(output_format, text, param) if binds else None
     if boundary is None and body.thinking_token_budget is not None:
         message = (
             f"thinking_token_budget = {body.thinking_token_budget}: must be left out: the"
@@ -103,16 +106,13 @@ def _grammar_source(
     their schemas if a call is required or a tool is strict. Raises `ApiError` 400.
     """
     tools, choice = body.callable_tools, body.tool_choice
-    is_required = choice == "required" or isinstance(choice, NamedTool)
-    is_strict = any(tool.function.strict for tool in tools)
-    if not (is_required or is_strict or (tools and body.json_schema is not None)):
+    if not (body.binds_calls or (tools and body.json_schema is not None)):
         return None if body.json_schema is None else GrammarSource.of_schema(body.json_schema)
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     schemas = {tool.function.name: tool.function.parameters for tool in tools}
-    asked = CallGrammar(
-        schemas, is_required, body.parallel_tool_calls, None if is_required else body.json_schema
-    )
+    answer_schema = None if body.requires_call else body.json_schema
+    asked = CallGrammar(schemas, body.requires_call, body.parallel_tool_calls, answer_schema)
     try:
         return GrammarSource.of_tools(output_format.write_grammar(asked))
     except ValueError as error:
@@ -127,11 +127,14 @@ class ReasoningBoundary(NamedTuple):
     is_open: bool
 
 
-def reasoning_boundary(output_format: OutputFormat, prompt: str) -> ReasoningBoundary | None:
+def reasoning_boundary(
+    output_format: OutputFormat, prompt: str, param: str
+) -> ReasoningBoundary | None:
     """Return the tokens around the reasoning after a prompt; None if none can follow, or if the
     model tells it otherwise.
 
-    Raises `ApiError` 400 if the prompt opens a reasoning that does not end with one token.
+    Raises `ApiError` 400 for `param`, the request's field that binds the answer, if the prompt
+    opens a reasoning that does not end with one token.
     """
     tags = output_format.tags and tags_after_prompt(output_format.tags, prompt)
     if tags is None:
@@ -141,12 +144,12 @@ def reasoning_boundary(output_format: OutputFormat, prompt: str) -> ReasoningBou
         return ReasoningBoundary(begin, end, tags.is_open)
     if tags.is_open:
         message = (
-            "response_format: the model's chat template begins the answer with"
+            f"{param}: the model's chat template begins the answer with"
             f" {tags.begin}, and its tokenizer has no token {tags.end}, after which the answer"
             " could be bound: switch the reasoning off by chat_template_kwargs, if the template"
-            " can, or leave response_format out"
+            f" can, or leave {param} out"
         )
-        raise ApiError(400, message, param="response_format")
+        raise ApiError(400, message, param=param)
     return None
 
 

@@ -514,12 +514,28 @@ class ChatCompletionRequest(GenerationBody):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         check_tool_choice(self.tool_choice, self.tools)
+        if self.binds_calls:
+            words = "with a strict tool or a required call, by which the answer ends"
+            check(not self.min_tokens, "min_tokens", self.min_tokens, f"must be 0 {words}")
+            check(not self.ignore_eos, "ignore_eos", True, f"must be false {words}")
+        can_reason = self.thinking_token_budget is None or not self.min_tokens
+        check(can_reason, "min_tokens", self.min_tokens, "must be 0 with thinking_token_budget")
         return self
 
     @property
     def callable_tools(self) -> list[Tool]:
         """The tools that the answer may call; none with tool_choice "none"."""
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def requires_call(self) -> bool:
+        """Whether the answer must call a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def binds_calls(self) -> bool:
+        """Whether a grammar binds the calls of the answer."""
+        return self.requires_call or any(tool.function.strict for tool in self.callable_tools)
 
 
 class TokenizeRequest(RequestBody):

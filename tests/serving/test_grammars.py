@@ -161,10 +161,35 @@ def test_an_answer_by_a_schema_in_place_of_calls() -> None:
         assert (follows.try_consume_tokens(ids) == len(ids)) == fits, text
 
 
+def test_arguments_by_definitions_of_the_schema() -> None:
+    """As pydantic writes them, in a format with a rule for each argument."""
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/Day"}},
+        "required": ["a"],
+        "$defs": {"Day": {"type": "integer", "enum": [1, 2]}},
+    }
+    tokenizer = tokenizer_of("glm45")
+    grammar = GrammarWriter(tokenizer, "", "glm45").write(CallGrammar({"f": schema}, True, False))
+    for value, fits in ((1, True), (3, False)):
+        text = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+        ids, follows = tokenizer.encode(text).ids, matcher(tokenizer, grammar)
+        assert (follows.try_consume_tokens(ids) == len(ids)) == fits, value
+
+
 def test_what_a_format_cannot_follow_is_named() -> None:
     limited = {"f": {"properties": {"a": {"type": "string", "pattern": "x+"}}}}
     with pytest.raises(ValueError, match=r"tools: parameters of f.a = .*no pattern holds"):
         GrammarWriter(tokenizer_of("glm45"), "", "glm45").write(CallGrammar(limited, True, True))
+    for field, value, words in (
+        ("required", 5, "must be a list of names"),
+        ("properties", ["a"], "must be an object"),
+    ):
+        asked = CallGrammar({"f": {field: value}}, True, True)
+        with pytest.raises(ValueError, match=f"tools: parameters of f: {field} = .*: {words}"):
+            GrammarWriter(tokenizer_of("glm45"), "", "glm45").write(asked)
+    many = {"f": {"properties": {f"p{i}": {"type": "integer"} for i in range(9999)}}}
+    with pytest.raises(ValueError, match=r"len\(tools\) = \d+: must have at most 262144 bytes"):
+        GrammarWriter(tokenizer_of("glm45"), "", "glm45").write(CallGrammar(many, True, True))
     plain = train_bpe(["x"], 300)
     with pytest.raises(ValueError, match=r"tools: strict, with <tool_call> = True: must be false"):
         GrammarWriter(plain, "", "hermes").write(CallGrammar(SCHEMAS, False, True))

@@ -25,6 +25,14 @@ def test_the_template_or_an_option_chooses() -> None:
     assert (without.tool_format, without.reasoning_format) == (NONE, NONE), "it lacks the tokens"
 
 
+def test_variables_of_a_template() -> None:
+    """Neither a longer name nor a key of a message is the variable."""
+    text = "{% if enable_thinking and tools %}{{ message.thinking }}{{ message['thinking'] }}"
+    found = OutputFormat.choose(PLAIN, text, AUTO, AUTO)
+    assert found.reads_variable("enable_thinking") and found.reads_variable("tools")
+    assert not found.reads_variable("thinking")
+
+
 def test_channels() -> None:
     """The tokens say it, whatever the template is."""
     found = OutputFormat.choose(harmony_tokenizer(), "", AUTO, AUTO)

@@ -42,6 +42,7 @@ SCHEMAS: dict[str, JsonObject] = {
             "units": {"enum": ["°C", "°F"]},
             "place": {"type": "object"},
             "rain": {"type": "boolean"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         },
     },
     "now": {"type": "object", "properties": {}},
@@ -205,6 +206,12 @@ CASES: list[tuple[str, str, str, Said]] = [
         "glm45",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>12</arg_value><arg_key>days</arg_key><arg_value>two</arg_value></tool_call>",
         called(("weather", '{"city": "12", "days": "two"}')),
+    ),
+    (
+        "digits where a string or null may stand",
+        "glm45",
+        "<tool_call>weather<arg_key>note</arg_key><arg_value>12</arg_value></tool_call><tool_call>weather<arg_key>note</arg_key><arg_value>null</arg_value></tool_call>",
+        called(("weather", '{"note": "12"}'), ("weather", '{"note": null}')),
     ),
     (
         "cut off in a value",

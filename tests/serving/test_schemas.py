@@ -31,6 +31,7 @@ ANYWHERE: list[dict[str, Any]] = [
     {"store": False},
 ]
 TOOL = {"type": "function", "function": {"name": "f"}}
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
 NAMED = {"type": "function", "function": {"name": "g"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT: list[dict[str, Any]] = [
@@ -72,6 +73,10 @@ REFUSED_CHAT: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice.word", {"tools": [TOOL], "tool_choice": "any"}),
     ("tool_choice.named.function", {"tool_choice": {"type": "function"}}),
     ("tool_choice.function.name", {"tools": [TOOL], "tool_choice": NAMED}),
+    ("min_tokens", {"tools": [TOOL], "tool_choice": "required", "min_tokens": 2}),
+    ("min_tokens", {"tools": [STRICT], "min_tokens": 2}),
+    ("min_tokens", {"thinking_token_budget": 5, "min_tokens": 2}),
+    ("ignore_eos", {"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}),
     ("reasoning_effort", {"reasoning_effort": "high"}),
     ("reasoning_effort", {"reasoning_effort": "none"}),
     ("functions", {"functions": [{"name": "f"}]}),

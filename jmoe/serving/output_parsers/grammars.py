@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from jmoe.config import check
+from jmoe.serving.grammar import MAX_GRAMMAR_BYTES
 from jmoe.serving.json_whitespace import WHITESPACE
 from jmoe.serving.output_parsers import deepseek, hermes, keyed, kimi, mistral
 from jmoe.serving.output_parsers.formats import OPENAI
@@ -55,14 +56,15 @@ class GrammarWriter:
         by_length = sorted(self._added, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
         self._rules: list[str] = []
+        self._size = 0  # of the rules for schemas
 
     def write(self, asked: CallGrammar) -> str:
         """Return the grammar in llguidance's form of Lark.
 
-        Raises ValueError for a schema that the format cannot follow, and if calls begin with a text
-        that is no token where text may come before them.
+        Raises ValueError for a schema that the format cannot follow, for too long a grammar,
+        and if calls begin with a text that is no token where text may come before them.
         """
-        self._rules = ["TEXT: /(?s:.*)/"]
+        self._rules, self._size = ["TEXT: /(?s:.*)/"], 0
         if self._tool_format == OPENAI:
             start = self._messages(asked)
         else:
@@ -138,6 +140,9 @@ class GrammarWriter:
         return text in self._template
 
     def _add_rule(self, body: str, options: str = "") -> str:
+        self._size += len(body)
+        words = f"must have at most {MAX_GRAMMAR_BYTES} bytes"
+        check(self._size <= MAX_GRAMMAR_BYTES, "len(tools)", self._size, words)
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
@@ -196,9 +201,10 @@ def _keyed_layout(
         calls = []
         for name, schema in schemas.items():
             terms = [writer.spell(head.replace("NAME", name))]
-            required = schema.get("required") or []
-            for argument, one in (schema.get("properties") or {}).items():
+            required, properties, shared = _read_object(name, schema)
+            for argument, one in properties.items():
                 before = writer.spell(f"{key[0]}{argument}{key[1]}")
+                one = {**shared, **one} if isinstance(one, dict) else one
                 term = f"{before} {_keyed_value(writer, f'{name}.{argument}', one, end)}"
                 terms.append(term if argument in required else f"({term})?")
             calls.append(" ".join([*terms, writer.spell(tail)]))
@@ -207,13 +213,27 @@ def _keyed_layout(
     return lay_out
 
 
+def _read_object(name: str, schema: JsonObject) -> tuple[set[str], JsonObject, JsonObject]:
+    """Return (names of required properties, properties, definitions that they may refer to).
+
+    Raises ValueError for a schema with others than these types.
+    """
+    required, properties = schema.get("required") or [], schema.get("properties") or {}
+    what = f"tools: parameters of {name}"
+    is_list = isinstance(required, list) and all(isinstance(one, str) for one in required)
+    check(is_list, f"{what}: required", required, "must be a list of names")
+    check(isinstance(properties, dict), f"{what}: properties", properties, "must be an object")
+    shared: JsonObject = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return set(required), properties, shared
+
+
 def _keyed_value(writer: GrammarWriter, name: str, schema: Json, end: str) -> str:
     """Return the terms of an argument's value and the text after it."""
     if not is_string(schema):
         return f"{writer.json_rule(schema)} {writer.spell(end)}"
     assert isinstance(schema, dict)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values:
+    if isinstance(values, list) and values:
         return f"({' | '.join(map(json.dumps, values))}) {writer.spell(end)}"
     limits = next((limit for limit in STRING_LIMITS if limit in schema), None)
     words = f"must not limit a string: the model writes it without quotes, and no {limits} holds"

@@ -18,6 +18,17 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
+_JSON_TYPES: dict[type, set[str]] = {
+    dict: {"object"},
+    list: {"array"},
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+}
+
+
 def is_string(schema: Json) -> bool:
     """Return whether a JSON schema allows strings alone."""
     if not isinstance(schema, dict):
@@ -76,8 +87,24 @@ def _as_json(text: str, schema: Json) -> str:
     """Return the text of an argument as JSON: itself, or a string if it is none."""
     if isinstance(schema, dict) and schema.get("type") == "boolean":
         text = text.lower()  # models write Python's True
-    is_json = text == "null" or parse_json(text) is not None
+    value, types = parse_json(text), _type_names(schema)
+    is_json = text == "null" or value is not None
+    if "string" in types and not types & _JSON_TYPES[type(value)]:
+        is_json = False  # `12` where the schema allows a string or null
     return text if is_json else json.dumps(text, ensure_ascii=False)
+
+
+def _type_names(schema: Json) -> set[str]:
+    """Return the types that a schema names, by itself or in its alternatives."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type")
+    names = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    for key in ("anyOf", "oneOf"):
+        alternatives = schema.get(key)
+        for one in alternatives if isinstance(alternatives, list) else ():
+            names |= _type_names(one)
+    return names
 
 
 class GlmParser(KeyedParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -85,8 +86,8 @@ class OutputFormat:
         return REASONING_FORMATS.get(self.reasoning_format)
 
     def reads_variable(self, name: str) -> bool:
-        """Return whether the chat templates name a variable."""
-        return name in self.template
+        """Return whether the chat templates name a variable; a key or attribute is none."""
+        return re.search(rf"(?<![\w.'\"]){name}(?!\w)", self.template) is not None
 
     @cached_property
     def _parser(self) -> type[OutputParser]:
