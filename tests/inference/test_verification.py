@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
+from tokenizers import Tokenizer, decoders, models
 
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.engine import Engine
@@ -141,10 +142,53 @@ def test_drafts_change_nothing(
         stats = engine.stats()
     assert [s.output_token_ids for s in found] == [s.output_token_ids for s in expected]
     assert [s.finish_reason for s in found] == [s.finish_reason for s in expected]
-    assert [[o.text for o in of] for of in after] == [[o.text for o in of] for of in before]
     np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=2e-5)
     assert stats.accepted > 80 and 0.4 < stats.accepted_share < 0.9
     assert stats.steps < steps and stats.drafted >= stats.drafts > 10
+
+
+def test_texts_end_within_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that go on behind a stop string, the end-of-text token and the last token."""
+    model = shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = {f"{chr(97 + i // 10)}{i % 10}": i for i in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a0"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(model / "tokenizer.json"))
+    prompts = [[5, 9, 2, 7] * 4, [4, 3] * 5, [6, 7, 8] * 4]
+
+    def serve(engine: Engine, **fields: Any) -> tuple[list[Sequence], list[list[Output]]]:
+        sampling = SamplingParams(max_new_tokens=30, **fields)
+        outputs = {engine.add_request(prompt, sampling): list[Output]() for prompt in prompts}
+        while engine.has_unfinished:
+            for output in engine.step():
+                outputs[output.sequence].append(output)
+        return list(outputs), list(outputs.values())
+
+    needs_compiler()
+    options = {**SIZES, "policy": "resident", "native": "on"}
+    with tiny_engine(model, **options) as engine:
+        endless, outputs = serve(engine, ignore_eos=True)
+        # each begins within a token, and so ends within the next
+        stops = tuple("".join(o.text for o in of)[25:27] for of in outputs)
+        kinds: list[dict[str, Any]] = [
+            {"ignore_eos": True, "stop": stops},
+            {"ignore_eos": True, "stop": stops[:1], "min_new_tokens": 15},
+            {"stop_token_ids": (endless[1].output_token_ids[13],)},
+        ]
+        expected = [serve(engine, **kind)[1] for kind in kinds]
+    draft_mostly_right(monkeypatch, endless)
+    with tiny_engine(model, **options, **LOOKUP) as engine:
+        found = [serve(engine, **kind)[1] for kind in kinds]
+        assert engine.stats().accepted > 40
+    for before, after in zip(expected, found, strict=True):
+        said = [
+            [[(o.token_ids, o.text, o.finish_reason) for o in of] for of in each]
+            for each in (before, after)
+        ]
+        assert said[0] == said[1]
+        assert all(any(o.text for o in of) for of in after)
+        assert "stop" in [of[-1].finish_reason for of in after]
 
 
 def test_drafts_under_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
