@@ -1,5 +1,5 @@
-"""What a chat's output consists of, as events: reasoning, content and tool calls; and the protocol
-of the streams that turn tokens into these events.
+"""The events of a chat's output: reasoning, content and tool calls; and the protocol of the streams
+that turn tokens into these events.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ WHAT = "response_format.json_schema"
 
 
 class GrammarSource(NamedTuple):
-    """What outputs must follow. form: `SCHEMA` or `LARK`. what: the request's field, in errors."""
+    """A grammar that outputs must follow. form: `SCHEMA` or `LARK`. what: the request's field, in
+    errors.
+    """
 
     form: str
     text: str

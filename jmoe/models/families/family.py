@@ -1,4 +1,4 @@
-"""What jmoe knows of one Hugging Face family of models."""
+"""The description of one Hugging Face family of models: its fields, tensors, reader and writer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

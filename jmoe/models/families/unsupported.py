@@ -1,4 +1,4 @@
-"""What jmoe lacks for families that it recognizes and cannot load."""
+"""The families that jmoe recognizes but cannot load, with the parts it lacks for each."""
 
 _DELTA = "gated delta networks, gates on attention's output and norms with 1 + weight"
 

@@ -27,7 +27,7 @@ STRING_LIMITS = ("pattern", "format", "minLength", "maxLength")
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """What an output may say.
+    """The rules for an output with tool calls.
 
     schemas: JSON schemas of arguments by the names of the functions that may be called, at least
         one.

@@ -41,7 +41,7 @@ class ReasoningTags:
 
 @dataclass(frozen=True)
 class ParserSettings:
-    """What a request and its prompt say of the output.
+    """The settings of an output's parser, from a request and its prompt.
 
     reasoning: None if the model writes no reasoning, or the prompt has closed it.
     parameters: by name of the tool, the JSON schema of its arguments; None: the output has no tool
