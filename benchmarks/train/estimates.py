@@ -167,7 +167,8 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "with 32,768 tokens 617, mixtral 187, qwen3 1,029",
             "8 devices: the experts over all of them, remat = layer, routing as even as it can be; "
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
-            "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040",
+            "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "
+            "may change: gpt-moe-8e 82.4, olmoe 707.1, pipelined 645.1, mixtral 872.8, qwen3 529.2",
             "gpt-oss, 6 layers: does not fit an H100, so that XLA computes the logits four times "
             "there",
         ],
