@@ -294,6 +294,7 @@ def test_weights_of_pytorch_alone_are_refused(tmp_path: Path) -> None:
 # ---- positions
 
 
+@pytest.mark.slow  # test_rotary.py has the frequencies
 def test_scaled_positions_cached_and_streamed(tmp_path: Path) -> None:
     """Tokens generated from a cache are those that the whole sequence, run at once, prefers;
     experts from host memory give the same, and the scaling counts.

@@ -232,6 +232,7 @@ def test_unfinished_bodies(server: HttpProcess) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.slow  # test_shares.py has the order of turns
 def test_places(server: HttpProcess) -> None:
     """All of them are taken by many requests of one client, again and again; the other one's are
     taken in.
