@@ -357,7 +357,7 @@ def main() -> None:
         (device,) = ahead_of_time.abstract_gpu_devices(target)
         implementation: Name = "mosaic_gpu" if target == "h200" else "triton"
         chosen = [("attention", each) for each in attention_programs(target)]
-        chosen += [("attention", each) for each in cache_programs()]
+        chosen += [("attention over a cache", each) for each in cache_programs()]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
         for name, (what, function, operands) in chosen:
             result = compile_for(device, function, operands)

@@ -44,3 +44,5 @@ def test_compiles_for_gpus_that_are_not_here(
     assert len(others) == 2 * 7 and all(p["triton_kernels"] for p in others)
     attention = [p["cudnn"] for p in programs if p["shape"] == "attention"]
     assert attention == (4 + 2 * 3) * [["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]]
+    cached = [p for p in programs if p["shape"] == "attention over a cache"]
+    assert cached and all(p["triton_kernels"] for p in cached)
