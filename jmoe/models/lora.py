@@ -119,9 +119,10 @@ class AppliedAdapters:
         """Return one layer's parameters with W + scale x A B in place of each weight W that has an
         adapter.
 
-        The sum is rounded to W's dtype, so that training computes with the weights that a merge
-        writes. The gradient of A and B is that of the unrounded sum. adapters: nested dictionaries
-        of the layer's `Adapter`s.
+        The sum is rounded to W's dtype, the run's compute dtype. If the base is stored in that
+        dtype, a merge writes the same weights; otherwise it rounds to the stored dtype. The
+        gradient of A and B is that of the unrounded sum. adapters: nested dictionaries of the
+        layer's `Adapter`s.
         """
 
         def add(path: jax.tree_util.KeyPath, w: jax.Array) -> jax.Array:

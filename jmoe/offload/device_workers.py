@@ -8,9 +8,8 @@ Result = TypeVar("Result")
 
 
 class DeviceWorkers:
-    """Threads for the transfers of a process's devices.
-
-    Two callers at a time find a thread for each device. With one device there are no threads.
+    """Threads for the transfers of a process's devices: two for each, so that two callers at a
+    time can use all devices. None with one device, whose jobs run in the caller's thread.
     """
 
     def __init__(self, num_devices: int) -> None:
@@ -20,7 +19,8 @@ class DeviceWorkers:
         """Return the results of all jobs, which run at the same time; a single one runs in the
         caller's thread.
 
-        Waits for all jobs, then raises the error of the first that failed.
+        Waits for all jobs, then raises the error of the first that failed. A KeyboardInterrupt
+        returns to the caller while jobs still run.
         """
         if self._pool is None or len(jobs) <= 1:
             return [job() for job in jobs]

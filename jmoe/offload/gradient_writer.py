@@ -1,5 +1,5 @@
-"""Writes the gradients of experts from the devices to their records, in threads of its own: one
-for each device, so that all links carry gradients at the same time.
+"""Writes the gradients of experts from the devices to their records, in threads of its own: as
+many as devices, so that all links can carry gradients at the same time.
 """
 
 import time

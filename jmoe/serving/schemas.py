@@ -41,6 +41,7 @@ from jmoe.serving.tool_schemas import (
     Tool,
     ToolCallDelta,
     check_tool_choice,
+    is_none,
 )
 from jmoe.types import Json, JsonObject
 
@@ -340,10 +341,6 @@ ToolChoice = Annotated[
     | Annotated[NamedTool, Tag("named")],
     Discriminator(_tool_choice_tag),
 ]
-
-
-def _is_none(value: object) -> bool:
-    return value is None
 
 
 class TextPart(RequestBody):
@@ -674,7 +671,7 @@ class AnswerMessage(BaseModel):
     content: str | None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[AnswerToolCall] | None = Field(default=None, exclude_if=_is_none)
+    tool_calls: list[AnswerToolCall] | None = Field(default=None, exclude_if=is_none)
 
 
 class ChatChoice(BaseModel):
@@ -695,15 +692,15 @@ class ChatCompletionResponse(Envelope):
 
 
 class Delta(BaseModel):
-    """What a chunk adds to a message. Only the first delta has the role. Absent fields add
-    nothing.
+    """The texts and calls that a chunk appends to a message. Only the first delta has the role.
+    A chunk leaves out the fields it has nothing for.
     """
 
-    role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
-    content: str | None = Field(default=None, exclude_if=_is_none)
-    reasoning_content: str | None = Field(default=None, exclude_if=_is_none)
-    reasoning: str | None = Field(default=None, exclude_if=_is_none)
-    tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=_is_none)
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=is_none)
+    content: str | None = Field(default=None, exclude_if=is_none)
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
+    reasoning: str | None = Field(default=None, exclude_if=is_none)
+    tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=is_none)
 
 
 class ChunkChoice(BaseModel):

@@ -131,21 +131,22 @@ class AnswerToolCall(BaseModel):
     function: FunctionCall
 
 
-def _is_absent(value: object) -> bool:
+def is_none(value: object) -> bool:
+    """Return whether a field is None, so that answers leave it out."""
     return value is None
 
 
 class FunctionCallDelta(BaseModel):
-    """What a chunk adds to a call. Only the first one has the name."""
+    """The text that a chunk appends to a call. Only a call's first chunk has the name."""
 
-    name: str | None = Field(default=None, exclude_if=_is_absent)
+    name: str | None = Field(default=None, exclude_if=is_none)
     arguments: str = ""
 
 
 class ToolCallDelta(BaseModel):
-    """What a chunk adds to call number `index` of a message. Only the first one has the id."""
+    """The part of call number `index` that a chunk has. Only a call's first chunk has the id."""
 
     index: int
-    id: str | None = Field(default=None, exclude_if=_is_absent)
-    type: Literal["function"] | None = Field(default=None, exclude_if=_is_absent)
+    id: str | None = Field(default=None, exclude_if=is_none)
+    type: Literal["function"] | None = Field(default=None, exclude_if=is_none)
     function: FunctionCallDelta
