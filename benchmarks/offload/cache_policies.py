@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.lfu_cache import LFUCache
+from jmoe.memory.slot_table import HitCounts
 
 NUM_RECORDS = 512  # of the traces
 PHASE_STEPS = 200  # a trace's popularity changes this often
@@ -152,7 +152,7 @@ class Ours(Policy):
         slot = self.cache.pin_record(record)
         hit = slot is not None
         if slot is None:
-            slot = self.cache.reserve_slot(record, demanded=True)
+            slot = self.cache.reserve_slot(record, awaited=True)
             assert slot is not None
         self.cache.unpin(slot)
         if not hit:

@@ -50,7 +50,7 @@ from jmoe.inference.path_table import PathCounter, PathTable
 from jmoe.inference.popularity import Estimator, RouterEstimator
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.layers.router import Router
-from jmoe.memory.hot_set import HitCounts
+from jmoe.memory.slot_table import HitCounts
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tokenizer_file import open_tokenizer
 

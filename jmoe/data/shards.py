@@ -220,7 +220,7 @@ class ShardWriter:
         self.count += array_of_ids.size
         self.text_bytes += text_bytes
 
-    def finish(self) -> None:
+    def write_checksums_and_header(self) -> None:
         """Write the CRC-32s after the ids, and the header before them."""
         if self._block:
             self._sums.append(zlib.crc32(self._block))
@@ -263,7 +263,7 @@ def writing_shard(
         fields = {"tokenizer": tokenizer, "split": split, "control": control, "layout": layout}
         writer = ShardWriter(file, vocab_size=vocab_size, eot=eot, **fields)
         yield writer
-        writer.finish()
+        writer.write_checksums_and_header()
 
 
 class SampleShardWriter:

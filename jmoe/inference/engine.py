@@ -261,7 +261,7 @@ class Engine(Closing):
         begun = time.perf_counter()
         for chunk in plan.prefill:
             if chunk.copies:
-                self._runner.copy_blocks(chunk.copies, len(chunk.copies))
+                self._runner.copy_cache_blocks(chunk.copies, len(chunk.copies))
             self._sampler.record_prompt(chunk)
         groups = self._scheduler.group_chunks(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)

@@ -220,7 +220,7 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_blocks(
+def copy_cache_blocks(
     cache: KVCache, sources_W: jax.Array, targets_W: jax.Array, count: jax.Array
 ) -> KVCache:
     """Return the cache with the first `count` of the blocks `sources_W` copied, in order, to the

@@ -21,7 +21,7 @@ import numpy as np
 
 from jmoe.inference.path_table import PathTable
 from jmoe.layers.router import Router
-from jmoe.memory.hot_set import HitCounts
+from jmoe.memory.slot_table import HitCounts
 from jmoe.models.block import Block
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.offload.policies import Residency

@@ -187,9 +187,9 @@ class Preparation:
 
     def _compile_copies(self) -> None:
         """Compile copies of blocks of the cache, by copying nothing."""
-        self._runner.copy_blocks([(0, 0)], 0)
+        self._runner.copy_cache_blocks([(0, 0)], 0)
         # between devices is another program
-        self._runner.copy_blocks([(0, self._model.scheduler.stats().blocks - 1)], 0)
+        self._runner.copy_cache_blocks([(0, self._model.scheduler.stats().blocks - 1)], 0)
 
     def _compile_sampling(self, variant: SamplingVariant) -> None:
         """Compile a variant of `sample`, unless that is done."""

@@ -32,7 +32,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
-from jmoe.inference.kv_cache import BLOCK, KVCache, copy_blocks, is_real, write_and_attend
+from jmoe.inference.kv_cache import BLOCK, KVCache, copy_cache_blocks, is_real, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.layers.attention import Attention, CacheInputs
@@ -443,7 +443,7 @@ class Runner(Protocol):
     def padding_batches(self, num_rows: int, width: int) -> list[Any]: ...
     def zero_output(self, num_rows: int, width: int) -> Any: ...
     def forward(self, batches: Sequence[Any], /) -> list[Any]: ...
-    def copy_blocks(self, copies: Any, count: int) -> None: ...
+    def copy_cache_blocks(self, copies: Any, count: int) -> None: ...
     def logits(self, hidden: Any, at_P: np.ndarray, /) -> jax.Array: ...
     def logits_of_chunk(self, hidden: Any, row: int, /) -> jax.Array: ...
     def logits_of_all(self, hidden: Any, /) -> jax.Array: ...
@@ -758,7 +758,7 @@ class ModelRunner:
             jax.block_until_ready(held[1])
             self.residency.release(held[0])
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
+    def copy_cache_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
         """Copy blocks of every cache to other blocks, one after the other.
 
         copies: at most W pairs (source, target), of which the first `count` are copied.
@@ -767,7 +767,7 @@ class ModelRunner:
         for i, (source, target) in enumerate(copies):
             sources_W[i], targets_W[i] = source, target
         operands = sources_W, targets_W, np.int32(count)
-        self.caches = [copy_blocks(cache, *operands) for cache in self.caches]
+        self.caches = [copy_cache_blocks(cache, *operands) for cache in self.caches]
 
     def logits_of_chunk(self, output: BatchOutput, row: int) -> jax.Array:
         """Return the logits after every token of chunk `row` of a batch, padding included, float32

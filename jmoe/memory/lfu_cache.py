@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from jmoe.config import check
-from jmoe.memory.hot_set import HitCounts, HotSet
+from jmoe.memory.slot_table import HitCounts, LFUSlotTable
 
 
 @dataclass
@@ -64,9 +64,9 @@ class LFUCache:
             "must be greater than 0 unless every record has a slot",
         )
         self.counts = counts
-        self._hot = HotSet(counts, num_slots)
-        self._slot_at = list(range(num_slots))  # place in the hot set -> slot
-        self._place_of = {slot: slot for slot in range(num_slots)}  # slot -> place in the hot set
+        self._table = LFUSlotTable(counts, num_slots)
+        self._slot_at = list(range(num_slots))  # place in the table -> slot
+        self._place_of = {slot: slot for slot in range(num_slots)}  # slot -> place in the table
         self._free_staging = list(range(num_slots + staging_slots - 1, num_slots - 1, -1))
         self._staged: OrderedDict[int, int] = OrderedDict()  # record -> slot, longest unused first
         self._staging_pins: dict[int, int] = {}  # slot -> pins
@@ -79,11 +79,11 @@ class LFUCache:
 
     @property
     def num_slots(self) -> int:
-        return self._hot.num_slots
+        return self._table.num_slots
 
     def slot_of(self, index: int) -> int | None:
         """Return the record's slot; None if it has none."""
-        place = int(self._hot.slot_of[index])
+        place = int(self._table.slot_of[index])
         return self._slot_at[place] if place >= 0 else self._staged.get(index)
 
     def pin_record(self, index: int) -> int | None:
@@ -103,17 +103,17 @@ class LFUCache:
         self._pin_slot(slot)
         return slot
 
-    def reserve_slot(self, index: int, *, demanded: bool) -> int | None:
+    def reserve_slot(self, index: int, *, awaited: bool) -> int | None:
         """Return a slot, pinned once, to read an absent record into; None if no slot can be freed
         now.
 
-        demanded: a caller waits for the record, so it may take the slot of a prefetched record that
+        awaited: a caller waits for the record, so it may take the slot of a prefetched record that
         is still unused; a prefetch may not.
         """
         assert self.slot_of(index) is None, index
-        slot = self._take_cache_slot(index, demanded)
+        slot = self._take_cache_slot(index, awaited)
         if slot is None:
-            slot = self._take_staging_slot(demanded)
+            slot = self._take_staging_slot(awaited)
             if slot is None:
                 return None
             self._staged[index] = slot
@@ -129,7 +129,7 @@ class LFUCache:
         self.unpin(slot)
         self._fresh.discard(index)
         if slot in self._place_of:
-            self._hot.evict(self._place_of[slot])
+            self._table.evict(self._place_of[slot])
         else:
             del self._staged[index]
             self._free_staging.append(slot)
@@ -142,7 +142,7 @@ class LFUCache:
 
     def unpin(self, slot: int) -> None:
         if slot in self._place_of:
-            self._hot.unpin(self._place_of[slot])
+            self._table.unpin(self._place_of[slot])
             return
         self._staging_pins[slot] -= 1
         if self._staging_pins[slot] == 0:
@@ -210,37 +210,37 @@ class LFUCache:
 
     def _pin_slot(self, slot: int) -> None:
         if slot in self._place_of:
-            self._hot.pin([self._place_of[slot]])
+            self._table.pin([self._place_of[slot]])
         else:
             self._staging_pins[slot] = self._staging_pins.get(slot, 0) + 1
 
-    def _take_cache_slot(self, index: int, demanded: bool) -> int | None:
+    def _take_cache_slot(self, index: int, awaited: bool) -> int | None:
         """Return a cache slot for the record, after evicting the record of lowest rank if none is
         free; None if the new record may not evict it.
         """
-        if not self._hot.num_free:
-            place = self._hot.next_victim()
+        if not self._table.num_free:
+            place = self._table.next_victim()
             if place is None:
                 return None
-            victim = int(self._hot.record_in[place])
+            victim = int(self._table.record_in[place])
             if self.counts.rank(index) <= self.counts.rank(victim):
                 return None
-            if victim in self._fresh and not demanded:
+            if victim in self._fresh and not awaited:
                 return None
-            if victim in self._dirty and not self._move_to_staging(victim, place, demanded):
+            if victim in self._dirty and not self._move_to_staging(victim, place, awaited):
                 return None
             self._count_unused(victim)
-            self._hot.evict(place)
+            self._table.evict(place)
             self._stats.evictions += 1
-        return self._slot_at[self._hot.place(index)]
+        return self._slot_at[self._table.place(index)]
 
-    def _move_to_staging(self, victim: int, place: int, demanded: bool) -> bool:
+    def _move_to_staging(self, victim: int, place: int, awaited: bool) -> bool:
         """Move a dirty victim out of the cache: its slot becomes a staging slot, and the cache gets
         another.
 
         Return False if no staging slot is free.
         """
-        slot = self._take_staging_slot(demanded)
+        slot = self._take_staging_slot(awaited)
         if slot is None:
             return False
         self._staged[victim] = self._slot_at[place]
@@ -250,9 +250,9 @@ class LFUCache:
         self._place_of[slot] = place
         return True
 
-    def _take_staging_slot(self, demanded: bool) -> int | None:
+    def _take_staging_slot(self, awaited: bool) -> int | None:
         """Return a staging slot that is free or whose record may be dropped: unpinned, clean, and
-        used since it was read (or unused, if `demanded`). None without such a slot.
+        used since it was read (or unused, if `awaited`). None without such a slot.
         """
         if self._free_staging:
             return self._free_staging.pop()
@@ -262,7 +262,7 @@ class LFUCache:
             if slot not in self._staging_pins and i not in self._dirty
         ]
         used = [index for index in unpinned if index not in self._fresh]
-        candidates = used or (unpinned if demanded else [])
+        candidates = used or (unpinned if awaited else [])
         if not candidates:
             return None
         self._count_unused(candidates[0])

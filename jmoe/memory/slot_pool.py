@@ -6,10 +6,10 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jmoe.memory.hot_set import HotSet, checked_record_ids
+from jmoe.memory.slot_table import LFUSlotTable, checked_record_ids
 
 
-class SlotPool(HotSet):
+class SlotPool(LFUSlotTable):
     """Says which device slot holds which record; the caller moves the bytes.
 
     Every needed record gets a slot. To free one, the record with the lowest hit count is evicted;

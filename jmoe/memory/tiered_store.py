@@ -23,12 +23,12 @@ from numpy.typing import ArrayLike, NDArray
 from jmoe.config import check
 from jmoe.memory.buffers import Allocate, Slots, allocate_slots
 from jmoe.memory.closing import Closing
-from jmoe.memory.hot_set import HitCounts, checked_record_ids
 from jmoe.memory.lfu_cache import CacheStats, LFUCache
 from jmoe.memory.link import Link, LinkStats
 from jmoe.memory.pinned import PinnedSlots, PinnedSlotsOfDevices
 from jmoe.memory.record_handle import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
+from jmoe.memory.slot_table import HitCounts, checked_record_ids
 from jmoe.memory.version_store import VersionStore
 
 # expected records per cache slot; measured: at 1.4 `keep_cached` saves reads, at 2.4 it adds some
@@ -61,7 +61,7 @@ class _RecordRead:
     index: int
     empty: bool = False  # the caller overwrites the record: only a slot is needed
     slot: int | None = None  # None: no thread has begun the read
-    demanded: bool = False
+    awaited: bool = False
     waiters: int = 0
     done: bool = False
     error: Exception | None = None
@@ -125,7 +125,7 @@ class TieredStore(Closing):
         self._error: Exception | None = None  # the first error that no caller waited for
         self._write_error = False  # after a failed write-back nothing more is written
         self._reads: dict[int, _RecordRead] = {}
-        self._demanded, self._prefetches = deque[_RecordRead](), deque[_RecordRead]()
+        self._awaited, self._prefetches = deque[_RecordRead](), deque[_RecordRead]()
         self._open: Counter[int] = Counter()  # record -> handles
         self._changing: set[int] = set()  # records that are open as writable
         self._unwritten: set[int] = set()  # writable records that were not read and are not put yet
@@ -440,7 +440,7 @@ class TieredStore(Closing):
             else:
                 self._cache.unpin(slot)
             self._to_write.notify()
-            if self._demanded or self._prefetches:
+            if self._awaited or self._prefetches:
                 self._to_do.notify()
 
     def _wait_counted(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
@@ -473,9 +473,9 @@ class TieredStore(Closing):
             self._reads[index] = read = _RecordRead(index, empty)
         elif read.slot is None:
             read.empty = read.empty and empty
-        if not read.demanded:
-            read.demanded = True
-            self._demanded.append(read)  # threads skip it if its read has begun
+        if not read.awaited:
+            read.awaited = True
+            self._awaited.append(read)  # threads skip it if its read has begun
             self._to_do.notify()
         read.waiters += 1
 
@@ -541,18 +541,18 @@ class TieredStore(Closing):
             return None
 
     def _next_read(self) -> _RecordRead | None:
-        return self._next_startable(self._demanded, demanded=True) or self._next_startable(
-            self._prefetches, demanded=False
+        return self._next_startable(self._awaited, awaited=True) or self._next_startable(
+            self._prefetches, awaited=False
         )
 
-    def _next_startable(self, queue: deque[_RecordRead], *, demanded: bool) -> _RecordRead | None:
+    def _next_startable(self, queue: deque[_RecordRead], *, awaited: bool) -> _RecordRead | None:
         assert self._cache is not None
         while queue:
             read = queue[0]
             if self._reads.get(read.index) is not read or read.slot is not None:
                 queue.popleft()  # begun from the other queue, finished or discarded
                 continue
-            read.slot = self._cache.reserve_slot(read.index, demanded=demanded)
+            read.slot = self._cache.reserve_slot(read.index, awaited=awaited)
             self._to_write.notify()  # a dirty record may have been evicted for it
             if read.slot is None:
                 return None

@@ -42,7 +42,6 @@ from jmoe.memory.direct_io import (
     try_hard_link,
     write_file_durably,
 )
-from jmoe.memory.hot_set import checked_record_ids
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.record_store import (
     LOCK,
@@ -55,6 +54,7 @@ from jmoe.memory.record_store import (
     read_manifest,
     write_manifest,
 )
+from jmoe.memory.slot_table import checked_record_ids
 
 SEAL = "seal"
 PINS = "pins"

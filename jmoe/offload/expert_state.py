@@ -441,7 +441,7 @@ class ExpertState:
         lr, clip: the step's learning rate and the factor of its gradients.
         """
         self._gradients.wait_for_writes()
-        used = self.skipped.commit_step(lr, clip)
+        used = self.skipped.record_step(lr, clip)
         if used:
             for store in self.stores.present_stores():
                 store.count_step(np.concatenate(used))

@@ -24,8 +24,8 @@ import numpy as np
 
 from jmoe.config import check
 from jmoe.layers.slot_experts import ExpertInputs
-from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.slot_pool import SlotPool
+from jmoe.memory.slot_table import HitCounts
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.slots import ExpertSlots

@@ -71,9 +71,9 @@ class SkippedSteps:
         """Note the records of a layer whose gradients this step stores."""
         self._stored[layer] = records
 
-    def commit_step(self, lr: float, clip: float) -> list[NDArray[np.int64]]:
-        """End the step: its gradients become pending. Return the records with these gradients, one
-        array per layer, in the order of `note_gradients`.
+    def record_step(self, lr: float, clip: float) -> list[NDArray[np.int64]]:
+        """Record the step: its gradients become pending. Return the records with these gradients,
+        one array per layer, in the order of `note_gradients`.
 
         lr, clip: the step's learning rate and the factor of its gradients. Frozen records do not
         skip the step.

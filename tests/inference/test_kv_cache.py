@@ -17,7 +17,7 @@ from jmoe.inference.kv_cache import (
     BLOCK,
     KVCache,
     consecutive_blocks,
-    copy_blocks,
+    copy_cache_blocks,
     write_and_attend,
     write_keys_and_values,
     write_scattered,
@@ -249,7 +249,7 @@ def test_copies_happen_in_order() -> None:
     rng = np.random.default_rng(0)
     both = [rng.standard_normal((5, G, BLOCK, dim)).astype(np.float32) for dim in (D, E)]
     numbers = np.array([1, 2, 0], np.int32), np.array([2, 3, 4], np.int32), np.int32(2)
-    copied = copy_blocks(KVCache(*map(jnp.asarray, both)), *numbers)
+    copied = copy_cache_blocks(KVCache(*map(jnp.asarray, both)), *numbers)
     for x, y in zip(jax.tree.leaves(copied), both, strict=True):
         np.testing.assert_array_equal(x, y[[0, 1, 1, 1, 4]])
 

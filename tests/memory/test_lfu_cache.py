@@ -5,8 +5,8 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.lfu_cache import LFUCache
+from jmoe.memory.slot_table import HitCounts
 
 NUM_RECORDS = 24
 ACTIONS = (
@@ -50,17 +50,17 @@ class CacheModel:
         self.pins[index] += 1
         return True
 
-    def room_in_staging(self, demanded: bool) -> bool:
+    def room_in_staging(self, awaited: bool) -> bool:
         if len(self.staged) < self.staging_slots:
             return True
         free = [i for i in self.staged if not self.pins[i] and i not in self.dirty]
-        free = [i for i in free if i not in self.fresh] or (free if demanded else [])
+        free = [i for i in free if i not in self.fresh] or (free if awaited else [])
         if free:
             self.give_up(free[0])
             self.staged.remove(free[0])
         return bool(free)
 
-    def reserve_slot(self, index: int, scores: list[float], demanded: bool) -> bool:
+    def reserve_slot(self, index: int, scores: list[float], awaited: bool) -> bool:
         unpinned = [i for i in self.cached if not self.pins[i]]
         into_cache = len(self.cached) < self.num_slots
         if (
@@ -69,9 +69,9 @@ class CacheModel:
             and scores[index] > (lowest := min(scores[i] for i in unpinned))
         ):
             victim = [i for i in unpinned if scores[i] == lowest][-1]
-            is_unused_prefetch = victim in self.fresh and not demanded
+            is_unused_prefetch = victim in self.fresh and not awaited
             if not is_unused_prefetch and (
-                victim not in self.dirty or self.room_in_staging(demanded)
+                victim not in self.dirty or self.room_in_staging(awaited)
             ):
                 into_cache = True
                 self.give_up(victim)
@@ -82,7 +82,7 @@ class CacheModel:
                     self.want(victim)
         if into_cache:
             self.cached.append(index)
-        elif self.room_in_staging(demanded):
+        elif self.room_in_staging(awaited):
             self.staged.append(index)
             self.passed += 1
         else:
@@ -136,16 +136,14 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
         elif (
             action == "get" and index not in changing and len(held) < num_slots + staging_slots - 2
         ):
-            demanded = bool(rng.integers(2))
+            awaited = bool(rng.integers(2))
             slot = (
-                cache.pin_record(index)
-                if is_there
-                else cache.reserve_slot(index, demanded=demanded)
+                cache.pin_record(index) if is_there else cache.reserve_slot(index, awaited=awaited)
             )
             expected = (
                 model.use(index)
                 if is_there
-                else model.reserve_slot(index, counts.scores.tolist(), demanded)
+                else model.reserve_slot(index, counts.scores.tolist(), awaited)
             )
             assert (slot is not None) == expected
             if slot is not None and not is_there and rng.integers(10) == 0:  # its read fails
@@ -195,7 +193,7 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
             model.to_clean += [i for i in cache._dirty if i not in model.to_clean]
         slots = {i: slot for i in range(NUM_RECORDS) if (slot := cache.slot_of(i)) is not None}
         assert slots.keys() == {*model.cached, *model.staged}
-        assert {i for i in slots if cache._hot.slot_of[i] >= 0} == set(model.cached)
+        assert {i for i in slots if cache._table.slot_of[i] >= 0} == set(model.cached)
         assert len(set(slots.values())) == len(slots)  # no slot has two records
         assert set(cache._dirty) == model.dirty <= slots.keys()
         assert cache.num_dirty == len(model.dirty) + len(model.writing)
@@ -213,7 +211,7 @@ def test_cache_against_a_model(num_slots: int, staging_slots: int) -> None:
 def pass_through(cache: LFUCache, index: int) -> None:
     slot = cache.pin_record(index)
     if slot is None:
-        slot = cache.reserve_slot(index, demanded=True)
+        slot = cache.reserve_slot(index, awaited=True)
         assert slot is not None
         cache.unpin(slot)
         slot = cache.pin_record(index)
@@ -228,11 +226,11 @@ def test_a_prefetch_does_not_evict_what_was_prefetched_before_it() -> None:
     counts.count_step([5, 6])
     cache = LFUCache(counts, num_slots=1, staging_slots=2)
     for index in (0, 5):
-        slot = cache.reserve_slot(index, demanded=False)
+        slot = cache.reserve_slot(index, awaited=False)
         assert slot is not None
         cache.unpin(slot)
     assert cache.slot_of(0) is not None and cache.stats().unused == cache.stats().evictions == 0
-    assert cache.reserve_slot(6, demanded=True) is not None
+    assert cache.reserve_slot(6, awaited=True) is not None
     assert cache.slot_of(0) is None and cache.stats().unused == cache.stats().evictions == 1
 
 
@@ -266,8 +264,8 @@ def test_what_is_expected_keeps_its_place() -> None:
         for index in (2, 3):
             pass_through(cache, index)
         cache.counts.count_step([2, 3])
-        assert {0, 1} == {index for index in range(8) if cache._hot.slot_of[index] >= 0}
+        assert {0, 1} == {index for index in range(8) if cache._table.slot_of[index] >= 0}
     cache.counts.rank_first([4])
     pass_through(cache, 4)
     pass_through(cache, 2)
-    assert {2, 4} == {index for index in range(8) if cache._hot.slot_of[index] >= 0}
+    assert {2, 4} == {index for index in range(8) if cache._table.slot_of[index] >= 0}

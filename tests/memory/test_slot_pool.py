@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jmoe.memory.hot_set import HitCounts
 from jmoe.memory.slot_pool import SlotPool
+from jmoe.memory.slot_table import HitCounts
 
 
 def test_pool_against_a_model() -> None:

@@ -369,5 +369,5 @@ def test_what_is_expected_is_kept_where_it_fits(store: RecordStore, expected: in
         for _ in range(2):
             for index in (*range(expected), *range(8, 12)):
                 tiers.get(index).close()
-        kept = {index for index in range(NUM_RECORDS) if tiers._cache._hot.slot_of[index] >= 0}
+        kept = {index for index in range(NUM_RECORDS) if tiers._cache._table.slot_of[index] >= 0}
         assert kept == set(range(4) if expected == 4 else range(8, 12))

@@ -20,7 +20,7 @@ def take(steps: SkippedSteps, lr: float, *used: int) -> list[int]:
     """Take a step that gives these records gradients; return those that now have its gradients."""
     for layer, records in LAYERS.items():
         steps.note_gradients(layer, records[np.isin(records, used)])
-    return np.concatenate(steps.commit_step(lr, 1.0)).tolist()
+    return np.concatenate(steps.record_step(lr, 1.0)).tolist()
 
 
 def test_records_skip_steps_until_they_catch_up() -> None:
@@ -49,7 +49,7 @@ def test_a_step_that_is_not_taken_leaves_no_gradient() -> None:
     steps = fresh()
     steps.note_gradients(0, np.array([2]))
     steps.abandon_step()
-    assert steps.commit_step(0.1, 1.0) == [] and not steps.has_gradient(ALL).any()
+    assert steps.record_step(0.1, 1.0) == [] and not steps.has_gradient(ALL).any()
 
 
 def test_frozen_records_skip_nothing() -> None:

@@ -166,24 +166,20 @@ class RowLayout:
         )
         return self._padded_batch(
             group,
-            smallest_bucket(max(1, int(np.max(counts_N))), self._compiled_row_counts(group.width)),
+            smallest_bucket(max(1, int(np.max(counts_N))), self._row_buckets(group.width)),
         )
 
     def padding_batches(self, num_rows: int, width: int) -> list[MeshBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
         tokens can take, to compile programs.
         """
-        most = smallest_bucket(
-            min(num_rows, self.rows_per_device), self._compiled_row_counts(width)
-        )
+        most = smallest_bucket(min(num_rows, self.rows_per_device), self._row_buckets(width))
         group = ChunkGroup((), num_rows, width)
         return [
-            self._padded_batch(group, size)
-            for size in self._compiled_row_counts(width)
-            if size <= most
+            self._padded_batch(group, size) for size in self._row_buckets(width) if size <= most
         ]
 
-    def _compiled_row_counts(self, width: int) -> tuple[int, ...]:
+    def _row_buckets(self, width: int) -> tuple[int, ...]:
         """Return the rows per device for which programs are compiled, ascending."""
         if width == 1:
             return bucket_sizes(self.rows_per_device)

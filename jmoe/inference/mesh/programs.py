@@ -302,7 +302,7 @@ def logits_on_mesh(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def copy_blocks_on_mesh(
+def copy_cache_blocks_on_mesh(
     layout: RowLayout, crosses: bool, cache: KVCache, at_W4: jax.Array, count: jax.Array
 ) -> KVCache:
     """Return the cache with the first `count` of the blocks in `at_W4` copied, in order.
@@ -312,7 +312,7 @@ def copy_blocks_on_mesh(
     crosses: whether blocks are copied to other devices.
     """
 
-    def copy_blocks_local(cache: KVCache, at_W4: jax.Array, count: jax.Array) -> KVCache:
+    def copy_cache_blocks_local(cache: KVCache, at_W4: jax.Array, count: jax.Array) -> KVCache:
         n = lax.axis_index(EXPERT_INTRA)
 
         def copy_block(i: jax.Array, x: jax.Array) -> jax.Array:
@@ -327,7 +327,7 @@ def copy_blocks_on_mesh(
         return jax.tree.map(lambda x: lax.fori_loop(0, count, copy_block, x), cache)
 
     copied: KVCache = _shard_map(
-        layout.mesh, copy_blocks_local, (layout.cache, REPLICATED, REPLICATED), layout.cache
+        layout.mesh, copy_cache_blocks_local, (layout.cache, REPLICATED, REPLICATED), layout.cache
     )(cache, at_W4, count)
     return copied
 

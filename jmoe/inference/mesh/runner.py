@@ -44,7 +44,7 @@ from jmoe.inference.mesh.programs import (
     ExchangeShape,
     GateOutput,
     attend_on_mesh,
-    copy_blocks_on_mesh,
+    copy_cache_blocks_on_mesh,
     embed_on_mesh,
     experts_on_mesh,
     finish_layers_on_mesh,
@@ -206,7 +206,7 @@ class MeshRunner:
         return [MeshHidden(a.last_MD, batches[n].place_Q, n) for n, a in enumerate(self._final)]
 
     @call_on_all_ranks
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
+    def copy_cache_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
         """Copy blocks of every cache to other blocks, one after the other.
 
         copies: at most W pairs (source, target), of which the first `count` are copied; all or none
@@ -218,7 +218,8 @@ class MeshRunner:
         crosses = bool((at_W4[: len(copies), 0] != at_W4[: len(copies), 2]).any())
         operands = at_W4, np.int32(count)
         self.caches = [
-            copy_blocks_on_mesh(self.layout, crosses, cache, *operands) for cache in self.caches
+            copy_cache_blocks_on_mesh(self.layout, crosses, cache, *operands)
+            for cache in self.caches
         ]
 
     @call_on_all_ranks

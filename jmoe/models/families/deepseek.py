@@ -40,7 +40,7 @@ def read_latent_attention(fields: ConfigFields) -> JsonObject:
     fields.require_value("head_dim", fields.integer("qk_rope_head_dim"))
     return {
         "attention_bias": fields.flag("attention_bias", False),
-        "q_lora_rank": fields.optional_integer("q_lora_rank", 1536),
+        "q_lora_rank": fields.integer_or_none("q_lora_rank", 1536),
         **fields.integers(_LATENT_SIZES),
     }
 

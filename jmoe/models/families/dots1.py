@@ -18,7 +18,7 @@ from jmoe.types import JsonObject
 
 
 def _read(fields: ConfigFields) -> JsonObject:
-    window = fields.optional_integer("sliding_window", 4096)
+    window = fields.integer_or_none("sliding_window", 4096)
     below = fields.integer("max_window_layers", default=62)
     types = fields.tuple_value("layer_types") or tuple(
         "sliding_attention" if window is not None and i >= below else "full_attention"
@@ -26,7 +26,7 @@ def _read(fields: ConfigFields) -> JsonObject:
     )
     slides = "sliding_attention" in types
     return common_fields(fields, 1e-6) | {
-        "head_dim": fields.optional_integer("head_dim"),
+        "head_dim": fields.integer_or_none("head_dim"),
         "attention_bias": fields.flag("attention_bias", False),
         "qk_norm": "head",
         "sliding_window": window if slides else None,

@@ -28,7 +28,7 @@ def _read(fields: ConfigFields) -> JsonObject:
     shared = fields.integer("moe_num_shared_experts", default=2)
     return common_fields(fields, 1e-5) | {
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        "head_dim": fields.optional_integer("head_dim"),
+        "head_dim": fields.integer_or_none("head_dim"),
         "moe_intermediate_size": moe_size,
         "num_experts": fields.integer("moe_num_experts", "num_experts", default=64),
         "num_experts_per_tok": fields.integer("moe_k", "num_experts_per_tok", default=6),

@@ -19,7 +19,7 @@ from jmoe.types import JsonObject
 
 def _read(fields: ConfigFields) -> JsonObject:
     return common_fields(fields, 1e-5) | {
-        "head_dim": fields.optional_integer("head_dim"),
+        "head_dim": fields.integer_or_none("head_dim"),
         "qkv_bias": fields.flag("attention_bias", False),
         "qk_norm": "head" if fields.flag("use_qk_norm", False) else "none",
         **read_expert_sizes(fields),

@@ -25,7 +25,7 @@ def _read(fields: ConfigFields) -> JsonObject:
         "num_key_value_heads": fields.integer(
             "num_key_value_heads", default=sizes["num_attention_heads"]
         ),
-        "head_dim": fields.optional_integer("head_dim"),
+        "head_dim": fields.integer_or_none("head_dim"),
         "intermediate_size": fields.integer("intermediate_size"),
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "num_experts": fields.integer("num_experts"),

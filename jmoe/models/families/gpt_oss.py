@@ -26,14 +26,14 @@ _YARN = {
 
 def _read(fields: ConfigFields) -> JsonObject:
     layers = fields.integer("num_hidden_layers")
-    window = fields.optional_integer("sliding_window", 128)
+    window = fields.integer_or_none("sliding_window", 128)
     types = fields.tuple_value("layer_types") or tuple(
         "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
     )
     choices = fields.integer("num_experts_per_tok", default=4)
     router = softmax_router_config(fields, choices, True)
     return common_fields(fields, 1e-5) | {
-        "head_dim": fields.optional_integer("head_dim", 64),
+        "head_dim": fields.integer_or_none("head_dim", 64),
         "moe_intermediate_size": fields.integer("intermediate_size"),
         "num_experts": fields.integer("num_local_experts", "num_experts"),
         "num_experts_per_tok": choices,

@@ -13,11 +13,11 @@ from jmoe.types import JsonObject
 def _read(fields: ConfigFields) -> JsonObject:
     choices = fields.integer("num_experts_per_tok", default=2)
     return common_fields(fields, 1e-5) | {
-        "head_dim": fields.optional_integer("head_dim"),
+        "head_dim": fields.integer_or_none("head_dim"),
         "moe_intermediate_size": fields.integer("intermediate_size"),
         "num_experts": fields.integer("num_local_experts", "num_experts", default=8),
         "num_experts_per_tok": choices,
-        "sliding_window": fields.optional_integer("sliding_window"),
+        "sliding_window": fields.integer_or_none("sliding_window"),
         "router": softmax_router_config(fields, choices, True),
         **read_rope_fields(fields, 1e6),
     }

@@ -27,11 +27,11 @@ def read_qwen_fields(fields: ConfigFields) -> JsonObject:
     sliding = fields.flag("use_sliding_window", False)
     choices = fields.integer("num_experts_per_tok")
     return common_fields(fields, 1e-6) | {
-        "head_dim": fields.optional_integer("head_dim"),
+        "head_dim": fields.integer_or_none("head_dim"),
         "num_experts_per_tok": choices,
         "decoder_sparse_step": fields.integer("decoder_sparse_step", default=1),
         "mlp_only_layers": fields.tuple_value("mlp_only_layers"),
-        "sliding_window": fields.optional_integer("sliding_window", 4096) if sliding else None,
+        "sliding_window": fields.integer_or_none("sliding_window", 4096) if sliding else None,
         "router": softmax_router_config(fields, choices, fields.flag("norm_topk_prob", False)),
         **read_rope_fields(fields, 1e4),
     }

@@ -66,7 +66,7 @@ class ConfigFields:
     def integers(self, names: Iterable[str]) -> dict[str, int]:
         return {name: self.integer(name) for name in names}
 
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+    def integer_or_none(self, name: str, default: int | None = None) -> int | None:
         """Return an integer, None if the field is null, or `default` if it is missing."""
         value = self._fields.get(name, default)
         return None if value is None else self.integer(name, default=default)

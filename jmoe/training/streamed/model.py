@@ -342,7 +342,7 @@ class StreamedModel(Protocol[MicroBatchIn]):
 
         return jax.vjp(embed_float_outputs, outside)[1]((dx_BSD, list(dweights)))[0]
 
-    def device_metrics(self, step: FinishStepInputs) -> Metrics:
+    def local_metric_addends(self, step: FinishStepInputs) -> Metrics:
         """Return this device's addends to the step's losses and router statistics."""
 
     def reduce_gradients(self, params: Params, grads: StreamedGradients) -> Params:

@@ -192,7 +192,7 @@ class _StepFunctions:
         `ExpertState` applies their gradients.
         """
         model, mesh, (counts_NAE, dropped_N, _) = self._model, self._model.sharded.mesh, step.totals
-        metrics = sum_over_mesh(mesh.size, model.device_metrics(step))
+        metrics = sum_over_mesh(mesh.size, model.local_metric_addends(step))
         if counts_NAE is not None:
             metrics |= {"counts": counts_NAE.sum(axis=1, dtype=jnp.int32), "dropped": dropped_N}
         grads = model.reduce_gradients(state.params, step.grads)

@@ -189,7 +189,7 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
         steps = self.config.gradient_accumulation_steps
         return tokens_per_accumulation_step(self.config) * steps
 
-    def device_metrics(self, step: FinishStepInputs) -> Metrics:
+    def local_metric_addends(self, step: FinishStepInputs) -> Metrics:
         zero, loss_tokens = jnp.zeros((), jnp.float32), step.totals.loss_tokens
         assert loss_tokens is not None
         router_losses = [

@@ -151,7 +151,7 @@ class StreamedVision(StreamedModel[ImageMicroBatch]):
         (doutside, dx_BSD), metrics = gradients(outside, x_BSD)
         return jax.tree.map(lambda a: a[None], metrics), dx_BSD, doutside
 
-    def device_metrics(self, step: FinishStepInputs) -> Metrics:
+    def local_metric_addends(self, step: FinishStepInputs) -> Metrics:
         added = partial(jax.tree.map, lambda *addends: sum(addend[0] for addend in addends))
         total: Metrics = added(*step.losses)
         if not step.stats:

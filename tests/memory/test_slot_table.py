@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jmoe.memory.hot_set import HitCounts, HotSet
+from jmoe.memory.slot_table import HitCounts, LFUSlotTable
 
 
 def test_counts_decay() -> None:
@@ -164,13 +164,13 @@ def test_an_unknown_record_is_named() -> None:
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5])
-def test_hot_set_against_a_model(beta: float) -> None:
+def test_slot_table_against_a_model(beta: float) -> None:
     """The victim is always the unpinned record with the lowest score, the last to come among
     equals.
     """
     rng = np.random.default_rng(1)
     counts = HitCounts(20, beta=beta, decay_every_steps=1)
-    hot = HotSet(counts, 6)
+    hot = LFUSlotTable(counts, 6)
     came: dict[int, int] = {}  # record -> arrival
     pins: dict[int, int] = {}
     for step in range(6000):

@@ -162,7 +162,7 @@ def _log_likelihood(
     )
 
 
-class HotSet:
+class LFUSlotTable:
     """Tracks which records are in `num_slots` slots, and which slot to evict next.
 
     The victim is the unpinned slot whose record has the lowest rank (`HitCounts.rank`, a hit
