@@ -180,9 +180,10 @@ def check_templates(server: HttpProcess, kinds: list[str]) -> None:
     for answer in attack.result():
         assert answer.status_code == 400
         said = answer.json()["error"]["message"]
-        assert said.startswith(
-            "messages: the model's chat template: needs more than 2 s of processor time, "
-        ), said
+        # a machine busy with other work may need 60 s for 2 s of processor time
+        limits = ("2 s of processor time, ", "60 s")
+        needs = "messages: the model's chat template: needs more than "
+        assert said.startswith(tuple(needs + limit for limit in limits)), said
     assert max(waits_s) < WORST_S
     assert process.memory_info().rss < before_bytes + (160 << 20)
 
