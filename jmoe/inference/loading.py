@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import jax
 
@@ -286,24 +286,50 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     )
 
 
-def plan_engine_memory(checkpoint: LazyCheckpoint, options: EngineConfig) -> MemoryPlan:
-    """Return where an engine would put a checkpoint's bytes, given the memory that is free now.
+@dataclass(frozen=True)
+class EngineMachine:
+    """The memory of one process: what is free on each of its devices and on its host.
 
-    Reads headers only.
+    num_devices: devices of the process.
     """
-    return _make_memory_planner(checkpoint, options, _free_memory())(
+
+    free: FreeMemory
+    num_devices: int
+
+
+def this_machine() -> EngineMachine:
+    """Return the memory that is free now on this process's first device and on its host."""
+    device, host_bytes = jax.local_devices()[0], available_bytes()
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    if stats is None:  # the CPU's memory is the host's
+        free = FreeMemory(host_bytes, host_bytes, shared=True)
+    else:
+        free = FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
+    return EngineMachine(free, jax.local_device_count())
+
+
+def plan_engine_memory(
+    checkpoint: LazyCheckpoint, options: EngineConfig, machine: EngineMachine | None = None
+) -> MemoryPlan:
+    """Return where an engine would put a checkpoint's bytes.
+
+    machine: None for this one. Reads headers only.
+    """
+    return _make_memory_planner(checkpoint, options, machine or this_machine())(
         model_bytes(checkpoint, options)
     )
 
 
-def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> EngineConfig:
+def with_sequence_length(
+    checkpoint: LazyCheckpoint, options: EngineConfig, machine: EngineMachine | None = None
+) -> EngineConfig:
     """Return the options with `max_seq_len` set, and `cache_tokens` where memory limits it.
 
     If both are open, the cache takes what the free memory allows, up to `max_batch` sequences of
     all the model's positions and at least as many of min(`DEFAULT_MAX_SEQ_LEN`, positions). With
     several processes, whose free memory may differ, it is that minimum. A sequence may be as long
-    as the cache of a device and the model's positions allow. Raises ValueError if the options
-    exceed the model's positions.
+    as the cache of a device and the model's positions allow. machine: None for this one. Raises
+    ValueError if the options exceed the model's positions.
     """
     if options.max_seq_len is None and options.cache_tokens is not None:
         longest = options.cache_tokens // options.num_cache_pools
@@ -316,12 +342,13 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
         or length == checkpoint.max_positions
     ):
         return shortest
-    free, local_devices = _free_memory(), min(jax.local_device_count(), options.mesh.devices)
+    machine = machine or this_machine()
+    free, local_devices = machine.free, min(machine.num_devices, options.mesh.devices)
     model = model_bytes(checkpoint, shortest)
     a_device = (
         replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
     )
-    plan = _make_memory_planner(checkpoint, shortest, free)
+    plan = _make_memory_planner(checkpoint, shortest, machine)
     length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
     if length == checkpoint.max_positions:
         return replace(options, max_seq_len=length)
@@ -329,24 +356,15 @@ def with_sequence_length(checkpoint: LazyCheckpoint, options: EngineConfig) -> E
     return replace(options, max_seq_len=longest, cache_tokens=options.max_batch * length)
 
 
-def _free_memory() -> FreeMemory:
-    """Return the free memory of this process's first device and of its host."""
-    device, host_bytes = jax.local_devices()[0], available_bytes()
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats is None:
-        return FreeMemory(host_bytes, host_bytes, shared=True)  # the CPU's memory is the host's
-    return FreeMemory(stats["bytes_limit"] - stats["bytes_in_use"], host_bytes, shared=False)
-
-
 def _make_memory_planner(
-    checkpoint: LazyCheckpoint, options: EngineConfig, free: FreeMemory
+    checkpoint: LazyCheckpoint, options: EngineConfig, machine: EngineMachine
 ) -> Callable[[ModelBytes], MemoryPlan]:
     """Return a function from a model's bytes to the memory plan of these options."""
-    devices, expert_slots = options.mesh.devices, None
+    devices, free, expert_slots = options.mesh.devices, machine.free, None
     # every device has as many slots as the device with the most experts needs
     if (placements := segment_placements(checkpoint, options)) is not None:
         expert_slots = sum(slot_rows_and_sizes(placements)[1])
     if devices > 1:
-        local_devices = min(jax.local_device_count(), devices)
+        local_devices = min(machine.num_devices, devices)
         return lambda model: plan_mesh_memory(model, free, options, local_devices, expert_slots)
     return lambda model: plan_memory(model, free, options)

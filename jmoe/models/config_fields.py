@@ -7,7 +7,7 @@ cannot affect them is accepted (harmless). transformers ignores fields outside t
 does jmoe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jmoe.models.families import FAMILIES
 from jmoe.models.families.outcomes import Outcome, SupportedValues, TrainingOnlyField
@@ -18,8 +18,8 @@ CONFIG_FIELDS: dict[str, Mapping[str, Outcome]] = {
 }
 
 
-def check_fields_supported(fields: JsonObject, family: str) -> None:
-    """Raise ValueError naming the first field whose value jmoe does not support."""
+def unsupported_fields(fields: JsonObject, family: str) -> Iterator[str]:
+    """Yield a message for each field whose value jmoe does not support."""
     for name, outcome in CONFIG_FIELDS[family].items():
         value = fields.get(name)
         if (
@@ -28,7 +28,13 @@ def check_fields_supported(fields: JsonObject, family: str) -> None:
             and value not in outcome.values
         ):
             only = " or ".join(map(repr, outcome.values)) or "null"
-            raise ValueError(f"{name} = {value!r}: is not supported, only {only}")
+            yield f"{name} = {value!r}: is not supported, only {only}"
+
+
+def check_fields_supported(fields: JsonObject, family: str) -> None:
+    """Raise ValueError naming the first field whose value jmoe does not support."""
+    for message in unsupported_fields(fields, family):
+        raise ValueError(message)
 
 
 def ignored_training_fields(fields: JsonObject, family: str) -> JsonObject:

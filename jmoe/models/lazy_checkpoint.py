@@ -27,6 +27,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.layers.embedding import Lookup, lookup
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.memory.closing import Closing
+from jmoe.models.announced import AnnouncedCheckpoint
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.generation_config import GenerationConfig
@@ -123,6 +124,7 @@ class LazyCheckpoint(Closing):
     dtype: dtype of all weights; None keeps the stored ones.
     expert_dtype: format of the experts' matrices, a name of `FORMATS`, or "wide" for `dtype`. None
         keeps a compressed format in which the checkpoint stores them, and is "wide" otherwise.
+    announced: what the folder is said to hold; its sizes are then known and no weight can be read.
 
     Raises ValueError as `load_pretrained` does, before it allocates memory for weights.
     """
@@ -132,11 +134,13 @@ class LazyCheckpoint(Closing):
         path: str | os.PathLike,
         dtype: DTypeLike | None = None,
         expert_dtype: str | None = None,
+        *,
+        announced: AnnouncedCheckpoint | None = None,
     ) -> None:
         folder = Path(path).expanduser()
         check_dtype(dtype)
         self._given_dtypes = dtype, expert_dtype
-        fields = read_config(folder)
+        fields = read_config(folder) if announced is None else announced.fields
         self.folder, self.fields = folder, fields
         self.config: ModelConfig = model_config(fields)
         check(
@@ -145,7 +149,7 @@ class LazyCheckpoint(Closing):
             self.config.num_experts,
             "no layer has experts",
         )
-        stored = read_headers(folder)
+        stored = read_headers(folder) if announced is None else announced.tensors
         shapes = abstract_decoder(self.config)[2]
         self._parameters = list_parameters(shapes, self.config, family_of(fields), stored)
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)

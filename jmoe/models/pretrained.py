@@ -182,6 +182,18 @@ def check_dtype(dtype: DTypeLike | None) -> None:
     )
 
 
+def read_config_file(folder: Path) -> JsonObject:
+    """Return the `config.json` of a Hugging Face folder as it is written.
+
+    Raises ValueError naming the file if it is missing or damaged.
+    """
+    file = folder / "config.json"
+    if not has_file(file):
+        hint = unreadable_model_hint(folder) or "a Hugging Face checkpoint has one"
+        raise ValueError(f"{file}: is missing; {hint}")
+    return read_json_object(file)
+
+
 def read_config(folder: Path) -> JsonObject:
     """Return the `config.json` of a Hugging Face folder as a dictionary.
 
@@ -189,11 +201,7 @@ def read_config(folder: Path) -> JsonObject:
     flag is returned as False: transformers 5 uses such a head too. Raises ValueError naming the
     file if it is missing or damaged.
     """
-    file = folder / "config.json"
-    if not has_file(file):
-        hint = unreadable_model_hint(folder) or "a Hugging Face checkpoint has one"
-        raise ValueError(f"{file}: is missing; {hint}")
-    fields = read_json_object(file)
+    file, fields = folder / "config.json", read_config_file(folder)
     has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     if (
         fields.get("tie_word_embeddings") is True

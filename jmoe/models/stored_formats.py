@@ -320,6 +320,39 @@ def decompress_rows(
         yield first, last, form.decompress(*form.read_compressed(read, stored, name, first, last))
 
 
+def announced_format(fields: JsonObject) -> StoredFormat | None:
+    """Return the format in which a `config.json` says that its experts' matrices are stored.
+
+    None for plain numbers, and for gpt-oss's MXFP4, whose tensors hold all experts.
+    """
+    if fields.get("expert_dtype") == "fp4":
+        return Fp4Experts()
+    quantization = fields.get("quantization_config") or {}
+    match quantization.get("quant_method"), quantization.get("format"):
+        case "fp8", _:
+            return Fp8Blocks()
+        case "compressed-tensors", "pack-quantized":
+            bits = [group["weights"]["num_bits"] for group in _config_groups(quantization)]
+            return PackedIntegers(bits[0])
+        case "compressed-tensors", "int-quantized":
+            return Int8Values()
+        case "compressed-tensors", "mxfp4-pack-quantized":
+            return PackedMxfp4()
+    return None
+
+
+def announced_group(fields: JsonObject, num_inputs: int) -> int:
+    """Return how many of a row's inputs share a scale of integers, by the `config.json`."""
+    quantization = fields.get("quantization_config") or {}
+    for group in _config_groups(quantization):
+        return (group.get("weights") or {}).get("group_size") or num_inputs
+    return num_inputs
+
+
+def _config_groups(quantization: JsonObject) -> list[JsonObject]:
+    return list((quantization.get("config_groups") or {}).values())
+
+
 def check_quantization(fields: Json, kind: str, expert_dtype: Json = None) -> None:
     """Raise ValueError if jmoe cannot read a `quantization_config` or `expert_dtype`.
 

@@ -88,12 +88,11 @@ class Parameter:
         """Yield the parameter's tensors, or those of a range of its stack's entries and experts."""
         source, matrix = self.source, self.matrix_shape
         one_tensor = not self.experts or source.stacked
+        spans = source.column_spans(matrix[-1])
         for n, layer in list(enumerate(self.layers or (-1,)))[layers]:
             for expert in (-1,) if one_tensor else range(self.experts)[experts]:
                 at = ((n,) if self.layers else ()) + (() if one_tensor else (expert,))
-                for name, columns in zip(
-                    source.names, source.column_spans(matrix[-1]), strict=True
-                ):
+                for name, columns in zip(source.names, spans, strict=True):
                     shape = (*matrix[:-1], columns[1] - columns[0])
                     shape = shape[::-1] if source.transposed else shape
                     shape = (self.experts, *shape) if source.stacked else shape
@@ -244,22 +243,40 @@ def check_tensors(
     return dtypes
 
 
-def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
-    """Return whether a tensor that belongs to no parameter can be ignored: a layer for multi-token
-    prediction, a name that matches `IGNORED`, a zero point whose values are all zero, or the output
-    head of a model that ties its embeddings.
+def name_may_be_ignored(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor of this name that belongs to no parameter may be ignored: a layer for
+    multi-token prediction, a name that matches `IGNORED`, a zero point, or the output head of a
+    model that ties its embeddings.
     """
-    layer = re.match(r"model\.layers\.(\d+)\.", tensor.name)
-    # DeepSeek and GLM publish layers that predict further tokens
+    is_tied_head = config.tie_word_embeddings and name == "lm_head.weight"
+    return (
+        _is_in_further_layer(name, config)
+        or is_tied_head
+        or IGNORED.search(name) is not None
+        or name.endswith(ZERO_POINT)
+    )
+
+
+def _is_in_further_layer(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek and GLM
+    publish them.
+    """
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
     predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups > 0
-    is_further = predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
-    if is_further or IGNORED.search(tensor.name):
-        return True
-    if tensor.name.endswith(ZERO_POINT) and tensor.dtype in DTYPES:
+    return predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
+
+
+def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
+    """Return whether a tensor that belongs to no parameter can be ignored: `name_may_be_ignored`,
+    and a zero point's values are all zero.
+    """
+    if tensor.name.endswith(ZERO_POINT) and not _is_in_further_layer(tensor.name, config):
+        if tensor.dtype not in DTYPES:
+            return False
         with TensorReader() as reader:
             parts = reader.read_chunks(tensor, 0, math.prod(tensor.shape[:-1]))
             return not any(values.view(np.uint8).any() for _, _, values in parts)
-    return config.tie_word_embeddings and tensor.name == "lm_head.weight"
+    return name_may_be_ignored(tensor.name, config)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,13 +1,21 @@
 """The families that jmoe recognizes but cannot load, with the parts it lacks for each."""
 
 _DELTA = "gated delta networks, gates on attention's output and norms with 1 + weight"
+_INDEXER = "sparse attention to the keys that an indexer chooses"
+_IMAGES = "the encoder of images; its language model is supported once saved alone, as {}"
 
 # {model_type: what its layers have and jmoe's have not}
 MISSING_PARTS: dict[str, str] = {
     "llama4": "attention in chunks, layers without positions and router weights on expert inputs",
     "qwen3_next": _DELTA,
     "qwen3_5_moe": _DELTA,
-    "deepseek_v32": "sparse attention to the keys that an indexer chooses",
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": f"{_INDEXER}, compressed keys and hyper-connections",
+    "glm_moe_dsa": _INDEXER,
+    "minimax_m3": "sparse attention and experts with clamped gates beside a shared one",
+    "gemma4": "experts beside a dense MLP in each layer, and the encoder of images",
+    "qwen3_vl_moe": _IMAGES.format("qwen3_moe"),
+    "kimi_k25": _IMAGES.format("kimi_k2"),
     "granitemoe": "multipliers of embeddings, attention scores, residuals and logits",
     "phimoe": "the sparsemixer router and longrope positions",
     "hunyuan_v1_moe": "norms of queries and keys after rotation and ntk_alpha positions",
