@@ -2,8 +2,8 @@
 
 To add a format, add its name to `FormatName` and its row to `FORMATS`, and its codec to
 `kernels_pallas/compressed.py`. Options, checks, sizes and records follow. XLA then computes with
-it on every platform; the C++ and Mosaic GPU kernels do so once they decode it (`native`,
-`mosaic_gpu`).
+it on every platform; the kernels in C++, Mosaic GPU and Triton do so once they decode it (`native`,
+`mosaic_gpu`, `_DECODERS` of `kernels_pallas/grouped_matmul/triton_weights.py`).
 """
 
 from dataclasses import dataclass

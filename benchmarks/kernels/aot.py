@@ -205,12 +205,12 @@ def programs(
     indices = jax.ShapeDtypeStruct((n,), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.int32)
     yield "up projection of tokens, gradients", matmul, (of((t, d)), up, sizes, *indices)
     yield "down projection, gradients", matmul, (of((n, f)), down, sizes)
-    in_triton = implementation == "triton"  # which reads int8 alone
+    in_triton = implementation == "triton"  # which reads int8 alone with a scale for each column
     for dtype in (jnp.int8,) if in_triton else (jnp.int8, jnp.float8_e4m3fn):
         narrow = jax.ShapeDtypeStruct(up.shape, dtype)
         scale = jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
         yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
-    for kind in ("wide",) if in_triton else ("wide", *FORMATS):
+    for kind in ("wide", *FORMATS):
         yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
     yield "experts, forward", experts, (of((n, d)), sizes, up, down)
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)

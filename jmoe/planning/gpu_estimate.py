@@ -463,6 +463,7 @@ def _pallas_kernel_work(
         at = 2 if len(arrays[0].shape) == 1 else 1
         rows, weights = arrays[at : at + 2]
         num_rows, inner = facts.filled * out.shape[0], rows.num_elements // rows.shape[-2]
+        inner *= 2 if rows.dtype == "u32" else 1  # pairs of 16-bit values
         groups = min(facts.num_experts or weights.shape[0], weights.shape[0])
         used = facts.chosen  # or the expected number under uniform routing
         if used is None:
@@ -470,7 +471,9 @@ def _pallas_kernel_work(
         read[at] *= facts.filled
         read[at + 1 :] = [size * used / weights.shape[0] for size in read[at + 1 :]]
         # a gate and an up projection of one launch give half as many columns
-        is_gated = weights.shape[1] == inner and weights.shape[2] == 2 * out.shape[1]
+        per_byte = 2 if weights.dtype == "u8" and weights.shape[1] < inner else 1
+        fits = weights.shape[1] * per_byte == inner
+        is_gated = fits and weights.shape[2] == 2 * out.shape[1]
         flops = facts.filled * 2.0 * out.num_elements * inner * (2 if is_gated else 1)
         return _KernelWork(
             name, scope, name, sum(read) + facts.filled * out.num_bytes, flops, rows.dtype

@@ -18,10 +18,13 @@ from kernels_pallas.token_permute.api import RowMap, sum_rows
 class Implementation(NamedTuple):
     """The grouped matmul and its weight gradient for a platform; `reference.py` defines their
     results.
+
+    gates_slots: whether a gated epilogue takes weights in slots of any width, compressed too.
     """
 
     grouped_matmul: Callable[..., jax.Array]
     weight_gradient: Callable[..., jax.Array]
+    gates_slots: bool = False
 
 
 Choice: TypeAlias = Name | Implementation | None  # None: the best that supports the operands

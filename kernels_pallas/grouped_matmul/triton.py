@@ -15,6 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, WeightSlots
+from kernels_pallas.grouped_matmul.triton_weights import (
+    CompressedTiles,
+    DenseTiles,
+    check_format,
+)
 from kernels_pallas.token_permute.triton import gather_rows
 from kernels_pallas.triton import (
     BlockSizes,
@@ -30,6 +35,8 @@ from kernels_pallas.triton import (
 )
 
 MIN_ROWS = 16  # of a tile: the tensor cores' smallest
+FEW_ROWS = 32  # of a tile whose rows take little shared memory beside the weights
+PROGRAMS = 256  # fewer leave multiprocessors of a large GPU idle: tiles have half the columns
 
 
 def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
@@ -48,27 +55,32 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     values.
 
     src_N: row n is x[src_N[n]], where x is [T, D]. scale_EF: factors of the columns of int8
-    weights. Raises NotImplementedError for other dtypes and for compressed weights.
+    weights. Raises NotImplementedError for other dtypes, and for formats of compressed weights that
+    `triton_weights` does not decode.
     """
-    _check_operands(x_ND, w, scale_EF, slots)
+    _check_operands(x_ND, w, scale_EF, slots, transpose_rhs)
     num_rows = (x_ND if src_N is None else src_N).shape[0]
-    (num_tokens, inner), columns_of_w = x_ND.shape, w.shape[1 if transpose_rhs else 2]
+    num_tokens, columns_of_w = x_ND.shape[0], w.shape[1 if transpose_rhs else 2]
+    parts = 2 if epilogue.gated else 1
+    num_columns = columns_of_w // parts
     blocks = _blocks_for_rows(choose_blocks(x_ND.dtype), num_rows // group_sizes_E.shape[0])
     tiles_3M = row_tiles(group_sizes_E, num_rows, blocks.rows)
+    num_m = tiles_3M.shape[1]
+    is_idle = num_m * pl.cdiv(num_columns, blocks.columns) < PROGRAMS
+    if parts == 2 or (is_idle and blocks.rows <= FEW_ROWS):
+        blocks = replace(blocks, columns=blocks.columns // 2)
     if slots is not None:
         tiles_3M = tiles_3M.at[0].set(slots.slot_E.astype(jnp.int32)[tiles_3M[0]])
-    parts = 2 if epilogue.gated else 1
-    if parts == 2:
-        blocks = replace(blocks, columns=blocks.columns // 2)
-    num_columns = columns_of_w // parts
-    num_m, num_n = tiles_3M.shape[1], pl.cdiv(num_columns, blocks.columns)
+    reader = _choose_reader(x_ND, w, slots, transpose_rhs, blocks)
+    num_n = pl.cdiv(num_columns, blocks.columns)
     by_column = [(jnp.multiply, scale_EF), (jnp.add, epilogue.bias_EF)]
     operations = [operation for operation, term in by_column if term is not None]
-    terms = [term.astype(jnp.float32) for _, term in by_column if term is not None]
+    terms = [term for _, term in by_column if term is not None]
     source = [] if src_N is None else [src_N.astype(jnp.int32)]
+    arrays = reader.operands()
 
-    def grouped_matmul_kernel(tiles: Ref, x: Ref, w: Ref, *refs: Ref) -> None:
-        *others, out = refs
+    def grouped_matmul_kernel(tiles: Ref, *refs: Ref) -> None:
+        stored, others, out = [*refs[: len(arrays)]], refs[len(arrays) : -1], refs[-1]
         m, n = tile_in_bands(pl.program_id(0), num_m, num_n)
         group, start, end = tiles[0, m], tiles[1, m], tiles[2, m]
 
@@ -83,52 +95,69 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
             if source:  # an empty row is some token, as in `gather_rows`
                 read = jnp.minimum(load(others[0].at[rows], is_row), num_tokens - 1)
 
-            def load_weights(at: jax.Array, is_inner: jax.Array, columns: jax.Array) -> jax.Array:
-                if transpose_rhs:
-                    mask = is_column[:, None] & is_inner[None]
-                    return load(w.at[group, columns[:, None], at[None]], mask)
-                return load(
-                    w.at[group, at[:, None], columns[None]], is_inner[:, None] & is_column[None]
-                )
-
             def add_products(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-                at = index_range(k * blocks.inner, blocks.inner)
-                is_inner = at < inner
-                x_block = load(x.at[read[:, None], at[None]], is_row[:, None] & is_inner[None])
-                contracted = (1, 1) if transpose_rhs else (1, 0)
+                x_blocks = reader.read_rows(stored, k, read, is_row)
                 for part, done in enumerate(sums):
-                    w_block = load_weights(at, is_inner, columns + part * num_columns)
-                    product = dot(x_block, w_block.astype(x_block.dtype), contracted)
-                    sums[part] = done + product
+                    at = columns + part * num_columns
+                    w_blocks = reader.read_weights(stored, k, group, at, is_column)
+                    for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
+                        done = done + dot(x_block, w_block, reader.contracted)
+                    sums[part] = done
                 return sums
 
             sums = [jnp.zeros((blocks.rows, blocks.columns), jnp.float32)] * parts
-            sums = lax.fori_loop(0, pl.cdiv(inner, blocks.inner), add_products, sums)
+            sums = lax.fori_loop(0, reader.num_steps, add_products, sums)
             for part in range(parts):
                 for operation, term in zip(operations, others[len(source) :], strict=True):
                     of_columns = term.at[group, columns + part * num_columns]
-                    sums[part] = operation(sums[part], load(of_columns, is_column)[None])
+                    row = load(of_columns, is_column).astype(jnp.float32)
+                    sums[part] = operation(sums[part], row[None])
             y = sums[0] if epilogue.activate is None else epilogue.activate(*sums)
             store(out.at[rows[:, None], columns[None]], y, is_row[:, None] & is_column[None])
 
     out = jax.ShapeDtypeStruct((num_rows, num_columns), x_ND.dtype)
-    operands = (tiles_3M, x_ND, w, *source, *terms)
+    operands = (tiles_3M, *arrays, *source, *terms)
     grid = (num_m * num_n,)
     return launch(grouped_matmul_kernel, out, grid, operands, blocks=blocks, interpret=interpret)
 
 
 def _check_operands(
-    x_ND: jax.Array, w: jax.Array, scale_EF: jax.Array | None, slots: WeightSlots | None
+    x_ND: jax.Array,
+    w: jax.Array,
+    scale_EF: jax.Array | None,
+    slots: WeightSlots | None,
+    transpose_rhs: bool,
 ) -> None:
     """Raise NotImplementedError for weights that the kernel cannot read."""
     if slots is not None and slots.scales is not None:
-        raise NotImplementedError("compressed weights")
+        check_dtypes(x_ND)
+        check_format(w, slots.scales)
+        if transpose_rhs:
+            raise NotImplementedError("compressed weights, transposed")
+        return
     if scale_EF is None:
         check_dtypes(x_ND, w)
         return
     check_dtypes(x_ND)
     if w.dtype != jnp.int8:
         raise NotImplementedError(f"weights {w.dtype}: not int8")
+
+
+def _choose_reader(
+    x_ND: jax.Array,
+    w: jax.Array,
+    slots: WeightSlots | None,
+    transpose_rhs: bool,
+    blocks: BlockSizes,
+) -> DenseTiles | CompressedTiles:
+    """Return the reader of these weights. A step of many rows has `blocks.inner` inputs; of few
+    rows, whose pairs take little memory, as many bytes.
+    """
+    if slots is None or slots.scales is None:
+        return DenseTiles(x_ND, w, blocks.inner, transpose_rhs)
+    reader = CompressedTiles(x_ND, w, slots.scales, blocks.inner)
+    is_low = blocks.rows <= FEW_ROWS
+    return reader if is_low else replace(reader, step=blocks.inner // reader.kind.per_byte)
 
 
 def _blocks_for_rows(blocks: BlockSizes, rows_per_group: int) -> BlockSizes:

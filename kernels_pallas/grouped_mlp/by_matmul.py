@@ -176,7 +176,8 @@ def grouped_mlp_in_slots_by_matmul(
             x, uint16_as_bfloat16(w), group_sizes_E, slots=places, epilogue=epilogue
         )
 
-    if activation != "gelu" and "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0:
+    is_plain = "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0
+    if activation != "gelu" and (is_plain or matmul.gates_slots):
         a_NF = project_rows(x_ND, "up", partial(activate_gated, activation=activation))
     else:
         a_NF = activate(project_rows(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)

@@ -12,7 +12,7 @@ from kernels_pallas.grouped_mlp.by_matmul import (
 from kernels_pallas.grouped_mlp.reference import MLPWeights
 from kernels_pallas.token_permute import RowMap
 
-TRITON = Implementation(triton.grouped_matmul, triton.weight_gradient)
+TRITON = Implementation(triton.grouped_matmul, triton.weight_gradient, gates_slots=True)
 
 
 def grouped_mlp(

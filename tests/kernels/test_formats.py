@@ -15,6 +15,7 @@ from jmoe.offload.slots import HostSlots
 from kernels_pallas import compressed
 from kernels_pallas.compressed import SCALES, compress, decode_e2m1, decompress, stored_fields
 from kernels_pallas.formats import EXPERT_DTYPES, FORMATS, Format, FormatName
+from kernels_pallas.grouped_matmul import triton
 from kernels_pallas.grouped_matmul.mosaic_gpu import WeightSlots, grouped_matmul
 from tests.tiny_engines import needs_compiler
 
@@ -86,7 +87,7 @@ def test_all_scales_of_mxfp4() -> None:
 
 
 def test_kernels_leave_a_format_that_they_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA takes it then: neither C++ nor Mosaic GPU decodes it as another."""
+    """XLA takes it then: neither C++ nor Mosaic GPU nor Triton decodes it as another."""
     needs_compiler()
     kind = Format("int6", 1, "int8", "float32", 64)  # type: ignore[arg-type]
     monkeypatch.setitem(FORMATS, kind.name, kind)
@@ -99,4 +100,6 @@ def test_kernels_leave_a_format_that_they_do_not_read(monkeypatch: pytest.Monkey
     x, one = jnp.zeros((8, 64), jnp.bfloat16), jnp.ones(1, jnp.int32)
     with pytest.raises(NotImplementedError, match="weights in the format int6"):
         grouped_matmul(x, w, 8 * one, slots=WeightSlots(0 * one, scales))
+    with pytest.raises(NotImplementedError, match="weights in the format int6"):
+        triton.grouped_matmul(x, w, 8 * one, slots=WeightSlots(0 * one, scales))
     assert w.dtype == fields["w_up"][1] and scales.dtype == fields["w_up" + SCALES][1]

@@ -21,8 +21,12 @@ from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
+from kernels_pallas.compressed import SCALES, compress, decompress
+from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_matmul import triton as gm_triton
+from kernels_pallas.grouped_matmul import triton_weights
+from kernels_pallas.grouped_matmul.operands import WeightSlots
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp import reference as mlp_reference
 from kernels_pallas.grouped_mlp import triton as mlp_triton
@@ -35,6 +39,7 @@ from tests.arrays import assert_close
 MATMUL = gm.Implementation(
     partial(gm_triton.grouped_matmul, interpret=True),
     partial(gm_triton.weight_gradient, interpret=True),
+    gates_slots=True,
 )
 PERMUTE = tp.Implementation(
     partial(tp_triton.gather_rows, interpret=True), partial(tp_triton.gather_sum, interpret=True)
@@ -127,7 +132,7 @@ def test_few_rows_take_low_tiles() -> None:
     sizes = jnp.asarray([1, 0] * 8, jnp.int32)
     x, w = normal(0, (8, D)), normal(1, (16, D, F))
     jaxpr = str(jax.make_jaxpr(MATMUL.grouped_matmul)(x, w, sizes))
-    assert "f32[16,128]" in jaxpr and "f32[128,128]" not in jaxpr
+    assert "f32[16,64]" in jaxpr and "f32[128,128]" not in jaxpr  # half the columns: few programs
     ours = jax.jit(MATMUL.grouped_matmul)(x, w, sizes)
     assert_close(ours, gm_reference.grouped_matmul(x, w, sizes), 1e-2)
 
@@ -138,6 +143,41 @@ def test_int8() -> None:
     ours = gm.quantized_grouped_matmul(x, w, scale, sizes, implementation=MATMUL)
     expected = gm_reference.grouped_matmul(x, w, sizes, scale_EF=scale)
     assert_close(ours[:INSIDE], expected[:INSIDE], 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, jnp.bfloat16) for kind in sorted(FORMATS)), ("int4", jnp.float32)]
+)
+def test_compressed(kind: str, dtype: Any) -> None:
+    """Weights of slots, compressed in blocks, of sizes that no tile divides: 200 inputs are several
+    steps and blocks, the last of them partial.
+    """
+    form, inner = FORMATS[kind], 200 if FORMATS[kind].partial_block else 192
+    sizes, slot_E = jnp.asarray(SIZES, jnp.int32), jnp.asarray([2, 0, 1], jnp.int32)
+    drawn = (np.asarray(normal(m, (inner, F), jnp.float32)) for m in range(3))
+    kept = [compress(one, form) for one in drawn]
+    values, scales = (jnp.asarray(np.stack(part)) for part in zip(*kept, strict=True))
+    x = normal(9, (NUM_ROWS, inner), dtype).at[INSIDE:].set(jnp.nan)
+    slots = WeightSlots(slot_E, scales)
+    ours = jax.jit(lambda x: MATMUL.grouped_matmul(x, values, sizes, slots=slots))(x)
+    wide = jax.vmap(partial(decompress, dtype=dtype))(values, scales)[slot_E]
+    expected = gm_reference.grouped_matmul(x.at[INSIDE:].set(0), wide, sizes)
+    assert_close(ours[:INSIDE], expected[:INSIDE], TOLERANCE[dtype])
+
+
+def test_every_code_and_scale_is_decoded_exactly() -> None:
+    """As `decompress`, bit for bit, not-a-numbers among them; codes that no `compress` writes."""
+    every = np.arange(256, dtype=np.uint8)
+    for name, decode in triton_weights._DECODERS.items():
+        form = FORMATS[name]
+        codes = jnp.asarray(np.repeat(every[:, None], 2, 1)).astype(form.values)
+        blocks = 256 * form.per_byte // form.block
+        one = {"uint8": 127, "uint16": 0x3F80, "float32": 1.0}[form.scales]
+        expected = decompress(codes, jnp.full((blocks, 2), one, form.scales), jnp.float32)
+        wide = codes.astype(jnp.uint32) & 0xFF
+        halves = [wide] if form.per_byte == 1 else [wide & 15, wide >> 4]
+        found = jnp.stack([decode(half) for half in halves], axis=1).reshape(-1, 2)
+        assert np.array_equal(found, expected, equal_nan=True), name
 
 
 @pytest.mark.parametrize(("activation", "bias"), [("clamped_swiglu", True), ("gelu", True)])
@@ -170,14 +210,22 @@ def test_grouped_mlp(activation: str, bias: bool, caplog: pytest.LogCaptureFixtu
         assert_close(a[:n], b[:n], 1e-5)
 
 
-def test_experts_out_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All experts' products at once, with biases and padding, against the loop over tiles."""
-    tokens, slots, experts, d, f = 6, 4, 3, 64, 128
+@pytest.mark.parametrize("kind", [None, "mxfp4"])
+def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts' products at once, with biases and padding, against the loop over tiles; widths
+    that are no multiple of a tile.
+    """
+    tokens, slots, experts, d, f = 6, 4, 3, 96, 160
     shapes = {"w_up": (d, 2 * f), "w_down": (f, d), "b_up": (2 * f,), "b_down": (d,)}
-    arrays = {
-        name: jax.lax.bitcast_convert_type(normal(i, (slots, *shape)) * 0.2, jnp.uint16)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
+    arrays: dict[str, jax.Array] = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        drawn = normal(i, (slots, *shape)) * 0.2
+        if kind is None or name.startswith("b_"):
+            arrays[name] = jax.lax.bitcast_convert_type(drawn, jnp.uint16)
+            continue
+        kept = [compress(np.asarray(one, np.float32), FORMATS[kind]) for one in drawn]
+        for field, part in zip((name, name + SCALES), zip(*kept, strict=True), strict=True):
+            arrays[field] = jnp.asarray(np.stack(part))
     idx = np.random.default_rng(0).integers(0, 2, (tokens, 2)) * 2  # nobody chooses expert 1
     idx[1] = experts  # padding
     weights = jnp.asarray(np.random.default_rng(1).uniform(size=(tokens, 2)), jnp.float32)

@@ -148,6 +148,9 @@ def test_a_gated_pair_of_products_in_one_launch() -> None:
     assert gated.flops == 2 * 512 * 64 * 256
     (plain,) = estimate(call.replace("512,64]", "512,256]").replace("64,256]", "128,256]")).kernels
     assert plain.flops == 2 * 512 * 256 * 128
+    pairs = call.replace("bf16[512,64]", "u32[512,32]").replace("bf16[16,64,256]", "u8[16,32,256]")
+    (compressed,) = estimate(pairs).kernels  # two 4-bit values a byte, two inputs in 32 bits
+    assert compressed.flops == gated.flops
 
 
 def test_kernels_in_triton() -> None:

@@ -1,0 +1,224 @@
+"""What one step of the grouped matmul in Triton reads: a tile of rows, and a tile of the weights in
+the dtype that is multiplied.
+
+`DenseTiles` reads weights as they are, or int8. `CompressedTiles` reads blocks of 4 or 8 bits
+(`kernels_pallas.compressed`) and decodes them in registers. The two 4-bit values of a byte belong
+to an even and an odd input. So each half of the inputs has its own product, and rows of 16-bit
+values are read as pairs of them.
+
+Legend: N rows, D inner, F outer dimension, M slots, T tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels_pallas.compressed import format_of
+from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
+from kernels_pallas.triton import Ref, index_range, load
+
+_HALF_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """Reads weights [M, D, F], or [M, F, D] if `transposed`, in x's dtype or int8.
+
+    step: inputs of a step.
+    """
+
+    x_TD: jax.Array
+    w: jax.Array
+    step: int
+    transposed: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of a tile of the result."""
+        return pl.cdiv(self.x_TD.shape[1], self.step)
+
+    @property
+    def contracted(self) -> tuple[int, int]:
+        """The dimensions of the rows and of the weights that a product sums over."""
+        return (1, 1) if self.transposed else (1, 0)
+
+    def operands(self) -> list[jax.Array]:
+        """Return the kernel's inputs: x, the weights, and what else describes the weights."""
+        return [self.x_TD, self.w]
+
+    def read_rows(
+        self, refs: list[Ref], k: jax.Array, read: jax.Array, is_row: jax.Array
+    ) -> list[jax.Array]:
+        """Return step k of the rows `read` of x, one array for each product.
+
+        refs: to `operands`.
+        """
+        at, is_inner = self._inputs(k)
+        return [load(refs[0].at[read[:, None], at[None]], is_row[:, None] & is_inner[None])]
+
+    def read_weights(
+        self,
+        refs: list[Ref],
+        k: jax.Array,
+        slot: jax.Array,
+        columns: jax.Array,
+        is_column: jax.Array,
+    ) -> list[jax.Array]:
+        """Return step k of some columns of a slot in x's dtype, one array for each product."""
+        at, is_inner = self._inputs(k)
+        if self.transposed:
+            index, mask = (columns[:, None], at[None]), is_column[:, None] & is_inner[None]
+        else:
+            index, mask = (at[:, None], columns[None]), is_inner[:, None] & is_column[None]
+        return [load(refs[1].at[(slot, *index)], mask).astype(self.x_TD.dtype)]
+
+    def _inputs(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (inputs of step k, which of them exist)."""
+        at = index_range(k * self.step, self.step)
+        return at, at < self.x_TD.shape[1]
+
+
+@dataclass(frozen=True)
+class CompressedTiles:
+    """Reads weights [M, D / values per byte, F] with scales [M, blocks of D, F], of which bfloat16
+    may be stored as its bits.
+
+    step: bytes of a column in a step, a power of two.
+    """
+
+    x_TD: jax.Array
+    w: jax.Array
+    scales: jax.Array
+    step: int
+    contracted = (1, 0)
+
+    @property
+    def kind(self) -> Format:
+        """The format of the weights."""
+        return format_of(self.w.dtype, self.scales.dtype)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of a tile of the result."""
+        return pl.cdiv(self.w.shape[1], self.step)
+
+    @property
+    def _reads_pairs(self) -> bool:
+        return self.kind.per_byte == 2 and self.x_TD.dtype in _HALF_DTYPES
+
+    def operands(self) -> list[jax.Array]:
+        """Return the kernel's inputs: x, perhaps as pairs of values in 32 bits; the weights' bytes;
+        the scales.
+        """
+        x = self.x_TD
+        if self._reads_pairs:
+            x = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+        return [x, self.w, self.scales]
+
+    def read_rows(
+        self, refs: list[Ref], k: jax.Array, read: jax.Array, is_row: jax.Array
+    ) -> list[jax.Array]:
+        """Return step k of the rows `read` of x: one array, or the even and the odd inputs."""
+        at, is_inner = self._places(k)
+        x, mask = refs[0], is_row[:, None] & is_inner[None]
+        if self._reads_pairs:
+            pairs = load(x.at[read[:, None], at[None]], mask)
+            halves = (pairs & 0xFFFF, pairs >> 16)
+            return [lax.bitcast_convert_type(h.astype(jnp.uint16), self.x_TD.dtype) for h in halves]
+        per_byte = self.kind.per_byte
+        return [
+            load(x.at[read[:, None], (at * per_byte + half)[None]], mask)
+            for half in range(per_byte)
+        ]
+
+    def read_weights(
+        self,
+        refs: list[Ref],
+        k: jax.Array,
+        slot: jax.Array,
+        columns: jax.Array,
+        is_column: jax.Array,
+    ) -> list[jax.Array]:
+        """Return step k of some columns of a slot, decoded to x's dtype: one array, or the even and
+        the odd inputs.
+        """
+        at, is_inner = self._places(k)
+        mask = is_inner[:, None] & is_column[None]
+        codes = load(refs[1].at[slot, at[:, None], columns[None]], mask).astype(jnp.uint32) & 0xFF
+        factors = self._read_factors(refs[2], k, slot, columns, is_column)
+        decode = _DECODERS[self.kind.name]
+        halves = [codes] if self.kind.per_byte == 1 else [codes & 15, codes >> 4]
+        return [(decode(half) * factors).astype(self.x_TD.dtype) for half in halves]
+
+    def _places(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (bytes of a column in step k, which of them exist)."""
+        at = index_range(k * self.step, self.step)
+        return at, at < self.w.shape[1]
+
+    def _read_factors(
+        self, scales: Ref, k: jax.Array, slot: jax.Array, columns: jax.Array, is_column: jax.Array
+    ) -> jax.Array:
+        """Return the float32 factor of each byte of step k, of [step, columns] or [1, columns]."""
+        block_bytes = self.kind.block // self.kind.per_byte
+        num_blocks = max(1, self.step // block_bytes)
+        first = k * self.step // block_bytes
+        if num_blocks == 1:
+            row = load(scales.at[slot, first, columns], is_column)
+            return _factors(row, self.kind)[None]
+        block = index_range(first, num_blocks)
+        mask = (block < self.scales.shape[1])[:, None] & is_column[None]
+        rows = load(scales.at[slot, block[:, None], columns[None]], mask)
+        shape = num_blocks, block_bytes, columns.shape[0]
+        spread = lax.broadcast_in_dim(_factors(rows, self.kind), shape, (0, 2))
+        return spread.reshape(self.step, columns.shape[0])
+
+
+def _factors(scales: jax.Array, kind: Format) -> jax.Array:
+    """Return the float32 factors that stored scales mean."""
+    if kind is MXFP4:
+        return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
+    if scales.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 16, jnp.float32)
+    return scales.astype(jnp.float32)
+
+
+# Few operations a weight, because the GPU decodes as many weights as its memory delivers; exact for
+# every code. A whole number below 2^23 is the mantissa of a float32 from 2^23 on.
+
+
+def _whole_number(code: jax.Array, zero: int) -> jax.Array:
+    return lax.bitcast_convert_type(code | 0x4B000000, jnp.float32) - float(2**23 + zero)
+
+
+def _decode_e2m1(code: jax.Array) -> jax.Array:
+    """Return the value of E2M1 codes; exponent and mantissa have their places in a float16, whose
+    smallest numbers the conversion reads too.
+    """
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return half.astype(jnp.float32) * float(2**14)
+
+
+def _decode_e4m3(code: jax.Array) -> jax.Array:
+    """Return the value of E4M3 codes, as `_decode_e2m1`; not every GPU converts them itself."""
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+    return jnp.where((code & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * float(2**8))
+
+
+_DECODERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    MXFP4.name: _decode_e2m1,
+    INT4.name: lambda code: _whole_number(code, 8),
+    INT8.name: lambda code: _whole_number(code ^ 0x80, 128),
+    FP8.name: _decode_e4m3,
+}
+
+
+def check_format(w: jax.Array, scales: jax.Array) -> None:
+    """Raise NotImplementedError if the kernel does not decode these weights."""
+    if (kind := format_of(w.dtype, scales.dtype)).name not in _DECODERS:
+        raise NotImplementedError(f"weights in the format {kind.name}")
