@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from jmoe.config.serving import ServeConfig
     from jmoe.deploy.bundle import OpenBundle
     from jmoe.inference.mesh.lockstep import Follower, Leader
-    from jmoe.planning.memory_plan import MemoryPlan
     from jmoe.serving.api_keys import ApiKeys
 
 say = partial(print, flush=True)
@@ -149,20 +148,30 @@ def run_follower(config: ServeConfig, folder: Path, follower: Follower) -> None:
     say("stopped")
 
 
-def plan_engine(
-    config: ServeConfig, folder: Path, model_name: str
-) -> tuple[EngineConfig, MemoryPlan]:
-    """Return (the engine's options with `max_seq_len` set, its memory plan); print how many
-    sequences of which length the engine takes and the model's sampling defaults.
+def plan_engine(config: ServeConfig, folder: Path, model_name: str) -> EngineConfig:
+    """Return the engine's options with `max_seq_len` set; print how many sequences of which length
+    the engine takes and the model's sampling defaults.
     """
-    from jmoe.config.engine import CACHE_BLOCK
     from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
-    from jmoe.serving.model_sampling import ModelSamplingDefaults
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
         engine_config = with_sequence_length(checkpoint, config.engine)
-        length, positions = engine_config.max_seq_len, checkpoint.max_positions
-        memory = plan_engine_memory(checkpoint, engine_config)
+        plan_engine_memory(checkpoint, engine_config)  # refuses what does not fit
+        positions = checkpoint.max_positions
+    say_sizes(config, folder, model_name, engine_config, positions)
+    return engine_config
+
+
+def say_sizes(
+    config: ServeConfig, folder: Path, model_name: str, engine_config: EngineConfig, positions: int
+) -> None:
+    """Print how many sequences of which length the engine takes, and the model's sampling
+    defaults. positions: of the model.
+    """
+    from jmoe.config.engine import CACHE_BLOCK
+    from jmoe.serving.model_sampling import ModelSamplingDefaults
+
+    length = engine_config.max_seq_len
     sampling = ModelSamplingDefaults.read(folder, config.sampling_defaults)
     say(
         f"{model_name} from {folder}: {engine_config.max_batch} sequences at once, {length:,}"
@@ -174,7 +183,25 @@ def plan_engine(
             " --cache-tokens sets the memory of all together"
         )
     say(str(sampling))
-    return engine_config, memory
+
+
+def print_dry_run(config: ServeConfig, folder: Path, model_name: str) -> None:
+    """Print the memory plan and the tokens/s expected; the folder need not have the weights."""
+    from jmoe.inference.dry_run import plan_dry_run
+    from jmoe.models.announced import has_all_weights, read_announced
+    from jmoe.models.lazy_checkpoint import LazyCheckpoint
+
+    engine, announced = config.engine, None
+    if not has_all_weights(folder):
+        announced = read_announced(folder)
+        announced.check_complete(folder)
+    checkpoint = LazyCheckpoint(folder, engine.dtype, engine.expert_dtype, announced=announced)
+    with checkpoint:
+        planned = plan_dry_run(checkpoint, engine, config.machine)
+        say_sizes(config, folder, model_name, planned.options, checkpoint.max_positions)
+    if announced is not None:
+        say("not all weights are here: sizes are those that config.json implies")
+    print(planned)
 
 
 def serve(
@@ -202,11 +229,11 @@ def serve(
     from jmoe.status import call_repeatedly
 
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
-    engine_config, memory = plan_engine(config, folder, name)
-    tokenizer = tokenizer_file(folder, "model")
     if config.dry_run:
-        print(memory)
+        print_dry_run(config, folder, name)
         return
+    engine_config = plan_engine(config, folder, name)
+    tokenizer = tokenizer_file(folder, "model")
     # report a damaged tokenizer or template before weights are read
     output_format = choose_output_format(
         folder, open_tokenizer(tokenizer), config.tool_parser, config.reasoning_parser

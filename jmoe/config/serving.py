@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Literal
 
@@ -16,7 +16,7 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.engine import EngineConfig
-from jmoe.config.tiers import EstimatedGpu
+from jmoe.config.tiers import EstimatedGpu, MachineConfig
 from jmoe.config.train import DistributedConfig
 
 ToolParserName = Literal[
@@ -89,8 +89,11 @@ class ServeConfig:
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     log_prompts: bool = False  # write prompts to the log
-    # print the memory plan, computed from the headers of the weights, and exit
+    # print the memory plan and the tokens/s expected, computed from config.json and the headers of
+    # the weights if they are there, and exit
     dry_run: bool = False
+    # with dry_run, the machine to plan for; its accelerators: mesh.devices
+    machine: MachineConfig = field(default_factory=MachineConfig)
     # compile the engine's programs for this GPU, which the machine need not have, print the
     # predicted step times, and exit
     estimate: EstimatedGpu = ""
@@ -99,6 +102,13 @@ class ServeConfig:
         check_field_types(self)
         alone = not (self.estimate and self.dry_run)
         check_field(alone, self, "estimate", "must not be given together with dry_run")
+        if not self.dry_run:
+            check_unset(
+                self.machine,
+                "machine",
+                [item.name for item in fields(self.machine)],
+                "without dry_run, which plans for another machine",
+            )
         one = not self.estimate or self.engine.mesh.devices == 1
         devices = self.engine.mesh.devices
         check_field(

@@ -46,6 +46,13 @@ class AnnouncedCheckpoint:
     unexpected: tuple[str, ...] = ()
     file_bytes: int | None = None
 
+    def check_complete(self, folder: Path) -> None:
+        """Raise ValueError naming a tensor that the index lacks, or has without a place for it."""
+        for names, problem in ((self.absent, "lacks"), (self.unexpected, "has an unexpected")):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                raise ValueError(f"{folder / INDEX}: {problem} tensor {names[0]!r}{more}")
+
 
 def has_all_weights(folder: Path) -> bool:
     """Return whether all files of a checkpoint's weights are there."""

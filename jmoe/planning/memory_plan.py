@@ -55,13 +55,13 @@ class FreeMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on every tier.
+    """Bytes on every tier: of each device, and of a process's host.
 
     policy: `auto` if experts are streamed and each step's way of fetching them is chosen by
     measured times. expert_tier: tier from which experts are streamed; None if all are on the
     device. expert_slots: slots of one expert each on the device. ring_slots: slots of one layer
     each (policy `ring`). host_bytes: expert records in host memory, all or a cache. nvme_bytes:
-    expert records on disk.
+    expert records on disk. num_devices: devices that share each layer's experts.
     """
 
     policy: Policy
@@ -71,6 +71,7 @@ class MemoryPlan:
     ring_slots: int
     host_bytes: int
     nvme_bytes: int
+    num_devices: int = 1
 
     @property
     def device_expert_bytes(self) -> int:
@@ -125,7 +126,11 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
         device_bytes = _default_bytes_of_all_slots(model, free, options)
     layers, e = model.weights.num_layers, model.weights.num_experts
     fit = device_bytes // model.weights.expert_bytes
-    needed = f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each"
+    needed = (
+        f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each; other"
+        f" weights take {model.dense_bytes} bytes, keys and values {model.cache_bytes}, of"
+        f" {free.device_bytes} free"
+    )
     check(fit >= e, "device_bytes", device_bytes, needed)
     if policy == "ring" or ring_slots is not None:
         policy, ring_slots = "ring", ring_slots or min(layers, fit // e)
@@ -238,7 +243,10 @@ def plan_mesh_memory(
         expert_slots = weights.num_layers * slots_per_device(mesh, weights.num_experts)
     moves = mesh.placement != "even"
     host_bytes = model.num_experts * model.record_bytes if moves else 0
-    plan = MemoryPlan("resident", "host" if moves else None, model, expert_slots, 0, host_bytes, 0)
+    plan = MemoryPlan(
+        *("resident", "host" if moves else None, model, expert_slots, 0, host_bytes, 0),
+        num_devices=mesh.devices,
+    )
     free_bytes = int(free.device_bytes * (1 - RESERVE))
     needed_bytes = (
         local_devices * plan.device_bytes + host_bytes if free.shared else plan.device_bytes
@@ -311,7 +319,10 @@ def _plan_mesh_ring(
         )
     tier, host_bytes = _record_tier_and_host_bytes(own_bytes, free_host_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
-    return MemoryPlan("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes)
+    return MemoryPlan(
+        *("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes),
+        num_devices=mesh.devices,
+    )
 
 
 def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:

@@ -14,12 +14,16 @@ W    bytes/s of the link to the device
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
+
+import numpy as np
 
 from jmoe.config.checks import check, check_not_negative, check_positive
 
 Policy = Literal["resident", "ring", "experts", "hybrid"]
+ROUTING_DRAWS = 64  # random routings whose mean is an expected count
 RING_SLOTS = 2  # the minimum for overlap: one slot loads a layer while the other is in use
 
 
@@ -32,6 +36,27 @@ def distinct_experts(num_experts: int, num_experts_per_tok: int, num_tokens: flo
     check(0 < k <= num_experts, name, k, f"must be in [1, num_experts = {num_experts}]")
     check(num_tokens >= 0, "num_tokens", num_tokens, "must not be negative")
     return num_experts * (1 - (1 - num_experts_per_tok / num_experts) ** num_tokens)
+
+
+@cache
+def busiest_device_experts(
+    num_experts: int, num_experts_per_tok: int, num_tokens: int, num_devices: int
+) -> float:
+    """Return the expected number of distinct experts that the tokens choose on the busiest device,
+    if the devices share a layer's experts evenly and routing is uniform.
+
+    The mean of `ROUTING_DRAWS` routings, drawn with a fixed seed; with one device as
+    `distinct_experts` computes it.
+    """
+    if num_devices == 1:
+        return distinct_experts(num_experts, num_experts_per_tok, num_tokens)
+    rng, share = np.random.default_rng(0), -(-num_experts // num_devices)
+    total = 0
+    for _ in range(ROUTING_DRAWS):
+        order_TE = rng.random((num_tokens, num_experts)).argsort(axis=1)
+        chosen = np.unique(order_TE[:, :num_experts_per_tok])
+        total += int(np.bincount(chosen // share).max())
+    return total / ROUTING_DRAWS
 
 
 def scale_chosen_share(
@@ -69,6 +94,13 @@ class ExpertWeightSizes:
         k, name = self.num_experts_per_tok, "num_experts_per_tok"
         check(
             0 < k <= self.num_experts, name, k, f"must be in [1, num_experts = {self.num_experts}]"
+        )
+
+    def per_device(self, num_devices: int) -> "ExpertWeightSizes":
+        """Return the sizes of one device's share, if devices share each layer's experts evenly."""
+        share = -(-self.num_experts // num_devices)
+        return replace(
+            self, num_experts=share, num_experts_per_tok=min(share, self.num_experts_per_tok)
         )
 
     @property

@@ -12,8 +12,10 @@ from jmoe.config.engine import Policy
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.roofline import (
     RING_SLOTS,
+    ExpertWeightSizes,
     Measurements,
     StepPrediction,
+    busiest_device_experts,
     distinct_experts,
     predict_experts,
     predict_hybrid,
@@ -99,6 +101,11 @@ class StreamingPlan:
     routing: RoutingStats | None = None
 
     @property
+    def weights(self) -> ExpertWeightSizes:
+        """Return the sizes of one device's share of the experts."""
+        return self.memory.model.weights.per_device(self.memory.num_devices)
+
+    @property
     def bandwidth_bytes_per_s(self) -> float:
         """Return the rate in bytes/s from the experts' tier to device slots, counting the NVMe
         reads that the cache in host memory saves.
@@ -123,7 +130,11 @@ class StreamingPlan:
         )
         routing, weights = self.routing, self.memory.model.weights
         if routing is None or num_tokens > routing.max_tokens:
-            return uniform
+            if self.memory.num_devices == 1:
+                return uniform
+            sizes = weights.num_experts, weights.num_experts_per_tok
+            active = busiest_device_experts(*sizes, num_tokens, self.memory.num_devices)
+            return replace(uniform, active_experts=active)
         touched = partial(distinct_experts, weights.num_experts, weights.num_experts_per_tok)
         active = routing.active_experts * touched(num_tokens) / touched(routing.num_tokens)
         return replace(
@@ -156,9 +167,9 @@ class StreamingPlan:
 
         Whole layers need no choices, so that they load while the layers before compute.
         """
-        weights, device_bytes = self.memory.model.weights, self.memory.device_expert_bytes
-        experts, per_token = weights.num_experts, weights.num_experts_per_tok
-        most = 2 * distinct_experts(experts, per_token, num_tokens) > experts
+        whole, weights = self.memory.model.weights, self.weights
+        device_bytes, experts = self.memory.device_expert_bytes, whole.num_experts
+        most = 2 * distinct_experts(experts, whole.num_experts_per_tok, num_tokens) > experts
         slots = min(RING_SLOTS, weights.num_layers)
         return "ring" if most and device_bytes >= slots * weights.layer_bytes else "experts"
 
@@ -168,7 +179,7 @@ class StreamingPlan:
         """
         if self.calibration is None:
             return ()
-        measured, weights = self.interpolate_measurements(num_tokens), self.memory.model.weights
+        measured, weights = self.interpolate_measurements(num_tokens), self.weights
         device_bytes = self.memory.device_expert_bytes
         resident = predict_resident(weights, measured, device_bytes)
         if self.memory.policy == "resident":
