@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from numpy.typing import NDArray
 
 from jmoe.memory.saved_records import Indexed
@@ -128,36 +127,3 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
 def on_host(tree: Any) -> Any:
     """Return copies of arrays: a step writes over those that it is given."""
     return jax.tree.map(lambda x: np.array(x, copy=True), tree)
-
-
-def ragged_all_to_all(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: str,
-) -> jax.Array:
-    """Do what `lax.ragged_all_to_all` does, which XLA:CPU lacks, with every device's rows on
-    each.
-    """
-    gathered = (
-        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
-    )
-    operands, starts, sizes, places = gathered
-    num_devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    parts = send_sizes.size // num_devices
-    at = jnp.arange(operand.shape[0], dtype=jnp.int32)
-    for source in range(num_devices):
-        for part in range(parts):
-            n = me * parts + part
-            offset = at - starts[source, n]
-            place = jnp.where(
-                (offset >= 0) & (offset < sizes[source, n]),
-                places[source, n] + offset,
-                output.shape[0],
-            )
-            output = output.at[place].set(operands[source], mode="drop")
-    return output

@@ -57,7 +57,8 @@ def make_program(
     import jax
     import jax.numpy as jnp
 
-    from jmoe.collectives.exchange import TokenChoices, make_exchange
+    from jmoe.collectives.exchange import TokenChoices
+    from jmoe.collectives.planned_exchange import make_exchange
     from jmoe.mesh import BATCH, EXPERT
 
     exchange = make_exchange(plan, EXPERT, capacity_factor)

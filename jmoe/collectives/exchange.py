@@ -1,10 +1,11 @@
 """The movement of one MoE layer's tokens to their experts and of the outputs back, inside
 `shard_map`.
 
-`make_exchange` builds an `Exchange`; `MoELayer` calls its `dispatch` and `combine`. Forward and
-backward passes gather rows and never scatter them; sums are float32. Buffers have a fixed size: if
-a destination gets more assignments than it has buffer rows, those with the largest weights are sent
-(the first among equal weights), and the dropped ones are counted.
+`planned_exchange.make_exchange` builds an `Exchange`; `MoELayer` calls its `dispatch` and
+`combine`. Forward and backward passes gather rows and never scatter them; sums are float32. Buffers
+have a fixed size: if a destination gets more assignments than it has buffer rows, those with the
+largest weights are sent (the first among equal weights), and the dropped ones are counted.
+`ragged_rounds.py` has the exchange that drops nothing.
 
 With several chunks a buffer crosses in several all-to-alls, so that the experts start on the first
 chunk while the next is in flight. Each destination's kept rows are dealt to the chunks in turn, so
@@ -17,7 +18,7 @@ rows of a whole buffer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -25,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
-from jmoe.planning.exchange import ExchangePlan, buffer_rows, smallest_uint_bytes
+from jmoe.collectives.all_to_all import AllToAll
+from jmoe.planning.exchange import buffer_rows, smallest_uint_bytes
 from jmoe.types import PyTree
 from kernels_pallas.saved import mark_saved, mark_saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
@@ -560,61 +561,3 @@ def _local_experts_of_rows(
     idx_PCK = idx_PCK - node_size * jnp.arange(num_nodes, dtype=jnp.int32)[:, None, None]
     idx_PCK = jnp.where((idx_PCK >= 0) & (idx_PCK < node_size), idx_PCK, node_size)
     return idx_PCK.reshape(idx_MK.shape).astype(f"uint{8 * smallest_uint_bytes(node_size)}")
-
-
-def make_exchange(
-    plan: ExchangePlan,
-    axes: tuple[str, ...],
-    capacity_factor: float | None,
-    *,
-    complete: bool = True,
-) -> Exchange:
-    """Return the planned exchange over `axes`. `hierarchical` and `dedup` need two axes, (across
-    nodes, within a node).
-
-    capacity_factor: rows per destination, at each level, over their number when routing is uniform.
-    None: dropless; the first try has buffers for twice the uniform load. complete: every choice is
-    an expert, never E (no expert). Raises ValueError if the number of axes does not fit the plan.
-    """
-    if plan.num_devices == 1:
-        return OneDeviceExchange(complete)
-    if plan.kind != "flat" and len(axes) != 2:
-        raise ValueError(
-            f"exchange = {plan.kind!r}: needs two expert axes, across nodes and inside a node, not"
-            f" {axes}"
-        )
-    if plan.kind != "dedup":
-        return PerDeviceExchange(
-            make_all_to_all(axes, plan.kind == "hierarchical"), plan.num_devices, capacity_factor
-        )
-    inside = PerDeviceExchange(make_all_to_all(axes[1:]), plan.devices_per_node, capacity_factor)
-    return PerNodeExchange(
-        make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor
-    )
-
-
-def trace_dispatch_all_to_alls(
-    exchange: Exchange, x: jax.ShapeDtypeStruct, chosen: TokenChoices, num_chunks: int = 1
-) -> list[tuple[AllToAll, PyTree]]:
-    """Return the all-to-alls that `exchange.dispatch` calls, each with the shapes of its operands.
-
-    x, chosen: shapes (`ShapeDtypeStruct`) of the arguments.
-    """
-    sent: list[tuple[AllToAll, PyTree]] = []
-
-    def recording_calls(all_to_all: AllToAll) -> AllToAll:
-        def record_call(tree: PyTree) -> PyTree:
-            sent.append(
-                (all_to_all, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree))
-            )
-            return tree
-
-        return record_call
-
-    if isinstance(exchange, PerNodeExchange):
-        inside = replace(exchange.inside, all_to_all=recording_calls(exchange.inside.all_to_all))
-        exchange = replace(exchange, across=recording_calls(exchange.across), inside=inside)
-    elif isinstance(exchange, PerDeviceExchange):
-        exchange = replace(exchange, all_to_all=recording_calls(exchange.all_to_all))
-    jax.eval_shape(partial(exchange.dispatch, num_chunks=num_chunks), x, chosen)
-    return sent

@@ -111,9 +111,15 @@ class _Equation(NamedTuple):
 
     @property
     def is_all_to_all(self) -> bool:
-        return self.eqn.primitive.name == "all_to_all"
+        """Whether the equation is an all-to-all, or a loop with one."""
+        return _contains_all_to_all(self.eqn)
+
+    @property
+    def is_loop(self) -> bool:
+        return bool(_inner_functions(self.eqn))
 
 
+_ALL_TO_ALLS = ("all_to_all", "ragged_all_to_all")
 _CALLS = (
     "jit",
     "pjit",
@@ -152,7 +158,7 @@ def _shape_of(var: Var | Literal) -> ShapedArray:
 
 
 def _contains_all_to_all(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name == "all_to_all":
+    if eqn.primitive.name in _ALL_TO_ALLS:
         return True
     return any(
         _contains_all_to_all(inner) for function in _inner_functions(eqn) for inner in function.eqns
@@ -336,13 +342,12 @@ class _Program:
         """Return the indices of the equations on which equation `index` depends, directly or
         through others.
         """
-        names, needed = set(self.equations[index].inputs), set()
+        names_of = lambda i: {x for x in self.equations[i].inputs if not isinstance(x, Literal)}  # noqa: E731
+        names, needed = names_of(index), set()
         for i in reversed(range(index)):
             if names.intersection(self.equations[i].outputs):
                 needed.add(i)
-                names.update(
-                    name for name in self.equations[i].inputs if not isinstance(name, Literal)
-                )
+                names |= names_of(i)
         return needed
 
 
@@ -503,14 +508,15 @@ class _InterleavedRun:
         for at, equation in enumerate(program.equations):
             operands = [self._read_value(x) for x in equation.inputs]
             self._run_work(at)
-            if equation.is_all_to_all:
+            if equation.is_all_to_all and equation.is_loop:
+                smallest = self._smallest_array(operands)
+                can_start = order.markers_of(operands[smallest])
+                operands[smallest] = order.after_last_collective(operands[smallest])
+            elif equation.is_all_to_all:
                 can_start = order.markers_of(operands[0])
                 operands = [order.after_last_collective(x) for x in operands]
             if equation.deferred:
-                numbers = (
-                    i for i, x in enumerate(operands) if jnp.ndim(x) and _can_carry_dependence(x)
-                )
-                smallest = min(numbers, key=lambda i: operands[i].nbytes)
+                smallest = self._smallest_array(operands)
                 operands[smallest] = order.delay_until(operands[smallest], can_start)
             with jax.named_scope(equation.scope):
                 outputs = equation.eqn.primitive.bind(
@@ -518,11 +524,17 @@ class _InterleavedRun:
                 )
             outputs = outputs if equation.eqn.primitive.multiple_results else [outputs]
             if equation.is_all_to_all:
-                outputs = [order.set_last_collective(outputs[0])]
+                outputs = [order.set_last_collective(outputs[0]), *outputs[1:]]
             self._values.update(zip(equation.outputs, outputs, strict=True))
         self._run_work(len(program.equations))
         results = [self._results[i] for i in range(len(self._work))]
         return [self._read_value(x) for x in program.outputs], results
+
+    @staticmethod
+    def _smallest_array(operands: Sequence[PyTree]) -> int:
+        """Return the index of the smallest operand that can carry a dependence."""
+        arrays = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_carry_dependence(x))
+        return min(arrays, key=lambda i: int(operands[i].nbytes))
 
     def _read_value(self, x: PyTree) -> PyTree:
         return x.val if isinstance(x, Literal) else self._values[x]

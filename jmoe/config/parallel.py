@@ -15,7 +15,7 @@ from jmoe.config.checks import (
     check_unset,
 )
 
-ExchangeKind = Literal["flat", "hierarchical", "dedup"]
+ExchangeKind = Literal["flat", "hierarchical", "dedup", "ragged"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
 EmbeddingKind = Literal["replicated", "columns", "rows"]
 EmbeddingChoice = Literal["auto"] | EmbeddingKind
@@ -90,7 +90,8 @@ def largest_packing(shape: tuple[int, int, int]) -> int:
 class CommConfig:
     """Communication between devices: how tokens, parameters and gradients are exchanged."""
 
-    # how tokens are sent to the devices of their experts; dedup: a token is sent once to each node
+    # how tokens are sent to the devices of their experts; dedup: a token is sent once to each node;
+    # ragged: like flat, but only the rows that there are, where flat fills buffers of one size
     exchange: ExchangeChoice = "auto"
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
     exchange_chunks: int = 0  # schedule = pipelined: pieces of each all-to-all; 0: two
@@ -129,6 +130,9 @@ class CommConfig:
             check_field(
                 self.exchange_chunks > 1, self, "exchange_chunks", "must be at least 2, or 0"
             )
+        whole = self.exchange != "ragged" or self.schedule != "pipelined"
+        constraint = "must not be pipelined with exchange = 'ragged': its rows go in one piece"
+        check_field(whole, self, "schedule", constraint)
         constraint = (
             f"must be empty with exchange = {self.exchange!r}: only auto is planned for them"
         )

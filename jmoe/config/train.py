@@ -323,6 +323,7 @@ class TrainConfig:
         constraint = f"must not exceed model.max_position_embeddings = {positions}"
         check_field(fits, self, "sequence_length", constraint)
         self._check_tiers()
+        self._check_ragged()
         check_field(
             self.plan or not self.cluster, self, "cluster", "must be given together with plan"
         )
@@ -353,6 +354,16 @@ class TrainConfig:
             self.comm.packing,
             f"must be a number {_offloaded_phrase(self.tiers)}",
         )
+
+    def _check_ragged(self) -> None:
+        if self.comm.exchange != "ragged":
+            return
+        with_ragged = "with comm.exchange = 'ragged'"
+        factor = self.model.capacity_factor
+        constraint = f"must be unset {with_ragged}: it drops nothing"
+        check(factor is None, "model.capacity_factor", factor, constraint)
+        tiers = self.tiers.experts, self.tiers.optimizer
+        check(self.tiers.all_on_device, "tiers", tiers, f"must be device {with_ragged}")
 
     def _check_memory_dir(self) -> None:
         memory_dir, tiers = self.checkpoint.memory_dir, (self.tiers.experts, self.tiers.optimizer)

@@ -392,6 +392,8 @@ class VisionTrainConfig(TrainConfig):
             self.comm.schedule,
             "must be none for images",
         )
+        padded = self.comm.exchange != "ragged"
+        check(padded, "comm.exchange", self.comm.exchange, "must not be ragged for images")
         alone = self.layout == "even" or self.mesh.expert_inter * self.mesh.expert_intra == 1
         shape = self.mesh.expert_inter, self.mesh.expert_intra
         constraint = (

@@ -27,8 +27,9 @@ from jmoe.collectives.exchange import (
     Exchange,
     OneDeviceExchange,
     TokenChoices,
-    make_exchange,
 )
+from jmoe.collectives.planned_exchange import make_exchange
+from jmoe.collectives.ragged_rounds import RoundsExchange, RunExperts
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
@@ -47,6 +48,7 @@ from jmoe.types import PyTree
 from kernels_pallas.saved import mark_saved_residual
 
 ExpertFn = Callable[[jax.Array, jax.Array, int], jax.Array]
+AnyExchange = Exchange | RoundsExchange
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +88,7 @@ class MoEMetrics:
 def dispatch_local(
     x_TD: jax.Array,
     routing: Routing,
-    exchange: Exchange,
+    exchange: AnyExchange,
     *,
     full_capacity: bool = False,
     num_chunks: int = 1,
@@ -124,14 +126,39 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
         return y_MD
 
 
+def _experts_as_function(expert_fn: ExpertFn) -> tuple[RunExperts, list[jax.Array], PyTree]:
+    """Return (a function of (parameters, other arrays, arrived rows) that runs the experts, their
+    float parameters, their other arrays).
+    """
+    name = getattr(expert_fn, "__name__", type(expert_fn).__name__)
+    module = isinstance(expert_fn, nnx.Module)
+    check(module, "experts", name, "must be an nnx.Module for a ragged exchange")
+    graph, state = nnx.split(expert_fn)
+    leaves, tree = jax.tree.flatten(state)
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
+    params = [x for x, kept in zip(leaves, is_float, strict=True) if kept]
+    others = [x for x, kept in zip(leaves, is_float, strict=True) if not kept]
+
+    def run_experts(params: PyTree, others: PyTree, arrived: ArrivedRows) -> jax.Array:
+        floats, rest = iter(params), iter(others)
+        leaves = [next(floats) if kept else next(rest) for kept in is_float]
+        experts: Any = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+        return _run_experts(experts, arrived)
+
+    return run_experts, params, others
+
+
 def combine_local(
-    dispatched: DispatchedTokens, expert_fn: ExpertFn, exchange: Exchange
+    dispatched: DispatchedTokens, expert_fn: ExpertFn, exchange: AnyExchange
 ) -> jax.Array:
     """Return float32 y_TD: run the experts on the arrived rows, send the outputs back and sum them
     by weight.
 
-    The arguments are those of `moe`.
+    The arguments are those of `moe`. Raises ValueError if a ragged exchange gets experts that are
+    no `nnx.Module`, whose parameters it could not see.
     """
+    if isinstance(exchange, RoundsExchange):
+        return exchange.run_experts(dispatched.handle, *_experts_as_function(expert_fn))
     return exchange.combine(
         [_run_experts(expert_fn, arrived) for arrived in dispatched.chunks], dispatched.handle
     )
@@ -150,7 +177,7 @@ def moe(
     x_TD: jax.Array,
     routing: Routing,
     expert_fn: ExpertFn,
-    exchange: Exchange,
+    exchange: AnyExchange,
     *,
     full_capacity: bool = False,
     num_chunks: int = 1,
@@ -181,8 +208,9 @@ class ExpertParallel:
 
     data_axes: further axes that split tokens only.
 
-    exchange: `flat`, or over two expert axes also `hierarchical` or `dedup`, which sends a token to
-    a node once however many of its experts are there; `auto` chooses by topology and top-k.
+    exchange: `flat`; `ragged`, which sends no padding and drops nothing; or over two expert axes
+    also `hierarchical` or `dedup`, which sends a token to a node once however many of its experts
+    are there. `auto` chooses among those that pad by topology and top-k.
 
     num_chunks: exchange rows in this many chunks, so that the experts start on the first while the
     next is in flight.
@@ -208,6 +236,8 @@ class ExpertParallel:
                     f"is not an axis of {tuple(self.mesh.shape)}",
                 )
         check(self.num_chunks > 0, "num_chunks", self.num_chunks, "must be greater than 0")
+        whole = self.exchange != "ragged" or self.num_chunks == 1
+        check(whole, "num_chunks", self.num_chunks, "must be 1 with exchange = 'ragged'")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -379,7 +409,7 @@ class MoELayer(nnx.Module):
             num_chunks=self.num_chunks,
         )
 
-    def _exchange_of(self, *, masked: bool) -> Exchange:
+    def _exchange_of(self, *, masked: bool) -> AnyExchange:
         """Return the layer's exchange; on one device and `masked` (some tokens go to no expert) one
         that takes choices without an expert.
         """

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from jmoe.config.cluster import ClusterConfig, NetworkConfig
-from jmoe.planning.exchange import ExchangePlan, Traffic, exchange_traffic
+from jmoe.planning.exchange import ONE_HOP, ExchangePlan, Traffic, exchange_traffic
 from jmoe.planning.training import TrainingPlan, TrainingSizes
 
 SAVED_BYTES = 12  # per parameter in a checkpoint: weight and two moments
@@ -140,7 +140,7 @@ def _exchange_s(
         + messages * network.between_latency_s
     )
     inside_s = sent.inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
-    return max(between_s, inside_s) if exchange.kind == "flat" else between_s + inside_s
+    return max(between_s, inside_s) if exchange.kind in ONE_HOP else between_s + inside_s
 
 
 def dense_collectives_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig) -> float:

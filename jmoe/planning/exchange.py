@@ -21,9 +21,13 @@ from jmoe.config.parallel import ExchangeChoice, ExchangeKind
 
 # first attempt of a dropless exchange: this multiple of a fair share per destination
 DROPLESS_BUFFER = 2.0
+# A ragged exchange runs in rounds; a round's receive buffer has this multiple of an even load.
+RAGGED_BUFFER = 1.5
 # Two hops permute rows twice, so they must save at least this fraction of the time. If the links'
 # speeds are unknown, dedup must save this fraction of the rows that cross between nodes.
 MIN_SAVING = 0.1
+PADDED: tuple[ExchangeKind, ...] = ("flat", "hierarchical", "dedup")  # among which auto chooses
+ONE_HOP: tuple[ExchangeKind, ...] = ("flat", "ragged")  # rows go to their experts' devices directly
 # Number of all-to-alls (forward, backward) across nodes, and inside nodes, for dispatch and combine
 # together: of rows, of the row counts per expert, and with dedup of each row's weights and
 # expert indices.
@@ -31,6 +35,7 @@ COLLECTIVES: dict[ExchangeKind, tuple[tuple[int, int], tuple[int, int]]] = {
     "flat": ((3, 3), (2, 2)),
     "hierarchical": ((3, 3), (2, 2)),
     "dedup": ((4, 3), (3, 2)),
+    "ragged": ((3, 3), (2, 2)),
 }
 
 
@@ -153,7 +158,7 @@ def plan_exchange(
             each: planned_exchange_s(
                 ExchangePlan(each, "", num_nodes, devices_per_node, reached), load, **sizes
             )
-            for each in get_args(ExchangeKind)
+            for each in PADDED
         }
         fastest = min(seconds, key=lambda each: seconds[each])
         chosen = fastest if seconds[fastest] <= (1 - MIN_SAVING) * seconds["flat"] else "flat"
@@ -192,8 +197,22 @@ def buffer_rows(
     return min(most_rows, -(-ceil(factor * fair_rows) // 8) * 8)
 
 
+def ragged_buffer_rows(num_assignments: int, num_devices: int) -> int:
+    """Return the rows of the receive buffer of one round of a ragged exchange: `RAGGED_BUFFER`
+    times an even load, rounded up to a multiple of 8, at most all rows of all devices.
+
+    num_assignments: (token, expert) assignments of a device.
+    """
+    return buffer_rows(num_assignments, num_devices * num_assignments, RAGGED_BUFFER)
+
+
 def receive_buffer_rows(
-    num_tokens: int, num_experts_per_tok: int, num_devices: int, capacity_factor: float | None
+    num_tokens: int,
+    num_experts_per_tok: int,
+    num_devices: int,
+    capacity_factor: float | None,
+    *,
+    ragged: bool = False,
 ) -> int:
     """Return the rows of a device's receive buffers, over all of its experts. num_tokens: tokens of
     the device.
@@ -201,6 +220,8 @@ def receive_buffer_rows(
     assignments = num_tokens * num_experts_per_tok
     if num_devices == 1:
         return assignments
+    if ragged:
+        return ragged_buffer_rows(assignments, num_devices)
     return num_devices * buffer_rows(assignments / num_devices, assignments, capacity_factor)
 
 
@@ -223,16 +244,20 @@ def exchange_traffic(
     backward: bool = False,
 ) -> Traffic:
     """Return the bytes that a device sends to exchange its `num_tokens` tokens. Buffers are sent
-    whole, full or not.
+    whole, full or not; `ragged` sends only rows.
 
-    `flat` sends C rows to each device, for dispatch and again for combine. `hierarchical` sends the
-    same rows across nodes, and then all P C rows of its place in the node inside the node. `dedup`
-    sends C rows to each node and back, each with k weights and k expert indices, and C' rows to
-    each device inside. backward: add the backward pass, which sends rows and weights again.
+    `flat` sends C rows to each device, for dispatch and again for combine; `ragged` sends T k / R
+    rows if the load is even, and E counts. `hierarchical` sends the rows of `flat` across nodes,
+    and then all P C rows of its place in the node inside the node. `dedup` sends C rows to each
+    node and back, each with k weights and k expert indices, and C' rows to each device inside.
+    backward: add the backward pass, which sends rows and weights again.
     """
     p, q, k = plan.num_nodes, plan.devices_per_node, num_experts_per_tok
     passes = 2 if backward else 1
     sizes_bytes = num_experts // (p * q) * 4
+    if plan.kind == "ragged":
+        block_bytes = passes * 2 * num_tokens * k * row_bytes // (p * q) + 4 * num_experts
+        return Traffic((p - 1) * q * block_bytes, (q - 1) * block_bytes)
     if plan.kind != "dedup":
         rows = buffer_rows(num_tokens * k / (p * q), num_tokens * k, capacity_factor)
         block_bytes = passes * 2 * rows * row_bytes + sizes_bytes
@@ -250,7 +275,7 @@ def exchange_s(
     """Return the seconds that a layer's all-to-alls take to send the bytes in `sent`.
 
     A collective takes the latency of its farthest link, a time per message, and the time of its
-    bytes; bytes to far peers also use the near links. A `flat` exchange uses links inside and
+    bytes; bytes to far peers also use the near links. `flat` and `ragged` use links inside and
     across nodes at once; the other kinds use them one after the other.
     """
     p, q = plan.num_nodes, plan.devices_per_node
@@ -258,7 +283,7 @@ def exchange_s(
     # peers in other nodes by link; in two hops a device sends along its rail alone
     peers = (
         (below - 1, (below - 1) * (q - 1), (p - below) * q)
-        if plan.kind == "flat"
+        if plan.kind in ONE_HOP
         else (below - 1, 0, p - below)
     )
     across, inside = (
@@ -268,7 +293,7 @@ def exchange_s(
         (links.rail, links.leaf, links.spine), peers, sent.across_bytes, across, links.message_s
     )
     inside_s = _level_s((links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s)
-    return max(across_s, inside_s) if plan.kind == "flat" else across_s + inside_s
+    return max(across_s, inside_s) if plan.kind in ONE_HOP else across_s + inside_s
 
 
 def _level_s(

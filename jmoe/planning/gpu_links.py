@@ -91,9 +91,9 @@ def collective_of(
     if kind not in _KINDS:
         return None
     operands = [computation[name] for name in operation.operands]
-    if kind == "ragged-all-to-all":  # the first operand holds the rows
-        operands = operands[:1]
     groups = next((groups for text in attributes if (groups := replica_groups(text))), ())
+    if kind == "ragged-all-to-all":  # rows and the buffer they go to, of which one has spare rows
+        return Collective(kind, groups, min(operand.num_bytes for operand in operands[:2]))
     return Collective(kind, groups, sum(operand.num_bytes for operand in operands))
 
 

@@ -102,7 +102,8 @@ def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) ->
     number_bytes = (
         compute_dtype_bytes if on_gpu else 4
     )  # XLA:CPU widens what it computes in 16 bits
-    sizes = model, num_tokens, num_devices, _row_buffers_per_exchange(config)
+    ragged = config.comm.exchange == "ragged"
+    sizes = model, num_tokens, num_devices, _row_buffers_per_exchange(config), ragged
     working, recomputed = gradient_elements_in_use(*sizes)
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
@@ -146,6 +147,7 @@ def residual_elements(
     num_tokens: int,
     num_devices: int,
     buffers: int = 1,
+    ragged: bool = False,
     *,
     streamed: bool = False,
 ) -> tuple[int, int]:
@@ -157,16 +159,12 @@ def residual_elements(
     feed-forwards. If experts are on other devices or tiers, it also counts the normed tokens; on
     several devices, the rows sent and received.
 
-    num_tokens: of a micro-batch of one replica. buffers: row buffers per device. streamed: experts
-    are off the device.
+    num_tokens: of a micro-batch of one replica. buffers: row buffers per device. ragged: rows
+    travel by ragged all-to-alls. streamed: experts are off the device.
     """
-    hidden, layers, k = model.hidden_size, model.num_hidden_layers, model.num_experts_per_tok
+    hidden, layers = model.hidden_size, model.num_hidden_layers
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
-    rows = (
-        buffers
-        * num_devices
-        * receive_buffer_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
-    )
+    rows = buffers * _received_rows(model, num_tokens, num_devices, ragged)
     up, dense_up, shared_up = (
         up_projection_columns(size, model.hidden_act)
         for size in (
@@ -176,7 +174,10 @@ def residual_elements(
         )
     )
     # experts' outputs are saved where they are computed, or as the rows received back
-    made, sent = (rows * (up + hidden), num_tokens) if num_devices == 1 else (rows * up, 2 * rows)
+    returned = num_tokens * model.num_experts_per_tok if ragged else rows
+    made, sent = rows * up, rows + returned
+    if num_devices == 1:
+        made, sent = rows * (up + hidden), num_tokens
     sparse = num_tokens * shared_up
     if num_devices > 1 or streamed:
         sparse += (2 * num_tokens + sent) * hidden
@@ -185,8 +186,15 @@ def residual_elements(
     return elements, model.num_moe_layers * made
 
 
+def _received_rows(model: ModelConfig, num_tokens: int, num_devices: int, ragged: bool) -> int:
+    """Return the rows of a layer's receive buffers on all devices. num_tokens: on all devices."""
+    k, factor = model.num_experts_per_tok, model.capacity_factor
+    tokens = num_tokens // num_devices
+    return num_devices * receive_buffer_rows(tokens, k, num_devices, factor, ragged=ragged)
+
+
 def gradient_elements_in_use(
-    model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1
+    model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1, ragged: bool = False
 ) -> tuple[int, int]:
     """Return (elements in use at once by a layer's gradients, further elements in use if the layer
     is recomputed), on all devices.
@@ -195,7 +203,7 @@ def gradient_elements_in_use(
     second counts the rows and each product's output. The counts follow the buffers of compiled
     steps (`benchmarks/train/estimates.py`).
     """
-    hidden, k, inner = model.hidden_size, model.num_experts_per_tok, model.moe_intermediate_size
+    hidden, inner = model.hidden_size, model.moe_intermediate_size
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
     dense_up, shared_up, up = (
         up_projection_columns(size, model.hidden_act)
@@ -205,11 +213,7 @@ def gradient_elements_in_use(
     each = max(attention + 4 * hidden, 2 * hidden + 2 * (dense_up if has_dense else shared_up))
     if not model.num_moe_layers:
         return num_tokens * each, num_tokens * each
-    rows = (
-        buffers
-        * num_devices
-        * receive_buffer_rows(num_tokens // num_devices, k, num_devices, model.capacity_factor)
-    )
+    rows = buffers * _received_rows(model, num_tokens, num_devices, ragged)
     sent = hidden if num_devices > 1 else 0
     again = rows * (2 * hidden + up + inner)
     return max(num_tokens * each, again + rows * (inner + sent)), max(num_tokens * each, again)

@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jmoe.cluster.distributed import result_from_rank_0
-from jmoe.collectives.exchange import TokenChoices, trace_dispatch_all_to_alls
+from jmoe.collectives.exchange import TokenChoices
+from jmoe.collectives.planned_exchange import trace_dispatch_all_to_alls
 from jmoe.config import MeshConfig, TrainConfig
 from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jmoe.collectives.exchange import OneDeviceExchange, TokenChoices, make_exchange
+from jmoe.collectives.exchange import TokenChoices
+from jmoe.collectives.planned_exchange import make_exchange
 from jmoe.config import RouterConfig
 from jmoe.layers.router import route
 from jmoe.mesh import split_over
@@ -427,13 +428,3 @@ def test_limited_to_groups_a_token_crosses_to_as_many_nodes(topk_group: int) -> 
     reached_RTP = (idx[:, :, None] // (E // 4) == np.arange(4)).any(axis=1).reshape(DEVICES, T, 4)
     np.testing.assert_array_equal(np.asarray(sent_RP).reshape(DEVICES, 4), reached_RTP.sum(axis=1))
     assert reached_RTP.sum(axis=2).max() == topk_group
-
-
-# ---- choosing
-
-
-def test_make_exchange() -> None:
-    assert isinstance(make_exchange(planned("dedup", (1, 1), 2), (), None), OneDeviceExchange)
-    for kind in ("hierarchical", "dedup"):
-        with pytest.raises(ValueError, match=rf"exchange = '{kind}': needs two expert axes"):
-            make_exchange(planned(kind, (1, 8), 2), ("gpu",), None)

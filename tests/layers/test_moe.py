@@ -131,7 +131,7 @@ def test_one_device(name: str) -> None:
     ]
     + [
         (exchange, split)
-        for exchange in ("hierarchical", "dedup")
+        for exchange in ("hierarchical", "dedup", "ragged")
         for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))
     ],
     ids=str,
@@ -621,6 +621,8 @@ def test_bad_inputs() -> None:
         ExpertParallel(mesh, ("model",))
     with pytest.raises(ValueError, match=r"num_chunks = 0: must be greater than 0"):
         ExpertParallel(mesh, EXPERT, num_chunks=0)
+    with pytest.raises(ValueError, match=r"num_chunks = 2: must be 1 with exchange = 'ragged'"):
+        ExpertParallel(mesh, EXPERT, num_chunks=2, exchange="ragged")
     with pytest.raises(
         ValueError, match=r"exchange = 'ring': must be one of auto, flat, hierarchical, dedup"
     ):

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jmoe.collectives.ragged_rounds import LATER_ROUNDS
 from jmoe.config import TrainConfig
 from jmoe.config.cluster import read_links
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
-from jmoe.planning.exchange import DROPLESS_BUFFER
+from jmoe.planning.exchange import DROPLESS_BUFFER, RAGGED_BUFFER
 from jmoe.planning.gpu_estimate import GpuEstimate, KernelFacts, estimate_module, gpu_rates
 from jmoe.planning.gpu_links import GPUS_PER_NODE
 from jmoe.planning.hlo import parse_hlo
@@ -117,7 +118,10 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
     compiled = lower_step(config, config.estimate).compile()
     rates = replace(gpu_rates(config.estimate), devices_per_node=each)
     gpu = estimate_module(
-        parse_hlo(compiled.as_text() or ""), rates, assumed_expert_kernel_facts(config)
+        parse_hlo(compiled.as_text() or ""),
+        rates,
+        assumed_expert_kernel_facts(config),
+        lambda scope: 0 if LATER_ROUNDS in scope else None,
     )
     return StepEstimate(config, hosts * each, gpu, step_memory(compiled))
 
@@ -143,7 +147,8 @@ def assumed_expert_kernel_facts(config: TrainConfig) -> KernelFacts:
     rows that hold tokens under balanced routing.
     """
     devices = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
-    factor = config.model.capacity_factor or DROPLESS_BUFFER
+    dropless = RAGGED_BUFFER if config.comm.exchange == "ragged" else DROPLESS_BUFFER
+    factor = config.model.capacity_factor or dropless
     return KernelFacts(filled=min(1.0, 1 / factor) if devices > 1 else 1.0)
 
 

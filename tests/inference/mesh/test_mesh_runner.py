@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, tiny_engine
 
-from jmoe.collectives.ragged import RaggedExchange
 from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner, _buffer_row_counts
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import placements_to_segments
 from jmoe.planning.placement import placement_from_slots
-from tests.arrays import ragged_all_to_all
 from tests.compiled import compilations
 from tests.damage import flip
 from tests.inference.mesh.mesh_ranks import COMPRESSED
@@ -275,13 +272,9 @@ def test_buffers_hold_the_largest_part_and_little_more() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["even", "lina"])
 def test_a_ragged_exchange_gives_the_same_tokens(
-    placement: Any, monkeypatch: pytest.MonkeyPatch
+    placement: Any,
 ) -> None:
     """What a GPU does, with the collective made of those that a CPU has."""
-    monkeypatch.setattr(
-        "jmoe.inference.mesh.programs.RaggedExchange",
-        partial(RaggedExchange, move=ragged_all_to_all),
-    )
     slots = {"slots_per_device": 3} if placement == "lina" else {}
     with tiny_engine("mixtral", policy="resident") as engine:
         expected = traffic(engine)

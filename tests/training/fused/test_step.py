@@ -263,6 +263,14 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
             {"exchange": "flat", "remat": "layer", "schedule": "ready"}, marks=pytest.mark.slow
         ),
         {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
+        {"exchange": "ragged"},
+        pytest.param(
+            {"exchange": "ragged", "remat": "layer", "schedule": "fixed"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"exchange": "ragged", "schedule": "none", "shard_dense": False},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {
                 "schedule": "pipelined",
@@ -281,6 +289,9 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
         "dense parameters one by one",
         "flat exchange, remat, work as soon as it is known",
         "two-level exchange, all else flat, in any order",
+        "ragged exchange",
+        "ragged exchange, remat, work after the all-to-alls",
+        "ragged exchange, dense parameters whole, in any order",
         "dense parameters whole, chunks, exchange in three pieces",
         "chunks, exchange in two pieces",
         "buckets of a part of a layer",
@@ -485,6 +496,24 @@ def test_an_overflowing_dropless_step_runs_again_with_room_for_all(
     assert not expected_metrics["overflow"]
     assert_trees_close(jax.device_get(metrics), jax.device_get(expected_metrics))
     assert_trees_close(on_host(again), on_host(expected), 3e-5)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 8), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_a_ragged_step_takes_any_load(shape: tuple[int, int, int]) -> None:
+    """All tokens to experts 0 and 1: no step overflows; the experts run in rounds."""
+    skewed = on_host(initial())
+    skewed.router_bias["moe_layers"]["moe"]["router"]["e_score_correction_bias"][:, :2] += 10.0
+    results = []
+    for ours, mesh, _ in (program(shape, exchange="ragged"), program(ONE)):
+        after, metrics = jax.block_until_ready(ours.step(place(skewed, ours), batch(mesh, 0)))
+        assert metrics["ok"] and not metrics["overflow"]
+        assert metrics["dropped"].tolist() == [0] * N
+        results.append((jax.device_get(metrics), on_host(after)))
+    (metrics, state), (expected_metrics, expected) = results
+    assert_trees_close(metrics, expected_metrics)
+    assert_trees_close(state, expected, 3e-5)
 
 
 def test_capacity_drops_without_stopping() -> None:
