@@ -1,6 +1,7 @@
 """Work between all-to-alls: where it goes, and that neither it nor what it goes between changes."""
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,44 @@ def test_on_a_gpu_barriers_keep_the_order() -> None:
     expected = jax.shard_map(layer, mesh=MESH, in_specs=specs, out_specs=BATCH, check_vma=False)
     y, _ = traced.lower().compile()(x, w)
     np.testing.assert_allclose(y, jax.jit(expected)(x, w), rtol=1e-6, atol=1e-6)
+
+
+def test_a_loop_with_all_to_alls_keeps_its_place() -> None:
+    """How often it runs is known only then, as in a ragged exchange: other collectives wait for
+    the whole loop, and the loop for those before it.
+    """
+
+    def looping(x: jax.Array, w: jax.Array) -> jax.Array:
+        there = lax.all_to_all(jnp.tanh(x @ w).reshape(8, -1, 16), ALL, 0, 0, tiled=True)
+
+        def run_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return lax.all_to_all(jnp.tanh(carry[0] @ w), ALL, 0, 0, tiled=True), carry[1] + 1
+
+        rounds = 1 + (lax.pmax(there, ALL).max() > 0).astype(jnp.int32)
+        out, _ = lax.while_loop(lambda carry: carry[1] < rounds, run_round, (there, jnp.int32(0)))
+        return lax.all_to_all(out, ALL, 0, 0, tiled=True).reshape(x.shape)
+
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((256, 16), (16, 16)))
+
+    def body(x: jax.Array, w: jax.Array) -> Any:
+        work = [lambda after: lax.all_gather(after(w), ALL, tiled=True)] * 4
+        return interleave_collectives(looping, (x, w), work, SCHEDULES["chunks"], ALL, x)
+
+    specs: Any = (BATCH, REPLICATED)
+    mapped, plain = (
+        jax.jit(jax.shard_map(f, mesh=MESH, in_specs=specs, out_specs=out, check_vma=False))
+        for f, out in ((body, (BATCH, REPLICATED)), (looping, BATCH))
+    )
+    inside = inside_shard_map(mapped.trace(x, w).jaxpr.jaxpr)
+    kinds = ("all_gather", "all_to_all", "while")
+    sent = [eqn for eqn in inside.eqns if eqn.primitive.name in kinds]
+    assert Counter(eqn.primitive.name for eqn in sent)["while"] == 1
+    for before, after in itertools.pairwise(sent):
+        behind = set().union(*(origins(inside, x) for x in after.invars))
+        assert before.outvars[0] in behind
+    y, _ = mapped(x, w)
+    np.testing.assert_allclose(y, plain(x, w), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(not has_cuda_plugin(), reason="JAX's CUDA libraries are not installed")

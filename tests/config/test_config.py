@@ -308,6 +308,24 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"exchange": "ring"},
         wrong("exchange", "ring", "must be one of auto, flat, hierarchical, dedup"),
     ),
+    (
+        CommConfig,
+        {"exchange": "ragged", "schedule": "pipelined"},
+        wrong("schedule", "pipelined", "must not be pipelined with exchange = 'ragged'"),
+    ),
+    (
+        TrainConfig,
+        {"comm": CommConfig(exchange="ragged"), "model": ModelConfig(capacity_factor=1.0)},
+        wrong("model.capacity_factor", 1.0, "must be unset with comm.exchange = 'ragged'"),
+    ),
+    (
+        TrainConfig,
+        {
+            "comm": CommConfig(exchange="ragged"),
+            "tiers": TiersConfig(experts="host", optimizer="host"),
+        },
+        wrong("tiers", ("host", "host"), "must be device with comm.exchange = 'ragged'"),
+    ),
     (CommConfig, {"exchange_chunks": -1}, wrong("exchange_chunks", -1, "must not be negative")),
     (
         CommConfig,

@@ -238,3 +238,24 @@ def test_rows_of_a_devices_experts() -> None:
     assert receive_buffer_rows(1024, 2, 4, 1.0) == 1024 * 2
     assert receive_buffer_rows(1024, 2, 4, None) == 2 * 1024 * 2
     assert receive_buffer_rows(1024, 2, 1, None) == 1024 * 2
+    assert receive_buffer_rows(1024, 2, 4, None, ragged=True) == 1.5 * 1024 * 2
+    assert receive_buffer_rows(1024, 2, 1, None, ragged=True) == 1024 * 2
+
+
+def test_a_ragged_exchange_sends_an_even_load_and_all_counts() -> None:
+    sizes = {"num_tokens": 1024, "num_experts": 64, "num_experts_per_tok": 2, "row_bytes": 100}
+    kinds: list[Any] = ["flat", "ragged"]
+    flat, ragged = (
+        exchange_traffic(
+            plan_exchange(
+                kind, num_nodes=2, devices_per_node=4, num_experts=64, num_experts_per_tok=2
+            ),
+            **sizes,
+            capacity_factor=None,
+        )
+        for kind in kinds
+    )
+    rows = 1024 * 2 // 8
+    assert ragged.across_bytes == 4 * (2 * rows * 100 + 64 * 4)
+    assert ragged.inside_bytes == 3 * (2 * rows * 100 + 64 * 4)
+    assert 1.9 < flat.across_bytes / ragged.across_bytes < 2.0

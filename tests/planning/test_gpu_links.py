@@ -73,3 +73,20 @@ ENTRY %main (x: f32[64]) -> f32[8] {
     started = collective_of(module, module.entry, module.entry["started"])
     assert started == Collective("reduce-scatter", (NODE,), 256)
     assert collective_of(module, module.entry, module.entry["done"]) is None
+
+
+def test_a_ragged_all_to_all_sends_its_rows_and_no_spare_ones() -> None:
+    """There the buffer that it writes has spare rows, on the way back the one that it reads."""
+    text = """HloModule m
+ENTRY %main (p0: bf16[64,16], p1: bf16[96,16], p2: s32[8]) -> bf16[96,16] {
+  %p0 = bf16[64,16] parameter(0)
+  %p1 = bf16[96,16] parameter(1)
+  %p2 = s32[8] parameter(2)
+  ROOT %there = bf16[96,16] ragged-all-to-all(%p0, %p1, %p2, %p2, %p2, %p2), replica_groups={{0,1}}
+  %back = bf16[64,16] ragged-all-to-all(%p1, %p0, %p2, %p2, %p2, %p2), replica_groups={{0,1}}
+}
+"""
+    module = parse_hlo(text)
+    for name in ("there", "back"):
+        found = collective_of(module, module.entry, module.entry[name])
+        assert found is not None and found.sent_bytes == 64 * 16 * 2 / 2

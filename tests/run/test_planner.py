@@ -12,8 +12,10 @@ from jmoe.configs import PRESETS
 from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops_per_s, read_events
 from jmoe.run.planner import (
     described_machine,
+    gradient_elements_in_use,
     packing_shortfall,
     packing_summary,
+    residual_elements,
     summarize_and_log_tiers,
     training_plan,
     training_sizes,
@@ -383,3 +385,26 @@ def test_the_exchange_has_buffers_and_a_layer_that_is_computed_again_has_more() 
     # twice the rows that are tokens, and both ends of what is sent
     assert 8 * in_use(expert_intra=8) > 2 * in_use()
     assert in_use("layer") > in_use() and in_use("layer", expert_intra=8) > in_use(expert_intra=8)
+
+
+def test_a_ragged_exchange_has_smaller_buffers_than_one_that_pads() -> None:
+    """Rows received: 1.5 times an even load instead of twice; rows returned: those sent."""
+    k, tokens, devices = TINY.model.num_experts_per_tok, 4096, 8
+    padded, ragged = (
+        residual_elements(TINY.model, tokens, devices, ragged=ragged) for ragged in (False, True)
+    )
+    layers, hidden = TINY.model.num_moe_layers, TINY.model.hidden_size
+    assert padded[0] - ragged[0] == layers * hidden * k * tokens * ((2 + 2) - (1.5 + 1))
+    assert ragged[1] == 0.75 * padded[1]
+    padded, ragged = (
+        gradient_elements_in_use(TINY.model, tokens, devices, ragged=ragged)
+        for ragged in (False, True)
+    )
+    assert ragged[0] < padded[0]
+
+    def layer_bytes(exchange: Any) -> int:
+        comm = dataclasses.replace(TINY.comm, exchange=exchange)
+        spread = dataclasses.replace(TINY, mesh=MeshConfig(1, 1, 8), batch_size=16, comm=comm)
+        return training_sizes(spread).layer_activation_bytes
+
+    assert layer_bytes("ragged") < layer_bytes("flat")

@@ -303,6 +303,16 @@ def test_choices_that_change_no_number(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ragged", "flat"])
+def test_fifty_steps_have_the_losses_of_one_device(exchange: str) -> None:
+    ours, expected = (
+        [float(metrics["loss"]) for metrics in run(*args, steps=50, **changes).metrics]
+        for args, changes in ((((2, 2, 2),), {"exchange": exchange}), ((ONE,), {}))
+    )
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 4), (2, 2, 2)], ids=str)
 def test_chunks_of_the_exchange_change_no_number_under_capacity(
     shape: tuple[int, int, int],
