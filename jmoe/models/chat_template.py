@@ -7,6 +7,7 @@ Template code is untrusted: the server runs `begin_rendering` in the forks of a 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,8 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
-FORMS = b""  # the question that returns `ChatTemplate.content_form` and `call_form`
+# the question that returns `ChatTemplate.content_form`, `reads_developer` and `call_form`
+FORMS = b""
 _TEXT, _REFUSED = b"=", b"!"  # first byte of a fork's answer
 
 
@@ -145,6 +147,21 @@ class ChatTemplate:
             CallForm(objects, content) for objects in (True, False) for content in (True, False)
         )
         return next(filter(self._renders_call, forms), DEFAULT_CALL_FORM)
+
+    @cached_property
+    def reads_developer(self) -> bool:
+        """Whether the template writes messages of the role "developer", found by a probe: most
+        drop or refuse them.
+        """
+        probe = "jmoe probes its roles"
+        as_parts = self.content_form == "parts"
+        messages: list[JsonObject] = [
+            {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
+            for role, text in (("developer", probe), ("user", "?"))
+        ]
+        with contextlib.suppress(ValueError):
+            return probe in self.render(messages)
+        return False
 
     def _renders_call(self, form: CallForm) -> bool:
         """Whether a call in this form is rendered with its arguments once quoted."""
@@ -280,6 +297,27 @@ class ChatTemplate:
         )
 
 
+def developer_as_system(messages: list[JsonObject]) -> list[JsonObject]:
+    """Return messages of a chat with those of the developer as the system's.
+
+    The system's and the developer's messages before all others are one, since many templates read
+    no other.
+    """
+    renamed = [
+        message | {"role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]
+    leading = list(itertools.takewhile(lambda message: message["role"] == "system", renamed))
+    if renamed == messages or len(leading) < 2:
+        return renamed
+    contents = [message["content"] for message in leading]
+    if all(isinstance(content, str) for content in contents):
+        content: Json = "\n\n".join(contents)
+    else:
+        content = list(itertools.chain.from_iterable(contents))
+    return [leading[0] | {"content": content}, *renamed[len(leading) :]]
+
+
 def read_templates(folder: Path) -> JsonObject | None:
     """Return the keyword arguments of `ChatTemplate` for a Hugging Face model folder, None if it
     has no templates.
@@ -321,7 +359,8 @@ def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
 
     def answer_question(question: bytes) -> bytes:
         if question == FORMS:
-            return _TEXT + json.dumps([template.content_form, *template.call_form]).encode()
+            forms = template.content_form, template.reads_developer, *template.call_form
+            return _TEXT + json.dumps(forms).encode()
         try:
             return _TEXT + template.render(**json.loads(question)).encode("utf-8", "surrogatepass")
         except ValueError as error:

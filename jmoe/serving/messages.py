@@ -54,6 +54,7 @@ NAMES = {
 }
 EFFORT = {"reasoning_effort": "output_config.effort"}
 DISABLED = {"reasoning_effort": "thinking.type"}
+DEFAULT_EFFORT = "high"  # of Anthropic's API: as no effort at all
 
 
 @contextmanager
@@ -78,7 +79,13 @@ def make_prompt_fields(body: CountTokensRequest, output_format: OutputFormat) ->
     if body.system:
         messages.append({"role": "system", "content": _text_parts(body.system)})
     for message in body.messages:
-        messages += _assistant(message) if message.role == "assistant" else _user(message)
+        if message.role == "system":
+            messages.append({"role": "system", "content": _text_parts(message.texts)})
+        else:
+            messages += _assistant(message) if message.role == "assistant" else _user(message)
+    effort = body.output_config.effort
+    if effort == DEFAULT_EFFORT and not output_format.reads_variable("reasoning_effort"):
+        effort = None
     fields: JsonObject = {
         "model": body.model,
         "messages": messages,
@@ -94,7 +101,7 @@ def make_prompt_fields(body: CountTokensRequest, output_format: OutputFormat) ->
             }
             for tool in body.tools
         ],
-        "reasoning_effort": body.output_config.effort,
+        "reasoning_effort": effort,
     }
     return fields | _thinking_fields(body.thinking, output_format)
 

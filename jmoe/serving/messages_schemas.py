@@ -88,9 +88,9 @@ Block = Annotated[
 
 
 class TurnMessage(RequestBody):
-    """A message. Its blocks must be of its role."""
+    """A message. Its blocks must be of its role. A system's message may follow a user's."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[FastList[Block], Field(max_length=MAX_MESSAGES), Tag("list")],
@@ -104,11 +104,20 @@ class TurnMessage(RequestBody):
             return [TextBlock(type="text", text=self.content)]
         return self.content
 
+    @property
+    def texts(self) -> list[TextBlock]:
+        """The blocks of text alone."""
+        return [block for block in self.blocks if isinstance(block, TextBlock)]
+
     @model_validator(mode="after")
     def _check_blocks(self) -> "TurnMessage":
-        others = ToolResultBlock if self.role == "assistant" else (ThinkingBlock, ToolUseBlock)
+        others: dict[str, tuple[type, ...]] = {
+            "user": (ThinkingBlock, ToolUseBlock),
+            "assistant": (ToolResultBlock,),
+            "system": (ThinkingBlock, ToolUseBlock, ToolResultBlock),
+        }
         for block in self.blocks:
-            if isinstance(block, others):
+            if isinstance(block, others[self.role]):
                 raise ValueError(f"{block.type} must not be given with role = {self.role!r}")
         return self
 
@@ -149,6 +158,19 @@ class Thinking(RequestBody):
     display: Hint = None
 
 
+class ContextEdit(RequestBody):
+    """A change of the conversation before the prompt. The one that keeps all thinking is none."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Annotated[Json, harmless_values_validator("all")]
+
+
+class ContextManagement(RequestBody):
+    """Changes of the conversation before the prompt, as Claude Code sends them."""
+
+    edits: FastList[ContextEdit] = Field(default_factory=list, max_length=MAX_MESSAGES)
+
+
 class AnswerFormat(RequestBody):
     """The schema that the answer must follow."""
 
@@ -157,7 +179,11 @@ class AnswerFormat(RequestBody):
 
 
 class OutputConfig(RequestBody):
-    """Options of the answer. effort: as `reasoning_effort` of chat completions."""
+    """Options of the answer.
+
+    effort: as `reasoning_effort` of chat completions. "high" is this API's default: it has no
+    effect if the model's template reads no effort.
+    """
 
     effort: Literal["low", "medium", "high", "xhigh"] | None = None
     format: AnswerFormat | None = None
@@ -173,11 +199,12 @@ class CountTokensRequest(RequestBody):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
+    context_management: ContextManagement | None = None
     cache_control: Hint = None
 
     @model_validator(mode="after")
     def _check_last_message(self) -> "CountTokensRequest":
-        if self.messages[-1].role != "user":
+        if self.messages[-1].role == "assistant":
             raise ValueError("messages must end with a message of the user")
         return self
 

@@ -5,8 +5,9 @@ A request becomes a chat (`make_chat_request`), and the events of its output bec
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -25,6 +26,7 @@ from jmoe.serving.chat_sequences import make_chat_sequences
 from jmoe.serving.errors import ApiError, validation_error
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.responses_schemas import (
+    FunctionTool,
     IncompleteDetails,
     InputFunctionCall,
     InputFunctionOutput,
@@ -32,6 +34,7 @@ from jmoe.serving.responses_schemas import (
     InputReasoning,
     InputTokensDetails,
     NamedFunction,
+    NamespaceTool,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
@@ -86,9 +89,9 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
         "tools": [
             {
                 "type": "function",
-                "function": tool.model_dump(exclude={"type"}, exclude_unset=True),
+                "function": tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": name},
             }
-            for tool in body.tools
+            for name, (_, tool) in _named_functions(body)
         ],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -104,6 +107,23 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
         schema = {"name": wanted.name or "answer", "schema": wanted.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return ChatCompletionRequest.model_validate(fields)
+
+
+def _named_functions(
+    body: ResponsesRequest,
+) -> Iterator[tuple[str, tuple[str | None, FunctionTool]]]:
+    """Yield for each function of the tools (its name in the chat, (its namespace, itself))."""
+    for tool in body.tools:
+        if isinstance(tool, NamespaceTool):
+            for function in tool.tools:
+                yield _chat_name(tool.name, function.name), (tool.name, function)
+        else:
+            yield tool.name, (None, tool)
+
+
+def _chat_name(namespace: str | None, name: str) -> str:
+    """Return the name under which the model knows a function."""
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def make_messages(body: ResponsesRequest) -> list[JsonObject]:
@@ -162,7 +182,8 @@ def _add_to_turn(
     elif isinstance(item, InputMessage):
         last["content"] = _text_parts(item.content)
     else:
-        function = {"name": item.name, "arguments": item.arguments}
+        name = _chat_name(item.namespace, item.name)
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
 
@@ -181,10 +202,13 @@ class ItemBuilder:
     sequence number.
     """
 
-    def __init__(self, suffix: str) -> None:
-        """suffix: ends the ids of the items, which are unique in the answer."""
+    def __init__(self, suffix: str, namespaces: Mapping[str, str] = MappingProxyType({})) -> None:
+        """suffix: ends the ids of the items, which are unique in the answer.
+
+        namespaces: by name of a function in the chat, its namespace, with which that name begins.
+        """
         self.items: list[OutputItem] = []
-        self._suffix, self._is_open = suffix, False
+        self._suffix, self._is_open, self._namespaces = suffix, False, namespaces
 
     def push(self, events: list[OutputEvent], is_cut: bool) -> Iterator[JsonObject]:
         """Yield the stream's events for the next events of the output.
@@ -198,8 +222,7 @@ class ItemBuilder:
                     yield from self._add_text(event)
             elif isinstance(event, ToolCallBegin):
                 yield from self.close("completed")
-                name, item_id = event.name, self._item_id("fc")
-                yield self._open(OutputFunctionCall(id=item_id, call_id=event.id, name=name))
+                yield self._open(self._make_call(event))
             elif isinstance(event, ToolCallArguments):
                 item = self.items[-1]
                 assert isinstance(item, OutputFunctionCall), "calls come one after the other"
@@ -239,6 +262,14 @@ class ItemBuilder:
         part.text += event.text
         more: JsonObject = {"logprobs": []} if is_content else {}
         yield self._event(f"{part.type}.delta", content_index=0, delta=event.text, **more)
+
+    def _make_call(self, begun: ToolCallBegin) -> OutputFunctionCall:
+        """Return the item of a call."""
+        namespace = self._namespaces.get(begun.name)
+        name = begun.name if namespace is None else begun.name[len(namespace) + 1 :]
+        return OutputFunctionCall(
+            id=self._item_id("fc"), call_id=begun.id, name=name, namespace=namespace
+        )
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{len(self.items)}_{self._suffix}"
@@ -289,6 +320,11 @@ def make_settings(body: ResponsesRequest) -> ResponseSettings:
 
 class _ResponsesAnswer(Answer[ResponsesRequest]):
     id_prefix = "resp_"
+
+    def make_builder(self) -> ItemBuilder:
+        """Return the builder of this answer's items."""
+        functions = {name: space for name, (space, _) in _named_functions(self.body) if space}
+        return ItemBuilder(self.envelope["id"].removeprefix("resp_"), functions)
 
     async def item_events(self, builder: ItemBuilder, is_cut: list[bool]) -> AsyncIterator[Any]:
         """Yield the stream's events of all items; is_cut gets whether the answer is incomplete."""
@@ -349,7 +385,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
         def write_response(kind: str, response: ResponseObject) -> bytes:
             return write({"type": f"response.{kind}", "response": response.model_dump()})
 
-        builder, is_cut = ItemBuilder(self.envelope["id"].removeprefix("resp_")), [False]
+        builder, is_cut = self.make_builder(), [False]
         begun = self.make_response([], None)
         yield write_response("created", begun)
         yield write_response("in_progress", begun)
@@ -370,7 +406,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
     async def whole_response(self) -> ResponseObject:
         """Return the response after the sequence has ended."""
         self.generation.is_kept = True
-        builder, is_cut = ItemBuilder(self.envelope["id"].removeprefix("resp_")), [False]
+        builder, is_cut = self.make_builder(), [False]
         with _fields_renamed():
             async for _ in self.item_events(builder, is_cut):
                 pass

@@ -18,7 +18,7 @@ from jmoe.serving.schemas import (
     harmless_values_validator,
     text_or_list_tag,
 )
-from jmoe.serving.tool_schemas import FunctionDefinition
+from jmoe.serving.tool_schemas import FunctionDefinition, FunctionName, is_none
 from jmoe.types import Json, JsonObject
 
 MAX_METADATA = 16
@@ -58,11 +58,15 @@ class InputMessage(InputItem):
 
 
 class InputFunctionCall(InputItem):
-    """A call of an earlier answer. arguments: the text of a JSON object."""
+    """A call of an earlier answer.
+
+    arguments: the text of a JSON object. namespace: of the function; None: it has none.
+    """
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -137,6 +141,34 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
+class NamespaceTool(RequestBody):
+    """Functions under a common name, as Codex sends those of a server or of a group.
+
+    The model sees each as the function `NAMESPACE.NAME`, and nothing of the description.
+    """
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Hint = None
+    tools: FastList[FunctionTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+def _tool_tag(value: Json) -> str | None:
+    """Return the union tag of a tool."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[NamespaceTool, Tag("namespace")],
+    Discriminator(
+        _tool_tag,
+        custom_error_type="tool_type",
+        custom_error_message="type must be function or namespace; the server runs no tools itself",
+    ),
+]
+
+
 class NamedFunction(RequestBody):
     """A tool choice that names the function to be called."""
 
@@ -205,7 +237,7 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: Whole | None = Field(default=None, ge=1, le=MOST_TOKENS)
     temperature: Finite | None = Field(default=None, ge=0, le=100)
     top_p: Finite | None = Field(default=None, gt=0, le=1)
-    tools: FastList[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: FastList[ResponseTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
@@ -269,13 +301,18 @@ class OutputReasoning(BaseModel):
 
 
 class OutputFunctionCall(BaseModel):
-    """A call of an answer. arguments: what the model wrote, if its output ends early."""
+    """A call of an answer.
+
+    arguments: what the model wrote, if its output ends early. namespace: left out if the function
+        has none.
+    """
 
     id: str
     type: Literal["function_call"] = "function_call"
     status: ItemStatus = "in_progress"
     call_id: str
     name: str
+    namespace: str | None = Field(default=None, exclude_if=is_none)
     arguments: str = ""
 
 

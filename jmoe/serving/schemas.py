@@ -374,6 +374,7 @@ class Message(RequestBody):
     annotations: Annotated[list[Json], harmless_values_validator([])] = Field(default_factory=list)
     refusal: Annotated[str, harmless_values_validator("")] = ""
     cache_control: Hint = None
+    provider_specific_fields: Hint = None  # LiteLLM adds it to every message of an answer
 
     @property
     def reasoning_text(self) -> str:

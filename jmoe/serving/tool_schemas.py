@@ -66,6 +66,7 @@ class CalledFunction(RequestBody):
 
     name: str
     arguments: str | JsonObject = ""
+    provider_specific_fields: Hint = None
 
 
 class MessageToolCall(RequestBody):
@@ -75,6 +76,7 @@ class MessageToolCall(RequestBody):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: Hint = None
+    provider_specific_fields: Hint = None
 
     def for_template(self, as_object: bool) -> JsonObject:
         """Return the call as a dict for the chat template. as_object: with the arguments as a JSON

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from jmoe.models.chat_template import DEFAULT_CALL_FORM, CallForm, ChatTemplate
+from jmoe.models.chat_template import (
+    DEFAULT_CALL_FORM,
+    CallForm,
+    ChatTemplate,
+    developer_as_system,
+)
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "chat_templates"
 CONVERSATIONS = json.loads((FIXTURES / "conversations.json").read_text())
@@ -230,3 +235,31 @@ def test_the_form_of_tool_calls(family: str, form: CallForm) -> None:
     """
     template = ChatTemplate.from_folder(FIXTURES / family)
     assert template is not None and template.call_form == form
+
+
+@pytest.mark.parametrize(
+    ("family", "reads"), [("gpt_oss", True), ("deepseek_v3", False), ("mistral", False)]
+)
+def test_whether_a_template_reads_the_developer(family: str, reads: bool) -> None:
+    template = ChatTemplate.from_folder(FIXTURES / family)
+    assert template is not None and template.reads_developer == reads
+
+
+def test_developer_as_system() -> None:
+    """Those before all others are one message with the system's, in the form of the content."""
+
+    def say(role: str, content: Any) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    user = say("user", "?")
+    assert developer_as_system([say("system", "A"), say("developer", "B"), user]) == [
+        say("system", "A\n\nB"),
+        user,
+    ]
+    assert developer_as_system([user, say("developer", "B")]) == [user, say("system", "B")]
+    two = [say("system", "A"), say("system", "B"), user]
+    assert developer_as_system(two) == two, "as they came, without the developer"
+    parts = [[{"type": "text", "text": text}] for text in "AB"]
+    assert developer_as_system([say("developer", parts[0]), say("developer", parts[1])]) == [
+        say("system", parts[0] + parts[1])
+    ]

@@ -225,6 +225,44 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
+def test_a_request_of_claude_code(post: Post, tokenizer: Tokenizer) -> None:  # noqa: F811
+    """The fields that Claude Code 2.1 sends, with a system's message after the user's."""
+    ephemeral = {"cache_control": {"type": "ephemeral"}}
+    system = [{"type": "text", "text": text} | ephemeral for text in ("You help.", "Be brief.")]
+    reminder = {"type": "text", "text": "<system-reminder>\nNone.\n</system-reminder>"}
+    asked = {"type": "text", "text": "Write 33 to answer.txt"} | ephemeral
+    body = {
+        "model": "scripted",
+        "messages": [
+            {"role": "user", "content": [reminder, asked]},
+            {"role": "system", "content": "Available agent types: claude"},
+        ],
+        "system": system,
+        "tools": [TOOL],
+        "metadata": {"user_id": '{"device_id": "a"}'},
+        "max_tokens": 32000,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stream": False,
+    }
+    answer = post(body | {"max_tokens": 1}, "/v1/messages?beta=true")
+    assert answer.status_code == 200, answer.text
+    template = ChatTemplate({"default": TEMPLATE.read_text()}, {}, "test")
+    text = template.render(
+        [
+            {"role": "system", "content": "You help.\nBe brief."},
+            {"role": "user", "content": f"{reminder['text']}\n{asked['text']}"},
+            {"role": "system", "content": "Available agent types: claude"},
+        ],
+        tools=[WEATHER],
+    )
+    counted = post({name: body[name] for name in ("model", "messages", "system", "tools")}, COUNT)
+    assert counted.json()["input_tokens"] == len(tokenizer.encode(text).ids), counted.text
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -235,7 +273,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool", "name": "absent"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits",
+    ),
+    (
+        {
+            "context_management": {
+                "edits": [
+                    {
+                        "type": "clear_thinking_20251015",
+                        "keep": {"type": "thinking_turns", "value": 1},
+                    }
+                ]
+            }
+        },
+        "context_management.edits.0.keep",
+    ),
+    ({"messages": [{"role": "system", "content": [USE]}]}, "messages"),
     ({"container": "a"}, "container"),
 ]
 

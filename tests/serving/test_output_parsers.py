@@ -240,6 +240,15 @@ CASES: list[tuple[str, str, str, Said]] = [
         called(("weather", '{"days": 3}')),
     ),
     (
+        "parameters that are not closed",
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n<parameter=days>\n3\n</function>\n</tool_call>\n<tool_call>\n<function=weather>\n<parameter=city>\na <parameter=b> </function>\n</parameter>\n</function>\n</tool_call>",
+        called(
+            ("weather", '{"city": "Oslo", "days": 3}'),
+            ("weather", '{"city": "a <parameter=b> </function>"}'),
+        ),
+    ),
+    (
         "markup that is explained",
         "qwen3_coder",
         "Write <function=NAME> or <tool_call><function=a b>.",

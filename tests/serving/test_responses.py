@@ -180,11 +180,48 @@ def test_calls_by_a_grammar(client: openai.OpenAI, choice: Any) -> None:
     assert (call.name, json.loads(call.arguments)) == ("other", {"city": "Bern"})
 
 
+def test_a_request_of_codex(server: HttpProcess) -> None:
+    """Codex 0.171 sends these fields, and functions in namespaces, whose calls name them."""
+    schema = {**TOOL["parameters"], "properties": {"city": {"enum": ["Bern"]}}}
+    function = {"type": "function", "name": "close", "description": "d", "strict": True}
+    space = {"type": "namespace", "name": "agents_v1", "description": "Sub-agents."}
+    call = {"type": "function_call", "namespace": "agents_v1", "name": "close", "call_id": "a"}
+    text = {"type": "input_text", "text": "Be brief."}
+    body = {
+        "model": "scripted",
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [text], "id": "msg_1"},
+            {"type": "message", "role": "user", "content": [text | {"text": "Close it."}]},
+            call | {"arguments": '{"city": "Bern"}'},
+            {"type": "function_call_output", "call_id": "a", "output": "no"},
+        ],
+        "tools": [space | {"tools": [function | {"parameters": schema}]}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto", "effort": "none"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a2247f",
+        "client_metadata": {"x-codex-turn-metadata": "{}"},
+        "service_tier": "priority",
+        "stream": False,
+    }
+    answer = server.post("/v1/responses", **body).json()
+    (found,) = [item for item in answer["output"] if item["type"] == "function_call"]
+    assert (found["namespace"], found["name"]) == ("agents_v1", "close")
+    assert json.loads(found["arguments"]) == {"city": "Bern"}
+    twice = body["tools"] + [function | {"name": "agents_v1.close"}]  # type: ignore[operator]
+    refused = server.post("/v1/responses", **body | {"tools": twice})
+    assert refused.status_code == 400 and "agents_v1.close" in refused.json()["error"]["message"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": []}]}, "tools"),
     ({"tool_choice": {"type": "function", "name": "absent"}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools.name"),
     ({"input": []}, "input"),

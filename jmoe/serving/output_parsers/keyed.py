@@ -16,6 +16,8 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+# a model may forget `</parameter>`; the tag that follows then begins a line
+PARAMETER_ENDS = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 
 
 _JSON_TYPES: dict[type, set[str]] = {
@@ -148,15 +150,16 @@ class QwenCoderParser(KeyedParser):
         if end != ">" or not is_call:
             return False
         self.begin_keyed_call(name)
-        while True:
+        end = ""
+        while end != FUNCTION_END:
             yield from self.skip(SPACE)
-            if not (yield from self.accept(PARAMETER)):
+            if end != PARAMETER and not (yield from self.accept(PARAMETER)):
                 break
             key, _ = yield from self.read_until(">")
             yield from self.accept("\n")
-            ends = ("\n" + PARAMETER_END, PARAMETER_END)
-            yield from self.keyed_argument(key.strip(), ends)
-        yield from self.accept(FUNCTION_END)
+            end = (yield from self.keyed_argument(key.strip(), PARAMETER_ENDS)).strip()
+        if end != FUNCTION_END:
+            yield from self.accept(FUNCTION_END)
         yield from self.skip(SPACE)
         yield from self.accept(END)
         self.end_keyed_call()

@@ -1,0 +1,177 @@
+"""Real clients against a real server, each to the end of what it does.
+
+The model is `tests.agent_model`, whose answers are given: it calls `weather` twice, then `add`, then
+answers; a coding agent's command writes a file. The clients need packages and programs that jmoe
+does not. Scripts run in the Python that the environment variable JMOE_CLIENTS_PYTHON names (another
+virtual environment; by default this one), programs are those of the PATH, and a test is skipped
+where its client is missing. `docs/server.md` (Clients) says which versions were run.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent_model import POSITIONS, Scene, call_text, save_agent_model
+from tests.http_servers import HttpProcess
+
+SCRIPTS = Path(__file__).parent / "clients"
+PYTHON = os.environ.get("JMOE_CLIENTS_PYTHON", sys.executable)
+REASONING, ANSWER = "Both, then the sum.", "It is 33 °C in all."
+WEATHER = [call_text("weather", f'{{"city": "{city}"}}') for city in ("Zürich", "Oslo")]
+WRITE = "echo 33 > answer.txt"
+SCENES = (
+    Scene(
+        "'weather' in names and results == 0",
+        f"<think>\n{REASONING}\n</think>\n\n" + "\n".join(WEATHER),
+    ),
+    Scene("'weather' in names and results == 2", call_text("add", '{"a": 21, "b": 12}')),
+    Scene("results > 0", ANSWER),
+    # Codex, Claude Code
+    Scene("'exec_command' in names", call_text("exec_command", f'{{"cmd": "{WRITE}"}}')),
+    Scene(
+        "'Bash' in names",
+        call_text("Bash", f'{{"command": "{WRITE}", "description": "Write it"}}'),
+    ),
+    # aider's format of whole files
+    Scene("'answer.txt' in said and not names", "answer.txt\n```\n33\n```\n"),
+    Scene("true", "Hello."),
+)
+CALLED = [["weather", "Zürich"], ["weather", "Oslo"], ["add", 21, 12]]
+SIZES = ("--max-batch", 2, "--max-seq-len", POSITIONS, "--prefill-chunk-tokens", 256)
+ASKED = "Write 33 to answer.txt"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "agent"
+    save_agent_model(folder, SCENES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., HttpProcess], folder: Path) -> HttpProcess:
+    return serve(*SIZES, "--policy", "resident", folder=folder)
+
+
+def run_client(script: str, package: str, server: HttpProcess) -> Any:
+    """What a script prints; the test is skipped where its package is missing."""
+    found = subprocess.run(
+        [PYTHON, "-c", f"import {package}"], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"{package} is not installed: see this file's head")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [PYTHON, str(SCRIPTS / script), server.url, "agent"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_program(program: str, arguments: Sequence[str], home: Path, **env: str) -> str:
+    """What a coding agent prints, in a folder `work` of an empty home; the test is skipped where
+    the program is missing.
+    """
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{program} is not installed: see this file's head")
+    work = home / "work"
+    work.mkdir(parents=True)
+    done = subprocess.run(
+        [found, *arguments],
+        cwd=work,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_langgraph(server: HttpProcess) -> None:
+    made = run_client("langgraph_agent.py", "langchain, langgraph, langchain_openai", server)
+    assert made["answer"] == made["streamed"] == ANSWER
+    for called in (made["called"], made["again"]):  # the first two at once, in any order
+        assert sorted(called[:2]) + called[2:] == sorted(CALLED[:2]) + CALLED[2:]
+
+
+@pytest.mark.slow
+def test_litellm(server: HttpProcess) -> None:
+    made = run_client("litellm_tools.py", "litellm", server)
+    assert len(made) == 4
+    for one in made.values():
+        assert one["answer"] == ANSWER and one["called"] == CALLED
+        assert one["reasoning"] == REASONING
+
+
+@pytest.mark.slow
+def test_anthropic(server: HttpProcess) -> None:
+    made = run_client("anthropic_tools.py", "anthropic", server)
+    for one in (made["whole"], made["streamed"]):
+        assert one == {"answer": ANSWER, "called": CALLED, "reasoning": REASONING}
+    assert made["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_openai_agents(server: HttpProcess) -> None:
+    made = run_client("openai_agents_loop.py", "agents", server)
+    assert len(made) == 4
+    for one in made.values():
+        assert one == {"answer": ANSWER, "called": sorted(CALLED[:2]) + CALLED[2:]}
+
+
+@pytest.mark.slow
+def test_codex(server: HttpProcess, tmp_path: Path) -> None:
+    """Runs the command that the model calls, and prints the answer after it."""
+    settings = tmp_path / ".codex" / "config.toml"
+    settings.parent.mkdir()
+    settings.write_text(
+        'model = "agent"\nmodel_provider = "jmoe"\nweb_search = "disabled"\n'
+        "[features]\nimage_generation = false\n[analytics]\nenabled = false\n"
+        f'[model_providers.jmoe]\nname = "jmoe"\nbase_url = "{server.url}/v1"\n'
+        'wire_api = "responses"\nrequest_max_retries = 0\nstream_max_retries = 0\n'
+    )
+    options = ["exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", ASKED]
+    said = run_program("codex", options, tmp_path, CODEX_HOME=str(settings.parent))
+    assert ANSWER in said and (tmp_path / "work" / "answer.txt").read_text() == "33\n"
+
+
+@pytest.mark.slow
+def test_claude_code(server: HttpProcess, tmp_path: Path) -> None:
+    """Runs the command that the model calls, and prints the answer after it."""
+    env = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": "agent",
+        "ANTHROPIC_SMALL_FAST_MODEL": "agent",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+    said = run_program("claude", ["-p", ASKED, "--allowedTools", "Bash"], tmp_path, **env)
+    assert ANSWER in said and (tmp_path / "work" / "answer.txt").read_text() == "33\n"
+
+
+@pytest.mark.slow
+def test_aider(server: HttpProcess, tmp_path: Path) -> None:
+    """Writes the file that the model's answer holds."""
+    options = ["--model", "openai/agent", "--edit-format", "whole", "--yes-always", "--no-git"]
+    options += ["--no-check-update", "--no-show-model-warnings", "--analytics-disable"]
+    env = {"OPENAI_API_BASE": f"{server.url}/v1", "OPENAI_API_KEY": "none"}
+    run_program("aider", [*options, "--message", ASKED, "answer.txt"], tmp_path, **env)
+    assert (tmp_path / "work" / "answer.txt").read_text() == "33\n"
