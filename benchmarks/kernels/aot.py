@@ -211,7 +211,9 @@ def programs(
         scale = jax.ShapeDtypeStruct((e, 2 * f), jnp.float32)
         yield f"up projection, {narrow.dtype}", quantized, (of((n, d)), narrow, scale, sizes)
     for kind in ("wide", *FORMATS):
-        yield f"experts out of slots, {kind}", *experts_in_slots(shape, kind, implementation)
+        for tokens in (64, 256) if in_triton else (64,):  # by choice, sorted
+            what = f"experts out of slots, {kind}, {tokens} tokens"
+            yield what, *experts_in_slots(shape, kind, implementation, tokens)
     yield "experts, forward", experts, (of((n, d)), sizes, up, down)
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
     loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
@@ -263,10 +265,9 @@ def cache_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
 
 
 def experts_in_slots(
-    shape: MoEShape, kind: str, implementation: Name
+    shape: MoEShape, kind: str, implementation: Name, t: int
 ) -> tuple[Callable[..., object], Operands]:
-    """Return (function, operands) of experts for 64 tokens, with two slots an expert."""
-    t = 64
+    """Return (function, operands) of experts for t tokens, with two slots an expert."""
     k = shape.num_experts_per_tok
     d = shape.hidden_size
     f = shape.moe_intermediate_size

@@ -33,6 +33,8 @@ BUNDLE = 8
 FEW_TOKENS = 32
 # an expert's arrays by name; bfloat16 may be stored as uint16 bits, matrices may be compressed
 StoredExpert = Mapping[str, jax.Array]
+# Up to this many tokens a GPU's kernel reads the choices instead of sorted rows.
+MAX_TOKENS_BY_CHOICE = 64
 TILE_FACTOR = 1.25  # rows of a tile / an expert's even share of the assignments
 
 
@@ -138,7 +140,26 @@ def table_mlp(
         ),
     }
     names = default_implementations() if implementation is None else (implementation,)
-    return first_supported("table_mlp", [(name, forms[name]) for name in names])
+    candidates: list[tuple[str, Callable[[], jax.Array]]] = [(name, forms[name]) for name in names]
+    if "triton" in names and routed.h_TD.shape[0] <= MAX_TOKENS_BY_CHOICE:
+        by_choice = partial(_table_mlp_by_choice, routed, slots, table_E, activation)
+        candidates.insert(0, ("triton by choice", by_choice))
+    return first_supported("table_mlp", candidates)
+
+
+def _table_mlp_by_choice(
+    routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
+) -> jax.Array:
+    """Return the result of `table_mlp` in three launches, for few tokens: a step of decoding would
+    spend more time in the launches of a sort than in its kernels.
+    """
+    # imported on first use: the import takes a second
+    mlp_of_choices = import_module(MODULES["triton"]).mlp_of_choices
+
+    y_TKD = mlp_of_choices(routed.h_TD, routed.idx_TK, slots, table_E, activation=activation)
+    is_expert_TK1 = (routed.idx_TK < table_E.shape[0])[:, :, None]
+    weighted_TKD = routed.weights_TK[:, :, None] * y_TKD.astype(jnp.float32)
+    return routed.y_TD + jnp.where(is_expert_TK1, weighted_TKD, 0.0).sum(axis=1)
 
 
 def _table_mlp_by_grouped_matmul(

@@ -7,7 +7,9 @@ product reads rows where they lie, by index too, and nothing is padded in memory
 Legend: N rows sorted by group, D inner, F outer dimension, E groups, M tiles of rows; T tokens.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,70 +60,128 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     weights. Raises NotImplementedError for other dtypes, and for formats of compressed weights that
     `triton_weights` does not decode.
     """
-    _check_operands(x_ND, w, scale_EF, slots, transpose_rhs)
+    check_operands(x_ND, w, scale_EF, slots, transpose_rhs)
     num_rows = (x_ND if src_N is None else src_N).shape[0]
-    num_tokens, columns_of_w = x_ND.shape[0], w.shape[1 if transpose_rhs else 2]
-    parts = 2 if epilogue.gated else 1
-    num_columns = columns_of_w // parts
+    num_tokens = x_ND.shape[0]
     blocks = _blocks_for_rows(choose_blocks(x_ND.dtype), num_rows // group_sizes_E.shape[0])
     tiles_3M = row_tiles(group_sizes_E, num_rows, blocks.rows)
-    num_m = tiles_3M.shape[1]
-    is_idle = num_m * pl.cdiv(num_columns, blocks.columns) < PROGRAMS
-    if parts == 2 or (is_idle and blocks.rows <= FEW_ROWS):
-        blocks = replace(blocks, columns=blocks.columns // 2)
     if slots is not None:
         tiles_3M = tiles_3M.at[0].set(slots.slot_E.astype(jnp.int32)[tiles_3M[0]])
-    reader = _choose_reader(x_ND, w, slots, transpose_rhs, blocks)
-    num_n = pl.cdiv(num_columns, blocks.columns)
-    by_column = [(jnp.multiply, scale_EF), (jnp.add, epilogue.bias_EF)]
-    operations = [operation for operation, term in by_column if term is not None]
-    terms = [term for _, term in by_column if term is not None]
+    num_m = tiles_3M.shape[1]
+    product = make_product(x_ND, w, slots, epilogue, blocks, num_m, transpose_rhs, scale_EF)
     source = [] if src_N is None else [src_N.astype(jnp.int32)]
-    arrays = reader.operands()
+    num_arrays, num_n = len(product.arrays), product.num_n
 
     def grouped_matmul_kernel(tiles: Ref, *refs: Ref) -> None:
-        stored, others, out = [*refs[: len(arrays)]], refs[len(arrays) : -1], refs[-1]
+        arrays, src, out = refs[:num_arrays], refs[num_arrays:-1], refs[-1]
         m, n = tile_in_bands(pl.program_id(0), num_m, num_n)
         group, start, end = tiles[0, m], tiles[1, m], tiles[2, m]
 
         @pl.when(start < end)
         def compute_tile() -> None:
-            rows, columns = (
-                index_range(start, blocks.rows),
-                index_range(n * blocks.columns, blocks.columns),
-            )
-            is_row, is_column = rows < end, columns < num_columns
-            read = rows
-            if source:  # an empty row is some token, as in `gather_rows`
-                read = jnp.minimum(load(others[0].at[rows], is_row), num_tokens - 1)
+            rows = index_range(start, blocks.rows)
+            is_row, read = rows < end, rows
+            if src:  # an empty row is some token, as in `gather_rows`
+                read = jnp.minimum(load(src[0].at[rows], is_row), num_tokens - 1)
+            product.compute_tile(arrays, out, group, n, TileRows(read, rows, is_row))
 
-            def add_products(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-                x_blocks = reader.read_rows(stored, k, read, is_row)
-                for part, done in enumerate(sums):
-                    at = columns + part * num_columns
-                    w_blocks = reader.read_weights(stored, k, group, at, is_column)
-                    for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
-                        done = done + dot(x_block, w_block, reader.contracted)
-                    sums[part] = done
-                return sums
-
-            sums = [jnp.zeros((blocks.rows, blocks.columns), jnp.float32)] * parts
-            sums = lax.fori_loop(0, reader.num_steps, add_products, sums)
-            for part in range(parts):
-                for operation, term in zip(operations, others[len(source) :], strict=True):
-                    of_columns = term.at[group, columns + part * num_columns]
-                    row = load(of_columns, is_column).astype(jnp.float32)
-                    sums[part] = operation(sums[part], row[None])
-            y = sums[0] if epilogue.activate is None else epilogue.activate(*sums)
-            store(out.at[rows[:, None], columns[None]], y, is_row[:, None] & is_column[None])
-
-    out = jax.ShapeDtypeStruct((num_rows, num_columns), x_ND.dtype)
-    operands = (tiles_3M, *arrays, *source, *terms)
-    grid = (num_m * num_n,)
-    return launch(grouped_matmul_kernel, out, grid, operands, blocks=blocks, interpret=interpret)
+    out = jax.ShapeDtypeStruct((num_rows, product.num_columns), x_ND.dtype)
+    operands = (tiles_3M, *product.arrays, *source)
+    settings, grid = product.blocks, (num_m * num_n,)
+    return launch(grouped_matmul_kernel, out, grid, operands, blocks=settings, interpret=interpret)
 
 
-def _check_operands(
+class TileRows(NamedTuple):
+    """The rows of a tile: those of x that it reads, those of the result that it writes, and which
+    of them are in use.
+    """
+
+    read: jax.Array
+    written: jax.Array
+    is_row: jax.Array
+
+
+@dataclass(frozen=True)
+class Product:
+    """The products of tiles of rows with one matrix each, and what happens to their sums.
+
+    num_columns: of the result. operations: on the sums and the rows `terms`, [M, columns of w].
+    """
+
+    reader: DenseTiles | CompressedTiles
+    blocks: BlockSizes
+    num_columns: int
+    epilogue: Epilogue
+    operations: Sequence[Callable[..., jax.Array]]
+    terms: Sequence[jax.Array]
+
+    @property
+    def num_n(self) -> int:
+        """Number of tiles side by side."""
+        return pl.cdiv(self.num_columns, self.blocks.columns)
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """The kernel's inputs: x, the weights, what describes them, and the terms."""
+        return [*self.reader.operands(), *self.terms]
+
+    def compute_tile(
+        self, refs: Sequence[Ref], out: Ref, slot: jax.Array, n: jax.Array, rows: TileRows
+    ) -> None:
+        """Write the rows of a tile, columns of tile n, of the product with matrix `slot`.
+
+        refs: to `arrays`.
+        """
+        num_terms, parts = len(self.terms), 2 if self.epilogue.gated else 1
+        stored, terms = [*refs[: len(refs) - num_terms]], refs[len(refs) - num_terms :]
+        columns = index_range(n * self.blocks.columns, self.blocks.columns)
+        is_column = columns < self.num_columns
+
+        def add_products(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+            x_blocks = self.reader.read_rows(stored, k, rows.read, rows.is_row)
+            for part, done in enumerate(sums):
+                at = columns + part * self.num_columns
+                w_blocks = self.reader.read_weights(stored, k, slot, at, is_column)
+                for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
+                    done = done + dot(x_block, w_block, self.reader.contracted)
+                sums[part] = done
+            return sums
+
+        sums = [jnp.zeros((self.blocks.rows, self.blocks.columns), jnp.float32)] * parts
+        sums = lax.fori_loop(0, self.reader.num_steps, add_products, sums)
+        for part in range(parts):
+            for operation, term in zip(self.operations, terms, strict=True):
+                of_columns = load(term.at[slot, columns + part * self.num_columns], is_column)
+                sums[part] = operation(sums[part], of_columns.astype(jnp.float32)[None])
+        y = sums[0] if self.epilogue.activate is None else self.epilogue.activate(*sums)
+        to = out.at[rows.written[:, None], columns[None]]
+        store(to, y, rows.is_row[:, None] & is_column[None])
+
+
+def make_product(
+    x: jax.Array,
+    w: jax.Array,
+    slots: WeightSlots | None,
+    epilogue: Epilogue,
+    blocks: BlockSizes,
+    num_tiles: int,
+    transpose_rhs: bool = False,
+    scale_EF: jax.Array | None = None,
+) -> Product:
+    """Return the products of `num_tiles` tiles of `blocks.rows` rows each."""
+    parts = 2 if epilogue.gated else 1
+    num_columns = w.shape[1 if transpose_rhs else 2] // parts
+    is_idle = num_tiles * pl.cdiv(num_columns, blocks.columns) < PROGRAMS
+    if parts == 2 or (is_idle and blocks.rows <= FEW_ROWS):
+        blocks = replace(blocks, columns=blocks.columns // 2)
+    reader = _choose_reader(x, w, slots, transpose_rhs, blocks)
+    by_column = [(jnp.multiply, scale_EF), (jnp.add, epilogue.bias_EF)]
+    operations = [operation for operation, term in by_column if term is not None]
+    terms = [term for _, term in by_column if term is not None]
+    return Product(reader, blocks, num_columns, epilogue, operations, terms)
+
+
+def check_operands(
     x_ND: jax.Array,
     w: jax.Array,
     scale_EF: jax.Array | None,

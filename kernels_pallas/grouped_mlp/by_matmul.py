@@ -160,10 +160,29 @@ def grouped_mlp_in_slots_by_matmul(
     """Return [N, D] in x's dtype: the MLP with the weights in slot slot_E[e], applied to the rows
     of group e. Rows beyond the groups hold arbitrary values.
 
-    slots: arrays [M, ...] of M slots by name; bfloat16 may be stored as uint16 bits, matrices may
-    be compressed, with their scales beside them (`kernels_pallas.compressed`). The kernel reads
-    them in place, and only the slots of groups with rows. Not differentiable. Raises
-    NotImplementedError for operands that the grouped matmul does not support.
+    slots, slot_E: see `mlp_in_slots`. The kernel reads only the slots of groups with rows.
+    """
+    multiply = partial(matmul.grouped_matmul, group_sizes_E=group_sizes_E)
+    gates = matmul.gates_slots
+    return mlp_in_slots(multiply, x_ND, slots, slot_E, activation=activation, gates_all=gates)
+
+
+def mlp_in_slots(
+    multiply: Callable[..., jax.Array],
+    x: jax.Array,
+    slots: Mapping[str, jax.Array],
+    slot_E: jax.Array,
+    *,
+    activation: str,
+    gates_all: bool,
+) -> jax.Array:
+    """Return rows in x's dtype: the MLP of the experts' weights in slots, by two products.
+
+    multiply: multiply(x, w, slots=, epilogue=), which knows the rows of each expert. slots: arrays
+    [M, ...] of M slots by name; bfloat16 may be stored as uint16 bits, matrices may be compressed,
+    with their scales beside them (`kernels_pallas.compressed`). slot_E: of each expert. gates_all:
+    whether a gated epilogue takes any width and format. Not differentiable. Raises
+    NotImplementedError for operands that `multiply` does not support.
     """
 
     def project_rows(
@@ -172,15 +191,13 @@ def grouped_mlp_in_slots_by_matmul(
         w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
         epilogue = Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
         places = WeightSlots(slot_E, scales)
-        return matmul.grouped_matmul(
-            x, uint16_as_bfloat16(w), group_sizes_E, slots=places, epilogue=epilogue
-        )
+        return multiply(x, uint16_as_bfloat16(w), slots=places, epilogue=epilogue)
 
     is_plain = "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0
-    if activation != "gelu" and (is_plain or matmul.gates_slots):
-        a_NF = project_rows(x_ND, "up", partial(activate_gated, activation=activation))
+    if activation != "gelu" and (is_plain or gates_all):
+        a_NF = project_rows(x, "up", partial(activate_gated, activation=activation))
     else:
-        a_NF = activate(project_rows(x_ND, "up").astype(jnp.float32), activation).astype(x_ND.dtype)
+        a_NF = activate(project_rows(x, "up").astype(jnp.float32), activation).astype(x.dtype)
     return project_rows(a_NF, "down")
 
 

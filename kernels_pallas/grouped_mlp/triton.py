@@ -1,13 +1,16 @@
 """The grouped MLP in Triton: two grouped matmuls (`by_matmul.py`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 
 from kernels_pallas.grouped_matmul import Implementation, triton
+from kernels_pallas.grouped_matmul.triton_choices import matmul_of_choices
 from kernels_pallas.grouped_mlp.by_matmul import (
     grouped_mlp_by_matmul,
     grouped_mlp_in_slots_by_matmul,
+    mlp_in_slots,
 )
 from kernels_pallas.grouped_mlp.reference import MLPWeights
 from kernels_pallas.token_permute import RowMap
@@ -45,3 +48,23 @@ def grouped_mlp_in_slots(
     return grouped_mlp_in_slots_by_matmul(
         matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
     )
+
+
+def mlp_of_choices(
+    h_TD: jax.Array,
+    idx_TK: jax.Array,
+    slots: Mapping[str, jax.Array],
+    slot_E: jax.Array,
+    *,
+    activation: str,
+    matmul: Callable[..., jax.Array] = matmul_of_choices,
+) -> jax.Array:
+    """Return [T, K, D] in h's dtype: the outputs of each token's experts, idx_TK, whose weights are
+    in slots slot_E; arbitrary for E, which is no expert.
+
+    slots: see `mlp_in_slots`. Not differentiable. Raises NotImplementedError for operands that
+    `matmul_of_choices` does not take.
+    """
+    multiply = partial(matmul, idx_TK=idx_TK)
+    y_ND = mlp_in_slots(multiply, h_TD, slots, slot_E, activation=activation, gates_all=True)
+    return y_ND.reshape(*idx_TK.shape, -1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.layers import slot_experts
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
@@ -27,6 +28,7 @@ from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_matmul import triton as gm_triton
 from kernels_pallas.grouped_matmul import triton_weights
 from kernels_pallas.grouped_matmul.operands import WeightSlots
+from kernels_pallas.grouped_matmul.triton_choices import matmul_of_choices
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp import reference as mlp_reference
 from kernels_pallas.grouped_mlp import triton as mlp_triton
@@ -210,12 +212,18 @@ def test_grouped_mlp(activation: str, bias: bool, caplog: pytest.LogCaptureFixtu
         assert_close(a[:n], b[:n], 1e-5)
 
 
-@pytest.mark.parametrize("kind", [None, "mxfp4"])
-def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "by_choice", "tokens"),
+    [(None, False, 6), ("mxfp4", False, 6), (None, True, 6), ("int8", True, 1)],
+)
+def test_experts_out_of_slots(
+    kind: str | None, by_choice: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All experts' products at once, with biases and padding, against the loop over tiles; widths
-    that are no multiple of a tile.
+    that are no multiple of a tile. Rows are sorted, or the kernel reads the choices: one tile for
+    each of several experts, or for each of one token's choices.
     """
-    tokens, slots, experts, d, f = 6, 4, 3, 96, 160
+    slots, experts, d, f = 4, 3, 96, 160
     shapes = {"w_up": (d, 2 * f), "w_down": (f, d), "b_up": (2 * f,), "b_down": (d,)}
     arrays: dict[str, jax.Array] = {}
     for i, (name, shape) in enumerate(shapes.items()):
@@ -226,8 +234,9 @@ def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch)
         kept = [compress(np.asarray(one, np.float32), FORMATS[kind]) for one in drawn]
         for field, part in zip((name, name + SCALES), zip(*kept, strict=True), strict=True):
             arrays[field] = jnp.asarray(np.stack(part))
-    idx = np.random.default_rng(0).integers(0, 2, (tokens, 2)) * 2  # nobody chooses expert 1
-    idx[1] = experts  # padding
+    draw = np.random.default_rng(0)
+    idx = np.stack([draw.permutation([0, 2]) for _ in range(tokens)])  # nobody chooses expert 1
+    idx[1:2] = experts  # padding
     weights = jnp.asarray(np.random.default_rng(1).uniform(size=(tokens, 2)), jnp.float32)
     routed = ExpertInputs(
         normal(7, (tokens, d)), jnp.asarray(idx, jnp.int32), weights, jnp.ones((tokens, d))
@@ -235,10 +244,21 @@ def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch)
     table = jnp.asarray([3, 0, 1], jnp.int32)
     in_interpreter = partial(mlp_triton.grouped_mlp_in_slots, matmul=MATMUL)
     monkeypatch.setattr(mlp_triton, "grouped_mlp_in_slots", in_interpreter)
+    interpreted = partial(matmul_of_choices, interpret=True)
+    of_choices = partial(mlp_triton.mlp_of_choices, matmul=interpreted)
+    monkeypatch.setattr(mlp_triton, "mlp_of_choices", of_choices)
+    monkeypatch.setattr(slot_experts, "MAX_TOKENS_BY_CHOICE", 64 if by_choice else 0)
     options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4}
     ours = table_mlp(routed, arrays, table, implementation="triton", **options)
     assert_close(ours, table_mlp(routed, arrays, table, implementation="xla", **options), 2e-2)
-    assert (ours[1] == 1).all()
+    assert (ours[1:2] == 1).all()
+
+
+def test_choices_of_many_tokens_are_another_kernels() -> None:
+    x, w = normal(0, (65, 64)), normal(1, (2, 64, 64))
+    slots = WeightSlots(jnp.arange(2))
+    with pytest.raises(NotImplementedError, match="65 tokens: more than 64"):
+        matmul_of_choices(x, w, jnp.zeros((65, 1), jnp.int32), slots)
 
 
 @pytest.mark.parametrize(
