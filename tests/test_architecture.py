@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # neighbours.
 FLOORS = (
     ("kernels_pallas.formats",),
-    ("kernels_pallas", "jmoe.types", "jmoe.config", "jmoe.runtime", "jmoe.status"),
+    (
+        "kernels_pallas",
+        "jmoe.types",
+        "jmoe.config",
+        "jmoe.runtime",
+        "jmoe.status",
+        "jmoe.ray_cluster",
+    ),
     ("jmoe.planning", "jmoe.command_line", "jmoe.configs"),
     ("jmoe.mesh", "jmoe.collectives", "jmoe.memory"),
     ("jmoe.layers", "jmoe.optim"),
@@ -31,7 +38,7 @@ FLOORS = (
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 # All that these may import beside the standard library and themselves: what runs before JAX does,
 # and pure functions.
-NOTHING = ("kernels_pallas.formats", "jmoe.status", "jmoe.runtime")
+NOTHING = ("kernels_pallas.formats", "jmoe.status", "jmoe.runtime", "jmoe.ray_cluster")
 ONLY: dict[str, set[str]] = {unit: set() for unit in NOTHING}
 ONLY |= {"jmoe.config": {"kernels_pallas.formats"}}
 ONLY |= {"jmoe.planning": {"jmoe.config", "numpy"}}
@@ -43,6 +50,7 @@ ONLY |= {"jmoe.inference.scheduler": {"jmoe.config", "jmoe.planning", "jmoe.infe
 NEVER = {"jmoe.training.streamed": {"jmoe.training.tasks"}}
 NEVER |= {"jmoe.training.fused": {"jmoe.training.tasks", "jmoe.training.streamed"}}
 KEPT_TO = {"orbax": ("jmoe.memory.", "jmoe.run.checkpoint"), "tyro": ("jmoe.command_line",)}
+KEPT_TO |= {"ray": ("jmoe.ray_cluster",)}
 # What the field calls otherwise (docs/architecture.md, glossary).
 FORBIDDEN = {
     "keeping",

@@ -9,12 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from jmoe.config import DataConfig
-from jmoe.config.train import TrainOn
 from jmoe.data.corpus import write_shards
 from jmoe.data.progress import PreparationProgress
+from jmoe.data.text_options import add_text_options, data_config
 from jmoe.runtime import end_at_once_on_interrupt
 
 
@@ -22,17 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write token shards and a tokenizer; return the exit status, 2 for a user's mistake."""
     options = _build_parser().parse_args(arguments)
     try:
-        config = DataConfig(
-            path=tuple(options.path),
-            field=options.field,
-            encoding=tuple(options.encoding),
-            control_tokens=options.control_tokens,
-            tokenizer=options.tokenizer,
-            chat_template=options.chat_template,
-            train_on=options.train_on,
-            held_out_fraction=options.held_out_fraction,
-            held_out_bytes=options.held_out_bytes,
-        )
+        config = data_config(options)
         report = PreparationProgress(lambda line: print(line, file=sys.stderr, flush=True)).report
         corpus = write_shards(
             config, 2**32 if options.vocab_size is None else options.vocab_size, options.out, report
@@ -52,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    defaults = DataConfig()
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.data",
         description=(
@@ -71,39 +58,7 @@ def _build_parser() -> argparse.ArgumentParser:
     maker.add_argument(
         "--vocab-size", type=int, metavar="N", help="train a byte-level BPE of N tokens on the text"
     )
-    parser.add_argument(
-        "--field", default=defaults.field, help="JSONL: the field with the text (%(default)s)"
-    )
-    parser.add_argument(
-        "--encoding",
-        nargs="+",
-        default=defaults.encoding,
-        metavar="NAME",
-        help="of the text; several: the first that fits",
-    )
-    parser.add_argument(
-        "--control-tokens",
-        action="store_true",
-        help=(
-            'text that spells out a special token ("<|im_start|>") is that token, as a server'
-            " reads it"
-        ),
-    )
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="chats: the chat template; default: the one beside the tokenizer",
-    )
-    parser.add_argument(
-        "--train-on",
-        choices=get_args(TrainOn),
-        default=defaults.train_on,
-        help="chats: the tokens in the loss (%(default)s)",
-    )
-    parser.add_argument(
-        "--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F"
-    )
-    parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
+    add_text_options(parser)
     return parser
 
 

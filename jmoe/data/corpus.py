@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from jmoe.config import DataConfig
 from jmoe.config.checks import check, check_unset
 from jmoe.data.chat_files import write_chat_files
+from jmoe.data.record_shards import MANIFEST, check_preparation_finished, open_shard
 from jmoe.data.sample_encoder import (
     EncodedSample,
     SampleEncoder,
@@ -40,13 +41,13 @@ from jmoe.data.sample_encoder import (
     make_sample_encoder,
 )
 from jmoe.data.shards import (
-    BlockChecks,
+    IdChecks,
     Ids,
+    IdSequence,
     SampleShardWriter,
     Shard,
     ShardWriter,
     open_lengths,
-    open_shard,
     remove_stale_temporaries,
     replace_content_durably,
     writing_samples,
@@ -56,6 +57,7 @@ from jmoe.data.text_files import (
     MAX_PROBLEMS,
     MAX_SHOWN,
     SHARD_SUFFIX,
+    SHARD_SUFFIXES,
     InputFile,
     Report,
     TextInput,
@@ -86,14 +88,14 @@ from jmoe.status import call_repeatedly
 from jmoe.types import Json, JsonObject
 
 FORMAT = 1  # version of the prepared folder; another version is prepared again
-MANIFEST, HELD_OUT, HELD_OUT_TEXT = "manifest.json", "held_out.bin", "held_out.txt"
+HELD_OUT, HELD_OUT_TEXT = "held_out.bin", "held_out.txt"
 HASHED_BYTES = 1 << 28  # size up to which shards are hashed at the start
 BPE_SAMPLE_BYTES = 20_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class TextSource:
-    """The training tokens of one `data.path`: memory-mapped ids, one array per shard.
+    """The training tokens of one `data.path`: ids that are read on use, one sequence per shard.
 
     weight: share in the mixture relative to the other sources; None means by size. files: number of
     files read. skipped: number of non-text files in the folder by suffix. control_texts: number of
@@ -102,8 +104,8 @@ class TextSource:
     """
 
     name: str
-    shards: tuple[Ids, ...]
-    blocks: tuple[BlockChecks, ...]
+    shards: tuple[IdSequence, ...]
+    blocks: tuple[IdChecks, ...]
     weight: float | None
     text_bytes: int
     files: int
@@ -368,7 +370,7 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
     job = _TokenizingJob(
         tuple(inputs), targets, tokenizer, vocab_size, out, config, _text_identity(inputs, report)
     )
-    if out.is_dir() and any(out.glob(f"*{SHARD_SUFFIX}")) and job.verified_manifest() is None:
+    if _has_shards(out) and job.verified_manifest() is None:
         raise ValueError(
             f"--out = {str(out)!r}: already holds token shards made from other inputs or settings"
         )
@@ -445,7 +447,13 @@ def _check_sample_options(config: DataConfig, inputs: Sequence[TextInput]) -> No
         )
 
 
+def _has_shards(folder: Path) -> bool:
+    return any(any(folder.glob(f"*{suffix}")) for suffix in SHARD_SUFFIXES)
+
+
 def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[Shard]:
+    for folder in sorted({file.path.parent for file in entry.files}):
+        check_preparation_finished(folder)
     train = []
     for file in entry.files:
         shard = open_shard(file.path)
@@ -615,7 +623,7 @@ class _TokenizingJob:
                 if shard.header.sha256 != part["sha256"]:
                     return None
                 if self.has_samples:
-                    open_lengths(self.directory / part["file"])
+                    open_lengths(self.directory / part["file"], shard.header)
                 if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
                     shard.blocks.check_all(shard.header)
             with name_file_in_errors(self.directory / HELD_OUT_TEXT):
@@ -911,8 +919,8 @@ def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldO
         with name_file_in_errors(text_path):
             text = text_path.read_bytes()
     elif tokenizer is not None:
-        text = _decode_to_utf8(tokenizer, shard.ids)
-    return _HeldOutTokens(shard.ids.astype(np.int32), text, shard.header.sha256)
+        text = _decode_to_utf8(tokenizer, shard.ids[:])
+    return _HeldOutTokens(shard.ids[:].astype(np.int32), text, shard.header.sha256)
 
 
 def _decode_to_utf8(tokenizer: CorpusTokenizer, ids: Ids) -> bytes:
@@ -1007,7 +1015,9 @@ def _assemble_corpus(
     }
     sources = tuple(starmap(_make_source, zip(inputs, shards, strict=True)))
     if any(source.lengths is not None for source in sources):
-        lengths = [open_lengths(s.blocks.path).header.sha256 for group in shards for s in group]
+        lengths = [
+            open_lengths(s.blocks.path, s.header).header.sha256 for group in shards for s in group
+        ]
         what["lengths"] = lengths
         held_out_shards = [part.samples for part in held_out if part.samples is not None]
         held_out_source = _make_source(TextInput("held-out samples", ()), held_out_shards)
@@ -1050,7 +1060,9 @@ def _make_source(entry: TextInput, shards: Sequence[Shard]) -> TextSource:
         skipped=entry.skipped,
         control_texts=sum(s.header.control_texts for s in shards),
         lengths=(
-            tuple(np.asarray(open_lengths(s.blocks.path).ids, np.uint32) for s in shards)
+            tuple(
+                np.asarray(open_lengths(s.blocks.path, s.header).ids[:], np.uint32) for s in shards
+            )
             if samples
             else None
         ),

@@ -297,12 +297,14 @@ def read_template_settings(config: DataConfig, folder: Path) -> Json:
     }
 
 
-def make_sample_encoder(config: DataConfig, tokenizer: CorpusTokenizer) -> SampleEncoder:
+def make_sample_encoder(
+    config: DataConfig, tokenizer: CorpusTokenizer, begun: datetime | None = None
+) -> SampleEncoder:
     """Return the encoder of a run's samples. Raises ValueError for a damaged chat template.
 
-    Templates that write the date write that of this call into all samples.
+    Templates that write the date write `begun`, by default the time of this call, into all samples.
     """
-    begun = datetime.now()
+    begun = begun or datetime.now()
     setup = read_template_settings(config, tokenizer.path.parent)
     template = None if setup is None else ChatTemplate(**setup, now=lambda: begun)
     first = _first_tokens(tokenizer.tokenizer)

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast, get_args
+from typing import Any, BinaryIO, Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -78,6 +78,32 @@ class ShardHeader:
     control_texts: int = 0
     layout: str = "text"
     trained: int = 0
+
+
+class IdSequence(Protocol):
+    """Random access to the ids of a shard."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Ids: ...
+
+
+class IdChecks(Protocol):
+    """Integrity checks of the ids of the shard `path`: `num_bytes` bytes. has_sums: whether a part
+    can be checked without the rest.
+    """
+
+    path: Path
+    num_bytes: int
+    has_sums: bool
+
+    def check_ids(self, first: int, end: int) -> None:
+        """Raise ValueError or OSError naming the file if ids `first` up to but excluding `end` are
+        damaged or cannot be read.
+        """
+
+    def check_all(self, header: ShardHeader) -> None:
+        """Raise ValueError or OSError as `check_ids`, for all ids."""
 
 
 class BlockChecks:
@@ -301,22 +327,25 @@ def writing_samples(
         yield SampleShardWriter(ids, lengths)
 
 
-def open_lengths(path: Path) -> Shard:
-    """Return the lengths of the samples in the shard `path`, all read and checked.
+def open_lengths(path: Path, header: ShardHeader) -> Shard:
+    """Return the lengths of the samples in the shard `path`, all read and checked. header: of that
+    shard.
 
     Raises ValueError if the file beside it is missing, damaged, or of another shard.
     """
-    shard = open_shard(path)
     if not lengths_path(path).is_file():
         raise ValueError(f"{path}: lacks {lengths_path(path).name} beside it; copy both files")
     lengths = open_shard(lengths_path(path))
     lengths.blocks.check_all(lengths.header)
-    if int(lengths.ids.sum(dtype=np.int64)) != shard.header.count:
+    if int(lengths.ids[:].sum(dtype=np.int64)) != header.count:
         raise ValueError(f"{lengths_path(path)}: belongs to another shard; copy both files again")
     return lengths
 
 
-def _parse_header(path: Path, text: bytes) -> ShardHeader:
+def parse_header(path: Path, text: bytes) -> ShardHeader:
+    """Return the header in the JSON `text` of the shard `path`. Raises ValueError naming the file
+    if it is not valid.
+    """
     try:
         values: Json = json.loads(text.decode())
     except ValueError as error:
@@ -348,15 +377,15 @@ def _parse_header(path: Path, text: bytes) -> ShardHeader:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The memory-mapped ids of a token shard.
+    """The ids of a token shard, read on use: memory-mapped, or records (`record_shards.py`).
 
     ids: all ids, or a prefix if the rest is held out. header: of the whole file. blocks: checks the
     ids.
     """
 
     header: ShardHeader
-    ids: Ids
-    blocks: BlockChecks
+    ids: IdSequence
+    blocks: IdChecks
 
 
 def open_shard(path: Path) -> Shard:
@@ -376,7 +405,7 @@ def open_shard(path: Path) -> Shard:
         raise ValueError(
             f"{path}: this token shard is truncated inside its header ({size_bytes} bytes)"
         )
-    header = _parse_header(path, text)
+    header = parse_header(path, text)
     offset = -(-(len(start) + length) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     ids_bytes = header.count * DTYPES[header.dtype].itemsize
     num_sums = -(-ids_bytes // BLOCK_BYTES) if header.block_sums else 0

@@ -43,6 +43,8 @@ TEXT_SUFFIXES = frozenset(
     + (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".sh")
 )
 SHARD_SUFFIX = ".bin"
+RECORD_SHARD_SUFFIX = ".array_record"
+SHARD_SUFFIXES = (SHARD_SUFFIX, RECORD_SHARD_SUFFIX)
 JSON_SUFFIX = ".json"  # an array of records, or JSONL
 RECORD_SUFFIXES = (".jsonl", ".ndjson", JSON_SUFFIX)
 MARK = "\ufeff"  # a byte order mark as text
@@ -158,7 +160,10 @@ class _FileFromOffset(io.FileIO):
         return super().tell() - self._first
 
 
-def _make_input_file(path: Path, root: Path, field: str) -> InputFile:
+def make_input_file(path: Path, root: Path, field: str) -> InputFile:
+    """Return the file `path` under the folder `root`. Raises ValueError naming one that cannot be
+    read.
+    """
     name, wrong = path.relative_to(root).as_posix(), f"data.path = {str(path)!r}: "
     try:
         name.encode()
@@ -198,7 +203,7 @@ def mark_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
     Raises ValueError naming a file of plain text beside samples.
     """
     files = [file for entry in inputs for file in entry.files]
-    chats = next((file for file in files if _begins_with_sample(file)), None)
+    chats = next((file for file in files if begins_with_sample(file)), None)
     if chats is None:
         return list(inputs)
     text = next((file for file in files if file.field is None), None)
@@ -216,7 +221,8 @@ def mark_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
     ]
 
 
-def _begins_with_sample(file: InputFile) -> bool:
+def begins_with_sample(file: InputFile) -> bool:
+    """Return whether the first record of a file is a sample for fine-tuning."""
     if file.field is None:
         return False
     with file.open_unpacked() as f:
@@ -255,7 +261,7 @@ class TextInput:
 
     @property
     def is_shards(self) -> bool:
-        return self.files[0].path.suffix == SHARD_SUFFIX
+        return self.files[0].path.suffix in SHARD_SUFFIXES
 
 
 def find_text_input(pattern: str, weight: float | None, field: str, report: Report) -> TextInput:
@@ -266,20 +272,20 @@ def find_text_input(pattern: str, weight: float | None, field: str, report: Repo
     """
     path = Path(pattern).expanduser()
     if path.exists() and not path.is_dir():
-        return TextInput(pattern, (_make_input_file(path, path.parent, field),), weight)
+        return TextInput(pattern, (make_input_file(path, path.parent, field),), weight)
     skipped: Counter[str] = Counter()
     if path.is_dir():
         root = path
         paths = []
         for p in _walk_files(path):
-            if _has_text_name(p) or p.suffix == SHARD_SUFFIX:
+            if _has_text_name(p) or p.suffix in SHARD_SUFFIXES:
                 paths.append(p)
             else:
                 skipped[f"*{p.suffix}" if p.suffix else p.name] += 1
             report("finding files", len(paths), 0)
         what = (
             f"this folder holds no text ({' '.join(sorted(TEXT_SUFFIXES))}, also with .gz or .zst,"
-            f" .parquet) and no token shards ({SHARD_SUFFIX})"
+            f" .parquet) and no token shards ({' '.join(SHARD_SUFFIXES)})"
         )
         if skipped:
             what += (
@@ -291,10 +297,10 @@ def find_text_input(pattern: str, weight: float | None, field: str, report: Repo
         what = "no such file or folder, and no file matches it as a glob"
     if not paths:
         raise ValueError(f"data.path = {pattern!r}: {what}")
-    shards = [p for p in paths if p.suffix == SHARD_SUFFIX]
+    shards = [p for p in paths if p.suffix in SHARD_SUFFIXES]
     files = []
     for p in shards or paths:
-        files.append(_make_input_file(p, root, field))
+        files.append(make_input_file(p, root, field))
         report("finding files", len(files), 0)
     return TextInput(
         pattern,
@@ -357,22 +363,35 @@ def _check_and_detect_encoding(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, list[str]]:
     """Return (file with its encoding, problems). The file is None if no encoding fits."""
+    fitting, problem = detect_form(file, encodings, report)
+    by_line = not problem or (fitting is None and file.suffix != JSON_SUFFIX)
+    if file.field is not None and by_line:
+        problems = list(itertools.islice(_find_bad_records(fitting or file, report), MAX_PROBLEMS))
+        return fitting, problems or ([problem] if problem else [])
+    return fitting, [problem] if problem else []
+
+
+def detect_form(
+    file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
+) -> tuple[InputFile | None, str]:
+    """Read a file once; return (the file with encoding, UTF-8 size and layout, its problem or "").
+
+    The problem concerns the whole file: it is binary, damaged, or cannot be decoded. In the last
+    case the file is None; records in UTF-8 may then still be read line by line.
+    """
     try:
         with file.open_unpacked() as f:
             binary = binary_format_advice(f)
         if binary is not None:
-            return file, [f"{file.path}: is {binary}"]
+            return file, f"{file.path}: is {binary}"
         if file.suffix.lower() in TABLE_SUFFIXES:
-            return file, [f"{file.path}: is a table, not text; {TABLE_WAY}"]
+            return file, f"{file.path}: is a table, not text; {TABLE_WAY}"
         fitting, problem = _with_fitting_encoding(file, encodings, report)
         if file.suffix == JSON_SUFFIX and fitting is not None:
             fitting, problem = _with_json_layout(fitting)
     except ValueError as error:  # of a stored file: damaged, or its library is missing
-        return file, [str(error)]
-    if file.field is None or (file.suffix == JSON_SUFFIX and problem):
-        return fitting, [problem] if problem else []
-    problems = list(itertools.islice(_find_bad_records(fitting or file, report), MAX_PROBLEMS))
-    return fitting, problems or ([problem] if problem else [])
+        return file, str(error)
+    return fitting, problem
 
 
 def _with_json_layout(file: InputFile) -> tuple[InputFile, str]:
@@ -482,7 +501,7 @@ def standard_library_files() -> list[InputFile]:
             path.read_bytes().decode()
         except UnicodeDecodeError:
             continue
-        files.append(_make_input_file(path, root, ""))
+        files.append(make_input_file(path, root, ""))
     if sum(file.size_bytes for file in files) < STDLIB_MIN_BYTES:
         raise ValueError(
             f"data.path = (): the Python standard library in {root} comes without (enough of) its"
@@ -573,7 +592,7 @@ def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str
     for position, line in read_lines(file, start, stop):
         if line.strip():
             try:
-                text = _text_of_record(line, file)
+                text = text_of_record(line, file)
             except ValueError as error:
                 raise ValueError(f"{describe_position(file, position)}: {error}") from error
             for first in range(0, len(text), PIECE_BYTES):
@@ -587,7 +606,7 @@ def check_record(line: bytes, file: InputFile) -> None:
     if file.has_samples:
         sample_of_record(line, file)
     else:
-        _text_of_record(line, file)
+        text_of_record(line, file)
 
 
 def sample_of_record(line: bytes, file: InputFile) -> Sample:
@@ -636,7 +655,8 @@ def _parse_record(line: bytes) -> Json:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
 
 
-def _text_of_record(line: bytes, file: InputFile) -> str:
+def text_of_record(line: bytes, file: InputFile) -> str:
+    """Return the text in a record's line. Raises ValueError that says what is wrong with it."""
     field, record_is = file.field, "record" if file.is_array else "line"
     record = _parse_record(line)
     if not isinstance(record, dict) or field not in record:

@@ -17,7 +17,7 @@ from jmoe.data.chat_files import with_chat_files
 from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.loader import train_batches
 from jmoe.data.sample_rows import SampleRows, SourceRows, held_out_rows
-from jmoe.data.shards import TRAINED, open_lengths
+from jmoe.data.shards import TRAINED, open_lengths, open_shard
 from jmoe.models.chat_template import ChatTemplate
 from tests.chat_models import CHATML, VOCAB_SIZE, say, write_chat_tokenizer, write_jsonl
 
@@ -165,7 +165,7 @@ def test_shards_of_samples_train_as_their_records(
         prepare_corpus(config(out), VOCAB_SIZE, tmp_path / "cache")
     shutil.copy(out / "held_out.lengths", out / "train-00000.lengths")
     with pytest.raises(ValueError, match=r"train-00000.lengths: belongs to another shard"):
-        open_lengths(out / "train-00000.bin")
+        open_lengths(out / "train-00000.bin", open_shard(out / "train-00000.bin").header)
     with pytest.raises(ValueError, match=r"data.train_on = 'all': must be 'answers' without sam"):
         prepare_corpus(config(out, train_on="all"), VOCAB_SIZE, tmp_path / "cache")
 

@@ -1,0 +1,130 @@
+"""The end of a preparation: what concerns all units, in the order of the units, so that the files
+are the same whatever process did which unit.
+
+`held_out.bin` and `held_out.txt` have the form that `python -m jmoe.data` gives them; the manifest
+comes last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+
+from jmoe.data.corpus import HELD_OUT, HELD_OUT_TEXT
+from jmoe.data.preparation import FORMAT, Job, Unit
+from jmoe.data.record_shards import MANIFEST
+from jmoe.data.sample_encoder import EncodedSample
+from jmoe.data.samples import parse_sample
+from jmoe.data.shards import ShardWriter, replace_content_durably, writing_samples, writing_shard
+from jmoe.data.tokenizer import encode_pieces
+from jmoe.data.unit_writer import encoder_of, tokenizer_of
+from jmoe.memory.direct_io import fsync
+from jmoe.types import JsonObject
+
+BAD_DOCUMENTS = "bad_documents.jsonl"
+COUNTS = ("documents", "held_out_documents", "empty_documents", "bad_documents")
+
+
+def is_finished(job: Job, units: Sequence[Unit]) -> bool:
+    """Return whether the manifest has been written and every unit's shard is still there."""
+    return (job.out / MANIFEST).is_file() and all(map(job.read_result, units))
+
+
+def finish_folder(job: Job, units: Sequence[Unit]) -> JsonObject:
+    """Write the held-out documents, the list of bad ones and the manifest; return the manifest.
+
+    Raises ValueError if nothing is left to train on, or no sample is held out.
+    """
+    results = [job.read_result(unit) for unit in units]
+    done = [result for result in results if result is not None]
+    assert len(done) == len(units), "a unit's result has gone"
+    bad = [entry for result in done for entry in result["bad"]]
+    content = "".join(json.dumps(entry) + "\n" for entry in bad).encode()
+    replace_content_durably(job.out / BAD_DOCUMENTS, content)
+    shards = [result["shard"] for result in done if result["shard"]]
+    if not shards:
+        first = f"; the first: {bad[0]['file']}: {bad[0]['problem']}" if bad else ""
+        raise ValueError(
+            f"data.path = {job.config.path}: holds no document to train on; {len(bad)} are bad"
+            f" ({job.out / BAD_DOCUMENTS}){first}"
+        )
+    held_out = [text for result in done for text in result["held_out"]]
+    header = _write_held_out(job, held_out)
+    manifest: JsonObject = {
+        "format": FORMAT,
+        "fingerprint": _fingerprint(shards, header),
+        "tokenizer": tokenizer_of(job).fingerprint,
+        "tokens": sum(shard["count"] for shard in shards),
+        **{name: sum(result[name] for result in done) for name in COUNTS},
+        "held_out": header,
+        "shards": [
+            {"documents": result["documents"], **result["shard"]}
+            for result in done
+            if result["shard"]
+        ],
+    }
+    fsync(job.out)
+    replace_content_durably(job.out / MANIFEST, json.dumps(manifest, indent=1).encode())
+    return manifest
+
+
+def _fingerprint(shards: Sequence[JsonObject], held_out: JsonObject | None) -> str:
+    """Return the hash of all ids, by the hashes of the shards."""
+    parts = [shard["sha256"] for shard in shards] + [held_out["sha256"] if held_out else ""]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _write_held_out(job: Job, documents: Sequence[str]) -> JsonObject | None:
+    """Write the held-out documents: texts, or lines of samples. Return the header of their shard;
+    None without any, in which case a run holds out the end of the largest shard.
+    """
+    if job.has_samples:
+        written = _write_held_out_samples(job, documents)
+        content = "".join(line if line.endswith("\n") else f"{line}\n" for line in documents)
+    elif documents:
+        written = _write_held_out_text(job, documents)
+        content = "".join(documents)
+    else:
+        return None
+    replace_content_durably(job.out / HELD_OUT_TEXT, content.encode())
+    assert written.header is not None
+    return dataclasses.asdict(written.header)
+
+
+def _write_held_out_text(job: Job, documents: Sequence[str]) -> ShardWriter:
+    tokenizer = tokenizer_of(job)
+    with writing_shard(
+        job.out / HELD_OUT,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        tokenizer=tokenizer.fingerprint,
+        split="held_out",
+        control="tokens" if tokenizer.encodes_control else "text",
+    ) as shard:
+        for ids, size in encode_pieces(tokenizer, ((text, True) for text in documents)):
+            shard.append(ids, text_bytes=size)
+    return shard
+
+
+def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
+    encoder = encoder_of(job)
+    assert job.config.field is not None
+    samples = encoder.encode([parse_sample(json.loads(s), job.config.field) for s in documents])
+    if not samples:
+        raise ValueError(
+            f"data.held_out_fraction = {job.config.held_out_fraction}: holds none of the samples"
+            " out; raise it, or --held-out-bytes"
+        )
+    with writing_samples(
+        job.out / HELD_OUT,
+        vocab_size=encoder.tokenizer.vocab_size,
+        eot=encoder.tokenizer.eot,
+        tokenizer=encoder.tokenizer.fingerprint,
+        split="held_out",
+    ) as shard:
+        for sample in samples:
+            assert isinstance(sample, EncodedSample), "the unit's worker encoded it"
+            shard.append(sample.ids, sample.trained, text_bytes=sample.text_bytes)
+    return shard.ids
