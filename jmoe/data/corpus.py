@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from jmoe.config import DataConfig
 from jmoe.config.checks import check, check_unset
 from jmoe.data.chat_files import write_chat_files
-from jmoe.data.record_shards import MANIFEST, check_preparation_finished, open_shard
+from jmoe.data.record_shards import MANIFEST, check_preparation_finished, open_token_shard
 from jmoe.data.sample_encoder import (
     EncodedSample,
     SampleEncoder,
@@ -283,7 +283,7 @@ def prepare_corpus(
             cache_dir / TOKENIZER, vocab_size, encode_control=job.encodes_control
         )
         for number, i in enumerate(texts):
-            shards[i] = [open_shard(cache_dir / manifest["train"][number]["file"])]
+            shards[i] = [open_token_shard(cache_dir / manifest["train"][number]["file"])]
         held_out.append(_read_held_out(cache_dir, tokenizer))
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
     _check_shards([shard for i in shard_inputs for shard in shards[i]], role.report)
@@ -417,7 +417,7 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
 def _has_samples(entry: TextInput) -> bool:
     """Return whether an input holds samples for fine-tuning, as records or as token shards."""
     if entry.is_shards:
-        return open_shard(entry.files[0].path).header.layout == "samples"
+        return open_token_shard(entry.files[0].path).header.layout == "samples"
     return entry.files[0].has_samples
 
 
@@ -456,7 +456,7 @@ def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[
         check_preparation_finished(folder)
     train = []
     for file in entry.files:
-        shard = open_shard(file.path)
+        shard = open_token_shard(file.path)
         made_for = shard.header.vocab_size
         if made_for > vocab_size:
             raise ValueError(
@@ -619,7 +619,7 @@ class _TokenizingJob:
             return None
         try:
             for part in [*manifest["train"], manifest["held_out"]]:
-                shard = open_shard(self.directory / part["file"])
+                shard = open_token_shard(self.directory / part["file"])
                 if shard.header.sha256 != part["sha256"]:
                     return None
                 if self.has_samples:
@@ -909,7 +909,7 @@ def _wait_for_manifest(job: _TokenizingJob, role: PreparationRole) -> JsonObject
 
 
 def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldOutTokens:
-    shard = open_shard(directory / HELD_OUT)
+    shard = open_token_shard(directory / HELD_OUT)
     shard.blocks.check_all(shard.header)
     if shard.header.layout == "samples":
         return _HeldOutTokens(np.zeros(0, np.int32), None, shard.header.sha256, shard)
@@ -950,7 +950,10 @@ def _take_held_out_of_shards(
         folders = sorted({file.path.parent.resolve() for file in inputs[i].files})
         beside = [folder for folder in folders if (folder / HELD_OUT).is_file()]
         for folder in beside:
-            if open_shard(folder / HELD_OUT).header.tokenizer != shards[i][0].header.tokenizer:
+            if (
+                open_token_shard(folder / HELD_OUT).header.tokenizer
+                != shards[i][0].header.tokenizer
+            ):
                 raise ValueError(
                     f"{folder / HELD_OUT}: made with another tokenizer than the token shards"
                     " beside it"

@@ -2,7 +2,7 @@
 
 Usage: python -m jmoe.data.prepare PATH... --tokenizer FILE --out SHARDS [--ray ADDRESS].
 
-`preparation.py` divides the text into units, `unit_writer.py` writes each as one shard, and this
+`work_units.py` divides the text into units, `unit_writer.py` writes each as one shard, and this
 program deals the units out and writes what concerns all: held-out text and manifest. Started again
 after any interruption, it does the units that are left.
 """
@@ -25,7 +25,6 @@ from pathlib import Path
 
 from jmoe.config import DataConfig
 from jmoe.data.chat_files import write_chat_files
-from jmoe.data.preparation import Job, Unit, claim_folder, find_pieces, job_key, plan_units
 from jmoe.data.prepared_folder import finish_folder, is_finished
 from jmoe.data.progress import PreparationProgress
 from jmoe.data.record_shards import PLAN
@@ -33,6 +32,7 @@ from jmoe.data.shards import remove_stale_temporaries, replace_content_durably
 from jmoe.data.text_options import add_text_options, data_config
 from jmoe.data.tokenizer import load_tokenizer
 from jmoe.data.unit_writer import MAX_VOCAB_SIZE, write_unit, write_unit_on_one_core
+from jmoe.data.work_units import Job, Unit, claim_folder, find_pieces, job_key, plan_units
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.ray_cluster import check_same_everywhere, connect, run_tasks
 from jmoe.runtime import end_at_once_on_interrupt

@@ -13,13 +13,13 @@ import json
 from collections.abc import Sequence
 
 from jmoe.data.corpus import HELD_OUT, HELD_OUT_TEXT
-from jmoe.data.preparation import FORMAT, Job, Unit
 from jmoe.data.record_shards import MANIFEST
 from jmoe.data.sample_encoder import EncodedSample
 from jmoe.data.samples import parse_sample
 from jmoe.data.shards import ShardWriter, replace_content_durably, writing_samples, writing_shard
 from jmoe.data.tokenizer import encode_pieces
 from jmoe.data.unit_writer import encoder_of, tokenizer_of
+from jmoe.data.work_units import FORMAT, Job, Unit
 from jmoe.memory.direct_io import fsync
 from jmoe.types import JsonObject
 

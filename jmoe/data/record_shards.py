@@ -28,10 +28,8 @@ from jmoe.data.shards import (
     Ids,
     Shard,
     ShardHeader,
+    open_shard,
     parse_header,
-)
-from jmoe.data.shards import (
-    open_shard as open_mapped_shard,
 )
 from jmoe.data.text_files import RECORD_SHARD_SUFFIX
 from jmoe.memory.direct_io import fsync, name_file_in_errors
@@ -44,13 +42,13 @@ MANIFEST = "manifest.json"
 PLAN = "plan.json"  # what a preparation is to write; its manifest comes last
 
 
-def open_shard(path: Path) -> Shard:
+def open_token_shard(path: Path) -> Shard:
     """Return the shard `path`, an ArrayRecord file or a memory-mapped one, told by its name.
 
     Checks only header and size. Raises ValueError if the file is not a shard, is truncated or is
     damaged.
     """
-    return _open_records(path) if path.suffix == RECORD_SHARD_SUFFIX else open_mapped_shard(path)
+    return _open_records(path) if path.suffix == RECORD_SHARD_SUFFIX else open_shard(path)
 
 
 def write_as_records(shard: Shard, path: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from jmoe.data.preparation import Job, Piece, Unit, open_piece
 from jmoe.data.record_shards import write_as_records
 from jmoe.data.sample_encoder import (
     EncodedSample,
@@ -48,6 +47,7 @@ from jmoe.data.tokenizer import (
     encode_pieces,
     load_tokenizer,
 )
+from jmoe.data.work_units import Job, Piece, Unit, open_piece
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.types import JsonObject
 

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_prepare import files_of, run
+from prepared_shards import files_of, run
 from text_corpus import REPOSITORY
 
-from jmoe.data.preparation import UNITS
+from jmoe.data.work_units import UNITS
 from tests.chat_models import write_chat_tokenizer, write_jsonl
 from tests.ray_clusters import SETTINGS, kill_worker, ray_cluster
 
