@@ -36,6 +36,11 @@ SIZES = {
     "int8 by row": (160, 96),
 }
 SIZES |= {
+    "fp8 of rows": (160, 136),
+    "fp8 of matrices": (160, 136),
+    "gptq": (160, 96),
+    "awq": (160, 96),
+    "nvfp4": (160, 96),
     "fp8 of powers": (160, 136),
     "fp8 of bfloat16": (160, 136),
     "mxfp4": (160, 96),
@@ -67,6 +72,13 @@ QUANTIZATION = {
         "pack-quantized", num_bits=8, type="int", strategy="group", group_size=32
     ),
     "int8 by row": compressed_tensors("int-quantized", num_bits=8, type="int", strategy="channel"),
+    "fp8 of rows": compressed_tensors(
+        "float-quantized", num_bits=8, type="float", strategy="channel"
+    ),
+    "fp8 of matrices": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "gptq": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
     "mxfp4 of experts": FP8,  # with expert_dtype: fp4
     "mxfp4": compressed_tensors(
         "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32
@@ -103,9 +115,9 @@ def write_compressed_checkpoint(
                 kept[piece.name] = widened[piece.name] = values
                 continue
             tensors, widened[piece.name] = _drawn(kind, piece.shape, rng)
-            if "scale" in tensors:
-                kept[piece.name.removesuffix("weight") + "scale"] = tensors.pop("scale")
-            kept |= {piece.name + suffix: tensor for suffix, tensor in tensors.items()}
+            for suffix, tensor in tensors.items():
+                at = piece.name if suffix[:1] in ("", "_") else piece.name.removesuffix("weight")
+                kept[at + suffix] = tensor
     for folder, tensors in ((compressed, kept), (wide, widened)):
         made = [
             NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)) for name, x in tensors.items()
@@ -118,6 +130,21 @@ def _drawn(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return (tensors by the suffix of their name, the float32 matrix that they mean)."""
     rows, columns = shape
+    if kind in ("fp8 of rows", "fp8 of matrices"):
+        size = (rows, 1) if kind == "fp8 of rows" else (1,)
+        scale = np.asarray(rng.uniform(0.002, 0.004, size), np.float32)
+        values = (30 * rng.normal(size=shape)).astype(jnp.float8_e4m3fn)
+        return {"": values, "_scale": scale}, values.astype(np.float32) * scale
+    if kind in ("gptq", "awq"):
+        return _drawn_by_input(kind, shape, rng)
+    if kind == "nvfp4":
+        codes = rng.integers(0, 16, shape)
+        scales = rng.uniform(1, 300, (rows, columns // 16)).astype(jnp.float8_e4m3fn)
+        whole = np.float32(3e-4)
+        packed = _packed(codes, 4).view(np.uint8).reshape(rows, -1)
+        signed = np.array([*E2M1, *(-x for x in E2M1)], np.float32)[codes]
+        wide = signed * np.repeat(scales.astype(np.float32) * whole, 16, axis=1)
+        return {"": packed, "_scale": scales, "_scale_2": np.array([whole])}, wide
     if kind.startswith("fp8"):
         stored = scales = rng.uniform(0.002, 0.004, (-(-rows // 128), -(-columns // 128))).astype(
             np.float32
@@ -158,6 +185,30 @@ def _drawn(
     return {"_packed": packed, "_scale": scales, "_shape": np.array(shape, np.int64)}, wide.astype(
         np.float32
     )
+
+
+def _drawn_by_input(
+    kind: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """GPTQ in 8 bits with inputs out of order, or AWQ: integers [K, N] in groups of 32 inputs."""
+    outputs, inputs = shape
+    bits = 8 if kind == "gptq" else 4
+    groups = np.arange(inputs) // 32
+    if kind == "gptq":
+        rng.shuffle(groups)
+    codes = rng.integers(0, 2**bits, (inputs, outputs))
+    zeros = rng.integers(1, 2**bits, (inputs // 32, outputs))
+    scales = rng.uniform(0.01, 0.02, zeros.shape).astype(np.float16)
+    wide = ((codes - zeros[groups]).astype(np.float32) * scales[groups].astype(np.float32)).T
+    if kind == "gptq":
+        words = np.ascontiguousarray(_packed(codes.T, bits).T)
+        tensors = {"qweight": words, "qzeros": _packed(zeros - 1, bits)}
+        return tensors | {"scales": scales, "g_idx": groups.astype(np.int32)}, wide
+    # nibble i of a word holds column (0, 2, 4, 6, 1, 3, 5, 7)[i] of its eight
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    columns = np.arange(outputs).reshape(-1, 8)[:, order].reshape(-1)
+    tensors = {"qweight": _packed(codes[:, columns], 4), "qzeros": _packed(zeros[:, columns], 4)}
+    return tensors | {"scales": scales}, wide
 
 
 def _packed(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.lora import adapted_parameters, get_at_path, initial_adapters, merged_weight
 from jmoe.models.peft_files import AdapterFolder, read_adapter_folder, write_adapter_folder
 from jmoe.models.pretrained import abstract_decoder, read_config, write_pretrained
-from jmoe.models.stored_formats import COMPRESSION_FIELDS
+from jmoe.models.quantization import COMPRESSION_FIELDS
 from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
 from jmoe.models.weights import load_arrays
 from jmoe.run.checkpoint import Checkpoints

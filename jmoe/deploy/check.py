@@ -65,14 +65,16 @@ class ModelSize:
 class LoadedSizes:
     """The bytes of a model in memory, and where an engine would put them.
 
-    engine: the engine's options with its sequence length. plan: None if the model does not fit, for
-    the reason `no_plan`.
+    conversion: what is said of experts held in another format than stored. engine: the engine's
+    options with its sequence length. plan: None if the model does not fit, for the reason
+    `no_plan`.
     """
 
     stored_experts: str
     experts_in_memory: str
     expert_bytes: int
     other_bytes: int
+    conversion: str
     engine: EngineConfig
     plan: MemoryPlan | None
     no_plan: str = ""
@@ -139,6 +141,8 @@ def _loaded_lines(loaded: LoadedSizes) -> Iterator[str]:
         f"experts: stored in {loaded.stored_experts}, in memory {loaded.experts_in_memory}:"
         f" {loaded.expert_bytes / 1e9:,.1f} GB; other weights {loaded.other_bytes / 1e9:,.1f} GB"
     )
+    if loaded.conversion:
+        yield loaded.conversion
     if loaded.plan is None:
         yield f"does not fit: {loaded.no_plan}"
         return
@@ -224,11 +228,13 @@ def _measure_loaded(
         except ValueError as error:
             no_plan = str(error)
         stored = checkpoint.stored_format
+        label = checkpoint.stored_expert_label if stored is None else stored.name
         return LoadedSizes(
-            stored_experts=wide if stored is None else stored.name,
+            stored_experts=label or wide,
             experts_in_memory=wide if kept is None else kept.name,
             expert_bytes=config.num_moe_layers * config.num_experts * checkpoint.expert_bytes,
             other_bytes=checkpoint.dense_bytes_per_device(),
+            conversion=checkpoint.expert_conversion,
             engine=engine,
             plan=plan,
             no_plan=no_plan,

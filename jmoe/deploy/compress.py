@@ -22,6 +22,7 @@ from jmoe.deploy.expert_layouts import LAYOUTS, ExpertLayout, expert_layout
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import MAX_SHARD_BYTES, abstract_decoder, read_config
+from jmoe.models.quantization import COMPRESSION_FIELDS, format_of_matrix
 from jmoe.models.safetensors_io import (
     DTYPES,
     NewTensor,
@@ -31,7 +32,7 @@ from jmoe.models.safetensors_io import (
     replace_text_durably,
     write_safetensors,
 )
-from jmoe.models.stored_formats import COMPRESSION_FIELDS, Fp8Blocks, StoredFormat, format_of_matrix
+from jmoe.models.stored_formats import Fp8Blocks, StoredFormat
 from jmoe.models.tensor_names import has_fused_experts
 from jmoe.models.weights import Parameter, ParameterPiece, check_tensors, list_parameters
 from jmoe.runtime import end_at_once_on_interrupt

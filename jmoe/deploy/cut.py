@@ -24,6 +24,7 @@ from jmoe.memory.direct_io import fsync, fsync_tree
 from jmoe.models.huggingface import updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
+from jmoe.models.quantization import MODELOPT_FILE
 from jmoe.models.tokenizer_file import find_chat_templates
 from jmoe.models.weights import Names, StoredExperts
 
@@ -128,9 +129,12 @@ def creating_model_folder(out: Path, source: Path) -> Iterator[Path]:
 
 
 def copy_beside_weights(source: Path, target: Path) -> None:
-    """Copy a Hugging Face folder's files except weights and config.json, such as the tokenizer."""
+    """Copy a Hugging Face folder's files except weights and what describes them, such as the
+    tokenizer.
+    """
     names = model_file_names(source)
-    beside = (name for name in names if not name.endswith(WEIGHTS) and name != "config.json")
+    described = ("config.json", MODELOPT_FILE)
+    beside = (name for name in names if not name.endswith(WEIGHTS) and name not in described)
     copy_files(source, target, beside)
 
 

@@ -97,6 +97,8 @@ class LoadedModel(Closing):
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and load_native_if_used(options, say)
             _check_activations(checkpoint, options, use_native)
+            if conversion := checkpoint.expert_conversion:
+                say(conversion)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None

@@ -15,8 +15,9 @@ from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.models.folder import has_file
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config_file, read_json_object
+from jmoe.models.quantization import announced_format, announced_group
 from jmoe.models.safetensors_io import INDEX, SINGLE, StoredTensor
-from jmoe.models.stored_formats import StoredFormat, announced_format, announced_group
+from jmoe.models.stored_formats import StoredFormat
 from jmoe.models.weights import (
     KEPT_FLOAT32,
     Parameter,

@@ -11,7 +11,7 @@ from jmoe.models.config_fields import check_fields_supported
 from jmoe.models.families import FAMILIES
 from jmoe.models.families.reader import ConfigFields
 from jmoe.models.families.unsupported import MISSING_PARTS
-from jmoe.models.stored_formats import COMPRESSION_FIELDS, check_quantization
+from jmoe.models.quantization import COMPRESSION_FIELDS, check_quantization
 from jmoe.types import JsonObject
 
 # {model type: family}

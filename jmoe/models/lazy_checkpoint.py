@@ -189,6 +189,39 @@ class LazyCheckpoint(Closing):
         kinds = {self._loader.memory_format(p) for p in matrices}
         return kinds.pop() if len(kinds) == 1 else None
 
+    @property
+    def expert_conversion(self) -> str:
+        """A sentence if experts stored in a compressed format are held in another one; "" if not.
+
+        Experts that were asked for wide are not mentioned.
+        """
+        stored, kind = self.stored_expert_label, self.expert_format
+        if not stored or self._given_dtypes[1] == "wide":
+            return ""
+        layers, experts = self.config.num_moe_layers, self.config.num_experts
+        gigabytes = layers * experts * self.expert_bytes / 1e9
+        if kind is None:
+            return (
+                f"experts are stored in {stored}, which no format in memory holds exactly: they are"
+                f" widened to {self.dtype}, {gigabytes:,.1f} GB; --expert-dtype"
+                " (mxfp4, int4, int8, fp8) takes less and rounds"
+            )
+        if kind is self.stored_format:
+            return ""
+        matrices = [p for p in self._experts.values() if len(p.matrix_shape) == 2]
+        kept = all(self._stays_compressed(p) for p in matrices)
+        loss = "their scales are rounded to bfloat16" if kept else "every weight is rounded again"
+        return f"experts are stored in {stored} and held in {kind.name}: {loss}"
+
+    @property
+    def stored_expert_label(self) -> str:
+        """The name of the compressed format in which experts' matrices are stored, such as "NVFP4";
+        "" for plain numbers.
+        """
+        matrices = [p for p in self._experts.values() if len(p.matrix_shape) == 2]
+        labels = {self._loader.stored_label(p) for p in matrices} - {""}
+        return " and ".join(sorted(labels))
+
     def reopen(self) -> "LazyCheckpoint":
         """Return a new reader of the same folder with the same options and its own file handles."""
         return LazyCheckpoint(self.folder, *self._given_dtypes)
@@ -313,10 +346,10 @@ class LazyCheckpoint(Closing):
         layer: index among the layers with experts.
         """
         for name, parameter in self._experts.items():
-            is_kept = self.expert_format is not None and self._stays_compressed(parameter)
-            if is_kept and len(parameter.matrix_shape) == 2:
+            kind = self.expert_format
+            if kind and len(parameter.matrix_shape) == 2 and self._stays_compressed(parameter):
                 views[name][...], views[name + SCALES][...] = self._loader.read_compressed(
-                    parameter, layer, expert
+                    parameter, layer, expert, kind
                 )
                 continue
             part = self.read_expert_array(name, layer, expert)
@@ -327,10 +360,13 @@ class LazyCheckpoint(Closing):
 
     def _stays_compressed(self, parameter: Parameter) -> bool:
         """Return whether `expert_format` holds the stored matrices exactly, so that they are copied
-        into records without being decompressed.
+        into records without being decompressed. An `expert_dtype` that was asked for may round the
+        scales.
         """
         if parameter.path not in self._stored_formats:
-            self._stored_formats[parameter.path] = self._loader.memory_format(parameter)
+            self._stored_formats[parameter.path] = self._loader.memory_format(
+                parameter, rounded=self._given_dtypes[1] is not None
+            )
         return self._stored_formats[parameter.path] is self.expert_format
 
     def read_expert(self, layer: int, expert: int) -> dict[str, np.ndarray]:

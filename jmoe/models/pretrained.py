@@ -36,6 +36,7 @@ from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.folder import has_file
 from jmoe.models.huggingface import family_of, hf_config, model_config
+from jmoe.models.quantization import COMPRESSION_FIELDS, MODELOPT_FILE
 from jmoe.models.safetensors_io import (
     INDEX,
     SINGLE,
@@ -43,7 +44,6 @@ from jmoe.models.safetensors_io import (
     replace_text_durably,
     write_safetensors,
 )
-from jmoe.models.stored_formats import COMPRESSION_FIELDS
 from jmoe.models.weights import (
     Names,
     StoredExperts,
@@ -185,13 +185,20 @@ def check_dtype(dtype: DTypeLike | None) -> None:
 def read_config_file(folder: Path) -> JsonObject:
     """Return the `config.json` of a Hugging Face folder as it is written.
 
-    Raises ValueError naming the file if it is missing or damaged.
+    NVIDIA's releases describe their quantization in `hf_quant_config.json`, which is then returned
+    as `quantization_config`. Raises ValueError naming the file if it is missing or damaged.
     """
     file = folder / "config.json"
     if not has_file(file):
         hint = unreadable_model_hint(folder) or "a Hugging Face checkpoint has one"
         raise ValueError(f"{file}: is missing; {hint}")
-    return read_json_object(file)
+    fields, beside = read_json_object(file), folder / MODELOPT_FILE
+    if not fields.get("quantization_config") and has_file(beside):
+        described = read_json_object(beside).get("quantization")
+        if not isinstance(described, dict):
+            raise ValueError(f"{beside}: quantization = {described!r}: must be a table")
+        fields["quantization_config"] = {"quant_method": "modelopt", **described}
+    return fields
 
 
 def read_config(folder: Path) -> JsonObject:

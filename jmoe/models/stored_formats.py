@@ -1,6 +1,7 @@
 """Compressed matrices of Hugging Face checkpoints: their tensors, and how to decompress them.
 
-Each `StoredFormat` reads one layout:
+`quantization.py` says which format a matrix is stored in; `packed_formats.py` has those that mostly
+have no exact form in memory. Each `StoredFormat` reads one layout:
 - `fp8` (DeepSeek-V3, Qwen3's FP8 releases): `W` E4M3 [N, K]; `W_scale_inv` [N / 128, K / 128] in
   float32 or bfloat16, or with `scale_fmt: ue8m0` powers of two in float32 or E8M0. Fused experts of
   transformers 5 have a leading E on both: `W` E4M3 [E, N, K].
@@ -9,6 +10,8 @@ Each `StoredFormat` reads one layout:
 - compressed-tensors `int-quantized`: `W` int8 [N, K]; `W_scale` [N, K / G].
 - compressed-tensors `mxfp4-pack-quantized`: `W_packed` uint8 [N, K / 2], the lower four bits first;
   `W_scale` uint8 [N, K / 32].
+- FP8 by tensor or row (`fp8` without blocks, compressed-tensors `float-quantized`, modelopt `FP8`):
+  `W` E4M3 [N, K]; `W_scale` of one element, [N], [N, 1] or by blocks.
 - `expert_dtype: fp4` (DeepSeek-V4): `W` int8 [N, K / 2], packed as above; E8M0 scales [N, K / 32],
   named `scale` in place of `weight`.
 
@@ -29,46 +32,20 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import check
 from jmoe.models.mxfp4 import decode_mxfp4
 from jmoe.models.safetensors_io import StoredTensor
-from jmoe.types import Json, JsonObject
 from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
 
 Stored = Mapping[str, StoredTensor]
 # (tensor, first row, end row) -> a copy of these rows, [n, elements of a row]
 ReadRows = Callable[[StoredTensor, int, int], np.ndarray]
-COMPRESSION_FIELDS = ("quantization_config", "expert_dtype")  # of a `config.json`
 SCALE_DTYPES = ("BF16", "F16", "F32")
-# compressed-tensors' formats that `format_of_matrix` reads: (type, numbers of bits) of the weights
-_COMPRESSED_TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "pack-quantized": ("int", (4, 8)),
-    "int-quantized": ("int", (8,)),
-    "mxfp4-pack-quantized": ("float", (4,)),
-}
-# supported values of a compressed-tensors configuration's fields
-_WEIGHT_FIELDS: dict[str, tuple[Json, ...]] = {
-    "symmetric": (True,),
-    "dynamic": (False, None),
-    # "static" and "weight" are synonyms, and store columns in their original order
-    "actorder": (None, False, "static", "weight"),
-    "zp_dtype": (None,),
-    "block_structure": (None,),
-    "strategy": ("group", "channel"),
-}
-# Fields by which a compressed-tensors model changes more than its weights, with the values that
-# disable each.
-_OTHER_CHANGES: dict[str, tuple[Json, ...]] = {
-    "transform_config": (None, {}, {"config_groups": {}}),
-    "sparsity_config": (None, {}),
-    "moe_sparsity_config": (None, {}),
-    "kv_cache_scheme": (None, {}),
-}
 
 
 class StoredFormat(ABC):
     """A compressed layout of a matrix [N, K] in one or several tensors."""
 
+    label: ClassVar[str]  # its name in messages
     suffixes: ClassVar[tuple[str, ...]]  # appended to the matrix's name for each tensor
     may_stack: ClassVar[bool] = False  # whether the tensors may hold the matrices of all experts
 
@@ -110,6 +87,16 @@ class StoredFormat(ABC):
     def memory_format(self, stored: Stored, name: str) -> Format | None:
         """Return the in-memory format that represents the matrix exactly; None if there is none."""
 
+    def rounded_format(self, stored: Stored, name: str) -> Format | None:
+        """Return the in-memory format that represents the values exactly, and the scales rounded to
+        its dtype; None if there is none.
+        """
+        return self.memory_format(stored, name)
+
+    def rows_at_once(self, rows: int, step: int) -> int:
+        """Return how many of the matrix's rows to decompress at once; `step` bounds the memory."""
+        return step
+
     @abstractmethod
     def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
@@ -134,12 +121,15 @@ class StoredFormat(ABC):
         """
         values, scales = self.read_compressed(read, stored, name, 0, shape[0])
         repeats = -(-shape[1] // kind.block) // scales.shape[1]
+        if np.dtype(kind.scales) == np.uint16:  # the bits of bfloat16
+            scales = scales.astype(jnp.bfloat16)
         return values.T, np.repeat(scales, repeats, axis=1).T.view(kind.scales)
 
 
 class Fp8Blocks(StoredFormat):
     """E4M3 values; each block of 128 x 128 shares a scale."""
 
+    label = "FP8"
     suffixes = ("", "_scale_inv")
     may_stack = True
 
@@ -166,6 +156,40 @@ class Fp8Blocks(StoredFormat):
         return numbers * np.repeat(scales, FP8.block, axis=1)[:, : numbers.shape[1]]
 
 
+class Fp8Scaled(Fp8Blocks):
+    """E4M3 values under one scale for the matrix, for each row, or for each block of 128 x 128."""
+
+    suffixes = ("", "_scale")
+    may_stack = False
+
+    def expected_tensors(
+        self, n: int, k: int
+    ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
+        blocks = -(-n // FP8.block), -(-k // FP8.block)
+        return [(("F8_E4M3",), [(n, k)]), (SCALE_DTYPES, [(n, 1), (n,), (1,), (), blocks])]
+
+    def read_compressed(
+        self, read: ReadRows, stored: Stored, name: str, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        values = read(stored[name], start, end).view(np.uint8)
+        scale, num_rows = stored[name + "_scale"], stored[name].shape[0]
+        if len(scale.shape) == 2 and scale.shape[0] != num_rows:  # by blocks
+            blocks = read(scale, start // FP8.block, -(-end // FP8.block)).astype(np.float32)
+            rows = np.repeat(blocks, FP8.block, axis=0)[start % FP8.block :]
+            return values, rows[: end - start]
+        if len(scale.shape) == 2:
+            return values, read(scale, start, end).astype(np.float32)
+        whole = read(scale, 0, 1).astype(np.float32).reshape(-1, 1)
+        by_row = np.broadcast_to(whole, (num_rows, 1))
+        return values, by_row[start:end]
+
+    def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        if scales.shape[1] > 1:
+            return super().decompress(values, scales)
+        numbers: np.ndarray = values.view(jnp.float8_e4m3fn).astype(np.float32)
+        return numbers * scales
+
+
 class _Integers(StoredFormat):
     """Integers; each row, or each group of inputs in a row, shares a scale.
 
@@ -176,10 +200,13 @@ class _Integers(StoredFormat):
     bits: int
 
     def memory_format(self, stored: Stored, name: str) -> Format | None:
+        is_exact = stored[name + "_scale"].dtype == "BF16"
+        return self.rounded_format(stored, name) if is_exact else None
+
+    def rounded_format(self, stored: Stored, name: str) -> Format | None:
         scales, num_inputs = stored[name + "_scale"], self.num_inputs(stored, name)
         group, kind = num_inputs // scales.shape[1], INT4 if self.bits == 4 else INT8
-        fits = num_inputs % kind.block == 0 and group % kind.block == 0 and scales.dtype == "BF16"
-        return kind if fits else None
+        return kind if num_inputs % kind.block == 0 and group % kind.block == 0 else None
 
     @abstractmethod
     def num_inputs(self, stored: Stored, name: str) -> int:
@@ -202,6 +229,7 @@ def _possible_scale_shapes(n: int, k: int) -> list[tuple[int, ...]]:
 class PackedIntegers(_Integers):
     """Integers of 4 or 8 bits, packed into 32-bit words."""
 
+    label = "integers"
     suffixes = ("_packed", "_scale", "_shape")
 
     def __init__(self, bits: int) -> None:
@@ -231,6 +259,7 @@ class PackedIntegers(_Integers):
 class Int8Values(_Integers):
     """Integers of 8 bits, one a byte."""
 
+    label = "int8"
     suffixes = ("", "_scale")
     bits = 8
 
@@ -251,6 +280,7 @@ class Int8Values(_Integers):
 class PackedMxfp4(StoredFormat):
     """E2M1 values, two a byte; each block of 32 inputs shares a power-of-two scale."""
 
+    label = "MXFP4"
     suffixes = ("_packed", "_scale")
     dtypes = ("U8", "U8")  # (values, scales)
 
@@ -291,142 +321,13 @@ class Fp4Experts(PackedMxfp4):
         return name, name.removesuffix("weight") + "scale"
 
 
-def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
-    """Return the compressed format in which a matrix is stored.
-
-    None if it is stored as a single tensor of plain numbers, or is missing.
-    """
-    if name in stored and all(part in stored for part in Fp4Experts().tensor_names(name)):
-        return Fp4Experts()
-    if name in stored:
-        return {"F8_E4M3": Fp8Blocks(), "I8": Int8Values()}.get(stored[name].dtype)
-    packed = stored.get(name + "_packed")
-    if packed is None:
-        return None
-    if packed.dtype == "U8":
-        return PackedMxfp4()
-    is_wider = len(packed.shape) == len(shape) == 2 and packed.shape[1] == -(-shape[1] // 4)
-    return PackedIntegers(8 if is_wider else 4)
-
-
 def decompress_rows(
     form: StoredFormat, read: ReadRows, stored: Stored, name: str, span: tuple[int, int], step: int
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield (first row, end row, float32 rows) of rows `span` of a matrix, `step` rows at a
     time.
     """
+    step = form.rows_at_once(span[1] - span[0], step)
     for first in range(*span, step):
         last = min(first + step, span[1])
         yield first, last, form.decompress(*form.read_compressed(read, stored, name, first, last))
-
-
-def announced_format(fields: JsonObject) -> StoredFormat | None:
-    """Return the format in which a `config.json` says that its experts' matrices are stored.
-
-    None for plain numbers, and for gpt-oss's MXFP4, whose tensors hold all experts.
-    """
-    if fields.get("expert_dtype") == "fp4":
-        return Fp4Experts()
-    quantization = fields.get("quantization_config") or {}
-    match quantization.get("quant_method"), quantization.get("format"):
-        case "fp8", _:
-            return Fp8Blocks()
-        case "compressed-tensors", "pack-quantized":
-            bits = [group["weights"]["num_bits"] for group in _config_groups(quantization)]
-            return PackedIntegers(bits[0])
-        case "compressed-tensors", "int-quantized":
-            return Int8Values()
-        case "compressed-tensors", "mxfp4-pack-quantized":
-            return PackedMxfp4()
-    return None
-
-
-def announced_group(fields: JsonObject, num_inputs: int) -> int:
-    """Return how many of a row's inputs share a scale of integers, by the `config.json`."""
-    quantization = fields.get("quantization_config") or {}
-    for group in _config_groups(quantization):
-        return (group.get("weights") or {}).get("group_size") or num_inputs
-    return num_inputs
-
-
-def _config_groups(quantization: JsonObject) -> list[JsonObject]:
-    return list((quantization.get("config_groups") or {}).values())
-
-
-def check_quantization(fields: Json, kind: str, expert_dtype: Json = None) -> None:
-    """Raise ValueError if jmoe cannot read a `quantization_config` or `expert_dtype`.
-
-    Supported are the formats of this file, and gpt-oss's MXFP4.
-    """
-    check(expert_dtype in (None, "fp4", "fp8"), "expert_dtype", expert_dtype, "must be fp4 or fp8")
-    fields = fields if isinstance(fields, dict) or not fields else {"quant_method": fields}
-    if expert_dtype is not None:
-        goes = (fields or {}).get("quant_method", "fp8") == "fp8" and kind != "gpt_oss"
-        check(
-            goes,
-            "expert_dtype",
-            expert_dtype,
-            "needs quantization_config.quant_method = 'fp8', or none",
-        )
-    if not fields:
-        return
-    method = fields.get("quant_method")
-    known = ("mxfp4",) if kind == "gpt_oss" else ("fp8", "compressed-tensors")
-    prefix = "quantization_config."
-    check(method in known, prefix + "quant_method", method, f"must be {' or '.join(known)}")
-    if method == "fp8":
-        size, number = fields.get("weight_block_size"), fields.get("fmt", "e4m3")
-        check(
-            size == [FP8.block] * 2,
-            prefix + "weight_block_size",
-            size,
-            f"must be [{FP8.block}, {FP8.block}]",
-        )
-        names = "e4m3", "float8_e4m3fn"  # of one format; MiniMax-M2 has the second
-        check(number in names, prefix + "fmt", number, "must be e4m3 or float8_e4m3fn")
-        scales = fields.get("scale_fmt")
-        check(
-            scales in (None, "float", "ue8m0"),
-            prefix + "scale_fmt",
-            scales,
-            "must be ue8m0 or float, or none",
-        )
-        experts = fields.get("expert_dtype", "fp8")
-        check(experts == "fp8", prefix + "expert_dtype", experts, "must be fp8")
-    if method == "compressed-tensors":
-        _check_compressed_tensors(fields, prefix)
-
-
-def _check_compressed_tensors(fields: JsonObject, prefix: str) -> None:
-    chosen, known = fields.get("format"), ", ".join(_COMPRESSED_TENSORS)
-    check(chosen in _COMPRESSED_TENSORS, prefix + "format", chosen, f"must be {known}")
-    kind, usable = _COMPRESSED_TENSORS[str(chosen)]
-    for field, harmless in _OTHER_CHANGES.items():
-        value = fields.get(field)
-        is_dense = (
-            field == "sparsity_config"
-            and isinstance(value, dict)
-            and value.get("format") == "dense"
-        )
-        check(
-            value in harmless or is_dense, prefix + field, value, "is not supported: must be null"
-        )
-    groups = fields.get("config_groups")
-    check(isinstance(groups, dict), prefix + "config_groups", groups, "must be a table")
-    assert isinstance(groups, dict)
-    for name, group in groups.items():
-        weights, at = (group or {}).get("weights") or {}, f"{prefix}config_groups.{name}.weights."
-        own = (group or {}).get("format") or chosen
-        check(
-            own == chosen,
-            f"{prefix}config_groups.{name}.format",
-            own,
-            f"must be format = {chosen!r}, or none",
-        )
-        bits, number = weights.get("num_bits"), weights.get("type", "int")
-        known = f"must be {' or '.join(map(str, usable))} with format = {chosen!r}"
-        check(bits in usable, at + "num_bits", bits, known)
-        check(number == kind, at + "type", number, f"must be {kind!r}")
-        for field, allowed in _WEIGHT_FIELDS.items():
-            value = weights.get(field, allowed[0])
-            check(value in allowed, at + field, value, f"must be {' or '.join(map(str, allowed))}")

@@ -24,6 +24,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.mesh import is_expert, path_names
 from jmoe.models.families.tensors import OUTSIDE, TensorSource
 from jmoe.models.mxfp4 import decode_mxfp4_bfloat16
+from jmoe.models.quantization import format_of_matrix
 from jmoe.models.safetensors_io import (
     DTYPES,
     STAGING_BYTES,
@@ -32,7 +33,7 @@ from jmoe.models.safetensors_io import (
     TensorReader,
     read_headers,
 )
-from jmoe.models.stored_formats import Stored, decompress_rows, format_of_matrix
+from jmoe.models.stored_formats import Stored, decompress_rows
 from jmoe.models.tensor_names import has_fused_experts, layer_sources, parameter_source
 from jmoe.types import PyTree
 from kernels_pallas.compressed import stored_fields
@@ -380,28 +381,40 @@ class ParameterLoader:
             else:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
 
-    def memory_format(self, parameter: Parameter) -> Format | None:
+    def memory_format(self, parameter: Parameter, *, rounded: bool = False) -> Format | None:
         """Return the compressed in-memory format that represents all matrices of a parameter
         exactly.
 
-        None if there is none.
+        None if there is none. rounded: scales may be rounded to the format's dtype.
         """
         kinds: set[Format | None] = set()
         for piece in parameter.pieces():
             form = format_of_matrix(self._stored, piece.name, piece.shape)
-            is_linear = parameter.source.transposed
-            kinds.add(form.memory_format(self._stored, piece.name) if form and is_linear else None)
-        return kinds.pop() if len(kinds) == 1 else None
+            if form is None or not parameter.source.transposed:
+                kinds.add(None)
+            elif rounded:
+                kinds.add(form.rounded_format(self._stored, piece.name))
+            else:
+                kinds.add(form.memory_format(self._stored, piece.name))
+            if len(kinds) > 1 or kinds == {None}:
+                return None
+        return kinds.pop() if kinds else None
+
+    def stored_label(self, parameter: Parameter) -> str:
+        """Return the name of the compressed format of a parameter's first matrix; "" if it has
+        none.
+        """
+        piece = next(parameter.pieces())
+        form = format_of_matrix(self._stored, piece.name, piece.shape)
+        return "" if form is None else form.label
 
     def read_compressed(
-        self, parameter: Parameter, layer: int, expert: int
+        self, parameter: Parameter, layer: int, expert: int, kind: Format
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return one expert's matrix in its `memory_format`: (values, scales).
+        """Return one expert's matrix in its `memory_format`, `kind`: (values, scales).
 
         See `kernels_pallas/compressed.py` for their layout.
         """
-        kind = self.memory_format(parameter)
-        assert kind is not None
         fields = stored_fields(kind, "", parameter.matrix_shape).values()
         values, scales = (np.empty(shape, dtype) for shape, dtype in fields)
         for piece in parameter.pieces(slice(layer, layer + 1), slice(expert, expert + 1)):

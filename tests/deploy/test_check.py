@@ -25,8 +25,12 @@ MACHINE = named_machine("h100", 1, 512)
 
 
 def report_of(name: str, folder: Path) -> ModelReport:
-    (folder / "config.json").write_text(json.dumps(RELEASES[name]["config"]))
-    return check_model(folder, EngineConfig(), MACHINE)
+    release = RELEASES[name]
+    is_float16 = release["config"].get("torch_dtype") == "float16"
+    (folder / "config.json").write_text(json.dumps(release["config"]))
+    if "hf_quant_config" in release:
+        (folder / "hf_quant_config.json").write_text(json.dumps(release["hf_quant_config"]))
+    return check_model(folder, EngineConfig(dtype="bfloat16" if is_float16 else None), MACHINE)
 
 
 def row_of(name: str, folder: Path) -> str:
@@ -38,13 +42,15 @@ def row_of(name: str, folder: Path) -> str:
         return f"| {name} | {RELEASES[name]['config']['model_type']} | | | | refused: {why} |"
     size, loaded = report.size, report.loaded
     assert size is not None and loaded is not None
+    formats = loaded.experts_in_memory
+    if loaded.conversion:
+        formats = f"{loaded.stored_experts}, as {formats}"
     cells = [
         name,
         report.family,
         f"{size.parameters:,}",
         f"{size.active_parameters / 1e9:.1f}",
-        f"{loaded.experts_in_memory} {loaded.expert_bytes / 1e9:,.1f},"
-        f" others {loaded.other_bytes / 1e9:,.1f}",
+        f"{formats} {loaded.expert_bytes / 1e9:,.1f}, others {loaded.other_bytes / 1e9:,.1f}",
         plan_cell(report),
     ]
     return f"| {' | '.join(cells)} |"
