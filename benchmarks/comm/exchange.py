@@ -47,27 +47,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_program(
-    plan: ExchangePlan, mesh: "Mesh", num_experts: int, capacity_factor: float, direction: str
+    plan: ExchangePlan,
+    mesh: "Mesh",
+    num_experts: int,
+    capacity_factor: float | None,
+    direction: str,
+    *,
+    full_capacity: bool = False,
+    move: "Callable[..., jax.Array] | None" = None,
 ) -> "Callable[..., tuple[object, jax.Array]]":
     """Return a program for one exchange there and back.
 
     It maps (x [R T, D], topk_idx, topk_weights [R T, K]) to (y or the gradients, each device's
-    dropped assignments).
+    dropped assignments). full_capacity: with buffers for the worst case. move: the ragged
+    all-to-all of a ragged plan.
     """
     import jax
     import jax.numpy as jnp
 
     from jmoe.collectives.exchange import TokenChoices
     from jmoe.collectives.planned_exchange import make_exchange
+    from jmoe.collectives.ragged import RaggedExchange
+    from jmoe.collectives.ragged_rounds import RoundsExchange
     from jmoe.mesh import BATCH, EXPERT
 
     exchange = make_exchange(plan, EXPERT, capacity_factor)
+    if move is not None:
+        exchange = RoundsExchange(RaggedExchange(EXPERT, plan.num_devices, move))
 
     def body(x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[object, jax.Array]:
         counts = (idx.reshape(-1, 1) == jnp.arange(num_experts)).sum(axis=0, dtype=jnp.int32)
 
         def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-            dispatched = exchange.dispatch(x, TokenChoices(idx, weights, counts))
+            chosen = TokenChoices(idx, weights, counts)
+            dispatched = exchange.dispatch(x, chosen, full_capacity)
+            if isinstance(exchange, RoundsExchange):
+                unchanged = lambda params, others, arrived: arrived.rows_MD  # noqa: E731
+                y = exchange.run_experts(dispatched.handle, unchanged, (), ())
+                return y, dispatched.dropped[None]
             outs = [arrived.rows_MD for arrived in dispatched.chunks]
             return exchange.combine(outs, dispatched.handle), dispatched.dropped[None]
 

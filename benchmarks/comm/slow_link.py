@@ -4,6 +4,8 @@
         50, 100, 200 Mbit/s; top-2 of 8, top-8 of 64 experts
     sudo python benchmarks/comm/slow_link.py exchange --rates 100 --shapes 2:8:560 \
         --kinds flat dedup
+    sudo python benchmarks/comm/slow_link.py padding --rates 100
+        rows that are padded, or sent by a ragged all-to-all; balanced and skewed
     sudo python benchmarks/comm/slow_link.py fusion --rates 200
         training steps: one buffer or many, one level or two
     sudo python benchmarks/comm/slow_link.py fusion --shapes experts
@@ -17,12 +19,13 @@
     sudo python benchmarks/comm/slow_link.py embedding
         training steps with the embedding table in parts
 
-`comm/exchange.py`, `comm/steps.py` (fusion, levels, order, ddp) and `comm/embedding.py` say what is
-measured. Seconds are medians from a barrier to a barrier; `ratio_to_...` is the median of the
-ratios round by round. Bytes are those that a node sends: by the interface's counter, with all
-headers, and by the formulas of `jmoe.planning`. --rates 0 is this machine without a link. XLA:CPU
-has as many threads as cores, and one that waits for a collective computes nothing: on few cores
-give the ranks more with NPROC=4. The ranks run in the environment that `train.py` gives itself.
+`comm/exchange.py`, `comm/padding.py`, `comm/steps.py` (fusion, levels, order, ddp) and
+`comm/embedding.py` say what is measured. Seconds are medians from a barrier to a barrier;
+`ratio_to_...` is the median of the ratios round by round. Bytes are those that a node sends: by the
+interface's counter, with all headers, and by the formulas of `jmoe.planning`. --rates 0 is this
+machine without a link. XLA:CPU has as many threads as cores, and one that waits for a collective
+computes nothing: on few cores give the ranks more with NPROC=4. The ranks run in the environment
+that `train.py` gives itself.
 """
 
 if __name__ == "__main__":
@@ -37,13 +40,14 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 
-from benchmarks.comm import embedding, exchange, steps
+from benchmarks.comm import embedding, exchange, padding, steps
 from benchmarks.lib import report
 from benchmarks.lib.linked_nodes import NODES
 from benchmarks.lib.ranks import NUM_NODES, add_rank_options, join, launch
 
 MEASUREMENTS = {
     "exchange": exchange,
+    "padding": padding,
     "embedding": embedding,
     **dict.fromkeys(steps.COMMANDS, steps),
 }

@@ -46,6 +46,8 @@ TITLES = {
     "retention_aot": ("offloading", "Offloaded training steps, compiled for an H200"),
     "cache_policies": ("offloading", "Hit rates of cache policies"),
     "exchange_two_nodes_cpu": ("communication", "Exchanges of tokens over a slow link"),
+    "padding_two_nodes_cpu": ("communication", "Padded and ragged exchanges over a slow link"),
+    "padding_aot": ("communication", "Padded and ragged exchanges, compiled for eight H100"),
     "levels_cpu": ("communication", "Exchanges in two levels, each token once a node"),
     "fusion_two_nodes_cpu": ("communication", "Fused collectives of dense parameters"),
     "order_two_nodes_cpu": ("communication", "The order of collectives in a training step"),

@@ -23,6 +23,7 @@ from tests.collectives.test_exchange import (
     dense,
     draw,
     experts,
+    run,
 )
 from tests.collectives.test_ragged import moved_dtypes
 
@@ -56,6 +57,15 @@ def program(k: int, move: Any = ragged_all_to_all) -> Any:
 def test_it_is_every_expert_on_every_token(k: int, routing: str) -> None:
     args = draw(routing, k)
     assert_same(program(k)(*args), dense(args))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "same"])
+def test_bfloat16_rows_round_as_those_of_the_padded_exchange(routing: str) -> None:
+    args = draw(routing, 3, jnp.bfloat16)
+    y, grads = program(3)(*args)
+    assert grads[0].dtype == jnp.bfloat16
+    padded, _, padded_grads = run("flat", (2, 4), args)
+    assert_same((y, grads), (padded, padded_grads), 0.01)
 
 
 def test_a_busy_device_takes_several_rounds() -> None:

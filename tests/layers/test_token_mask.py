@@ -51,7 +51,10 @@ def test_masked_tokens_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("split", "exchange"),
-    [((2, 2, 2), "flat"), pytest.param((1, 2, 4), "dedup", marks=pytest.mark.slow)],
+    [
+        ((2, 2, 2), "flat"),
+        *(pytest.param((1, 2, 4), kind, marks=pytest.mark.slow) for kind in ("dedup", "ragged")),
+    ],
 )
 def test_masked_tokens_change_nothing_over_devices(split: Split, exchange: str) -> None:
     assert_left_out(
@@ -83,7 +86,12 @@ def test_no_token_counts() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "split", "exchange"),
-    [(13, (2, 2, 2), "flat"), (13, (1, 2, 4), "dedup"), (1, (1, 1, 8), "flat")],
+    [
+        (13, (2, 2, 2), "flat"),
+        (13, (1, 2, 4), "dedup"),
+        (1, (1, 1, 8), "flat"),
+        pytest.param(1, (1, 1, 8), "ragged", marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_that_the_devices_do_not_divide(tokens: int, split: Split, exchange: str) -> None:
     x, g = (a[:tokens] for a in inputs())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jmoe.config import LoraConfig, OptimizerConfig, TrainConfig
+from jmoe.config import CommConfig, LoraConfig, OptimizerConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import family_of, model_config
@@ -100,9 +101,10 @@ def test_only_adapters_have_state_and_change() -> None:
         np.testing.assert_array_equal(own, other)
 
 
-def test_several_devices_train_as_one() -> None:
+@pytest.mark.parametrize("exchange", ["auto", pytest.param("ragged", marks=pytest.mark.slow)])
+def test_several_devices_train_as_one(exchange: Any) -> None:
     """With dense parameters split over devices, experts over some, and two replicas of them."""
-    tokens = {"batch_size": 8}
+    tokens: dict[str, Any] = {"batch_size": 8, "comm": CommConfig(exchange=exchange)}
     config = config_of("mixtral", adapter_of("mixtral", "first").lora, **tokens)
     batch = np.random.default_rng(0).integers(0, config.model.vocab_size, (1, 8, 13), np.int32)
     results = []

@@ -346,8 +346,14 @@ def test_no_exchange_runs_twice(shape: tuple[int, int, int], there: int, back: i
         ((1, 1, 2), {}),
         ((2, 1, 1), {"gradient_accumulation_steps": 4}),
         ((2, 1, 2), {"shard_dense": False, "chunk_bytes": 2000}),
+        ((2, 1, 2), {"exchange": "ragged"}),
     ],
-    ids=["dense parameters sharded", "experts' gradients over data", "dense parameters whole"],
+    ids=[
+        "dense parameters sharded",
+        "experts' gradients over data",
+        "dense parameters whole",
+        "ragged exchange",
+    ],
 )
 def test_gradient_accumulation(shape: tuple[int, int, int], changes: dict[str, Any]) -> None:
     """Without the balance loss, which is a product of two means over the tokens that share a
