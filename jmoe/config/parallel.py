@@ -91,7 +91,8 @@ class CommConfig:
     """Communication between devices: how tokens, parameters and gradients are exchanged."""
 
     # how tokens are sent to the devices of their experts; dedup: a token is sent once to each node;
-    # ragged: like flat, but only the rows that there are, where flat fills buffers of one size
+    # ragged: like flat, but only the rows that there are, where flat fills buffers of one size;
+    # auto: the fastest by the links, ragged where GPUs of a process are measured to be faster so
     exchange: ExchangeChoice = "auto"
     schedule: ScheduleKind = "chunks"  # the order of collectives, see `collectives.schedule`
     exchange_chunks: int = 0  # schedule = pipelined: pieces of each all-to-all; 0: two

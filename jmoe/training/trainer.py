@@ -15,6 +15,7 @@ from jmoe.data.sample_rows import SampleRows
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.bandwidth import measure_chunk_bytes, read_or_measure_links
+from jmoe.training.exchange_choice import with_faster_exchange
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import Batch, TrainState
 from jmoe.training.streamed.step import StreamedTrainer
@@ -114,5 +115,8 @@ def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageT
     chunk_bytes = measure_chunk_bytes(config.comm, mesh)
     links = read_or_measure_links(config, mesh)
     if config.tiers.all_on_device:
-        return FusedTrainer(config, mesh, chunk_bytes, links)
+        config, notes = with_faster_exchange(config, mesh)
+        trainer = FusedTrainer(config, mesh, chunk_bytes, links)
+        trainer.notes = [*notes, *trainer.notes]
+        return trainer
     return StreamedTrainer(config, mesh, chunk_bytes, run, links)
