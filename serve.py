@@ -225,6 +225,7 @@ def serve(
     from jmoe.serving.api_keys import RELOAD_S
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
+    from jmoe.serving.reload import Reloader
     from jmoe.serving.service import Service, choose_output_format, starting_templates
     from jmoe.status import call_repeatedly
 
@@ -246,15 +247,17 @@ def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with (
         starting_templates(folder, config.max_body_bytes) as templates,
-        Engine(folder, engine_config, leader=leader, say=say) as engine,
+        # a link may lead elsewhere when the engine reads an expert
+        Engine(folder.resolve(), engine_config, leader=leader, say=say) as engine,
     ):
         if programs is not None:
             engine.on_prepared = lambda: say(str(programs))
         service = Service(engine, config, folder, name, templates())
         app = make_app(service, api_keys, jmoe.__version__)
-        server = HttpServer(
-            app, service.loop, config, lambda: say(f"serving {url} (the API under {url}/v1)")
-        )
+        newest = partial(open_newest, config, one_process=leader is None, bundle=programs)
+        reloader = Reloader(service.loop, folder, engine_config, newest, say)
+        announce = lambda: say(f"serving {url} (the API under {url}/v1)")  # noqa: E731
+        server = HttpServer(app, service.loop, config, announce, reloader.request)
         with call_repeatedly(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
             server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has restored Python's handler
@@ -262,6 +265,24 @@ def serve(
             # other threads may wait for the lost process forever
             print_and_exit("ends: another process of the engine was lost")
     say("stopped" if programs is None else f"stopped; {programs}")
+
+
+def open_newest(
+    config: ServeConfig, *, one_process: bool, bundle: OpenBundle | None
+) -> contextlib.AbstractContextManager[Path]:
+    """Return the context of the Hugging Face folder with the model's newest weights: of a run, its
+    newest step, merged by another process.
+
+    Raises ValueError if a server's weights cannot be replaced.
+    """
+    from jmoe.deploy.model_folder import hugging_face_folder, merge_in_subprocess
+
+    if not one_process or bundle is not None:
+        what = "a bundle" if bundle is not None else "a model on several processes"
+        raise ValueError(f"{what} is not loaded again: start the server again")
+    if (Path(config.model).expanduser() / "checkpoints").is_dir():
+        merge_in_subprocess(config.model, "model")
+    return hugging_face_folder(config.model, say, cache_dir=config.engine.cache_dir)
 
 
 def main() -> None:

@@ -124,7 +124,8 @@ class BatchOptions:
         Raises ValueError as `ServeConfig` does.
         """
         fields = {name: value for name, value in vars(self).items() if name in SERVE_FIELDS}
-        return ServeConfig(**fields, max_waiting=UNLIMITED)
+        # bodies may have a priority; here all requests come from one file
+        return ServeConfig(**fields, max_waiting=UNLIMITED, scheduling_policy="priority")
 
 
 def parse_with_default_sigpipe(parse: Callable[[], T]) -> T:

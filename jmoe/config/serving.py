@@ -65,6 +65,9 @@ class ServeConfig:
     # https://chat.example:8080 or app://obsidian.md; *: all
     allowed_origins: tuple[str, ...] = ()
     max_waiting: int = 64  # maximum number of waiting sequences; further requests get 429
+    # which waiting request runs next. fair: clients take turns; priority: the one with the lowest
+    # `priority` of its body, and clients take turns among equals
+    scheduling_policy: Literal["fair", "priority"] = "fair"
     request_timeout_s: float = 600.0  # a request that takes longer is aborted
     drain_timeout_s: float = 30.0  # time for running requests to finish after SIGTERM or Ctrl-C
     max_body_bytes: int = 4 << 20  # maximum size of a request body; larger ones get 413
@@ -88,6 +91,9 @@ class ServeConfig:
     # template shows
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    # URL of an OpenTelemetry collector, e.g. http://localhost:4318/v1/traces, that gets a span for
+    # each request; None: no spans
+    otlp_traces_endpoint: str | None = None
     log_prompts: bool = False  # write prompts to the log
     # print the memory plan and the tokens/s expected, computed from config.json and the headers of
     # the weights if they are there, and exit
@@ -124,6 +130,10 @@ class ServeConfig:
                 " https://chat.example:8080"
             )
             check(_ORIGIN.fullmatch(origin) is not None, "allowed_origins", origin, words)
+        if self.otlp_traces_endpoint is not None:
+            url = self.otlp_traces_endpoint
+            known = url.startswith(("http://", "https://"))
+            check(known, "otlp_traces_endpoint", url, "must begin with http:// or https://")
         if self.api_key_file is not None:
             check_unset(
                 self,

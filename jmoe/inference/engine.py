@@ -12,12 +12,14 @@ V vocabulary
 """
 
 import contextlib
+import gc
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,6 +53,10 @@ UNMEASURED = (
     " experts, steps whose tokens choose most of them load whole layers"
 )
 NO_NUMBERS = "the model's logits are not finite, so no token can be drawn"
+
+
+class ReloadError(RuntimeError):
+    """Other weights could not be loaded, and the engine has its old ones again."""
 
 
 class Engine(Closing):
@@ -88,15 +94,27 @@ class Engine(Closing):
 
         Raises ValueError naming field, value and constraint, before it reads weights.
         """
-        self._model = model = LoadedModel(
-            folder, config or EngineConfig(), bandwidth_limit_bytes_per_s, say
+        self.leader, self._say = leader, say
+        self.on_prepared: Callable[[], object] = lambda: None
+        # whether a thread that could not be ended still runs the engine, which then stays open
+        self.is_in_use = False
+        self._has_answered = False
+        self._load_model = partial(
+            LoadedModel,
+            options=config or EngineConfig(),
+            bandwidth_limit_bytes_per_s=bandwidth_limit_bytes_per_s,
+            say=say,
         )
+        self._load(folder)
+
+    def _load(self, folder: str | os.PathLike[str]) -> None:
+        """Load a checkpoint, and make what depends on its weights."""
+        self._model = model = self._load_model(folder)
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
         self.residency: ExpertResidency = self._runner.residency
-        self.leader, self._say = leader, say
         if on_mesh is not None:
-            on_mesh.leader = leader
+            on_mesh.leader = self.leader
         self.config, self.max_batch = self._runner.config, self._scheduler.max_batch
         self.max_seq_len = self._scheduler.max_seq_len
         # of all sequences together, on all devices
@@ -114,12 +132,37 @@ class Engine(Closing):
         self._prepared_s = 0.0
         # policy "auto" of one device measures the machine, once it has answered a request
         self._is_measured = model.on_one is None or memory.policy != "auto"
-        self._has_answered = False
-        self.on_prepared: Callable[[], object] = lambda: None
-        # whether a thread that could not be ended still runs the engine, which then stays open
-        self.is_in_use = False
         self._log_plan()
         self._reset_counters_and_choices()
+
+    def reload(self, folder: str | os.PathLike[str]) -> None:
+        """Replace the weights by those of another checkpoint of the same configuration and
+        tokenizer. The cache of keys and values and the counters begin anew.
+
+        No sequence may be unfinished, and only this process may run the engine. The old weights
+        leave the memory before the new ones are read. If that fails, the old ones are loaded again;
+        then raises ReloadError. Other threads may call `check_request` meanwhile.
+        """
+        assert not self.has_unfinished, "their keys and values are of the old weights"
+        assert self.leader is None, "the other processes would keep their weights"
+        before = self._model.folder
+        self._unload()
+        try:
+            self._load(folder)
+            return
+        except Exception as error:
+            log.exception("loading %s has failed; the weights of before are loaded", folder)
+            failure = str(error)  # the error itself would keep what was loaded
+        self._load(before)
+        raise ReloadError(failure)
+
+    def _unload(self) -> None:
+        """Close the model and let go of its arrays."""
+        self.close()
+        del self._model, self._store, self._runner, self.residency
+        del self._sampler, self._collector, self._preparation
+        gc.unfreeze()  # a server freezes what it has loaded, so that no collection would free it
+        gc.collect()
 
     # Requests
 

@@ -177,8 +177,9 @@ class Scheduler:
 
     A sequence enters once there are blocks for its prompt, and one more for each running sequence
     that may need one. If a decoding sequence needs a block and all are in use, the sequence that
-    entered last is preempted: it gives its blocks back, waits in front of the others, and later
-    computes its prompt and output again, save what the cache still has.
+    entered last is preempted, among those with the largest `priority`: it gives its blocks back,
+    waits in front of the others, and later computes its prompt and output again, save what the
+    cache still has.
 
     eos_token_ids: tokens that end a sequence unless it ignores them.
     """
@@ -477,15 +478,16 @@ class Scheduler:
     def _take_next_block(self, sequence: Sequence) -> None:
         """Give a decoding sequence a block for its next token, if it has none.
 
-        If all blocks are in use, the sequences of the same pool that entered last are preempted,
-        this one at the latest.
+        If all blocks are in use, the sequences of the same pool that rank last, and of these the
+        ones that entered last, are preempted, this one at the latest.
         """
         needed, pool = self._num_blocks(sequence.num_computed_tokens + 1), self._pool_of(sequence)
         while sequence.row is not None and len(sequence.block_ids) < needed:
             if pool.num_free:
                 sequence.block_ids.extend(pool.take(1))
             else:
-                self._preempt(next(s for s in reversed(self._running) if self._pool_of(s) is pool))
+                others = (s for s in reversed(self._running) if self._pool_of(s) is pool)
+                self._preempt(max(others, key=lambda other: other.priority))
 
     def _take_block_ahead(self, chunk: Chunk) -> None:
         """Give a decoding sequence a block for the token after its chunk's, if it may have such a

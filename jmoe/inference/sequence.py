@@ -42,6 +42,7 @@ class Sequence:
 
     prompt_token_ids: at least one token.
     constraint: restricts the output; not shared with other sequences.
+    priority: lower ones run first, and are the last to give their blocks back.
     client, request, index: the client, its request, and this sequence's number within that request.
     noise_seed: seeds the sampling noise, in [0, 2^63): a hash of the sampling parameters' seed and
         the prompt, so that two prompts with one seed get different samples; random without a seed.
@@ -52,6 +53,7 @@ class Sequence:
     constraint: Constraint | None = None
     prompt_text: str = ""  # returned before the output if the client asks for an echo
     open_stream: OpenStream | None = None  # turns the output into events; None for plain text
+    priority: int = 0
     client: Hashable = None
     request: Hashable = None
     index: int = 0
@@ -88,6 +90,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     # False if a requested log-probability of the prompt is not finite
     is_finite: bool = field(default=True, init=False)
+    # Written by the server's engine thread: when it first left the queue
+    started_s: float = field(default=0.0, init=False)
     # Written by the server's event loop
     arrived_s: float = field(default=0.0, init=False)
     first_token_s: float = field(default=0.0, init=False)

@@ -47,7 +47,7 @@ class EngineStats:
     bytes_per_token: streamed_bytes / tokens.
     waited_s: seconds in which the device idled because experts were still being copied.
     hit_rate: fraction of the distinct experts chosen in a step's layer that were on the device
-        already; only if choices are read back (policy `experts`).
+        already, expert_hits / experts_chosen; only if choices are read back (policy `experts`).
     guessed, guessed_right: experts copied on a guess, and those of them that tokens then chose.
     on_host: experts that the host computed in place of a copy to the device (policy `hybrid`).
     readback_s: seconds to copy the routers' choices to the host and find the experts' slots,
@@ -72,6 +72,8 @@ class EngineStats:
     bytes_per_token: float
     waited_s: float
     hit_rate: float
+    expert_hits: int
+    experts_chosen: int
     guessed: int
     guessed_right: int
     on_host: int
@@ -188,7 +190,7 @@ class StatsCollector:
         counters = {
             name: value - self._since[name] for name, value in self._running_totals().items()
         }
-        hits, chosen = counters.pop("hits"), counters.pop("chosen")
+        hits, chosen = counters["expert_hits"], counters["experts_chosen"]
         phases = self._phases.values()
         step_s, tokens = sum(p.seconds for p in phases), sum(p.tokens for p in phases)
         return EngineStats(
@@ -223,9 +225,7 @@ class StatsCollector:
         )
 
     def _running_totals(self) -> dict[str, Any]:
-        """Return the running totals: counters of `EngineStats`, and "hits" and "chosen" for its hit
-        rate.
-        """
+        """Return the running totals of counters of `EngineStats`."""
         residency, host, nvme = self._residency.stats(), LinkStats(), LinkStats()
         if self._store is not None:
             tiers = self._store.stats()
@@ -236,8 +236,8 @@ class StatsCollector:
             "nvme_bytes": nvme.num_bytes,
             "nvme_s": nvme.seconds,
             "waited_s": residency.waited_s,
-            "hits": residency.hits,
-            "chosen": residency.hits + residency.misses,
+            "expert_hits": residency.hits,
+            "experts_chosen": residency.hits + residency.misses,
             "guessed": residency.guessed,
             "guessed_right": residency.guessed_right,
             "on_host": residency.on_host,

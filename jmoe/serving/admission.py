@@ -78,12 +78,14 @@ Key = tuple[Hashable, ...]  # (client,) or (client, request)
 
 
 class FairQueue:
-    """Waiting sequences, scheduled fairly between clients and between the requests of one client.
+    """Waiting sequences, scheduled by priority, and fairly between clients and between the requests
+    of one client.
 
-    `pop` picks the client with the fewest running sequences; ties go to the client whose last pop
-    is longest ago. Within the client, the same rule picks the request; within the request,
-    sequences run in order of arrival. A request of 60 sequences therefore delays another request by
-    at most the time until one running sequence ends, and itself never starves.
+    `pop` takes sequences of the lowest `priority` first. Among these it picks the client with the
+    fewest running sequences; ties go to the client whose last pop is longest ago. Within the
+    client, the same rule picks the request; within the request, sequences run in order of arrival.
+    A request of 60 sequences therefore delays another request of its priority by at most the time
+    until one running sequence ends, and itself never starves.
     """
 
     def __init__(self) -> None:
@@ -114,10 +116,10 @@ class FairQueue:
         def running_then_oldest(key: Key) -> tuple[int, int]:
             return self._num_running[key], self._since[key]
 
-        client = min({request[:1] for request in self._waiting}, key=running_then_oldest)
-        request = min(
-            (request for request in self._waiting if request[:1] == client), key=running_then_oldest
-        )
+        first = min(sequences[0].priority for sequences in self._waiting.values())
+        requests = [key for key, queue in self._waiting.items() if queue[0].priority == first]
+        client = min({request[:1] for request in requests}, key=running_then_oldest)
+        request = min((key for key in requests if key[:1] == client), key=running_then_oldest)
         sequence = self._waiting[request][0]
         self._remove_waiting(sequence)
         self._running.add(sequence)

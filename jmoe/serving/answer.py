@@ -7,6 +7,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from fastapi import Request
@@ -85,6 +86,10 @@ class Answer(ABC, Generic[Body]):
         envelope = Envelope(id=f"{cls.id_prefix}{request.state.request_id}", model=service.name)
         generation = service.loop.submit(sequences, request.state.client)
         generation.logprob_bytes = cls.logprob_bytes
+        if service.tracer is not None:
+            generation.on_end = partial(
+                service.tracer.record, generation, request.state.request_id, request.headers
+            )
         answer = cls(service, body, prompts, generation, dict(envelope))
         return (
             _EventStreamResponse(answer)

@@ -9,6 +9,7 @@ of `EngineLoop` belong to the event loop unless a comment assigns them to the th
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import queue
@@ -18,11 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jmoe.config.serving import ServeConfig
-from jmoe.inference.engine import NO_NUMBERS, Engine
+from jmoe.inference.engine import NO_NUMBERS, Engine, ReloadError
 from jmoe.inference.harmony import AnswerConstraint
 from jmoe.inference.mesh.lockstep import LockstepError
 from jmoe.inference.reasoning_constraint import ReasoningConstraint
@@ -70,6 +72,7 @@ class Generation:
         self._owner, self.sequences = owner, sequences
         self.client = ""
         self._unfinished = len(sequences)
+        self.on_end: Callable[[], object] = lambda: None  # called when the block is left
         self.is_kept = False  # outputs stay in memory until the response is complete
         self.logprob_bytes = 0  # memory per reported log-probability
         self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
@@ -151,6 +154,7 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
+        self.on_end()
         self._owner._abort_sequences(self.sequences)
         self._owner._unsent.remove(self)
         if any(sequence.constraint is not None for sequence in self.sequences):
@@ -180,6 +184,8 @@ class EngineLoop:
         self._steps: deque[tuple[float, int]] = deque()  # (when, tokens) of the last RATE_WINDOW_S
         self._token_s = 0.0  # moving average of inter-token time
         self._queue = FairQueue()  # owned by the engine thread
+        # weights to be loaded, and what is told when they are; owned by the engine thread
+        self._newer: tuple[Path, asyncio.Future[None]] | None = None
         self.draining = False
         self.failure: str | None = None  # reason why requests are no longer served
         # Set when another process of the engine is gone; only a restart helps.
@@ -284,6 +290,17 @@ class EngineLoop:
             self._commands.put(partial(self._queue.push, sequence))
         return generation
 
+    async def reload(self, folder: Path) -> None:
+        """Replace the engine's weights once the running sequences have ended; return when the
+        waiting ones go on with the new weights.
+
+        Raises ReloadError as `Engine.reload` does, `ApiError` if the engine has failed.
+        """
+        self.check_ready()
+        loaded = self._loop.create_future()
+        self._commands.put(partial(setattr, self, "_newer", (folder, loaded)))
+        await loaded
+
     @property
     def is_busy(self) -> bool:
         """Whether any sequence has not ended."""
@@ -387,7 +404,10 @@ class EngineLoop:
     def _run_thread(self) -> None:
         try:
             while self._run_commands():
-                self._admit_waiting()
+                if self._newer is None:
+                    self._admit_waiting()
+                elif not self.engine.has_unfinished:
+                    self._reload_engine(*self._newer)
                 outputs = self.engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
@@ -408,7 +428,8 @@ class EngineLoop:
         """
         pause_s: float | None = PAUSE_S
         while True:
-            is_idle = not (self.engine.has_unfinished or len(self._queue))
+            has_work = self.engine.has_unfinished or len(self._queue)
+            is_idle = not has_work and self._newer is None
             try:
                 command = self._commands.get(block=is_idle, timeout=pause_s)
             except queue.Empty:
@@ -423,6 +444,20 @@ class EngineLoop:
             if self._commands.empty():
                 self.snapshot = self._take_snapshot()
 
+    def _reload_engine(self, folder: Path, loaded: asyncio.Future[None]) -> None:
+        """Load the weights of a folder. Raises an error if the engine has none afterwards."""
+        self._newer = None
+        try:
+            self.engine.reload(folder)
+        except BaseException as error:
+            told = ReloadError(str(error))
+            self._loop.call_soon_threadsafe(loaded.set_exception, told)
+            if not isinstance(error, ReloadError):
+                raise
+        else:
+            self._loop.call_soon_threadsafe(loaded.set_result, None)
+        gc.freeze()  # as `HttpServer` does once the first ones are loaded
+
     def _admit_waiting(self) -> None:
         """Move waiting sequences to the engine until `max_batch` run, or the next ones would wait
         for blocks of the cache: the engine serves them in the order in which it gets them.
@@ -433,6 +468,7 @@ class EngineLoop:
             and self.engine.has_room_for_another
         ):
             sequence = self._queue.pop()
+            sequence.started_s = time.monotonic()
             try:
                 self.engine.add_sequence(sequence)
             except ValueError as error:

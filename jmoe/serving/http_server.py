@@ -35,8 +35,16 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, loop: EngineLoop, config: ServeConfig, announce: Callable[[], None]
+        self,
+        app: FastAPI,
+        loop: EngineLoop,
+        config: ServeConfig,
+        announce: Callable[[], None],
+        on_hangup: Callable[[], None],
     ) -> None:
+        """announce: called once the server listens. on_hangup: called in the event loop at SIGHUP,
+        unless a terminal may send it.
+        """
         AppStatus.disable_automatic_graceful_drain()  # else SIGTERM would cut every stream
         super().__init__(
             uvicorn.Config(
@@ -52,7 +60,7 @@ class HttpServer(uvicorn.Server):
         )
         self._engine_loop = loop
         self._drain_timeout_s = config.drain_timeout_s
-        self._announce = announce
+        self._announce, self._on_hangup = announce, on_hangup
         self._draining: asyncio.Task[None] | None = None
         self._interrupted = False
 
@@ -71,7 +79,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install the drain handlers for SIGTERM and SIGINT.
+        """Install the handlers that drain at SIGTERM and SIGINT, and that of SIGHUP.
 
         uvicorn's own version re-raises the signal at the end, which would make the exit status
         nonzero.
@@ -79,6 +87,8 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._start_draining, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, self._handle_interrupt)
+        if not os.isatty(0):  # a terminal that is closed ends the server
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         yield
 
     def _handle_interrupt(self) -> None:

@@ -96,6 +96,7 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort,
+        "priority": body.priority,
         "stream": body.stream,
     }
     if isinstance(body.tool_choice, NamedFunction):

@@ -228,6 +228,7 @@ class ResponsesRequest(RequestBody):
     """Body of `POST /v1/responses`.
 
     instructions: a system message before the input. store: accepted, and nothing is stored.
+    priority: as of chat completions.
     include: `reasoning.encrypted_content` has no effect: reasoning is returned in clear.
     """
 
@@ -251,6 +252,7 @@ class ResponsesRequest(RequestBody):
     truncation: Annotated[str, harmless_values_validator("disabled")] = "disabled"
     background: Annotated[bool, harmless_values_validator(False)] = False
     top_logprobs: Annotated[int, harmless_values_validator(0)] = 0
+    priority: Whole = Field(default=0, ge=-(2**31), lt=2**31)
     store: Hint = None
     max_tool_calls: Hint = None  # of tools that the server would run; there are none
     user: Hint = None

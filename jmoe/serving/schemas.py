@@ -167,6 +167,7 @@ class GenerationBody(RequestBody):
 
     max_tokens: -1 means as many as the context allows. stream_options: ignored without `stream`.
     store, skip_special_tokens: only their default is accepted.
+    priority: requests with lower ones run first (`ServeConfig.scheduling_policy`).
     """
 
     is_chat: ClassVar[bool] = False
@@ -199,6 +200,7 @@ class GenerationBody(RequestBody):
     stop_token_ids: FastList[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
     ignore_eos: bool = False
     min_tokens: Whole = Field(default=0, ge=0, lt=2**31)
+    priority: Whole = Field(default=0, ge=-(2**31), lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -769,8 +771,9 @@ class Live(BaseModel):
 
     chat: whether the model has a chat template. slots: for each slot its [layer, expert], or null
     if empty; an empty list if all experts stay on the device. expert_counts: [layer][expert],
-    tokens routed to it in the last steps. tokens_per_s: averaged over the last seconds. devices:
-    null with a single device.
+    tokens routed to it in the last steps. tokens_per_s: averaged over the last seconds.
+    computed_tokens_total: of prompts and outputs, without those that the cache had. devices: null
+    with a single device.
     """
 
     model: str
@@ -783,11 +786,14 @@ class Live(BaseModel):
     kv_tokens_total: int
     prompt_tokens_total: int
     generation_tokens_total: int
+    computed_tokens_total: int
     tokens_per_s: float
     slots: list[list[int] | None]
     streamed_bytes_total: int
     nvme_bytes_total: int
     hit_rate: float
+    expert_hits_total: int
+    experts_chosen_total: int
     waited_s: float
     roofline_fraction: float
     expert_counts: list[list[int]]

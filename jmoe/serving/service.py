@@ -18,6 +18,7 @@ from typing import TypeVar
 from fastapi import Request
 from tokenizers import Tokenizer
 
+from jmoe.config import check
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.harmony import TURN_ENDS
@@ -43,6 +44,7 @@ from jmoe.serving.output_parsers.output_format import OutputFormat
 from jmoe.serving.schemas import GenerationBody, Message
 from jmoe.serving.threads import run_in_thread
 from jmoe.serving.tool_schemas import Tool
+from jmoe.serving.tracing import Tracer
 from jmoe.serving.vocabulary import TokenVocabulary
 from jmoe.types import JsonObject
 
@@ -159,6 +161,8 @@ class Service:
         if engine.uses_several_devices:
             engine.compile_for_service()
         self.config, self.name, self.created = config, name, int(time.time())
+        endpoint = config.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else Tracer(endpoint, name)
         self.metrics = Metrics(name)
         self.loop = EngineLoop(engine, self.metrics, config)
         self.metrics.watch(self.loop)
@@ -188,8 +192,10 @@ class Service:
         return self._templates is not None
 
     def close(self) -> None:
-        """Kill the worker processes that compile schemas."""
+        """Kill the worker processes that compile schemas; send the spans that wait."""
         self.grammars.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` 404 if `name` is another model; None stands for the served one."""
@@ -348,8 +354,16 @@ class Service:
 
         make: returns the sampling parameters for (prompt, choice).
         """
+        check(
+            not body.priority or self.config.scheduling_policy == "priority",
+            "priority",
+            body.priority,
+            "must be 0: the server runs without --scheduling-policy priority",
+        )
         sequences = [
-            Sequence(prompt, make(prompt, choice)) for prompt in prompts for choice in range(body.n)
+            Sequence(prompt, make(prompt, choice), priority=body.priority)
+            for prompt in prompts
+            for choice in range(body.n)
         ]
         for sequence in sequences[:: body.n]:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)

@@ -255,7 +255,8 @@ COUNTS: dict[str, dict[str, str]] = {
             "the server's",
         ),
         **dict.fromkeys(
-            ("request_timeout_s", "drain_timeout_s", "header_timeout_s"), "every request's"
+            ("request_timeout_s", "drain_timeout_s", "header_timeout_s", "scheduling_policy"),
+            "every request's",
         ),
         **dict.fromkeys(
             ("body_timeout_s", "send_timeout_s", "sampling_defaults"), "every request's"
@@ -264,6 +265,7 @@ COUNTS: dict[str, dict[str, str]] = {
             ("tool_parser", "reasoning_parser"),
             "every chat's; refused with a tokenizer whose special tokens say another format",
         ),
+        "otlp_traces_endpoint": "every generating request's; refused without the packages",
         "check_files": "refused by serve.py for what is no bundle",
         **dict.fromkeys(
             (

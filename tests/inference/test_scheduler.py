@@ -584,6 +584,19 @@ def test_the_last_to_enter_is_preempted() -> None:
     assert len(engine.finished) == 3
 
 
+def test_the_lowest_priority_is_preempted() -> None:
+    """A sequence that entered first gives its blocks to a later one that ranks before it."""
+    engine = Engine(make_scheduler(3, 48, 48, cache_tokens=48))
+    first, second = (request(name, [i] * 14, max_new_tokens=30) for i, name in enumerate("ab"))
+    first.priority = 1
+    for new in (first, second):
+        engine.scheduler.add(new)
+    engine.run_to_end()
+    assert first.num_preemptions > 0 == second.num_preemptions
+    assert engine.finished == [second, first]
+    assert all(r.output_token_ids == expected_output(r, 48)[0] for r in engine.finished)
+
+
 def test_a_sequence_that_fills_the_cache_runs_to_its_end() -> None:
     engine = Engine(make_scheduler(2, 40, 8, cache_tokens=40))
     whole = [request(str(i), [i] * 8, max_new_tokens=32) for i in range(2)]

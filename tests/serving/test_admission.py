@@ -4,9 +4,12 @@ from jmoe.inference.sequence import Sequence
 from jmoe.serving.admission import FairQueue
 
 
-def fill(queue: FairQueue, client: str, request: str, count: int) -> list[Sequence]:
+def fill(
+    queue: FairQueue, client: str, request: str, count: int, priority: int = 0
+) -> list[Sequence]:
+    name = f"{client}.{request}"
     sequences = [
-        Sequence([1], client=client, request=f"{client}.{request}", index=i) for i in range(count)
+        Sequence([1], client=client, request=name, index=i, priority=priority) for i in range(count)
     ]
     for sequence in sequences:
         queue.push(sequence)
@@ -36,6 +39,18 @@ def test_requests_of_a_client_share_too() -> None:
     fill(queue, "a", "2", 1)
     fill(queue, "a", "3", 1)
     assert next_of(queue, 3) == ["a.2.0", "a.3.0", "a.1.3"]
+
+
+def test_lower_priorities_come_first() -> None:
+    """Clients, and a client's requests, take turns among equals."""
+    queue: FairQueue = FairQueue()
+    fill(queue, "a", "1", 3)
+    assert next_of(queue, 2) == ["a.1.0", "a.1.1"]
+    fill(queue, "b", "1", 1, priority=5)
+    fill(queue, "a", "2", 2, priority=-1)
+    fill(queue, "b", "2", 2, priority=-1)
+    assert next_of(queue, 4) == ["b.2.0", "b.2.1", "a.2.0", "a.2.1"]
+    assert next_of(queue, 2) == ["a.1.2", "b.1.0"]
 
 
 def test_nobody_waits_for_ever() -> None:

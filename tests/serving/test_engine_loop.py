@@ -23,7 +23,7 @@ from jmoe.serving.engine_loop import EngineLoop, Generation
 from jmoe.serving.errors import ApiError
 from jmoe.serving.metrics import Metrics
 from tests.damage import flip_everywhere, poison
-from tests.http_servers import HttpProcess
+from tests.http_servers import ENDLESS, LONG, HttpProcess
 
 COMPILED = "the programs of all requests are compiled: "
 BIASED = {"logit_bias": {str(token): 1.0 for token in range(17)}}
@@ -107,6 +107,24 @@ def test_a_panic_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 
     asyncio.run(check())
     engine.abort(sequence)
+
+
+def test_priorities(serve: Callable[..., HttpProcess]) -> None:
+    """With one place, the request with the lowest priority is the next to run, whenever it came."""
+    server = serve(*LONG, "--scheduling-policy", "priority", "--policy", "resident")
+    ended: list[int] = []
+
+    def ask(priority: int) -> None:
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "priority": priority}
+        assert server.post("/v1/completions", **body).status_code == 200
+        ended.append(priority)
+
+    with ThreadPoolExecutor(3) as threads, server.stream(**ENDLESS) as events:
+        next(events)
+        for count, priority in enumerate((7, 3, -2), ENDLESS["n"]):
+            threads.submit(ask, priority)
+            server.until("/live", lambda r, count=count: r.json()["requests_waiting"] >= count)  # type: ignore[misc]
+    assert ended == [-2, 3, 7]
 
 
 def test_a_preempted_sequence_does_not_wait_for_its_start(engine: Engine) -> None:

@@ -59,6 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": 1.5}),
     ("max_tokens", {"max_tokens": -2}),
     ("seed", {"seed": 2**64}),
+    ("priority", {"priority": 1}),
     ("prompt_logprobs", {"prompt_logprobs": 1}),
     ("stream_options.padding", {"stream_options": {"padding": 1}}),
 ]

@@ -1,0 +1,110 @@
+"""Replaces the weights of a server that goes on answering, on SIGHUP."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from jmoe.config import ModelConfig
+from jmoe.config.engine import EngineConfig
+from jmoe.inference.engine import ReloadError
+from jmoe.inference.loading import open_checkpoint
+from jmoe.serving.engine_loop import EngineLoop
+from jmoe.serving.errors import ApiError
+
+# of these the server has made its tokenizer, template and defaults
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+OpenFolder = Callable[[], contextlib.AbstractContextManager[Path]]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What the served model and one with newer weights must have in common.
+
+    files: SHA-256 of each of `FILES`, None for a missing one.
+    """
+
+    config: ModelConfig
+    files: dict[str, str | None]
+
+    @classmethod
+    def read(cls, folder: Path, options: EngineConfig) -> Self:
+        """Return the identity of a Hugging Face folder. Raises ValueError for a damaged one."""
+        with open_checkpoint(folder, options) as checkpoint:  # the headers alone
+            config = checkpoint.config
+        return cls(config, {name: _digest(folder / name) for name in FILES})
+
+    def check_same(self, newer: Self, folder: Path) -> None:
+        """Raise ValueError if a newer model, that of `folder`, is another."""
+        words = "must be as of the served model; start the server again for another one"
+        if newer.config != self.config:
+            raise ValueError(f"config.json of {folder}: {words}")
+        for name, digest in newer.files.items():
+            if digest != self.files[name]:
+                raise ValueError(f"{name} of {folder}: {words}")
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+class Reloader:
+    """Loads the newest weights of the served model when it is asked to; running requests end on
+    the old ones, waiting and new ones run on the new.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        folder: Path,
+        options: EngineConfig,
+        open_folder: OpenFolder,
+        say: Callable[[str], None],
+    ) -> None:
+        """folder: the served Hugging Face folder. open_folder: returns the context in which the
+        newest one can be read; raises ValueError if the weights cannot be replaced.
+        """
+        self._loop, self._options = loop, options
+        self._open_folder, self._say = open_folder, say
+        self._identity = ModelIdentity.read(folder, options)
+        self._in_use = contextlib.ExitStack()  # holds the folder of the last reload
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def request(self) -> None:
+        """Begin to reload; after the reload under way, if there is one."""
+        task = asyncio.create_task(self.reload())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def reload(self) -> None:
+        """Load the newest weights; a failure is said and logged, and the old ones stay."""
+        async with self._lock:
+            opened, begun_s = contextlib.ExitStack(), time.monotonic()
+            try:
+                folder = await asyncio.to_thread(self._open_newest, opened)
+                await self._loop.reload(folder)
+            except (ValueError, OSError, ReloadError, ApiError) as error:
+                opened.close()
+                self._say(f"the weights stay as they were: {error}")
+                return
+            self._in_use.close()
+            self._in_use = opened
+            self._say(f"reloaded from {folder} in {time.monotonic() - begun_s:.1f} s")
+
+    def _open_newest(self, opened: contextlib.ExitStack) -> Path:
+        """Return the newest folder, entered in `opened`; never a link, which may lead elsewhere
+        when the engine reads an expert. Raises ValueError if its model is another one.
+        """
+        folder = opened.enter_context(self._open_folder()).resolve()
+        self._identity.check_same(ModelIdentity.read(folder, self._options), folder)
+        return folder
