@@ -170,13 +170,15 @@ def _after_reasoning(
     if boundary is None:
         return answer
     free = isinstance(answer, Unconstrained)
+    # a call that the reasoning's end does not precede would be bound by nothing
+    forbidden = (*service.end_token_ids, *service.output_format.call_token_ids)
     return ReasoningConstraint(
         answer,
         boundary.begin,
         boundary.end,
         is_open=boundary.is_open,
         budget=body.thinking_token_budget,
-        forbidden=() if free else service.end_token_ids,
+        forbidden=() if free else forbidden,
     )
 
 

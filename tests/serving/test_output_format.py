@@ -57,3 +57,13 @@ def test_delimiters_that_are_special_tokens() -> None:
     text = f"{BEGIN}{CALL_BEGIN}functions.f:0{ARGUMENTS}{{}}{CALL_END}{END}"
     events = [event for token in tokenizer.encode(text).ids for event in stream.push([token])]
     assert ToolCallBegin(0, "functions.f:0", "f") in events + stream.flush()
+
+
+def test_tokens_that_end_a_reasoning() -> None:
+    """Kimi's calls may begin in a reasoning; those of Hermes are part of it."""
+    tokenizer = train_bpe(["functions"], 300)
+    tokenizer.add_special_tokens([AddedToken(BEGIN), AddedToken("<tool_call>")])
+    kimi = OutputFormat.choose(tokenizer, f"{BEGIN} <think>", AUTO, AUTO)
+    assert kimi.call_token_ids == (tokenizer.token_to_id(BEGIN),)
+    assert OutputFormat.choose(tokenizer, "<tool_call> <think>", AUTO, AUTO).call_token_ids == ()
+    assert OutputFormat.choose(PLAIN, f"{BEGIN} <think>", AUTO, AUTO).call_token_ids == ()

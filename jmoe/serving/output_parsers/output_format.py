@@ -94,6 +94,13 @@ class OutputFormat:
         row = TOOL_FORMATS.get(self.tool_format)
         return OutputParser if row is None or row.parser is None else row.parser
 
+    @property
+    def call_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a reasoning because they begin calls; () where `tags` alone end it."""
+        opens = self._parser.opens if self._parser.closes_reasoning else ()
+        ids = map(self.tokenizer.token_to_id, opens)
+        return tuple(token for token in ids if token is not None)
+
     @cached_property
     def _visible(self) -> dict[int, str]:
         texts = visible_markers([self._parser], self.tags)
