@@ -227,8 +227,10 @@ def serve(
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
     from jmoe.serving.reload import Reloader
     from jmoe.serving.service import Service, choose_output_format, starting_templates
+    from jmoe.serving.tracing import check_package
     from jmoe.status import call_repeatedly
 
+    check_package(config.otlp_traces_endpoint)
     name = config.served_model_name or Path(config.model).expanduser().resolve().name
     if config.dry_run:
         print_dry_run(config, folder, name)

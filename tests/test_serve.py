@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from jmoe.programs import generate
 from jmoe.run.checkpoint_contents import read_step_manifest, write_step_manifest
 from tests.compiled import compilations
 from tests.file_systems import read_only
-from tests.http_servers import START_LIMIT_S, start_server
+from tests.http_servers import START_LIMIT_S, HttpProcess, start_server
 from tests.model_configs import CHECKPOINTS
 from tests.train_runs import Run, Start, TrainRuns
 
@@ -411,3 +412,36 @@ def test_a_run_is_served(trained: Path, runs: TrainRuns, tmp_path: Path) -> None
         "nothing written, nothing cleaned up"
     )
     assert json.loads((merged_step(output_dir) / "config.json").read_text())["vocab_size"] == 512
+
+
+@pytest.mark.slow
+def test_a_newer_step_is_loaded(
+    trained: Path, runs: TrainRuns, run_python: Run, tmp_path: Path
+) -> None:
+    """At SIGHUP: the run went on meanwhile, and the server answers as one that starts then."""
+    output_dir, env = copied(trained, tmp_path), runs.environment()
+    options = ("--max-batch", 1, "--prefill-chunk-tokens", 16)
+    body = {"prompt": "def f(", "max_tokens": 1, "echo": True, "logprobs": 0}
+
+    def logprobs(server: HttpProcess) -> list[float]:
+        choice = server.post("/v1/completions", **body).json()["choices"][0]
+        return choice["logprobs"]["token_logprobs"][1:]
+
+    server = start_server(tmp_path / "log", env, output_dir, *options)
+    try:
+        old = logprobs(server)
+        done = run_python(runs.command(output_dir, "--num-steps", 10, data=runs.text), env=env)
+        assert done.returncode == 0, done.stderr
+        assert logprobs(server) == old
+        server.process.send_signal(signal.SIGHUP)
+        server.until_said("reloaded from ")
+        assert f"step 10 of {output_dir}" in server.log.read_text()
+        new = logprobs(server)
+        assert server.terminate() == 0
+    finally:
+        server.kill()
+    fresh = start_server(tmp_path / "fresh", env, output_dir, *options)
+    try:
+        assert logprobs(fresh) == new != old
+    finally:
+        fresh.kill()

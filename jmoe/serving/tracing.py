@@ -22,6 +22,12 @@ SPAN = "llm_request"
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 
+def check_package(endpoint: str | None) -> None:
+    """Raise ValueError if there is an endpoint, and the packages are not installed."""
+    words = "needs OpenTelemetry's packages: pip install 'jmoe[otel]'"
+    check(endpoint is None or has_package(), "otlp_traces_endpoint", endpoint, words)
+
+
 def has_package() -> bool:
     """Return whether the packages of the extra `otel` are installed."""
     try:
@@ -41,8 +47,7 @@ class Tracer:
 
         Raises ValueError if the packages are not installed.
         """
-        words = "needs OpenTelemetry's packages: pip install 'jmoe[otel]'"
-        check(has_package(), "otlp_traces_endpoint", endpoint, words)
+        check_package(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -29,11 +29,14 @@ LIVE: dict[str, Any] = {
     "kv_tokens_total": 4096,
     "prompt_tokens_total": 0,
     "generation_tokens_total": 0,
+    "computed_tokens_total": 0,
     "tokens_per_s": 0.0,
     "slots": [],
     "streamed_bytes_total": 0,
     "nvme_bytes_total": 0,
     "hit_rate": 0.0,
+    "expert_hits_total": 0,
+    "experts_chosen_total": 0,
     "waited_s": 0.0,
     "roofline_fraction": 0.0,
     "expert_counts": None,
@@ -45,7 +48,8 @@ LIVE: dict[str, Any] = {
 class OpenAIServer(ThreadingHTTPServer):
     """Context manager that answers on a free port of 127.0.0.1 in threads of its own.
 
-    text: the tokens of every answer, each after `token_s`. A prompt has 7 tokens; it and its answer
+    text: the tokens of every answer, each after `token_s`. deltas: those of the next chats instead,
+    a list of deltas and a finish reason each. A prompt has 7 tokens; it and its answer
     fit in `max_model_len`. refuse: the next answers instead, (status, headers, message). live: what
     GET /live says.
     requests: (path, body, headers) of every POST but /tokenize; disconnects: clients that left.
@@ -60,6 +64,7 @@ class OpenAIServer(ThreadingHTTPServer):
         self.live = dict(LIVE)
         self.text: list[str] = ["Hello", ", ", "world"]
         self.token_s = 0.0
+        self.deltas: list[tuple[list[dict[str, Any]], str]] = []
         self.max_model_len = 4096
         self.error_after: int | None = None  # so many tokens, then an error in the stream
         self.gate: threading.Barrier | None = None  # answers begin when so many requests have come
@@ -116,6 +121,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
+            if chat and self.server.deltas:
+                deltas, reason = self.server.deltas.pop(0)
+                for delta in deltas:
+                    self._choice({"delta": delta}, None)
+                self._end({"delta": {}}, reason, len(deltas))
+                return
             for i, text in enumerate(self.server.text[: body.get("max_tokens")]):
                 if i == self.server.error_after:
                     self._event(
@@ -130,12 +141,15 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 time.sleep(self.server.token_s)
                 self._choice({"delta": {"content": text}} if chat else {"text": text}, None)
-            self._choice({"delta": {}} if chat else {"text": ""}, "stop")
-            tokens = len(self.server.text)
-            self._event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}})
-            self.wfile.write(b"data: [DONE]\n\n")
+            said = {"delta": {}} if chat else {"text": ""}
+            self._end(said, "stop", len(self.server.text))
         except ConnectionError:
             self.server.disconnects += 1
+
+    def _end(self, said: dict[str, Any], finish_reason: str, tokens: int) -> None:
+        self._choice(said, finish_reason)
+        self._event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}})
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def _choice(self, said: dict[str, Any], finish_reason: str | None) -> None:
         self._event(

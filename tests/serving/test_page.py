@@ -1,5 +1,6 @@
 """The page in a real browser, against a small server that answers as jmoe's does."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -30,6 +31,9 @@ MOVING = {
     "streamed_bytes_total": 4_000_000_000,
     "nvme_bytes_total": 1_000_000_000,
     "hit_rate": 0.625,
+    "computed_tokens_total": 1000,
+    "expert_hits_total": 500,
+    "experts_chosen_total": 800,
     "waited_s": 90.0,
     "roofline_fraction": 0.5,
     "expert_counts": [[4, 0, 2, 2, 0, 8], [], [1, 1, 1, 1, 1, 1]],
@@ -114,7 +118,7 @@ def test_conversation(page: Page, server: OpenAIServer) -> None:
     assert first == {
         "model": "fake-moe",
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "max_tokens": 512,
         "messages": [system, question],
     }
@@ -161,6 +165,85 @@ def test_the_first_message_is_answered(page: Page, shared_server: HttpProcess) -
     # the first may be the end of the text
     expect(page.locator("article .note").last).to_contain_text("tokens")
     expect(page.get_by_role("alert")).to_have_count(0)
+
+
+ANSWERS = [
+    (
+        [{"reasoning": "I need ", "reasoning_content": "I need "}, {"reasoning": "the tool."}],
+        "stop",
+    ),
+    (
+        [
+            {"content": "Let me look."},
+            {
+                "tool_calls": [
+                    {"index": 0, "id": "a", "function": {"name": "weather", "arguments": ""}}
+                ]
+            },
+            {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '"Oslo"}'}}]},
+        ],
+        "tool_calls",
+    ),
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+
+
+def test_reasoning_and_calls_are_folded(page: Page, server: OpenAIServer) -> None:
+    """They open by a click; what a tool says is typed in, and goes back with the calls."""
+    (thought, _), (called, reason) = ANSWERS
+    server.deltas = [([*thought, *called], reason)]
+    open_page(page, server)
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Tools, as a JSON list of functions").fill(json.dumps(TOOLS))
+    say(page, "Weather in Oslo?")
+    expect(page.locator("article > p").last).to_have_text("Let me look.")
+    for title, text in (("Reasoning", "I need the tool."), ("Call of weather", '{"city": "Oslo"}')):
+        expect(page.get_by_text(text)).to_be_hidden()
+        page.get_by_text(title, exact=True).click()
+        expect(page.get_by_text(text)).to_be_visible()
+    page.get_by_label("Result of weather").fill("12")
+    assert Axe().run(page).response["violations"] == []
+    page.get_by_role("button", name="Send results").click()
+    expect(page.locator("article > p").last).to_have_text("Hello, world")
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert [body["tools"] for _, body, _ in server.requests] == [TOOLS, TOOLS]
+    assert server.requests[1][1]["messages"][1:] == [
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "reasoning_content": "I need the tool.",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "12"},
+    ]
+
+
+def test_retry(page: Page, server: OpenAIServer) -> None:
+    """Takes the last answer back, or the failure, and asks the same again."""
+    open_page(page, server)
+    say(page, "one")
+    expect(page.locator("article p").last).to_have_text("Hello, world")
+    server.refuse = [(500, {}, "The engine stopped.")]
+    page.get_by_role("button", name="Retry").click()
+    expect(page.get_by_role("alert")).to_be_visible()
+    server.text = ["Bye"]
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator("article p").last).to_have_text("Bye")
+    expect(page.locator("article")).to_have_count(2)
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    assert [body["messages"] for _, body, _ in server.requests] == [
+        [{"role": "user", "content": "one"}]
+    ] * 3
+
+
+def test_tools_that_are_no_json(page: Page, server: OpenAIServer) -> None:
+    open_page(page, server)
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Tools, as a JSON list of functions").fill("[")
+    say(page, "one")
+    expect(page.get_by_role("alert")).to_contain_text("Tools:")
+    assert server.requests == []
 
 
 @pytest.mark.parametrize("how", ["button", "key"])
@@ -256,6 +339,9 @@ def test_live_view(page: Page, server: OpenAIServer) -> None:
         "uptime_s": 7501.0,
         "streamed_bytes_total": 6_500_000_000,
         "nvme_bytes_total": 1_300_000_000,
+        "computed_tokens_total": 1020,
+        "expert_hits_total": 515,
+        "experts_chosen_total": 820,
         "tokens_per_s": 20.0,
     }
     server.live |= later
@@ -271,8 +357,9 @@ def test_live_view(page: Page, server: OpenAIServer) -> None:
         "Prompt tokens": "1,234",
         "Generated tokens": "2.50 M",
         "Roofline": "50.0 %",
-        "Hit rate": "62.5 %",
+        "Expert hits": "75.0 %",  # of the last seconds
         "Streamed": "",
+        "Streamed a token": "125 MB",
         "Expert wait": "1 min",
     }
     expect(page.locator("#uptime")).to_have_text("up 2.1 h")
@@ -348,7 +435,7 @@ def test_without_slots_or_counts(page: Page, server: OpenAIServer) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1280, 360])
 def test_layout(browser: Browser, server: OpenAIServer, width: int, scheme: Any) -> None:
     """Nothing is wider than the window, everything is from the server itself, axe finds no
     barrier.
@@ -358,6 +445,7 @@ def test_layout(browser: Browser, server: OpenAIServer, width: int, scheme: Any)
         "slots": [[0, i] for i in range(99)],
     }
     server.text = ["word" * 60, " and\n    code"]
+    server.deltas = [([*ANSWERS[0][0], {"content": "word" * 60}, *ANSWERS[1][0]], "tool_calls")]
     with browser.new_context(
         viewport={"width": width, "height": 800}, color_scheme=scheme
     ) as context:
@@ -371,6 +459,9 @@ def test_layout(browser: Browser, server: OpenAIServer, width: int, scheme: Any)
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert ground == {"light": "rgb(252, 252, 251)", "dark": "rgb(21, 23, 26)"}[scheme]
         assert all(url.startswith((server.url, "data:")) for url in asked)
+        for title in ("Reasoning", "Call of weather"):
+            page.get_by_text(title, exact=True).click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
         server.refuse = [(400, {}, "no")]
         say(page, "again")
         expect(page.get_by_role("alert")).to_be_visible()

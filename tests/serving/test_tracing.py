@@ -11,7 +11,7 @@ import pytest
 
 from jmoe.config.serving import ServeConfig
 from jmoe.serving import tracing
-from jmoe.serving.tracing import Tracer, has_package
+from jmoe.serving.tracing import check_package, has_package
 from tests.http_servers import HttpProcess
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -49,7 +49,7 @@ def collector() -> Iterator[Collector]:
 def test_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "PACKAGE", "opentelemetry_that_is_missing.http")
     with pytest.raises(ValueError, match=r"otlp_traces_endpoint = 'http://x': .* 'jmoe\[otel\]'"):
-        Tracer("http://x", "m")
+        check_package("http://x")
     with pytest.raises(ValueError, match="otlp_traces_endpoint = 'localhost:4318': must begin"):
         ServeConfig("m", otlp_traces_endpoint="localhost:4318")
 
