@@ -1,7 +1,7 @@
 """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API: python serve.py MODEL [--option
 VALUE ...].
 
-MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of
+MODEL is a Hugging Face folder, a GGUF file, the output folder of a run of train.py, or a bundle of
 jmoe.deploy.bundle.
 """
 

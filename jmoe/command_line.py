@@ -26,7 +26,7 @@ TRAIN = "Train a Mixture-of-Experts language model: {program} PRESET [--section.
 SERVE = """Serve a Mixture-of-Experts model over HTTP, as OpenAI's API:
 {program} MODEL [--option VALUE ...].
 
-MODEL is a Hugging Face folder, the output folder of a run of train.py, or a bundle of
+MODEL is a Hugging Face folder, a GGUF file, the output folder of a run of train.py, or a bundle of
 jmoe.deploy.bundle.
 """
 BUNDLE = """Write a model with all its compiled programs as one folder, which serve.py serves on
@@ -105,7 +105,7 @@ class BatchOptions:
 
     requests: tyro.conf.Positional[str]  # a file with one request per line
     answers: tyro.conf.Positional[str]  # the file to which answers are appended
-    model: str  # a Hugging Face folder, the output folder of a run of train.py, or a bundle
+    model: str  # a Hugging Face folder, a GGUF file, the output folder of a run, or a bundle
     served_model_name: str | None = None  # what requests call the model; None: its folder's name
     request_timeout_s: float = 86_400.0  # a request that takes longer is aborted
     max_body_bytes: int = ServeConfig.max_body_bytes  # maximum size of a request's body

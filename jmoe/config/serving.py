@@ -51,7 +51,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 class ServeConfig:
     """An OpenAI-compatible server for one model."""
 
-    model: str  # a Hugging Face folder, the output folder of a run of train.py, or a bundle
+    model: str  # a Hugging Face folder, a GGUF file, the output folder of a run, or a bundle
     served_model_name: str | None = None  # what clients call the model; None: its folder's name
     host: str = "127.0.0.1"  # the address to listen on; 0.0.0.0: every one of this machine
     port: int = 8000  # the port to listen on; 0: a free one

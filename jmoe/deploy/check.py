@@ -1,10 +1,10 @@
 """Say what of a model would load, before its weights are here: python -m jmoe.deploy.check FOLDER.
 
 FOLDER needs `config.json` alone; with `model.safetensors.index.json` the names of its tensors are
-compared too, and once all weights are there, their headers. Prints the family, the parameters, what
-is refused and why, the memory, and where an engine on this machine, or on the one that --gpu,
---devices and --host-gb describe, would put the experts. Ends with 1 if something is refused or does
-not fit.
+compared too, and once all weights are there, their headers. It may also be a GGUF file. Prints the
+family, the parameters, what is refused and why, the memory, and where an engine on this machine, or
+on the one that --gpu, --devices and --host-gb describe, would put the experts. Ends with 1 if
+something is refused or does not fit.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from jmoe.memory.host_memory import available_bytes
 from jmoe.mesh import is_expert
 from jmoe.models.announced import AnnouncedCheckpoint, has_all_weights, read_announced
 from jmoe.models.config_fields import ignored_training_fields, unsupported_fields
+from jmoe.models.gguf.folder import gguf_folder
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import abstract_decoder, read_config_file
@@ -288,7 +289,10 @@ def main(arguments: list[str]) -> int:
         machine = this_machine()
     else:
         machine = named_machine(options.gpu, options.devices, options.host_gb)
-    report = check_model(options.folder.expanduser(), engine, machine)
+    folder = options.folder.expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        folder = gguf_folder(folder)
+    report = check_model(folder, engine, machine)
     print(json.dumps(report.as_json(), indent=2) if options.json else report)
     return 0 if report.fits else 1
 

@@ -28,12 +28,12 @@ from jmoe.models.safetensors_io import (
     NewTensor,
     StoredTensor,
     TensorReader,
-    read_headers,
     replace_text_durably,
     write_safetensors,
 )
 from jmoe.models.stored_formats import Fp8Blocks, StoredFormat
 from jmoe.models.tensor_names import has_fused_experts
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import Parameter, ParameterPiece, check_tensors, list_parameters
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
@@ -216,7 +216,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     fields = read_config(folder)
     config, family = model_config(fields), family_of(fields)
     layout = expert_layout(experts, family)
-    stored = read_headers(folder)
+    stored = read_weight_headers(folder)
     words = (
         "its experts are fused, as transformers 5 holds them: write it anew first, with"
         " jmoe.save_pretrained"

@@ -30,7 +30,7 @@ from jmoe.models.weights import Names, StoredExperts
 
 # (name of an array, layer among those with experts, expert), numbered in the larger model -> array
 ReadExpert = Callable[[str, int, int], np.ndarray]
-WEIGHTS = (".safetensors", ".index.json")
+WEIGHTS = (".safetensors", ".index.json", ".gguf")
 
 
 def check_empty_or_new(folder: Path, option_name: str = "out") -> None:

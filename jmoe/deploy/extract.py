@@ -27,11 +27,11 @@ from jmoe.models.functional import split_parameters
 from jmoe.models.safetensors_io import (
     DTYPES,
     NewTensor,
-    read_headers,
     replace_text_durably,
     write_safetensors,
 )
 from jmoe.models.vision import VisionTransformer, likeliest_experts
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import Names, flatten_by_path
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.training.tasks.run import read_vision_run, vision_model_config_from_json
@@ -173,7 +173,7 @@ def load_task_model(folder: str | Path) -> TaskModel:
         return VisionTransformer(config, {described["task"]: size}, [()], rngs=nnx.Rngs(0))
 
     parts = split_parameters(nnx.eval_shape(build_transformer))
-    stored = read_headers(folder)
+    stored = read_weight_headers(folder)
 
     def read_tensor(names: Names, shape: tuple[int, ...]) -> jax.Array:
         tensor = stored.get(".".join(names))

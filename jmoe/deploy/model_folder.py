@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from jmoe.models.gguf.folder import gguf_folder
 from jmoe.models.pretrained import unreadable_model_hint
 
 
@@ -23,8 +24,8 @@ def hugging_face_folder(
     option_name: str = "model",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Iterator[Path]:
-    """Yield `path` if it is a Hugging Face folder, or the merged newest checkpoint if it is a run's
-    folder.
+    """Yield `path` if it is a Hugging Face folder, the merged newest checkpoint if it is a run's
+    folder, or a folder that describes and links a GGUF file.
 
     A checkpoint is merged once. Other processes do not remove the merged folder before the block
     ends. say: a function called with each line of progress. option_name: the option that errors
@@ -33,6 +34,9 @@ def hugging_face_folder(
     `path` is neither, OSError if no place for the merged folder is writable.
     """
     folder = Path(path).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        yield gguf_folder(folder, cache_dir)
+        return
     if not folder.is_dir():
         instead = unreadable_model_hint(folder) or "`make train` leaves a model in runs/tiny"
         raise ValueError(f"{option_name} = {str(path)!r}: must be a folder; {instead}")

@@ -18,6 +18,7 @@ from jmoe.models.pretrained import abstract_decoder, read_config_file, read_json
 from jmoe.models.quantization import announced_format, announced_group
 from jmoe.models.safetensors_io import INDEX, SINGLE, StoredTensor
 from jmoe.models.stored_formats import StoredFormat
+from jmoe.models.weight_files import GGUF_LINK
 from jmoe.models.weights import (
     KEPT_FLOAT32,
     Parameter,
@@ -57,7 +58,7 @@ class AnnouncedCheckpoint:
 
 def has_all_weights(folder: Path) -> bool:
     """Return whether all files of a checkpoint's weights are there."""
-    if has_file(folder / SINGLE):
+    if has_file(folder / SINGLE) or has_file(folder / GGUF_LINK):
         return True
     places = read_index(folder)
     return places is not None and all((folder / file).is_file() for file in set(places.values()))

@@ -33,7 +33,7 @@ from jmoe.models.decoder import Decoder
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, build_decoder, check_dtype, read_config
-from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
+from jmoe.models.safetensors_io import StoredTensor, TensorReader, weights_identity
 from jmoe.models.tensor_parallel import (
     ADDED_ONCE,
     average_norms_over_devices,
@@ -41,6 +41,7 @@ from jmoe.models.tensor_parallel import (
     per_device_config,
     shard_slices,
 )
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import (
     Names,
     Parameter,
@@ -149,7 +150,7 @@ class LazyCheckpoint(Closing):
             self.config.num_experts,
             "no layer has experts",
         )
-        stored = read_headers(folder) if announced is None else announced.tensors
+        stored = read_weight_headers(folder) if announced is None else announced.tensors
         shapes = abstract_decoder(self.config)[2]
         self._parameters = list_parameters(shapes, self.config, family_of(fields), stored)
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)

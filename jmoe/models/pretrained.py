@@ -35,15 +35,16 @@ from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.mesh import ALL, EXPERT, param_specs, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.folder import has_file
+from jmoe.models.gguf.folder import gguf_folder
 from jmoe.models.huggingface import family_of, hf_config, model_config
 from jmoe.models.quantization import COMPRESSION_FIELDS, MODELOPT_FILE
 from jmoe.models.safetensors_io import (
     INDEX,
     SINGLE,
-    read_headers,
     replace_text_durably,
     write_safetensors,
 )
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import (
     Names,
     StoredExperts,
@@ -213,7 +214,7 @@ def read_config(folder: Path) -> JsonObject:
     if (
         fields.get("tie_word_embeddings") is True
         and has_weights
-        and has_own_head(read_headers(folder))
+        and has_own_head(read_weight_headers(folder))
     ):
         _warn_once(
             f"{file}: tie_word_embeddings = True, but the weights have a head that differs: it is"
@@ -234,7 +235,7 @@ def unreadable_model_hint(path: Path) -> str:
     none.
     """
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
-        return "GGUF is not read: give the folder of safetensors that it was made from"
+        return "a GGUF file is given itself, not its folder: serve.py FILE.gguf"
     if (path / "adapter_config.json").is_file():
         return (
             "an adapter is no model: give the folder that it was merged into, such as by peft's"
@@ -286,9 +287,9 @@ def build_decoder(config: ModelConfig, arrays: dict[tuple[str, ...], jax.Array])
 def load_pretrained(
     path: str | os.PathLike, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> LanguageModel:
-    """Return the model in a Hugging Face folder.
+    """Return the model in a Hugging Face folder, or of a GGUF file.
 
-    The families are Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and jmoe's GPT-MoE.
+    The families are those of `models/families`.
     Tensors are read one at a time into their final arrays, so peak memory is little more than the
     parameters'.
 
@@ -303,6 +304,8 @@ def load_pretrained(
     """
     folder = Path(path).expanduser()
     check_dtype(dtype)
+    if folder.suffix == ".gguf" and folder.is_file():
+        folder = gguf_folder(folder)
     fields = read_config(folder)
     config = model_config(fields)
     shapes = abstract_decoder(config)[2]

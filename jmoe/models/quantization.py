@@ -5,6 +5,7 @@
 """
 
 from jmoe.config import check
+from jmoe.models.gguf.formats import GgufBlocks, GgufTensor
 from jmoe.models.packed_formats import Awq, Gptq, Nvfp4, PackedNvfp4
 from jmoe.models.stored_formats import (
     Fp4Experts,
@@ -101,6 +102,8 @@ def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> Store
 
 def _format_of_tensor(stored: Stored, name: str) -> StoredFormat | None:
     """Return the format of a matrix with a tensor of its own name, None for plain numbers."""
+    if isinstance(tensor := stored[name], GgufTensor):
+        return GgufBlocks(tensor.quant)
     if all(part in stored for part in Fp4Experts().tensor_names(name)):
         return Fp4Experts()
     match stored[name].dtype:

@@ -6,11 +6,18 @@ from dataclasses import replace
 from jmoe.config import ModelConfig
 from jmoe.models.families import FAMILIES
 from jmoe.models.families.tensors import FUSED, LAYER, OUTSIDE, TensorSource
+from jmoe.models.gguf import names as gguf_names
 
 
 def layer_sources(family: str) -> dict[str, TensorSource]:
     """Return the source of each parameter of a layer, below `model.layers.{layer}`."""
     return {**LAYER, **FAMILIES[family].tensors}
+
+
+def is_gguf(names: Collection[str]) -> bool:
+    """Return whether tensors have the names of a GGUF file."""
+    (embedding,) = gguf_names.OUTSIDE["embedding"].names
+    return embedding in names
 
 
 def has_fused_experts(names: Collection[str], family: str) -> bool:
@@ -22,21 +29,29 @@ def has_fused_experts(names: Collection[str], family: str) -> bool:
 
 
 def parameter_source(
-    path: tuple[str, ...], config: ModelConfig, family: str, *, fused: bool = False
+    path: tuple[str, ...],
+    config: ModelConfig,
+    family: str,
+    *,
+    fused: bool = False,
+    gguf: bool = False,
 ) -> TensorSource:
     """Return the source of a parameter of the decoder.
 
     path: the parameter's path in the decoder, e.g. (moe_layers, attention, w_qkv).
     fused: whether the checkpoint stores all experts of a layer in one tensor.
+    gguf: whether it is a GGUF file.
     """
     if not path[0].endswith("_layers"):
-        return OUTSIDE[".".join(path)]
+        return (gguf_names.OUTSIDE if gguf else OUTSIDE)[".".join(path)]
     sources = layer_sources(family)
     if fused:
         sources |= FAMILIES[family].fused_tensors
-    source = sources[".".join(path[1:])]
+    name = ".".join(path[1:])
+    source = gguf_names.layer_source(name, family) if gguf else sources[name]
+    prefix = "blk" if gguf else "model.layers"
     if path[-1] in ("w_qkv", "b_qkv"):
         q = config.num_attention_heads * config.dim_per_head
         kv = config.num_key_value_heads * config.dim_per_head
         source = replace(source, widths=(q, kv, kv))
-    return replace(source, names=tuple(f"model.layers.{{layer}}.{name}" for name in source.names))
+    return replace(source, names=tuple(f"{prefix}.{{layer}}.{name}" for name in source.names))

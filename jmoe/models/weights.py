@@ -31,10 +31,15 @@ from jmoe.models.safetensors_io import (
     NewTensor,
     StoredTensor,
     TensorReader,
-    read_headers,
 )
 from jmoe.models.stored_formats import Stored, decompress_rows
-from jmoe.models.tensor_names import has_fused_experts, layer_sources, parameter_source
+from jmoe.models.tensor_names import (
+    has_fused_experts,
+    is_gguf,
+    layer_sources,
+    parameter_source,
+)
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.types import PyTree
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import MXFP4, Format
@@ -116,11 +121,12 @@ def list_parameters(
     shapes: tree of arrays or shapes.
     stored: names of the checkpoint's tensors, which show whether all experts of a layer are in one.
     """
-    fused, result = has_fused_experts(stored, family), []
+    gguf, result = is_gguf(stored), []
+    fused = not gguf and has_fused_experts(stored, family)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
         layers = [i for i, layer in enumerate(config.layers) if layer.stack_name == names[0]]
-        source = parameter_source(names, config, family, fused=fused)
+        source = parameter_source(names, config, family, fused=fused, gguf=gguf)
         experts = config.num_experts if is_expert(path) else 0
         result.append(Parameter(names, tuple(leaf.shape), source, tuple(layers), experts))
     return result
@@ -224,7 +230,8 @@ def check_tensors(
         for piece in parameter.pieces():
             tensors = _checked_tensors(stored, piece, folder)
             used |= {tensor.name for tensor in tensors}
-            kinds["BF16" if len(tensors) > 1 else tensors[0].dtype] = tensors[0]
+            is_plain = len(tensors) == 1 and tensors[0].dtype in FLOAT_DTYPES
+            kinds[tensors[0].dtype if is_plain else "BF16"] = tensors[0]
         if dtype is not None:
             dtypes[parameter.path] = np.dtype(
                 np.float32 if parameter.path[-1] == KEPT_FLOAT32 else dtype
@@ -262,7 +269,7 @@ def _is_in_further_layer(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek and GLM
     publish them.
     """
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
     predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups > 0
     return predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
 
@@ -475,7 +482,7 @@ def load_arrays(
     shapes: tree of shapes, with shardings for arrays that are to be sharded.
     dtype: dtype of all arrays; None for the stored ones.
     """
-    stored = read_headers(folder)
+    stored = read_weight_headers(folder)
     wanted = list_parameters(shapes, config, family, stored)
     dtypes = check_tensors(wanted, stored, folder, config, dtype)
     places = flatten_by_path(shapes)

@@ -15,8 +15,9 @@ from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
 from jmoe.models.config_fields import ignored_training_fields
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
-from jmoe.models.safetensors_io import StoredTensor, TensorReader, read_headers, weights_identity
+from jmoe.models.safetensors_io import StoredTensor, TensorReader, weights_identity
 from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import (
     Names,
     Parameter,
@@ -176,7 +177,7 @@ def _checked_parameters(
     shapes = jax.tree.unflatten(
         jax.tree.structure(shapes), [places[path] for path in flatten_by_path(shapes)]
     )
-    stored = read_headers(folder)
+    stored = read_weight_headers(folder)
     wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
     check_tensors(wanted, stored, folder, config.model, jnp.float32)
     check_same_identity(f"content of {folder}", lambda: weights_identity(stored))
@@ -185,7 +186,7 @@ def _checked_parameters(
 
 def base_fingerprint(init_from: str) -> str:
     """Return a hash of the weights that a LoRA run's adapters belong to."""
-    return weights_identity(read_headers(pretrained_folder(init_from)))
+    return weights_identity(read_weight_headers(pretrained_folder(init_from)))
 
 
 def _state_at_step_0(

@@ -254,16 +254,14 @@ def test_what_is_no_model_here_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         r"a model of the Hub must be here first: hf download Qwen/Qwen3-30B-A3B --local-dir"
         r" Qwen3-30B-A3B"
     )
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
     (tmp_path / "ggufs").mkdir()
-    shutil.copy(tmp_path / "x.gguf", tmp_path / "ggufs" / "model-q4_0.gguf")
+    (tmp_path / "ggufs" / "model-q4_0.gguf").write_bytes(b"GGUF")
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
-    gguf = "GGUF is not read: give the folder of safetensors"
+    gguf = "a GGUF file is given itself, not its folder: serve.py FILE.gguf"
     adapter = "an adapter is no model: give the folder"
     for model, message in (
         ("Qwen/Qwen3-30B-A3B", hub),
-        ("x.gguf", gguf),
         ("ggufs", gguf),
         ("lora", adapter),
     ):
@@ -271,7 +269,6 @@ def test_what_is_no_model_here_is_named(tmp_path: Path, monkeypatch: pytest.Monk
             jmoe.load_pretrained(model)
     for model, message in (
         ("Qwen/Qwen3-30B-A3B", hub),
-        ("x.gguf", gguf),
         ("runs/tiny", r"a model of the Hub must be here first"),
         (str(tmp_path / "none"), "`make train` leaves a model in runs/tiny"),
     ):

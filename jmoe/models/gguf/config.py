@@ -1,0 +1,176 @@
+"""The metadata of a GGUF file as the fields of a Hugging Face `config.json`.
+
+llama.cpp writes some settings of a family into its code and not into the file; they are in the
+family's table here. A key that no table lists is refused, because it may change the model's
+answers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jmoe.config import check
+from jmoe.models.gguf.file import GgufFile
+from jmoe.types import Json, JsonObject
+
+# {key below the architecture's name: field of config.json}
+_COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "expert_used_count": "num_experts_per_tok",
+}
+# keys that are compared or read apart from the tables, or that change nothing
+_OTHER = {
+    "attention.value_length",
+    "expert_feed_forward_length",
+    "nextn_predict_layers",
+    "rope.dimension_count",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "vocab_size",
+}
+_SIGMOID = 2  # of expert_gating_func
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """How a family's metadata becomes `config.json`.
+
+    model_type: its name there. keys: keys beyond `_COMMON`. fixed: fields that llama.cpp's code
+    decides. more: a function of the file that returns further fields.
+    """
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: JsonObject = field(default_factory=dict)
+    more: Callable[[GgufFile], JsonObject] = lambda file: {}
+
+
+def _glm_fields(file: GgufFile) -> JsonObject:
+    value = _values(file)
+    check(
+        value.get("expert_gating_func", _SIGMOID) == _SIGMOID,
+        "glm4moe.expert_gating_func",
+        value.get("expert_gating_func"),
+        f"must be {_SIGMOID}, sigmoid",
+    )
+    head_dim = value.get("attention.key_length")
+    return {
+        "partial_rotary_factor": value["rope.dimension_count"] / head_dim,
+        "num_hidden_layers": value["block_count"] - value.get("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": value.get("nextn_predict_layers", 0),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _gpt_oss_fields(file: GgufFile) -> JsonObject:
+    layers = _values(file)["block_count"]
+    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    return {"layer_types": kinds}
+
+
+# {general.architecture: family}
+GGUF_FAMILIES = {
+    "qwen3moe": GgufFamily(
+        "qwen3_moe",
+        {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+        {"norm_topk_prob": True},
+    ),
+    "olmoe": GgufFamily(
+        "olmoe",
+        {"expert_count": "num_experts", "attention.clamp_kqv": "clip_qkv"},
+        {"norm_topk_prob": False, "head_dim": None},
+    ),
+    "glm4moe": GgufFamily(
+        "glm4_moe",
+        {
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_gating_func": "",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        {"n_group": 1, "topk_group": 1},
+        _glm_fields,
+    ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        {"expert_count": "num_local_experts", "attention.sliding_window": "sliding_window"},
+        {},
+        _gpt_oss_fields,
+    ),
+}
+
+
+def config_fields(file: GgufFile) -> JsonObject:
+    """Return the fields of the `config.json` of a GGUF file's model.
+
+    Raises ValueError naming the key whose value is missing or not supported.
+    """
+    name = file.architecture
+    known = ", ".join(GGUF_FAMILIES)
+    words = f"must be one of {known}: give the folder of safetensors that it was made from"
+    check(name in GGUF_FAMILIES, "general.architecture", name, words)
+    family, values = GGUF_FAMILIES[name], _values(file)
+    keys = {**_COMMON, **family.keys}
+    for key in sorted(values.keys() - keys.keys() - _OTHER):
+        check(False, f"{name}.{key}", values[key], "is not known: it may change the answers")
+    for key in ("context_length", "block_count", "embedding_length", "expert_count"):
+        check(key in values, f"{name}.{key}", None, "is missing")
+    fields = {to: values[key] for key, to in keys.items() if to and key in values}
+    same = values.get("attention.value_length", fields.get("head_dim")) == fields.get("head_dim")
+    words = "must be attention.key_length"
+    check(same, f"{name}.attention.value_length", values.get("attention.value_length"), words)
+    shape = file.tensors["token_embd.weight"].shape if "token_embd.weight" in file.tensors else ()
+    check(len(shape) == 2, "token_embd.weight", list(shape), "must be [vocabulary, hidden]")
+    return {
+        "model_type": family.model_type,
+        **fields,
+        "vocab_size": shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        **_rope_fields(values, name),
+        **family.fixed,
+        **family.more(file),
+    }
+
+
+def _values(file: GgufFile) -> JsonObject:
+    """Return {key below the architecture's name: value}."""
+    prefix = f"{file.architecture}."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+
+
+def _rope_fields(values: JsonObject, name: str) -> JsonObject:
+    """Return `rope_scaling`, if the file scales positions."""
+    kind: Json = values.get("rope.scaling.type", "none")
+    check(kind in ("none", "linear", "yarn"), f"{name}.rope.scaling.type", kind, "must be yarn")
+    if kind == "none":
+        return {}
+    table = {"rope_type": kind, "factor": values["rope.scaling.factor"]}
+    if kind == "yarn":
+        table |= {
+            "original_max_position_embeddings": values["rope.scaling.original_context_length"],
+            "beta_fast": values.get("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": values.get("rope.scaling.yarn_beta_slow", 1.0),
+            "truncate": name != "gpt-oss",
+        }
+    return {"rope_scaling": table}

@@ -1,0 +1,57 @@
+"""The tensors of a GGUF file that make up each parameter of a layer, below `blk.{layer}`."""
+
+from jmoe.models.families.tensors import TensorSource, as_stored_source, transposed_source
+
+OUTSIDE = {
+    "embedding": as_stored_source("token_embd.weight"),
+    "norm.scale": as_stored_source("output_norm.weight"),
+    "head": transposed_source("output.weight"),
+}
+
+
+def _experts(*names: str) -> TensorSource:
+    """Return the source of tensors that each hold all experts' matrices, as [out, in]."""
+    return TensorSource(names, transposed=True, stacked=True)
+
+
+def _biases(*names: str) -> TensorSource:
+    """Return the source of tensors that each hold all experts' vectors."""
+    return TensorSource(names, stacked=True)
+
+
+LAYER = {
+    "attention_norm.scale": as_stored_source("attn_norm.weight"),
+    "attention.w_qkv": transposed_source("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "attention.b_qkv": as_stored_source("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "attention.q_norm.scale": as_stored_source("attn_q_norm.weight"),
+    "attention.k_norm.scale": as_stored_source("attn_k_norm.weight"),
+    "attention.sinks": as_stored_source("attn_sinks.weight"),
+    "attention.w_out": transposed_source("attn_output.weight"),
+    "attention.b_out": as_stored_source("attn_output.bias"),
+    "feed_forward_norm.scale": as_stored_source("ffn_norm.weight"),
+    "mlp.w_up": transposed_source("ffn_gate.weight", "ffn_up.weight"),
+    "mlp.w_down": transposed_source("ffn_down.weight"),
+    "moe.router.kernel": transposed_source("ffn_gate_inp.weight"),
+    "moe.router.bias": as_stored_source("ffn_gate_inp.bias"),
+    "moe.router.e_score_correction_bias": as_stored_source("exp_probs_b.bias"),
+    "moe.experts.w_up": _experts("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "moe.experts.w_down": _experts("ffn_down_exps.weight"),
+    "moe.experts.b_up": _biases("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "moe.experts.b_down": _biases("ffn_down_exps.bias"),
+    "shared_expert.w_up": transposed_source("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "shared_expert.w_down": transposed_source("ffn_down_shexp.weight"),
+}
+# families whose second norm has another name
+NORM_AFTER_ATTENTION = ("gpt_oss", "glm4_moe")
+
+
+def layer_source(name: str, family: str) -> TensorSource:
+    """Return the source of a parameter of a layer, such as `attention.w_qkv`.
+
+    Raises ValueError if GGUF files of the family have no name for it.
+    """
+    if name == "feed_forward_norm.scale" and family in NORM_AFTER_ATTENTION:
+        return as_stored_source("post_attention_norm.weight")
+    if name not in LAYER:
+        raise ValueError(f"GGUF: has no tensor for {name} of {family}")
+    return LAYER[name]
