@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig, VisionTrainConfig
+from jmoe.config import TRAINING_ONLY, CommConfig, TrainConfig, VisionTrainConfig, check
 from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ReasoningParserName, ServeConfig, ToolParserName
 from jmoe.config.supervise import SuperviseConfig
@@ -117,6 +117,15 @@ class BatchOptions:
     # formats in which the model writes tool calls and reasoning; auto: as its chat template shows
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
+    # run engines on this Ray cluster: HOST:PORT of its head, or auto; None: one engine here
+    ray: str | None = None
+    # with --ray, the number of engines; None: as many as the GPUs allow, or one a node without GPUs
+    ray_engines: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ray_engines is not None:
+            given = self.ray is not None and self.ray_engines > 0
+            check(given, "ray_engines", self.ray_engines, "must be positive, and needs --ray")
 
     def serving_config(self) -> ServeConfig:
         """Return the settings of the server's service, whose queue takes every request.

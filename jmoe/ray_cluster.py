@@ -15,6 +15,7 @@ CONNECT_TIMEOUT_S = 5.0
 IN_FLIGHT = 1000  # tasks submitted at a time
 # Lost workers and nodes that a task survives. One that kills every worker by itself must end.
 MAX_RETRIES = 20
+MAX_CALLS = 10_000  # under way in one actor
 
 
 def connect(address: str) -> Any:
@@ -48,6 +49,12 @@ def _check_answers(address: str, where: str) -> None:
         raise ValueError(
             f"{where}no Ray head answers there: {error}; start one with ray start --head"
         ) from error
+
+
+def jmoe_version() -> str:
+    """Return the version of jmoe that this process imports."""
+    own: str = import_module("jmoe").__version__
+    return own
 
 
 def describe_nodes(ray: Any, describe: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
@@ -102,3 +109,43 @@ def _result(ray: Any, reference: Any) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:  # the task's own error, without Ray's traceback
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+class ActorLostError(Exception):
+    """The process of an actor, or its node, was lost before the call had a result."""
+
+
+def start_actor(ray: Any, kind: type, *arguments: Any, gpus: int) -> Any:
+    """Start an actor of the class `kind` on some node with `gpus` GPUs, or with a core and no GPU;
+    return its handle.
+    """
+    options = {"num_gpus": gpus} if gpus else {"num_cpus": 1}
+    remote = ray.remote(kind).options(
+        **options, scheduling_strategy="SPREAD", max_concurrency=MAX_CALLS, max_restarts=0
+    )
+    return remote.remote(*arguments)
+
+
+def wait_for_one(ray: Any, references: Iterable[Any], timeout_s: float) -> Any | None:
+    """Return a reference whose call has ended, or None after `timeout_s`."""
+    done, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+    return done[0] if done else None
+
+
+def actor_result(ray: Any, reference: Any) -> Any:
+    """Return the result of an actor's call. Raises the call's own error, or ActorLostError."""
+    try:
+        return _result(ray, reference)
+    except ray.exceptions.RayActorError as error:
+        raise ActorLostError(str(error).splitlines()[0]) from error
+
+
+def count_places(ray: Any, gpus: int) -> int:
+    """Return how many actors of `gpus` GPUs the cluster holds; without a GPU, its nodes."""
+    total = int(ray.cluster_resources().get("GPU", 0))
+    return total // gpus if total else sum(1 for node in ray.nodes() if node["Alive"])
+
+
+def has_gpus(ray: Any) -> bool:
+    """Return whether any node has a GPU."""
+    return ray.cluster_resources().get("GPU", 0) > 0

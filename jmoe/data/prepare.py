@@ -34,7 +34,7 @@ from jmoe.data.tokenizer import load_tokenizer
 from jmoe.data.unit_writer import MAX_VOCAB_SIZE, write_unit, write_unit_on_one_core
 from jmoe.data.work_units import Job, Unit, claim_folder, find_pieces, job_key, plan_units
 from jmoe.models.tokenizer_file import TOKENIZER
-from jmoe.ray_cluster import check_same_everywhere, connect, run_tasks
+from jmoe.ray_cluster import check_same_everywhere, connect, jmoe_version, run_tasks
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.types import JsonObject
 
@@ -128,7 +128,7 @@ def describe_machine(out: Path, key: str) -> dict[str, str]:
     """Return {name: value} of what must be the same on every node that writes shards."""
     plan = out / PLAN
     return {
-        "jmoe": sys.modules["jmoe"].__version__,
+        "jmoe": jmoe_version(),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         f"{out} (a folder shared by all nodes)": str(plan.is_file() and key in plan.read_text()),
         **{name: version(name) for name in LIBRARIES},

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from jmoe.command_line import BatchOptions
     from jmoe.config.serving import ServeConfig
     from jmoe.serving.batch_files import AnswersFile, BatchRequest
+
+GO_ON = "the same command goes on with the requests without an answer"
 
 
 def say(line: str) -> None:
@@ -46,54 +46,44 @@ def run(options: BatchOptions) -> None:
             say(f"{num_answered:,} of {len(keys):,} requests have an answer in {options.answers}")
         if num_answered < len(keys):
             waiting = (one for one in read_requests(requests) if one.key not in answers.keys)
-            answer_with_model(config, waiting, len(keys) - num_answered, answers)
+            total = len(keys) - num_answered
+            if options.ray is None:
+                answer_with_model(config, waiting, total, answers)
+            else:
+                answer_on_ray(options, waiting, total, answers)
 
 
 def answer_with_model(
     config: ServeConfig, requests: Iterable[BatchRequest], total: int, answers: AnswersFile
 ) -> None:
     """Load the model, and append its answers to all `requests`, of which there are `total`."""
-    from jmoe.cluster.distributed import check_gpus_found_and_used
-    from jmoe.deploy.bundle import OpenBundle, is_bundle
-    from jmoe.deploy.model_folder import hugging_face_folder
-    from jmoe.inference.engine import Engine
-    from jmoe.inference.loading import open_checkpoint, with_sequence_length
-    from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
+    from jmoe.programs.service import opened_service
     from jmoe.serving.batch import BatchRunner, EngineFailedError
-    from jmoe.serving.service import Service, choose_output_format, starting_templates
 
-    with ExitStack() as stack:
-        engine_config, model = config.engine, Path(config.model)
-        if is_bundle(model):
-            opened = stack.enter_context(OpenBundle(model, engine_config))
-            engine_config, model = opened.engine, opened.model
-        check_gpus_found_and_used(config.distributed, engine_config.mesh.devices)
-        folder = stack.enter_context(
-            hugging_face_folder(model, say, cache_dir=engine_config.cache_dir)
-        )
-        # report a damaged tokenizer or template before weights are read
-        tokenizer = open_tokenizer(tokenizer_file(folder, "model"))
-        parsers = config.tool_parser, config.reasoning_parser
-        output_format = choose_output_format(folder, tokenizer, *parsers)
-        if output_format.template:
-            say(str(output_format))
-        with open_checkpoint(folder, engine_config) as checkpoint:
-            engine_config = with_sequence_length(checkpoint, engine_config)
-        name = config.served_model_name or Path(config.model).expanduser().resolve().name
-        templates = stack.enter_context(starting_templates(folder, config.max_body_bytes))
-        engine = stack.enter_context(Engine(folder, engine_config, say=say))
-        config = replace(config, engine=engine_config)
-        service = Service(engine, config, folder, name, templates())
+    with opened_service(config, say) as service:
+        engine = service.loop.engine
         say(
-            f"{name}: {total:,} requests, {engine.max_batch} sequences at once,"
+            f"{service.name}: {total:,} requests, {engine.max_batch} sequences at once,"
             f" {engine.max_seq_len:,} tokens each"
         )
         try:
             asyncio.run(BatchRunner(service, answers, total).run(requests, say))
         except EngineFailedError as error:
-            sys.exit(
-                f"batch: {error}; the same command goes on with the requests without an answer"
-            )
+            sys.exit(f"batch: {error}; {GO_ON}")
+
+
+def answer_on_ray(
+    options: BatchOptions, requests: Iterable[BatchRequest], total: int, answers: AnswersFile
+) -> None:
+    """Append the answers of a cluster's engines to all `requests`, of which there are `total`."""
+    from jmoe.programs.batch_on_ray import ClusterBatch
+    from jmoe.serving.batch import EngineFailedError
+
+    batch = ClusterBatch(options.serving_config(), options.ray or "", options.ray_engines)
+    try:
+        batch.run(requests, total, answers, say)
+    except EngineFailedError as error:
+        sys.exit(f"batch: {error}; {GO_ON}")
 
 
 def main() -> None:

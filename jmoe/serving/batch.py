@@ -34,49 +34,29 @@ class EngineFailedError(Exception):
     """The engine has failed: requests under way have no answer."""
 
 
-class BatchRunner:
-    """Answers requests with a service that no HTTP server has.
+class BatchAnswerer:
+    """Answers single requests with a service that no HTTP server has."""
 
-    answered, failed: how many requests have an answer since the start, and those with an error.
-    tokens: how many tokens the answers have.
-    """
-
-    def __init__(self, service: Service, answers: AnswersFile, total: int) -> None:
-        """total: how many requests lack an answer."""
-        self._service, self._answers, self._total = service, answers, total
-        self.answered = self.failed = self.tokens = 0
+    def __init__(self, service: Service) -> None:
+        self._service = service
         self._app = FastAPI()
         add_error_handlers(self._app)
         for router in (completions_router, chat_router, responses_router):
             self._app.include_router(router(service))
 
-    async def run(self, requests: Iterable[BatchRequest], say: Callable[[str], None]) -> None:
-        """Answer all `requests`, many at once, and append each answer when it is complete.
+    @property
+    def room(self) -> int:
+        """How many requests keep the engine's batch full."""
+        return IN_FLIGHT * self._service.loop.engine.max_batch
 
-        say: prints a line of progress. Raises EngineFailedError, in which case requests under way
-        have no answer.
-        """
-        waiting, begun_s = iter(requests), time.monotonic()
-
-        async def answer_until_none_waits() -> None:
-            for request in waiting:  # shared by all tasks
-                await self._answer(request)
-
-        async with self._running_engine(), self._progress(say):
-            count = IN_FLIGHT * self._service.loop.engine.max_batch
-            await asyncio.gather(*(answer_until_none_waits() for _ in range(count)))
-        took_s = time.monotonic() - begun_s
-        say(
-            f"{self._counts()} in {took_s:.1f} s; {self.tokens:,} tokens,"
-            f" {self.tokens / took_s:,.1f} tokens/s"
-        )
-
-    def _counts(self) -> str:
-        errors = f", {self.failed:,} of them with an error" if self.failed else ""
-        return f"{self.answered:,} of {self._total:,} requests answered{errors}"
+    @property
+    def tokens_per_s(self) -> float:
+        """The engine's rate of the last seconds."""
+        return self._service.loop.tokens_per_s
 
     @contextlib.asynccontextmanager
-    async def _running_engine(self) -> AsyncIterator[None]:
+    async def running_engine(self) -> AsyncIterator[None]:
+        """Run the engine in this event loop until the block ends; the service is then closed."""
         self._service.loop.start()
         try:
             yield
@@ -84,44 +64,19 @@ class BatchRunner:
             await self._service.loop.stop()
             self._service.close()
 
-    @contextlib.asynccontextmanager
-    async def _progress(self, say: Callable[[str], None]) -> AsyncIterator[None]:
-        async def say_repeatedly() -> None:
-            while True:
-                await asyncio.sleep(PROGRESS_S)
-                say(f"{self._counts()}; {self._service.loop.tokens_per_s:,.1f} tokens/s")
-
-        saying = asyncio.create_task(say_repeatedly())
-        try:
-            yield
-        finally:
-            saying.cancel()
-
-    async def _answer(self, request: BatchRequest) -> None:
-        """Append the answer to one request. Raises EngineFailedError."""
+    async def answer(self, request: BatchRequest) -> JsonObject:
+        """Return the line of the answers for one request. Raises EngineFailedError."""
         limit = self._service.config.max_body_bytes
         error = request.error
         if len(request.body) > limit:
             error = ApiError(413, f"the body has {len(request.body)} bytes; at most {limit} may be")
         if error is not None:
-            answer = request.refusal(error)
-        else:
-            request_id = uuid.uuid4().hex
-            status, body = await self._post(request, request_id)
-            if status != 200 and self._service.loop.failure is not None:
-                raise EngineFailedError(self._service.loop.failure)
-            answer = request.answer(status, request_id, body)
-        await asyncio.to_thread(self._answers.append, answer)
-        self._count(answer["response"])
-
-    def _count(self, response: JsonObject) -> None:
-        self.answered += 1
-        if response["status_code"] == 200:
-            usage = response["body"]["usage"]
-            name = "output_tokens" if "output_tokens" in usage else "completion_tokens"
-            self.tokens += usage[name]
-        else:
-            self.failed += 1
+            return request.refusal(error)
+        request_id = uuid.uuid4().hex
+        status, body = await self._post(request, request_id)
+        if status != 200 and self._service.loop.failure is not None:
+            raise EngineFailedError(self._service.loop.failure)
+        return request.answer(status, request_id, body)
 
     async def _post(self, request: BatchRequest, request_id: str) -> tuple[int, Json]:
         """Return (status, JSON of the body) of the route's response to a request."""
@@ -161,3 +116,81 @@ class BatchRunner:
             if not body:
                 raise
         return status, json.loads(bytes(body))
+
+
+class BatchCounts:
+    """Counts the answers of a batch.
+
+    answered, failed: how many requests have an answer since the start, and those with an error.
+    tokens: how many tokens the answers have.
+    """
+
+    def __init__(self, total: int) -> None:
+        """total: how many requests lack an answer."""
+        self._total, self._begun_s = total, time.monotonic()
+        self.answered = self.failed = self.tokens = 0
+
+    def add(self, response: JsonObject) -> None:
+        """Count the response of one answer."""
+        self.answered += 1
+        if response["status_code"] == 200:
+            usage = response["body"]["usage"]
+            name = "output_tokens" if "output_tokens" in usage else "completion_tokens"
+            self.tokens += usage[name]
+        else:
+            self.failed += 1
+
+    def describe(self) -> str:
+        """Return a phrase with the numbers of requests."""
+        errors = f", {self.failed:,} of them with an error" if self.failed else ""
+        return f"{self.answered:,} of {self._total:,} requests answered{errors}"
+
+    def summary(self) -> str:
+        """Return the last line: requests, seconds, tokens and tokens per second in all."""
+        took_s = time.monotonic() - self._begun_s
+        return (
+            f"{self.describe()} in {took_s:.1f} s; {self.tokens:,} tokens,"
+            f" {self.tokens / took_s:,.1f} tokens/s"
+        )
+
+
+class BatchRunner:
+    """Answers the requests of a batch with one engine."""
+
+    def __init__(self, service: Service, answers: AnswersFile, total: int) -> None:
+        """total: how many requests lack an answer."""
+        self._answerer, self._answers = BatchAnswerer(service), answers
+        self._counts = BatchCounts(total)
+
+    async def run(self, requests: Iterable[BatchRequest], say: Callable[[str], None]) -> None:
+        """Answer all `requests`, many at once, and append each answer when it is complete.
+
+        say: prints a line of progress. Raises EngineFailedError, in which case requests under way
+        have no answer.
+        """
+        waiting = iter(requests)
+
+        async def answer_until_none_waits() -> None:
+            for request in waiting:  # shared by all tasks
+                answer = await self._answerer.answer(request)
+                await asyncio.to_thread(self._answers.append, answer)
+                self._counts.add(answer["response"])
+
+        async with self._answerer.running_engine(), self._progress(say):
+            count = self._answerer.room
+            await asyncio.gather(*(answer_until_none_waits() for _ in range(count)))
+        say(self._counts.summary())
+
+    @contextlib.asynccontextmanager
+    async def _progress(self, say: Callable[[str], None]) -> AsyncIterator[None]:
+        async def say_repeatedly() -> None:
+            while True:
+                await asyncio.sleep(PROGRESS_S)
+                rate = self._answerer.tokens_per_s
+                say(f"{self._counts.describe()}; {rate:,.1f} tokens/s")
+
+        saying = asyncio.create_task(say_repeatedly())
+        try:
+            yield
+        finally:
+            saying.cancel()

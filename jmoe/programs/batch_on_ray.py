@@ -1,0 +1,210 @@
+"""A batch answered by engines on the nodes of a Ray cluster.
+
+The program itself reads requests and writes answers; an engine is an actor, which only answers. A
+request goes to the engine with most room. If an engine is lost, its requests go to the others, and
+another engine takes its place as soon as the cluster has one for it. Only this process writes
+answers, and only the first that it gets for a request, so each request has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jmoe.ray_cluster import (
+    ActorLostError,
+    actor_result,
+    check_same_everywhere,
+    connect,
+    count_places,
+    has_gpus,
+    jmoe_version,
+    start_actor,
+    wait_for_one,
+)
+from jmoe.runtime import gpu_memory_environment
+from jmoe.types import JsonObject
+
+if TYPE_CHECKING:
+    from jmoe.config.serving import ServeConfig
+    from jmoe.serving.batch_files import AnswersFile, BatchRequest
+
+# engines lost one after the other without an answer between, as a multiple of their number
+MAX_LOSSES = 3
+
+
+class EngineActor:
+    """An engine in a process of its own: `open` loads it, `answer` may be called many times at
+    once.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        os.environ |= gpu_memory_environment(os.environ)  # before JAX is imported
+        self._config, self._stack = config, contextlib.AsyncExitStack()
+        self._answerer: Any = None
+
+    async def open(self) -> int:
+        """Load the model; return how many requests keep the engine busy."""
+        from jmoe.programs.service import opened_service
+        from jmoe.serving.batch import BatchAnswerer
+
+        service = self._stack.enter_context(opened_service(self._config, lambda line: None))
+        self._answerer = BatchAnswerer(service)
+        await self._stack.enter_async_context(self._answerer.running_engine())
+        room: int = self._answerer.room
+        return room
+
+    async def answer(self, request: BatchRequest) -> JsonObject:
+        """Return the line of the answers for a request. Raises EngineFailedError."""
+        line: JsonObject = await self._answerer.answer(request)
+        return line
+
+
+def describe_node(model: str) -> dict[str, str]:
+    """Return {name: value} of what must be the same on every node that has an engine."""
+    folder = Path(model)
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    files = [(path.name, path.stat().st_size) for path in paths]
+    return {
+        "jmoe": jmoe_version(),
+        "jax": version("jax"),
+        f"model {model} (names and sizes of its files)": (
+            hashlib.sha256(repr(files).encode()).hexdigest()[:12] if files else "no such folder"
+        ),
+    }
+
+
+@dataclasses.dataclass(eq=False)
+class _Engine:
+    """An engine of the cluster. room: 0 until it is open."""
+
+    actor: Any
+    room: int = 0
+    under_way: int = 0
+
+    @property
+    def free_room(self) -> int:
+        return self.room - self.under_way
+
+
+class ClusterBatch:
+    """The engines of one batch, and the requests that they have."""
+
+    def __init__(self, config: ServeConfig, address: str, num_engines: int | None) -> None:
+        """Connect to the cluster at `address`. Raises ValueError that names what is wrong."""
+        model = str(Path(config.model).expanduser().resolve())
+        self._config = dataclasses.replace(config, model=model)
+        self._ray = connect(address)
+        check_same_everywhere(self._ray, address, describe_node, model)
+        self._gpus = config.engine.mesh.devices if has_gpus(self._ray) else 0
+        self._num_engines = num_engines or count_places(self._ray, self._gpus)
+        if not self._num_engines:
+            raise ValueError(
+                f"--ray = {address!r}: the cluster has too few GPUs for one engine of"
+                f" mesh.devices = {self._gpus}"
+            )
+        self._engines: list[_Engine] = []
+        # what each call is for: a request, or None for the opening of the engine
+        self._calls: dict[Any, tuple[_Engine, BatchRequest | None]] = {}
+        self._returned: deque[BatchRequest] = deque()  # of lost engines
+        self._losses = 0  # since the last answer
+
+    def run(
+        self,
+        requests: Iterable[BatchRequest],
+        total: int,
+        answers: AnswersFile,
+        say: Callable[[str], None],
+    ) -> None:
+        """Append the answers to all `requests`, of which there are `total`.
+
+        say: prints a line of progress. Raises EngineFailedError if engines are lost again and again
+        without an answer, and the error of an engine that cannot be opened.
+        """
+        from jmoe.serving.batch import PROGRESS_S, BatchCounts
+
+        say(f"{total:,} requests, {self._num_engines} engines")
+        counts, said_s = BatchCounts(total), time.monotonic()
+        for _ in range(self._num_engines):
+            self._start_engine()
+        waiting = iter(requests)
+        while counts.answered < total:
+            self._deal(waiting)
+            answer = self._next_answer(PROGRESS_S, say)
+            if answer is not None:
+                answers.append(answer)
+                counts.add(answer["response"])
+            if time.monotonic() - said_s >= PROGRESS_S:
+                said_s = time.monotonic()
+                is_open = sum(engine.room > 0 for engine in self._engines)
+                say(f"{counts.summary()}; {is_open} engines")
+        say(counts.summary())
+        for engine in self._engines:
+            self._ray.kill(engine.actor)
+
+    def _next_request(self, requests: Iterator[BatchRequest]) -> BatchRequest | None:
+        """Return a request that no engine has, of lost engines first; None if there is none."""
+        return self._returned.popleft() if self._returned else next(requests, None)
+
+    def _start_engine(self) -> None:
+        engine = _Engine(start_actor(self._ray, EngineActor, self._config, gpus=self._gpus))
+        self._engines.append(engine)
+        self._calls[engine.actor.open.remote()] = engine, None
+
+    def _deal(self, waiting: Iterator[BatchRequest]) -> None:
+        """Give requests to the engine with most room, until none has any."""
+        while True:
+            engine = max(self._engines, key=lambda engine: engine.free_room)
+            request = self._next_request(waiting) if engine.free_room > 0 else None
+            if request is None:
+                return
+            engine.under_way += 1
+            self._calls[engine.actor.answer.remote(request)] = engine, request
+
+    def _next_answer(self, timeout_s: float, say: Callable[[str], None]) -> JsonObject | None:
+        """Return the next answer; None if something else came first, or nothing."""
+        from jmoe.serving.batch import EngineFailedError
+
+        call = wait_for_one(self._ray, self._calls, timeout_s)
+        if call is None:
+            return None
+        engine, request = self._calls.pop(call)
+        try:
+            result = actor_result(self._ray, call)
+        except (ActorLostError, EngineFailedError) as error:
+            if request is not None:
+                self._returned.append(request)
+            self._replace(engine, str(error), say)
+            return None
+        if request is None:
+            engine.room = result
+            return None
+        engine.under_way -= 1
+        self._losses = 0
+        answer: JsonObject = result
+        return answer
+
+    def _replace(self, engine: _Engine, why: str, say: Callable[[str], None]) -> None:
+        """Take an engine's requests back, and start another in its place."""
+        from jmoe.serving.batch import EngineFailedError
+
+        self._engines.remove(engine)
+        self._ray.kill(engine.actor)
+        own = [(call, request) for call, (of, request) in self._calls.items() if of is engine]
+        for call, request in own:
+            del self._calls[call]
+            if request is not None:
+                self._returned.append(request)
+        self._losses += 1
+        say(f"an engine was lost: {why}; another takes its place")
+        if self._losses > MAX_LOSSES * self._num_engines:
+            raise EngineFailedError(f"{self._losses} engines were lost without an answer: {why}")
+        self._start_engine()
