@@ -138,7 +138,7 @@ OPTION = re.compile(r"(?<![\w-])--(?!xla_)[a-z][\w.-]*\w")  # of XLA's options J
 ELSEWHERE = {
     *"""--find-links --local-dir --gpus-per-node --gpus-per-task --ntasks-per-node --gpu-bind --open-mode
     --signal --test-only --chat-template-content-format --version --background
-    --tool-call-parser --head --address""".split()  # noqa: SIM905
+    --tool-call-parser --head --address --include""".split()  # noqa: SIM905
 }
 GROUPS = {"--machine", "--distil", "--distributed", "--comm", "--mesh"}  # `--mesh.*`
 
