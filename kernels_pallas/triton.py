@@ -7,7 +7,7 @@ deprecated; a JAX without it runs the next implementation.
 Legend: M, N tiles of rows and columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -84,15 +84,22 @@ def launch_with_results(
     operands: Sequence[jax.Array],
     *,
     blocks: BlockSizes = WIDE,
+    aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Return the results of a kernel. body: takes a reference to each operand and to each result.
 
+    aliases: {operand: result} of operands whose memory the result takes, with their content.
     interpret: runs the kernel without a GPU.
     """
     params = pltriton.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
     kernel = pl.pallas_call(
-        body, out_shape=list(outs), grid=grid, compiler_params=params, interpret=interpret
+        body,
+        out_shape=list(outs),
+        grid=grid,
+        compiler_params=params,
+        input_output_aliases=dict(aliases or {}),
+        interpret=interpret,
     )
     with jax.named_scope(body.__name__):  # the estimates know the kernel by it
         results: list[jax.Array] = kernel(*operands)

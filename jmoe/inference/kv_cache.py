@@ -38,7 +38,7 @@ from jax import lax
 from jmoe.config import ModelConfig
 from jmoe.config.engine import CACHE_BLOCK
 from jmoe.layers.attention import CacheInputs
-from kernels_pallas.implementations import Name
+from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.native import cached_attention, uses_native_attention
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.xla import attend_by_block
@@ -198,7 +198,7 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
         exclusive bound on all positions, a multiple of `BLOCK`; see `paged_attention`.
     implementation: of `paged_attention`.
     """
-    q_PCHd, k_PCGd, v_PCGe, expand = new
+    q_PCHd, k_PCGd, v_PCGe, expand, _ = new
     masks: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks_H}
     sizes, value_dim = (q_PCHd.dtype, q_PCHd.shape[3], v_PCGe.shape[3]), v_PCGe.shape[3]
     if expand is None and context is None and uses_native_attention(*sizes):
@@ -209,14 +209,40 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
         if cache.v_NGLe is None:  # drop the sums of what follows a key's value
             out_PCHe = out_PCHe[..., :value_dim]
         return out_PCHe, KVCache(k_NGLd, v_NGLe)
-    write = write_keys_and_values if context is None else write_scattered
-    cache = write(cache, blocks_PW, positions_PC, k_PCGd, v_PCGe)
+    q_PCHd, cache = _write(new, cache, blocks_PW, positions_PC, in_place=context is None)
     operands = q_PCHd, cache.k_NGLd, cache.v_NGLe, blocks_PW, positions_PC
     if expand is not None:
         assert context is None, "single tokens attend to what is cached"
         return attend_by_block(*operands, expand=expand, **masks), cache
     options: dict[str, Any] = {"context": context, "implementation": implementation} | masks
     return paged_attention(*operands, value_dim=value_dim, **options), cache
+
+
+def _write(
+    new: CacheInputs,
+    cache: KVCache,
+    blocks_PW: jax.Array,
+    positions_PC: jax.Array,
+    *,
+    in_place: bool,
+) -> tuple[jax.Array, KVCache]:
+    """Return (queries, the cache with this step's keys and values): by a kernel on NVIDIA GPUs that
+    read blocks in place, else by XLA, which then computes `new`'s keys and values too.
+    """
+    operands = blocks_PW, positions_PC
+
+    def by_kernel() -> tuple[jax.Array, KVCache]:
+        if new.write is None or cache.v_NGLe is None:
+            raise NotImplementedError("latents, which are rotated apart")
+        q_PCHd, k_NGLd, v_NGLe = new.write(cache.k_NGLd, cache.v_NGLe, *operands)
+        return q_PCHd, KVCache(k_NGLd, v_NGLe)
+
+    def by_xla() -> tuple[jax.Array, KVCache]:
+        write = write_keys_and_values if in_place else write_scattered
+        return new.q_BSHd, write(cache, *operands, new.k_BSGd, new.v_BSGe)
+
+    forms = [("triton", by_kernel)] if in_place and "triton" in default_implementations() else []
+    return first_supported("write_keys_and_values", [*forms, ("xla", by_xla)])
 
 
 @partial(jax.jit, donate_argnums=0)

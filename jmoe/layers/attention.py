@@ -22,7 +22,7 @@ from jmoe.config import ModelConfig
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
-from jmoe.layers.rotary import rotary
+from jmoe.layers.rotary import rotary, rotation
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, log_once, target_device
@@ -344,12 +344,16 @@ class CacheInputs(NamedTuple):
 
     expand: a function from cached keys to the (keys, values) that the queries attend to; None if
     they attend to the cached keys and values themselves.
+    write: (cached keys, cached values, tables of blocks, positions) -> (queries, cached keys,
+    cached values) by a kernel that rotates and writes; raises NotImplementedError for what it does
+    not support. None if there is no kernel.
     """
 
     q_BSHd: jax.Array
     k_BSGd: jax.Array
     v_BSGe: jax.Array
     expand: Expand | None = None
+    write: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
 
 class Attention(nnx.Module):
@@ -390,14 +394,21 @@ class Attention(nnx.Module):
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
         """
-        config, dtype = self.config, x_BSD.dtype
+        return self._normed_and_rotated(self._products(x_BSD), positions)
+
+    def _products(self, x_BSD: jax.Array) -> jax.Array:
+        """Return queries, keys and values of all heads side by side, in x's dtype."""
+        return mark_saved(affine(x_BSD, self.w_qkv, self.b_qkv).astype(x_BSD.dtype), "qkv")
+
+    def _normed_and_rotated(
+        self, qkv: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return `project` from the output of `_products`."""
+        config, dtype = self.config, qkv.dtype
         dh = config.dim_per_head
         heads = config.num_attention_heads
         groups = config.num_key_value_heads
-        qkv = affine(x_BSD, self.w_qkv, self.b_qkv)
-        q, k, v = jnp.split(
-            mark_saved(qkv.astype(dtype), "qkv"), [heads * dh, (heads + groups) * dh], axis=-1
-        )
+        q, k, v = jnp.split(qkv, [heads * dh, (heads + groups) * dh], axis=-1)
         split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
@@ -440,7 +451,39 @@ class Attention(nnx.Module):
         attend: a function that writes the tokens' keys and values to the cache, and returns the
             weighted sums of values [B, S, H, e].
         """
-        return self.output(attend(CacheInputs(*self.project(x_BSD, positions_BS))))
+        qkv = self._products(x_BSD)
+        new = self._normed_and_rotated(qkv, positions_BS)
+        write = partial(self._rotate_and_write, qkv)
+        return self.output(attend(CacheInputs(*new, write=write)))
+
+    def _rotate_and_write(
+        self,
+        qkv: jax.Array,
+        k_NGLd: jax.Array,
+        v_NGLe: jax.Array,
+        blocks_PW: jax.Array,
+        positions_PC: jax.Array,
+        *,
+        interpret: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return (queries, cached keys, cached values), by a kernel; see `CacheInputs.write`."""
+        from kernels_pallas import rotary_write  # not at the top: needs Pallas' Triton backend
+
+        config, norms = self.config, [self.q_norm, self.k_norm]
+        rotated = config.position == "rope"
+        if rotated and (config.rotary_dim != config.dim_per_head or config.rope_interleave):
+            raise NotImplementedError("rotary positions of a part of a head, or interleaved")
+        if any(norm is not None and (norm.axes or norm.bias is not None) for norm in norms):
+            raise NotImplementedError("norms over the heads of several devices")
+        q_norm, k_norm = (
+            None if norm is None else rotary_write.HeadNorm(norm.scale[...], norm.eps)
+            for norm in norms
+        )
+        options: dict[str, Any] = {"clip": config.clip_qkv, "q_norm": q_norm, "k_norm": k_norm}
+        frequencies, factor = rotation(config.dim_per_head, config.rope_theta, config.rope_scaling)
+        rotary = rotary_write.Rotary(frequencies if rotated else None, factor, **options)
+        operands = qkv, (k_NGLd, v_NGLe), blocks_PW, positions_PC, rotary
+        return rotary_write.rotate_and_write(*operands, interpret=interpret)
 
     def __call__(
         self, x_BSD: jax.Array, window: int | None = None, documents: Documents | None = None

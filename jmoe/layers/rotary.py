@@ -62,6 +62,16 @@ def _yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
     return plain * (1 - slowed) + plain / yarn.factor * slowed
 
 
+def rotation(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
+    """Return (float32 [dim / 2], the radians per position of each pair; the factor of the rotated
+    dimensions) of `rotary`.
+    """
+    if scaling is not None:
+        return rotary_frequencies(dim, theta, scaling), scaling.rotary_scale
+    half = dim // 2
+    return theta ** (-np.arange(half, dtype=np.float32) / half), 1.0
+
+
 def rotary(
     x_BSHd: jax.Array,
     positions: jax.Array,

@@ -425,6 +425,11 @@ class _Pricing:
         kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
         if kernel and kernel[1] == "paged_attention":
             return _paged_attention_work(operation, arrays, self.facts)
+        if (
+            kernel and kernel[1] == "rotate_and_write"
+        ):  # all but the cache, which it writes a bit of
+            moved = 2 * arrays[0].num_bytes
+            return _KernelWork("rotate_and_write in Triton", scope, "pass", moved)
         if kernel and kernel[1] == "combine_splits":
             return _KernelWork("combine_splits in Triton", scope, "combine_splits in Triton", moved)
         if kernel and kernel[1] in SHARES:

@@ -1,0 +1,139 @@
+"""The kernel that norms, rotates and writes a step's queries, keys and values, in Pallas'
+interpreter, against `Attention`'s own form and the scatter.
+"""
+
+import warnings
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.config import ModelConfig
+from jmoe.config.positions import YarnConfig
+from jmoe.inference.kv_cache import KVCache, write_and_attend, write_scattered
+from jmoe.layers.attention import Attention, CacheInputs
+from jmoe.run.ahead_of_time import lower_for_device
+from kernels_pallas.rotary_write import Rotary, rotate_and_write
+from kernels_pallas.saved import bfloat16_as_uint16
+from tests.arrays import assert_close
+
+BLOCK, BLOCKS, HEADS, GROUPS, SIZE = 128, 5, 6, 2, 16
+TABLES = np.array([[4, 1], [2, 3], [0, 0]], np.int32)
+# two tokens a row: in two blocks, one of them padding, both padding
+POSITIONS = np.array([[127, 128], [3, 256], [256, 256]], np.int32)
+YARN = YarnConfig(32.0, 64)
+OLMOE: dict[str, Any] = {"qk_norm": "full", "clip_qkv": 1.0}
+
+
+def attention_of(**changes: Any) -> Attention:
+    config = ModelConfig(
+        hidden_size=32,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=SIZE,
+        initializer_range=0.5,
+        **changes,
+    )
+    attention = Attention(config, 0.5, rngs=nnx.Rngs(0))
+    for seed, norm in enumerate((attention.q_norm, attention.k_norm)):
+        if norm is not None:
+            scale = np.random.default_rng(seed).uniform(0.5, 2, norm.scale[...].shape)
+            norm.scale[...] = jnp.asarray(scale, jnp.float32)
+    return attention
+
+
+def stored_cache(dtype: Any) -> KVCache:
+    draws = np.random.default_rng(9).normal(size=(2, BLOCKS, GROUPS, BLOCK, SIZE))
+    return KVCache(*(bfloat16_as_uint16(jnp.asarray(x, dtype)) for x in draws))
+
+
+def values(x: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, dtype) if x.dtype != dtype else x
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        (OLMOE, jnp.bfloat16),
+        ({"qk_norm": "head", "clip_qkv": 1.0}, jnp.float32),
+        ({"rope_scaling": YARN}, jnp.bfloat16),
+        ({"position": "learned"}, jnp.float32),
+    ],
+)
+def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
+    """Queries, written keys and values; every other place of the cache keeps its bits."""
+    attention = attention_of(**changes)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 32)), dtype)
+
+    @jax.jit
+    def both(cache: KVCache) -> Any:
+        qkv, places = attention._products(x), (jnp.asarray(TABLES), jnp.asarray(POSITIONS))
+        ours = attention._rotate_and_write(qkv, cache.k_NGLd, cache.v_NGLe, *places, interpret=True)
+        q, k, v = attention._normed_and_rotated(qkv, places[1])
+        return ours, (q, write_scattered(cache, *places, k, v))
+
+    cache = stored_cache(dtype)
+    (q, *written), (expected, scattered) = both(cache)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    real = POSITIONS < 2 * BLOCK
+    assert q.dtype == expected.dtype and np.isfinite(np.asarray(q, np.float32)).all()
+    assert_close(q[real], expected[real], tolerance)
+    for before, after, by_xla in zip(
+        jax.tree.leaves(cache), written, jax.tree.leaves(scattered), strict=True
+    ):
+        untouched = np.ones(after.shape, bool)
+        for block, place in ((4, 127), (1, 0), (2, 3)):
+            untouched[block, :, place] = False
+        assert np.array_equal(np.asarray(after)[untouched], np.asarray(before)[untouched])
+        assert not np.array_equal(after, before)
+        assert_close(values(after, dtype), values(by_xla, dtype), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"partial_rotary_factor": 0.5}, "of a part of a head"),
+        ({"rope_interleave": True}, "interleaved"),
+    ],
+)
+def test_what_it_does_not_rotate_is_left_to_xla(changes: dict[str, Any], match: str) -> None:
+    attention, cache = attention_of(**changes), stored_cache(jnp.float32)
+    qkv = jnp.zeros((3, 2, (HEADS + 2 * GROUPS) * SIZE))
+    with pytest.raises(NotImplementedError, match=match):
+        attention._rotate_and_write(qkv, cache.k_NGLd, cache.v_NGLe, TABLES, POSITIONS)
+
+
+def test_heads_and_caches_that_it_does_not_read() -> None:
+    rotary, places = Rotary(None), (TABLES, POSITIONS)
+    k = jnp.zeros((BLOCKS, GROUPS, BLOCK, 24))
+    with pytest.raises(NotImplementedError, match="heads of 24 dimensions"):
+        rotate_and_write(jnp.zeros((3, 2, 240)), (k, k), *places, rotary)
+    with pytest.raises(NotImplementedError, match="a cache of float32"):
+        rotate_and_write(jnp.zeros((3, 2, 240), jnp.bfloat16), (k, k), *places, rotary)
+
+
+def test_a_gpu_writes_without_a_scatter() -> None:
+    """Its program has three kernels and no scatter; XLA computes no rotated keys beside them."""
+    device: Any = SimpleNamespace(platform="gpu", compute_capability="8.9")
+    attention = attention_of(**OLMOE)
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+
+    def step(x: jax.Array, cache: KVCache, blocks_PW: jax.Array, positions_PC: jax.Array) -> Any:
+        def attend(new: CacheInputs) -> jax.Array:
+            return write_and_attend(new, cache, blocks_PW, positions_PC, scale=0.25)[0]
+
+        return attention.attend_to_cache(x, positions_PC, attend)
+
+    cache = KVCache(*[of(jnp.uint16, BLOCKS, GROUPS, BLOCK, SIZE)] * 2)
+    operands = of(jnp.bfloat16, 3, 1, 32), cache, of(jnp.int32, 3, 2), of(jnp.int32, 3, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
+        _, lowered = lower_for_device(device, jax.jit(partial(step)), *operands)
+    text = lowered.as_text()
+    assert text.count("@__gpu$xla.gpu.triton") in (2, 3)  # combine_splits only with several splits
+    assert "stablehlo.scatter" not in text and "stablehlo.sine" not in text
