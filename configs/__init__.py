@@ -4,6 +4,7 @@ family.
 
 from jmoe.config import TrainConfig
 from jmoe.configs.ablations import tiny_buckets, tiny_flat, tiny_replicated, tiny_unfused
+from jmoe.configs.fine_tune import fine_tune, fine_tune_lora
 from jmoe.configs.gpt_moe import gpt_moe_8e, gpt_moe_16e, gpt_moe_32e, gpt_moe_64e, gpt_moe_128e
 from jmoe.configs.mixtral import mixtral_8x7b
 from jmoe.configs.olmoe import olmoe_1b_7b
@@ -14,6 +15,11 @@ from jmoe.configs.ufo import ufo_17b, ufo_tiny
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "tiny": ("4M parameters, 8 experts: learns source code in minutes on two CPU cores", tiny),
     "small": ("34M parameters, 8 experts: the same text, under an hour on two CPU cores", small),
+    "fine-tune": (
+        "a downloaded model (--init-from) on chats (--data.path): all parameters",
+        fine_tune,
+    ),
+    "fine-tune-lora": ("the same with adapters of rank 16 over the frozen model", fine_tune_lora),
     "ufo-tiny": (
         "0.4M parameters: four image tasks at once, in minutes on two CPU cores (extra: vision)",
         ufo_tiny,

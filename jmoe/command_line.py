@@ -62,6 +62,7 @@ OTHER_TRAINERS_NAMES = {
 }
 SERVE_FIELDS = {field.name for field in dataclasses.fields(ServeConfig)}
 UNLIMITED = 2**31  # sequences that wait
+INIT_FROM, DATA = "--init-from", "--data.path"
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
@@ -184,6 +185,8 @@ def parse_train(
     options = list(arguments[1:])
     options_set = dict(_iterate_options(options))
     _reject_other_trainers_names(options_set)
+    if preset.init_from and not {"-h", "--help"} & {*options}:
+        _require_model_and_data(name, options_set)
     if EXPERTS in options_set and OPTIMIZER not in options_set:
         options += [OPTIMIZER, options_set[EXPERTS]]
     config = tyro.cli(
@@ -198,6 +201,16 @@ def parse_train(
         _reject_model_options(options_set)
     comm = CommConfig(**vars(config.comm))
     return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")
+
+
+def _require_model_and_data(name: str, options_set: Iterable[str]) -> None:
+    """End the process if a preset for fine-tuning is given no model or no data."""
+    missing = [option for option in (INIT_FROM, DATA) if option not in options_set]
+    if missing:
+        sys.exit(
+            f"{program_name()} {name}: {' and '.join(missing)} must be given:"
+            f" {program_name()} {name} {INIT_FROM} MODEL {DATA} chats.jsonl"
+        )
 
 
 def _iterate_options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

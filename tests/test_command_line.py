@@ -106,8 +106,27 @@ def test_help_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_needs_no_options(name: str) -> None:
-    assert parse_train([name], PRESETS).output_dir == f"runs/{name}"
+def test_a_preset_needs_no_options_but_a_model_and_data(name: str) -> None:
+    given = ["--init-from", "folder", "--data.path", "chats.jsonl"] if "fine" in name else []
+    config = parse_train([name, *given], PRESETS)
+    assert config.output_dir == f"runs/{name}"
+    assert config.init_from == ("folder" if given else "")
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ([], "--init-from and --data.path must be given: train.py fine-tune --init-from MODEL"),
+        (["--init-from", "folder"], "fine-tune: --data.path must be given"),
+        (["--data.path=chats.jsonl"], "fine-tune: --init-from must be given"),
+    ],
+)
+def test_fine_tuning_needs_a_model_and_data(
+    given: list[str], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match=missing):
+        parse_train(["fine-tune", *given], PRESETS)
 
 
 @pytest.mark.parametrize(

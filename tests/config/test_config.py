@@ -766,7 +766,7 @@ def test_small_presets_split_over_devices(name: str, num_devices: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PRESETS if not name.startswith(("tiny", "small", "ufo"))]
+    "name", [name for name in PRESETS if not name.startswith(("tiny", "small", "ufo", "fine"))]
 )
 def test_large_presets_split_over_nodes_of_8(name: str) -> None:
     config = PRESETS[name][1]
