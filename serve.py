@@ -113,6 +113,7 @@ def open_bundle(config: ServeConfig) -> OpenBundle | None:
             "must be contents: the model is not a bundle",
         )
         return None
+    check(not config.engine.lora, "lora", config.engine.lora, "must be empty with a bundle")
     whole = "must be a model, not a bundle, whose programs are for another device, with estimate"
     check(not config.estimate, "model", config.model, whole)
     with status(f"checking the files of {config.model}", say):
@@ -231,7 +232,7 @@ def serve(
     from jmoe.status import call_repeatedly
 
     check_package(config.otlp_traces_endpoint)
-    name = config.served_model_name or Path(config.model).expanduser().resolve().name
+    name = config.model_name
     if config.dry_run:
         print_dry_run(config, folder, name)
         return

@@ -147,6 +147,9 @@ class EngineConfig:
     # on a CPU, run steps of few tokens with C++ operations, which are compiled once per machine.
     # auto: on one device, if a compiler is found; on: required; off: use XLA only
     native: Literal["auto", "on", "off"] = "auto"
+    # LoRA adapters of the model, each NAME=FOLDER of PEFT's files; a request chooses one by its
+    # name. Steps then run without native operations
+    lora: tuple[str, ...] = ()
     mesh: EngineMesh = field(default_factory=EngineMesh)
 
     def __post_init__(self) -> None:
@@ -175,6 +178,8 @@ class EngineConfig:
             self._check_int8_activations()
         self._check_streaming()
         self._check_speculation()
+        if self.lora:
+            self._check_lora()
         if self.mesh.devices > 1:
             self._check_mesh()
 
@@ -250,6 +255,20 @@ class EngineConfig:
         words = f"must be at most prompt_lookup_max = {self.prompt_lookup_max}"
         ordered = self.prompt_lookup_min <= self.prompt_lookup_max
         check_field(ordered, self, "prompt_lookup_min", words)
+
+    def _check_lora(self) -> None:
+        """Reject adapters without a name of their own, and options that adapters do not take."""
+        names = [option.partition("=")[0] for option in self.lora]
+        for option, name in zip(self.lora, names, strict=True):
+            reads = bool(name) and bool(option.partition("=")[2])
+            check(reads, "lora", option, "must read NAME=FOLDER")
+            check(names.count(name) == 1, "lora", option, f"must be the only adapter {name}")
+        devices = self.mesh.devices
+        check_field(devices == 1, self, "lora", f"must be empty with mesh.devices = {devices}")
+        hybrid = self.policy == "hybrid"
+        check_field(not hybrid, self, "lora", "must be empty with policy = 'hybrid'")
+        words = "must be auto or off with lora: native operations lack adapters"
+        check_field(self.native != "on", self, "native", words)
 
     def _check_mesh(self) -> None:
         """Raise ValueError for options that are unsupported on a mesh of devices."""

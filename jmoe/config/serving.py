@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from jmoe.config.checks import (
@@ -123,6 +124,15 @@ class ServeConfig:
             "estimate",
             f"must not be given with mesh.devices = {devices}: of one device alone",
         )
+        check_field(
+            not (self.estimate and self.engine.lora),
+            self,
+            "estimate",
+            "must not be given with lora",
+        )
+        for option in self.engine.lora:
+            own = option.partition("=")[0] != self.model_name
+            check(own, "lora", option, "must have another name than the model")
         check_field(0 <= self.port < 65536, self, "port", "must be between 0 and 65535")
         for origin in self.allowed_origins:
             words = (
@@ -148,3 +158,8 @@ class ServeConfig:
             self, "request_timeout_s", "drain_timeout_s", "max_body_bytes", "max_connections"
         )
         check_positive(self, "header_timeout_s", "body_timeout_s", "send_timeout_s")
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).expanduser().resolve().name

@@ -89,6 +89,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
     Raises ValueError naming the option, before anything is compiled or written.
     """
     check_empty_or_new(out)
+    check(not options.lora, "lora", options.lora, "must be empty: a bundle has no adapters")
     options, segments = _resolve_options_and_segments(folder, options)
     tokenizer_file(folder)
     with creating_folder(out) as partly:
@@ -221,7 +222,8 @@ class OpenBundle(Closing):
         check(plan["form"] == BUNDLE, f"{path / PLAN}: form", plan["form"], form)
         try:
             _check_machine(path / PLAN, plan)
-            kept = EngineConfig(**plan["engine"] | {"mesh": EngineMesh(**plan["engine"]["mesh"])})
+            mesh = EngineMesh(**plan["engine"]["mesh"])
+            kept = EngineConfig(**plan["engine"] | {"mesh": mesh, "lora": ()})
             segments, digest = plan["segments"], plan["native"]
         except (KeyError, TypeError) as error:
             raise ValueError(

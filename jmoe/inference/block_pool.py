@@ -128,22 +128,25 @@ class BlockPool:
         """Return whether the block has content and no holder."""
         return block_id in self._cached
 
-    def find(self, tokens: list[int], digests: list[bytes]) -> CachedPrefix:
+    def find(
+        self, tokens: list[int], digests: list[bytes], root: bytes = NO_TOKENS
+    ) -> CachedPrefix:
         """Return the longest prefix of `tokens` that blocks have.
 
         digests: of the first full blocks of the tokens; the missing ones that are needed are
             appended.
+        root: the digest before the first token; sequences with another root share no blocks.
         """
         size, full = self.block_tokens, []
         for i in range(len(tokens) // size):
-            extend_digests(digests, tokens, i + 1, size)
+            extend_digests(digests, tokens, i + 1, size, root)
             block = self._full.get(digests[i])
             if block is None:
                 break
             full.append(block.id)
         start = len(full) * size
         rest = tokens[start : start + size]
-        prefix = digests[len(full) - 1] if full else NO_TOKENS
+        prefix = digests[len(full) - 1] if full else root
         tail, num_tail = None, 0
         for block in self._by_prefix.get(prefix, {}).values():
             length = common_prefix_length(block.tokens, rest)
@@ -244,9 +247,13 @@ class BlockPool:
 
 
 def extend_digests(
-    digests: list[bytes], tokens: list[int], num_blocks: int, block_tokens: int
+    digests: list[bytes],
+    tokens: list[int],
+    num_blocks: int,
+    block_tokens: int,
+    root: bytes = NO_TOKENS,
 ) -> None:
     """Append the digests of the first `num_blocks` full blocks of `tokens` that are missing."""
     for i in range(len(digests), num_blocks):
-        prefix = digests[-1] if digests else NO_TOKENS
+        prefix = digests[-1] if digests else root
         digests.append(digest_of_block(prefix, tokens[i * block_tokens : (i + 1) * block_tokens]))

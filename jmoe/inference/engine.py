@@ -37,6 +37,7 @@ from jmoe.inference.sampler import NOT_FINITE, Draw, PendingDraws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
+from jmoe.inference.served_adapters import NO_ADAPTERS
 from jmoe.inference.stats import EngineStats, StatsCollector
 from jmoe.inference.verification import DraftVerifier
 from jmoe.memory.closing import Closing
@@ -113,6 +114,7 @@ class Engine(Closing):
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
         self.residency: ExpertResidency = self._runner.residency
+        self.adapters = NO_ADAPTERS if model.on_one is None else model.on_one.adapters
         if on_mesh is not None:
             on_mesh.leader = self.leader
         self.config, self.max_batch = self._runner.config, self._scheduler.max_batch
@@ -171,11 +173,13 @@ class Engine(Closing):
         prompt: str | Iterable[int],
         sampling: SamplingParams | None = None,
         constraint: Constraint | None = None,
+        adapter: str = "",
     ) -> Sequence:
         """Queue a request and return its sequence.
 
         prompt: text, or token ids.
         constraint: restricts the output; must not be shared with another request.
+        adapter: name of a LoRA adapter of `EngineConfig.lora`; "" for the model as it is.
 
         Raises ValueError if the request is invalid for this model.
         """
@@ -188,7 +192,7 @@ class Engine(Closing):
         else:
             token_ids = [int(token) for token in prompt]
         check(bool(token_ids), "prompt", prompt, "must hold at least one token")
-        sequence = Sequence(token_ids, sampling or SamplingParams(), constraint)
+        sequence = Sequence(token_ids, sampling or SamplingParams(), constraint, adapter=adapter)
         self.add_sequence(sequence)
         return sequence
 
@@ -199,6 +203,7 @@ class Engine(Closing):
         """
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
+        self.adapters.check_name(sequence.adapter)
         check(
             sequence.constraint is None or not sampling.min_new_tokens,
             "min_new_tokens",
@@ -254,10 +259,13 @@ class Engine(Closing):
         self,
         prompts: Iterable[str | Iterable[int]],
         sampling: SamplingParams | None = None,
+        *,
+        adapter: str = "",
         **fields: Any,
     ) -> list[Completion]:
         """Return the completions of prompts, once all have ended.
 
+        adapter: as in `add_request`.
         fields: fields of `SamplingParams` that override `sampling`, e.g. max_new_tokens=32.
 
         Raises FloatingPointError naming the prompt for which the model's logits are not finite,
@@ -266,7 +274,7 @@ class Engine(Closing):
         sampling = replace(sampling or SamplingParams(), **fields)
         if self._has_answered and not self._is_measured and not self.has_unfinished:
             self._measure_machine()
-        sequences = [self.add_request(prompt, sampling) for prompt in prompts]
+        sequences = [self.add_request(prompt, sampling, adapter=adapter) for prompt in prompts]
         outputs: dict[Sequence, list[Output]] = {sequence: [] for sequence in sequences}
         while any(sequence.finish_reason is None for sequence in sequences):
             for output in self.step():

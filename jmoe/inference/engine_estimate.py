@@ -11,6 +11,7 @@ E experts of a layer
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -287,8 +288,9 @@ class _StepEstimator:
         arrays_of = dict(self._layers)
         for (structure, seen), count in Counter(zip(structures, windows, strict=True)).items():
             attended = context + width if seen is None else min(context, seen - 1) + width
-            window = None if seen is None else self._abstract_array(jnp.int32)
-            operands = cache, hidden, batch.blocks_PW, batch.positions_PC, window
+            window: Any = None if seen is None else self._abstract_array(jnp.int32)
+            places = runner.CachePlaces(batch.blocks_PW, batch.positions_PC, window)
+            operands = cache, hidden, places
             (x_PCD, _, y), attend = self._compile_and_estimate(
                 -(-attended // BLOCK),
                 runner._attend_program,

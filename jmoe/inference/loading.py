@@ -21,11 +21,13 @@ from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
 from jmoe.inference.scheduler import Scheduler
+from jmoe.inference.served_adapters import ServedAdapters, adapter_bytes
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.mesh import expert_mesh
+from jmoe.models.huggingface import family_of
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.residency import open_experts, open_placed_experts
 from jmoe.offload.segments import read_segments
@@ -95,7 +97,7 @@ class LoadedModel(Closing):
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits = bandwidth_limit_bytes_per_s
-            use_native = mesh is None and load_native_if_used(options, say)
+            use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_activations(checkpoint, options, use_native)
             if conversion := checkpoint.expert_conversion:
                 say(conversion)
@@ -156,6 +158,9 @@ def _make_runner_on_one_device(
     device).
     """
     assert options.max_seq_len is not None, "the model's positions say it"
+    config, dtype = checkpoint.config, checkpoint.dtype
+    family = family_of(checkpoint.fields)
+    adapters = ServedAdapters.load(options.lora, config, family, dtype)
     residency, store = open_experts(
         checkpoint,
         memory,
@@ -163,11 +168,12 @@ def _make_runner_on_one_device(
         bandwidth_limit_bytes_per_s=limits,
         native=use_native,
         int8_activations=options.expert_activations == "int8",
-        on_host=options.pin_host_memory != "on" and load_native_for_host_experts(options, memory),
+        on_host=options.pin_host_memory != "on"
+        and not options.lora
+        and load_native_for_host_experts(options, memory),
         pin=options.pin_host_memory,
     )
     embed_and_head, layers = checkpoint.load_dense_modules()
-    config, dtype = checkpoint.config, checkpoint.dtype
     # Arguments committed to a device compile another program than uncommitted ones, so everything
     # that a step replaces is committed from the start.
     caches = jax.device_put(
@@ -178,19 +184,18 @@ def _make_runner_on_one_device(
     if name == "auto":
         name = "router" if residency.finder is None else None
     estimator = make_estimator(name, residency, layers, config.num_experts, table)
-    return (
-        ModelRunner(
-            config,
-            embed_and_head,
-            layers,
-            residency,
-            (caches, width),
-            dtype,
-            estimator,
-            native=use_native,
-        ),
-        store,
+    runner = ModelRunner(
+        config,
+        embed_and_head,
+        layers,
+        residency,
+        (caches, width),
+        dtype,
+        estimator,
+        native=use_native,
     )
+    runner.adapters = adapters
+    return runner, store
 
 
 def load_native_if_used(options: EngineConfig, say: Say = log.info, *, waits: bool = False) -> bool:
@@ -282,7 +287,8 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
         record_bytes=RecordLayout.from_arrays(checkpoint.expert_fields).record_bytes,
         dense_bytes=checkpoint.dense_bytes_per_device(
             devices if options.mesh.dense == "tensor" else 1
-        ),
+        )
+        + adapter_bytes(options.lora, checkpoint.dtype),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
         // devices,
     )

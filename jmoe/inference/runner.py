@@ -35,8 +35,10 @@ from jmoe.config import ModelConfig
 from jmoe.inference.kv_cache import BLOCK, KVCache, copy_cache_blocks, is_real, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
+from jmoe.inference.served_adapters import NO_ADAPTERS
 from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.embedding import lookup
+from jmoe.layers.low_rank import LayerAdapters
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import ModuleStructure, split_arrays
@@ -81,11 +83,13 @@ class TokenBatch(NamedTuple):
     blocks_PW: int32, each row's table of blocks of the cache; the places that no token reaches may
         hold any block.
     positions_PC: int32, positions of each row; S = W * `BLOCK` marks padding.
+    adapter_P: int32, the number of each row's LoRA adapter; None if the model has none.
     """
 
     tokens_T: Any
     blocks_PW: Any
     positions_PC: Any
+    adapter_P: Any = None
 
 
 class BatchChoices(NamedTuple):
@@ -201,14 +205,18 @@ def attend_local(
     hidden: Hidden,
     places: CachePlaces,
     layer_runner: DenseLayerRunner = UNSHARDED,
+    adapters: LayerAdapters | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
     """Run a block without its experts; return (x + attention [P, C, D], cache, y).
 
     y is the dense MLP's output [T, D], or the `ExpertInputs` of a block with experts.
 
     places: of all tokens on which attention runs; with tensor parallelism, those of all devices.
+    adapters: LoRA adapters of the block's weights; those of its experts are not applied here.
     """
     block: Block = structure.merge(arrays)
+    if adapters is not None:
+        adapters.adapt(block, places.positions_PC.size)
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
     cached = CachedAttention(cache, places)
@@ -250,17 +258,17 @@ def _attend_program(
     arrays: Arrays,
     cache: KVCache,
     hidden: Hidden,
-    blocks_PW: jax.Array,
-    positions_PC: jax.Array,
-    window: jax.Array | None,
+    places: CachePlaces,
+    adapters: LayerAdapters | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    with allow_native_inference(positions_PC.size * variant.native):
+    with allow_native_inference(places.positions_PC.size * variant.native):
         return attend_local(
             structure,
             arrays,
             cache,
             hidden,
-            CachePlaces(blocks_PW, positions_PC, window, variant.context),
+            places._replace(context=variant.context),
+            adapters=adapters,
         )
 
 
@@ -312,15 +320,22 @@ class _LayerGroupOptions(NamedTuple):
     context: int | None = None
 
 
+class _LayerOperands(NamedTuple):
+    """One layer of a program that runs several: its arrays, its window and its adapters."""
+
+    arrays: Arrays
+    window: jax.Array | np.int32 | None
+    adapters: LayerAdapters | None
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _apply_layers(
     static: _LayerGroupOptions,
-    arrays: tuple[Arrays, ...],
+    layers: tuple[_LayerOperands, ...],
     caches: tuple[KVCache, ...],
     embed_and_head: Arrays,
     hidden: Hidden | None,
     batch: TokenBatch,
-    windows: tuple[jax.Array | None, ...],
     experts: tuple[PyTree, jax.Array],
 ) -> tuple[Hidden | jax.Array, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
     """Run a group of layers on few tokens; asks the host only for chosen experts that have no slot.
@@ -349,9 +364,12 @@ def _apply_layers(
         assert hidden is not None
         for i, structure in enumerate(static.structures):
             variant = LayerProgramOptions(static.layout is not None, static.context)
-            at = batch.blocks_PW, batch.positions_PC, windows[i]
+            arrays, window, adapters = layers[i]
+            places = CachePlaces(batch.blocks_PW, batch.positions_PC, window)
             # layers of equal structure share one jitted function, traced once
-            x_PCD, cache, y = _attend_program(variant, structure, arrays[i], caches[i], hidden, *at)
+            x_PCD, cache, y = _attend_program(
+                variant, structure, arrays, caches[i], hidden, places, adapters
+            )
             # stops fusion across layers: results equal those of one program per layer bit for bit
             if static.layout is None:
                 x_PCD, y = lax.optimization_barrier((x_PCD, y))
@@ -361,6 +379,7 @@ def _apply_layers(
                     find_slots(y.idx_TK, tables, n, static.finds) if static.finds else tables[n]
                 )
                 choices.append(y.idx_TK)
+                y = with_adapters(y, adapters)
                 y = _add_experts_in_slots(static, y, slots, table_E)
             hidden = Hidden(x_PCD, y)
             if static.layout is None:
@@ -373,6 +392,13 @@ def _apply_layers(
             if batch.positions_PC.shape[1] == 1:
                 logits_PV = static.embed_and_head.merge(embed_and_head).logits(x_PCD[:, 0])
     return output, logits_PV, tuple(written), jnp.stack(choices) if choices else None
+
+
+def with_adapters(routed: ExpertInputs, adapters: LayerAdapters | None) -> ExpertInputs:
+    """Return a layer's routed tokens with the adapters of its experts."""
+    if adapters is None:
+        return routed
+    return routed._replace(changes=adapters.expert_changes(routed.h_TD.shape[0]))
 
 
 def _add_experts_in_slots(
@@ -452,7 +478,10 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs tokens through all layers on one device; owns the KV caches."""
+    """Runs tokens through all layers on one device; owns the KV caches.
+
+    adapters: the LoRA adapters that sequences name, to be set before the first step.
+    """
 
     def __init__(
         self,
@@ -470,9 +499,9 @@ class ModelRunner:
 
         embed_and_head, layers: from `LazyCheckpoint.load_dense_modules`.
         caches: (each layer's cache, W).
-        native: use native (C++) operations for few tokens.
+        native: use native (C++) operations for few tokens; not with adapters, which they lack.
         """
-        self.native = native
+        self.native, self.adapters = native, NO_ADAPTERS
         self._on_cpu = runs_on_cpu()
         self.config = config
         self.residency = residency
@@ -503,7 +532,9 @@ class ModelRunner:
             blocks_PW[i, : len(chunk.block_ids)] = chunk.block_ids
             tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
-        return TokenBatch(tokens_PC.reshape(-1), blocks_PW, positions_PC)
+        return TokenBatch(
+            tokens_PC.reshape(-1), blocks_PW, positions_PC, self.adapters.of_rows(group)
+        )
 
     def padding_batches(self, num_rows: int, width: int) -> list[TokenBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
@@ -610,12 +641,13 @@ class ModelRunner:
                     *layer,
                     self.caches[i],
                     xs[n],
-                    g.blocks_PW,
-                    g.positions_PC,
-                    self._windows[i],
+                    CachePlaces(g.blocks_PW, g.positions_PC, self._windows[i]),
+                    self.adapters.of_layer(i, g.adapter_P),
                 )
                 x_PCD, self.caches[i], y = _attend_program(variants[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
+                if isinstance(y, ExpertInputs):
+                    y = with_adapters(y, of_layer[-1])
                 added.append(y)
             routed = [y for y in added if isinstance(y, ExpertInputs)]
             ys = [y for y in added if not isinstance(y, ExpertInputs)]
@@ -654,6 +686,7 @@ class ModelRunner:
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
+                adapters = self.adapters.of_layers(some, g.adapter_P, len(arrays))
                 place = embed_and_head, start == 0, start + size >= len(self._layers)
                 static = _LayerGroupOptions(
                     structures, layout, self.config.hidden_act, self.dtype, *place, finds, context
@@ -662,12 +695,11 @@ class ModelRunner:
                 places = None if tables_NE is None else tables_NE[n : n + size]
                 experts = slots, places if finder is None else finder.find_slots_operand(n)
                 of_layers = (
-                    arrays,
+                    tuple(map(_LayerOperands, arrays, self._windows[some], adapters)),
                     tuple(self.caches[some]),
                     outside,
                     output,
                     g,
-                    tuple(self._windows[some]),
                     experts,
                 )
                 output, logits_PV, self.caches[some], choices_NTK = _apply_layers(

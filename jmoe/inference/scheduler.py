@@ -28,7 +28,6 @@ from typing import NamedTuple
 from jmoe.config import check
 from jmoe.config.engine import CACHE_BLOCK, EngineConfig
 from jmoe.inference.block_pool import (
-    NO_TOKENS,
     NOTHING_CACHED,
     BlockPool,
     CachedPrefix,
@@ -168,7 +167,8 @@ class Scheduler:
     Prompt and output together have at most `max_seq_len` tokens. Each prompt chunk is padded to one
     of `prefill_widths`; the split into chunks does not depend on other sequences.
 
-    A sequence shares the full blocks of the longest prefix that the cache has of its prompt. The
+    A sequence shares the full blocks of the longest prefix that the cache has of its prompt,
+    computed with the same adapter. The
     part of a block that goes on from there is copied to a block of its own (if no running sequence
     has the block and the prompt continues it, the block itself is taken). Only the remaining tokens
     run. The sequence waits while an earlier prompt is computing at least half of the tokens that it
@@ -530,7 +530,11 @@ class Scheduler:
         reusable = [] if needs_all else known[:-1]
         admissions = self._possible_admissions(sequence, reusable)
         coming = max(
-            (common_prefix_length(s.known_token_ids, reusable) for s in self._prefilling),
+            (
+                common_prefix_length(s.known_token_ids, reusable)
+                for s in self._prefilling
+                if s.adapter == sequence.adapter
+            ),
             default=0,
         )
         for admission in admissions:
@@ -561,7 +565,9 @@ class Scheduler:
         `reusable` tokens, then the one whose next block has been unused for longest.
         """
         prefixes = [
-            pool.find(reusable, sequence.block_digests) if reusable else NOTHING_CACHED
+            pool.find(reusable, sequence.block_digests, sequence.prefix_root)
+            if reusable
+            else NOTHING_CACHED
             for pool in self._pools
         ]
         longest = max(prefixes, key=lambda prefix: prefix.num_tokens)
@@ -669,7 +675,7 @@ class Scheduler:
             "a plan is taken in once"
         )
         pool, size, start = self._pool_of(sequence), self.block_tokens, chunk.start
-        tokens, digests = chunk.tokens, sequence.block_digests
+        tokens, digests, root = chunk.tokens, sequence.block_digests, sequence.prefix_root
         if start == sequence.first_position:  # blocks that were copied before have no tokens yet
             tokens, start = sequence.known_token_ids[: chunk.end], 0
         for i in range(start // size, self._num_blocks(chunk.end)):
@@ -678,8 +684,8 @@ class Scheduler:
             new = tokens[begin - start : (i + 1) * size - start]
             if new:
                 if len(digests) < i:
-                    extend_digests(digests, sequence.known_token_ids, i, size)
-                pool.extend(block, digests[i - 1] if i else NO_TOKENS, new)
+                    extend_digests(digests, sequence.known_token_ids, i, size, root)
+                pool.extend(block, digests[i - 1] if i else root, new)
         sequence.num_computed_tokens = chunk.end
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:

@@ -44,6 +44,7 @@ class Sequence:
     constraint: restricts the output; not shared with other sequences.
     priority: lower ones run first, and are the last to give their blocks back.
     client, request, index: the client, its request, and this sequence's number within that request.
+    adapter: name of the LoRA adapter that the model runs with; "" for the model as it is.
     noise_seed: seeds the sampling noise, in [0, 2^63): a hash of the sampling parameters' seed and
         the prompt, so that two prompts with one seed get different samples; random without a seed.
     """
@@ -57,6 +58,7 @@ class Sequence:
     client: Hashable = None
     request: Hashable = None
     index: int = 0
+    adapter: str = ""
     noise_seed: int = field(init=False)
     # Written by the scheduler
     status: Literal["waiting", "prefill", "decode", "finished"] = field(
@@ -103,6 +105,13 @@ class Sequence:
         self.noise_seed = (
             secrets.randbits(63) if seed is None else _noise_seed(seed, self.prompt_token_ids)
         )
+
+    @property
+    def prefix_root(self) -> bytes:
+        """The digest before the first token: blocks of the cache are shared within an adapter."""
+        if not self.adapter:
+            return b""
+        return hashlib.blake2b(self.adapter.encode(), digest_size=16).digest()
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config import check
+from jmoe.layers.low_rank import AdaptedParam
 from kernels_pallas.grouped_mlp import MLPWeights, activate, grouped_mlp
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import mark_saved
@@ -28,8 +29,12 @@ def normal_parameter(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.
 
 
 def affine(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """Return float32 x @ weight + bias. The operands of the product have x's dtype."""
+    """Return float32 x @ weight + bias, and what adapters add if the weight is an `AdaptedParam`.
+    The operands of the product have x's dtype.
+    """
     y = matmul(x, weight[...].astype(x.dtype))
+    if isinstance(weight, AdaptedParam):
+        y = y + weight.change(x)
     return y if bias is None else y + bias[...].astype(jnp.float32)
 
 

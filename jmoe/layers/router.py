@@ -21,6 +21,7 @@ from jax import lax
 from jax.nn.initializers import Initializer, normal
 
 from jmoe.config import RouterConfig, check, check_routing
+from jmoe.layers.low_rank import AdaptedParam
 from kernels_pallas.matmul import dot
 from kernels_pallas.native import few_row_matmul, uses_native_inference
 from kernels_pallas.native import top_k_indices as native_top_k_indices
@@ -433,6 +434,8 @@ class Router(nnx.Module):
         logits_TE = (
             few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
         )
+        if isinstance(self.kernel, AdaptedParam):
+            logits_TE = logits_TE + self.kernel.change(x_TD)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmoe.layers.low_rank import ExpertChanges
 from kernels_pallas.compressed import load_weight
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.api import MODULES
@@ -42,13 +43,22 @@ class ExpertInputs(NamedTuple):
     """A layer's routed tokens.
 
     h_TD: the experts' input. idx_TK: chosen experts; E for no expert (padding). weights_TK: factors
-    of the experts' outputs. y_TD: float32, to which the weighted outputs are added.
+    of the experts' outputs. y_TD: float32, to which the weighted outputs are added. changes: the
+    adapters of the experts; None without.
     """
 
     h_TD: jax.Array
     idx_TK: jax.Array
     weights_TK: jax.Array
     y_TD: jax.Array
+    changes: ExpertChanges | None = None
+
+
+class _TokensOfExperts(NamedTuple):
+    """The tokens [T, D] that experts multiply, and the experts' adapters."""
+
+    h_TD: jax.Array
+    changes: ExpertChanges | None
 
 
 class _SortedAssignments(NamedTuple):
@@ -94,21 +104,23 @@ def _add_weighted_rows(
 
 def _write_tile(
     out: jax.Array,
-    h_TD: jax.Array,
+    tokens: _TokensOfExperts,
     by_expert: _SortedAssignments,
     row: jax.Array,
-    expert: MLPWeights,
+    expert: tuple[jax.Array, MLPWeights],
     activation: str,
 ) -> jax.Array:
-    """Return `out` with one expert's output for a tile of rows that starts at `row`.
+    """Return `out` with the output of an expert (number, weights) for a tile of rows that starts at
+    `row`.
 
     Rows past the expert's end hold garbage until the next tile overwrites them.
     """
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
-    x_BD = h_TD[lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)]
-    return lax.dynamic_update_slice_in_dim(
-        out, expert_mlp(x_BD, expert, activation).astype(jnp.float32), row, axis=0
-    )
+    token_B = lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)
+    number, weights = expert
+    change = None if tokens.changes is None else tokens.changes.for_rows(number, token_B)
+    y_BD = expert_mlp(tokens.h_TD[token_B], weights, activation, change)
+    return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
 
 
 # From one array of slots, through a table
@@ -141,7 +153,8 @@ def table_mlp(
     }
     names = default_implementations() if implementation is None else (implementation,)
     candidates: list[tuple[str, Callable[[], jax.Array]]] = [(name, forms[name]) for name in names]
-    if "triton" in names and routed.h_TD.shape[0] <= MAX_TOKENS_BY_CHOICE:
+    is_few = routed.h_TD.shape[0] <= MAX_TOKENS_BY_CHOICE
+    if "triton" in names and is_few and routed.changes is None:
         by_choice = partial(_table_mlp_by_choice, routed, slots, table_E, activation)
         candidates.insert(0, ("triton by choice", by_choice))
     return first_supported("table_mlp", candidates)
@@ -178,7 +191,12 @@ def _table_mlp_by_grouped_matmul(
     num_experts, n = table_E.shape[0], routed.idx_TK.size
     by_expert = _sort_by_expert(routed.idx_TK, num_experts, 0)
     rows_ND = routed.h_TD[by_expert.token_N]
-    out = grouped_mlp_in_slots(rows_ND, by_expert.sizes_E, slots, table_E, activation=activation)
+    change = None
+    if routed.changes is not None:
+        change = routed.changes.for_groups(by_expert.token_N, by_expert.sizes_E)
+    out = grouped_mlp_in_slots(
+        rows_ND, by_expert.sizes_E, slots, table_E, activation=activation, change=change
+    )
     # rows of choices without an expert are never written: point them past the end
     rank_TK = jnp.where(routed.idx_TK < num_experts, by_expert.rank_TK, n)
     return routed.y_TD + combine(out, routed.weights_TK, by_expert.token_N, rank_TK, False)
@@ -196,13 +214,14 @@ def _table_mlp_by_tiles(
     tile belongs to one expert.
     """
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
+    tokens = _TokensOfExperts(h_TD, routed.changes)
     by_expert = _sort_by_expert(routed.idx_TK, num_experts, tile_rows)
     tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows
 
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, row = _tile_expert_and_row(i, by_expert.starts_E, tiles_E, tile_rows)
-        mine = _decode_slot(slots, table_E[expert], h_TD.dtype)
-        return _write_tile(out, h_TD, by_expert, row, mine, activation)
+        mine = expert, _decode_slot(slots, table_E[expert], h_TD.dtype)
+        return _write_tile(out, tokens, by_expert, row, mine, activation)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
     return _add_weighted_rows(
@@ -308,14 +327,15 @@ def mlp_in_bundles(
     if num_tokens <= FEW_TOKENS:
         y_TD = routed.y_TD
         for numbers_A, weights in bundles:
-            y_TD = _add_bundle_on_all_tokens(activation, y_TD, *routed[:3], numbers_A, weights)
+            y_TD = _add_bundle_on_all_tokens(
+                activation, y_TD, *routed[:3], routed.changes, numbers_A, weights
+            )
         return y_TD
     tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
     by_expert, out = _sort_and_allocate(len(experts), tile_rows, routed)
+    tokens = _TokensOfExperts(routed.h_TD, routed.changes)
     for numbers_A, weights in bundles:
-        out = _write_bundle_rows(
-            activation, tile_rows, out, routed.h_TD, by_expert, numbers_A, weights
-        )
+        out = _write_bundle_rows(activation, tile_rows, out, tokens, by_expert, numbers_A, weights)
     return _add_combined_compiled(out, routed, by_expert)
 
 
@@ -353,14 +373,18 @@ def _add_bundle_on_all_tokens(
     h_TD: jax.Array,
     idx_TK: jax.Array,
     weights_TK: jax.Array,
+    changes: ExpertChanges | None,
     numbers_A: jax.Array,
     experts: Sequence[StoredExpert],
 ) -> jax.Array:
     """Return y plus the weighted outputs of a bundle's experts. Each of them runs on all tokens."""
+    all_T = jnp.arange(h_TD.shape[0])
     for a, expert in enumerate(experts):
         mine_TK = idx_TK == numbers_A[a]
+        change = None if changes is None else changes.for_rows(numbers_A[a], all_T)
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
-        out_TD = expert_mlp(h_TD, decode_expert(expert, h_TD.dtype), activation).astype(jnp.float32)
+        weights = decode_expert(expert, h_TD.dtype)
+        out_TD = expert_mlp(h_TD, weights, activation, change).astype(jnp.float32)
         y_TD = y_TD + jnp.where(mine_TK.any(axis=1, keepdims=True), gate_T1 * out_TD, 0.0)
     return y_TD
 
@@ -378,7 +402,7 @@ def _write_bundle_rows(
     activation: str,
     tile_rows: int,
     out: jax.Array,
-    h_TD: jax.Array,
+    tokens: _TokensOfExperts,
     by_expert: _SortedAssignments,
     numbers_A: jax.Array,
     experts: Sequence[StoredExpert],
@@ -389,14 +413,18 @@ def _write_bundle_rows(
         size = by_expert.sizes_E[numbers_A[a]]
 
         def write_tile(
-            i: jax.Array, out: jax.Array, expert: StoredExpert = expert, start: jax.Array = start
+            i: jax.Array,
+            out: jax.Array,
+            expert: StoredExpert = expert,
+            start: jax.Array = start,
+            number: jax.Array = numbers_A[a],
         ) -> jax.Array:
             return _write_tile(
                 out,
-                h_TD,
+                tokens,
                 by_expert,
                 start + i * tile_rows,
-                decode_expert(expert, h_TD.dtype),
+                (number, decode_expert(expert, tokens.h_TD.dtype)),
                 activation,
             )
 

@@ -10,6 +10,7 @@ Legend: N layers of a kind, E experts, P tensors of a weight, I inputs, O output
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -157,13 +158,19 @@ def adapter_config(parameters: Sequence[Parameter], lora: LoraConfig, base: str)
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "bias": "none",
         "target_modules": sorted(modules),
         "target_parameters": sorted(weights) or None,
         "inference_mode": True,
     }
+
+
+def stored_elements(folder: Path) -> int:
+    """Return the number of elements of an adapter's tensors, from the header of its file."""
+    with name_file_in_errors(folder / WEIGHTS):
+        return sum(math.prod(tensor.shape) for tensor in read_header(folder / WEIGHTS).values())
 
 
 def read_adapter_folder(folder: Path, config: ModelConfig, family: str) -> AdapterFolder:

@@ -46,7 +46,7 @@ def opened_service(config: ServeConfig, say: Callable[[str], None]) -> Iterator[
             say(str(output_format))
         with open_checkpoint(folder, engine_config) as checkpoint:
             engine_config = with_sequence_length(checkpoint, engine_config)
-        name = config.served_model_name or Path(config.model).expanduser().resolve().name
+        name = config.model_name
         templates = stack.enter_context(starting_templates(folder, config.max_body_bytes))
         engine = stack.enter_context(Engine(folder, engine_config, say=say))
         yield Service(engine, replace(config, engine=engine_config), folder, name, templates())

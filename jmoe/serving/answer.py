@@ -83,7 +83,8 @@ class Answer(ABC, Generic[Body]):
         Raises ApiError as `EngineLoop.submit` does, or for an error before the whole response.
         """
         request.state.note(f"{sum(map(len, prompts))} prompt tokens, {len(sequences)} choices")
-        envelope = Envelope(id=f"{cls.id_prefix}{request.state.request_id}", model=service.name)
+        model = sequences[0].adapter or service.name
+        envelope = Envelope(id=f"{cls.id_prefix}{request.state.request_id}", model=model)
         generation = service.loop.submit(sequences, request.state.client)
         generation.logprob_bytes = cls.logprob_bytes
         if service.tracer is not None:

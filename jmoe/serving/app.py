@@ -205,16 +205,19 @@ def model_router(service: Service) -> APIRouter:
         sampling_defaults=dict(service.model_sampling.defaults),
     )
 
+    def adapter_card(name: str) -> ModelCard:
+        return card.model_copy(update={"id": name, "parent": service.name})
+
     @router.get("/v1/models")
     async def models() -> ModelList:
-        """List the served model."""
-        return ModelList(data=[card])
+        """List the served model and its adapters."""
+        return ModelList(data=[card, *map(adapter_card, service.adapters)])
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """Describe the served model."""
+        """Describe the served model, or one of its adapters."""
         service.check_model(model)
-        return card
+        return adapter_card(model) if model in service.adapters else card
 
     return router
 

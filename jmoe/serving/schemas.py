@@ -724,16 +724,18 @@ class ChatChunk(Envelope):
 
 
 class ModelCard(BaseModel):
-    """The served model.
+    """The served model, or a LoRA adapter of it.
 
-    max_model_len: maximum tokens of a prompt plus its output. sampling_defaults: values for
-    sampling parameters that a request omits.
+    parent: the model that an adapter belongs to; null for the model itself. max_model_len: maximum
+    tokens of a prompt plus its output. sampling_defaults: values for sampling parameters that a
+    request omits.
     """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "jmoe"
+    parent: str | None = None
     max_model_len: int
     sampling_defaults: dict[str, int | float]
 

@@ -139,6 +139,7 @@ class Service:
     """One served model with all that its routes need.
 
     created: Unix time at which the server started.
+    adapters: names of the model's LoRA adapters, which a request gives as its model.
     output_format: how reasoning and tool calls stand in the model's answers.
     end_token_ids: tokens that end a text or a turn.
     """
@@ -161,6 +162,7 @@ class Service:
         if engine.uses_several_devices:
             engine.compile_for_service()
         self.config, self.name, self.created = config, name, int(time.time())
+        self.adapters = engine.adapters.names
         endpoint = config.otlp_traces_endpoint
         self.tracer = None if endpoint is None else Tracer(endpoint, name)
         self.metrics = Metrics(name)
@@ -198,8 +200,10 @@ class Service:
             self.tracer.close()
 
     def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 if `name` is another model; None stands for the served one."""
-        if name not in (None, self.name):
+        """Raise `ApiError` 404 if `name` is neither the served model, which None stands for, nor
+        one of its adapters.
+        """
+        if name not in (None, self.name, *self.adapters):
             raise ApiError(
                 404, f"the model {name!r} is not served here", param="model", code="model_not_found"
             )
@@ -360,8 +364,9 @@ class Service:
             body.priority,
             "must be 0: the server runs without --scheduling-policy priority",
         )
+        adapter = body.model if body.model is not None and body.model in self.adapters else ""
         sequences = [
-            Sequence(prompt, make(prompt, choice), priority=body.priority)
+            Sequence(prompt, make(prompt, choice), priority=body.priority, adapter=adapter)
             for prompt in prompts
             for choice in range(body.n)
         ]

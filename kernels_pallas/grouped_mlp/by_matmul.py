@@ -21,7 +21,12 @@ from jax import lax
 from kernels_pallas.compressed import SCALES, uint16_as_bfloat16
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul
 from kernels_pallas.grouped_matmul.operands import Epilogue, WeightSlots
-from kernels_pallas.grouped_mlp.reference import MLPWeights, activate, activate_gated
+from kernels_pallas.grouped_mlp.reference import (
+    MLPWeights,
+    ProductChange,
+    activate,
+    activate_gated,
+)
 from kernels_pallas.implementations import first_supported
 from kernels_pallas.matmul import float32_precision
 from kernels_pallas.saved import mark_saved
@@ -156,15 +161,17 @@ def grouped_mlp_in_slots_by_matmul(
     slot_E: jax.Array,
     *,
     activation: str,
+    change: ProductChange | None = None,
 ) -> jax.Array:
     """Return [N, D] in x's dtype: the MLP with the weights in slot slot_E[e], applied to the rows
     of group e. Rows beyond the groups hold arbitrary values.
 
-    slots, slot_E: see `mlp_in_slots`. The kernel reads only the slots of groups with rows.
+    slots, slot_E, change: see `mlp_in_slots`. The kernel reads only the slots of groups with rows.
     """
     multiply = partial(matmul.grouped_matmul, group_sizes_E=group_sizes_E)
+    operands = multiply, x_ND, slots, slot_E
     gates = matmul.gates_slots
-    return mlp_in_slots(multiply, x_ND, slots, slot_E, activation=activation, gates_all=gates)
+    return mlp_in_slots(*operands, activation=activation, gates_all=gates, change=change)
 
 
 def mlp_in_slots(
@@ -175,30 +182,36 @@ def mlp_in_slots(
     *,
     activation: str,
     gates_all: bool,
+    change: ProductChange | None = None,
 ) -> jax.Array:
     """Return rows in x's dtype: the MLP of the experts' weights in slots, by two products.
 
     multiply: multiply(x, w, slots=, epilogue=), which knows the rows of each expert. slots: arrays
     [M, ...] of M slots by name; bfloat16 may be stored as uint16 bits, matrices may be compressed,
     with their scales beside them (`kernels_pallas.compressed`). slot_E: of each expert. gates_all:
-    whether a gated epilogue takes any width and format. Not differentiable. Raises
-    NotImplementedError for operands that `multiply` does not support.
+    whether a gated epilogue takes any width and format. change: added to both products; the
+    activation then runs in a pass of its own. Not differentiable. Raises NotImplementedError for
+    operands that `multiply` does not support.
     """
 
     def project_rows(
         x: jax.Array, name: str, activate: Callable[..., jax.Array] | None = None
     ) -> jax.Array:
-        w, scales, bias = slots[f"w_{name}"], slots.get(f"w_{name}{SCALES}"), slots.get(f"b_{name}")
+        w, scales, bias = slots[name], slots.get(f"{name}{SCALES}"), slots.get(f"b{name[1:]}")
         epilogue = Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
         places = WeightSlots(slot_E, scales)
-        return multiply(x, uint16_as_bfloat16(w), slots=places, epilogue=epilogue)
+        y = multiply(x, uint16_as_bfloat16(w), slots=places, epilogue=epilogue)
+        added = None if change is None else change(name, x)
+        if added is None:
+            return y
+        return (y.astype(jnp.float32) + added.astype(jnp.float32)).astype(y.dtype)
 
     is_plain = "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0
-    if activation != "gelu" and (is_plain or gates_all):
-        a_NF = project_rows(x, "up", partial(activate_gated, activation=activation))
+    if activation != "gelu" and (is_plain or gates_all) and change is None:
+        a_NF = project_rows(x, "w_up", partial(activate_gated, activation=activation))
     else:
-        a_NF = activate(project_rows(x, "up").astype(jnp.float32), activation).astype(x.dtype)
-    return project_rows(a_NF, "down")
+        a_NF = activate(project_rows(x, "w_up").astype(jnp.float32), activation).astype(x.dtype)
+    return project_rows(a_NF, "w_down")
 
 
 _Gradient: TypeAlias = Callable[[jax.Array], tuple[_Operands]]

@@ -9,7 +9,7 @@ from kernels_pallas.grouped_mlp.by_matmul import (
     grouped_mlp_by_matmul,
     grouped_mlp_in_slots_by_matmul,
 )
-from kernels_pallas.grouped_mlp.reference import MLPWeights
+from kernels_pallas.grouped_mlp.reference import MLPWeights, ProductChange
 from kernels_pallas.token_permute import RowMap, dispatch
 
 HOPPER = Implementation(mosaic_gpu.grouped_matmul, mosaic_gpu.weight_gradient)
@@ -45,9 +45,10 @@ def grouped_mlp_in_slots(
     slot_E: jax.Array,
     *,
     activation: str,
+    change: ProductChange | None = None,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
     """Return `grouped_mlp_in_slots_by_matmul`'s result by the Hopper kernels."""
     return grouped_mlp_in_slots_by_matmul(
-        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
+        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation, change=change
     )

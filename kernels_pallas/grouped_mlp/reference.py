@@ -8,6 +8,7 @@ Legend: N rows sorted by group, D hidden, F expert hidden, U = 2F (SwiGLU) or F 
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from kernels_pallas.matmul import float32_precision
 from kernels_pallas.token_permute.api import RowMap
 from kernels_pallas.token_permute.reference import take_rows_or_last
 
+# (a weight's name, the rows that it multiplies) -> what is added to the product; None for nothing
+ProductChange = Callable[[str, jax.Array], jax.Array | None]
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # constants of gpt-oss
 
 

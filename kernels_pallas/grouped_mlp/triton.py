@@ -12,7 +12,7 @@ from kernels_pallas.grouped_mlp.by_matmul import (
     grouped_mlp_in_slots_by_matmul,
     mlp_in_slots,
 )
-from kernels_pallas.grouped_mlp.reference import MLPWeights
+from kernels_pallas.grouped_mlp.reference import MLPWeights, ProductChange
 from kernels_pallas.token_permute import RowMap
 
 TRITON = Implementation(triton.grouped_matmul, triton.weight_gradient, gates_slots=True)
@@ -42,11 +42,12 @@ def grouped_mlp_in_slots(
     slot_E: jax.Array,
     *,
     activation: str,
+    change: ProductChange | None = None,
     matmul: Implementation = TRITON,
 ) -> jax.Array:
     """Return `grouped_mlp_in_slots_by_matmul`'s result by the Triton kernels."""
     return grouped_mlp_in_slots_by_matmul(
-        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation
+        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation, change=change
     )
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.grouped_mlp.reference import MLPWeights, activate
+from kernels_pallas.grouped_mlp.reference import MLPWeights, ProductChange, activate
 from kernels_pallas.groups import RowSlots, assign_rows_to_slots, pick_in_loop
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import bfloat16_as_uint16, mark_saved_residual
@@ -62,25 +62,43 @@ def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Arr
     return bits_ND.at[rows_B].set(bfloat16_as_uint16(x_BD), mode="drop")
 
 
-def _up_projection(x: jax.Array, weights: MLPWeights) -> jax.Array:
-    h = dot(x, weights.w_up)
+def _changed_product(
+    x: jax.Array, w: jax.Array, name: str, change: ProductChange | None
+) -> jax.Array:
+    y = dot(x, w)
+    added = None if change is None else change(name, x)
+    return y if added is None else y + added
+
+
+def _up_projection(
+    x: jax.Array, weights: MLPWeights, change: ProductChange | None = None
+) -> jax.Array:
+    h = _changed_product(x, weights.w_up, "w_up", change)
     if weights.b_up is not None:
         h = h + weights.b_up[..., None, :].astype(jnp.float32)
     return h.astype(x.dtype)
 
 
-def _activate_and_down(h: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
-    y = dot(activate(h.astype(jnp.float32), activation).astype(h.dtype), weights.w_down)
+def _activate_and_down(
+    h: jax.Array, weights: MLPWeights, activation: str, change: ProductChange | None = None
+) -> jax.Array:
+    a = activate(h.astype(jnp.float32), activation).astype(h.dtype)
+    y = _changed_product(a, weights.w_down, "w_down", change)
     if weights.b_down is not None:
         y = y + weights.b_down[..., None, :].astype(jnp.float32)
     return y.astype(h.dtype)
 
 
-def expert_mlp(x: jax.Array, weights: MLPWeights, activation: str) -> jax.Array:
+def expert_mlp(
+    x: jax.Array, weights: MLPWeights, activation: str, change: ProductChange | None = None
+) -> jax.Array:
     """Return activate(x w_up + b_up) w_down + b_down in x's dtype, [..., B, D], with one expert's
     weights.
+
+    change: added to both products, float32.
     """
-    return _activate_and_down(_up_projection(x, weights), weights, activation)
+    h = _up_projection(x, weights, change)
+    return _activate_and_down(h, weights, activation, change)
 
 
 def _mlp_gradients(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jmoe.layers import slot_experts
+from jmoe.layers.low_rank import ExpertChanges, LowRank
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
@@ -213,15 +214,23 @@ def test_grouped_mlp(activation: str, bias: bool, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("kind", "by_choice", "tokens"),
-    [(None, False, 6), ("mxfp4", False, 6), (None, True, 6), ("int8", True, 1)],
+    ("kind", "by_choice", "tokens", "adapted"),
+    [
+        (None, False, 6, False),
+        (None, False, 6, True),
+        ("mxfp4", False, 6, False),
+        ("mxfp4", True, 6, True),  # with adapters rows are sorted
+        (None, True, 6, False),
+        ("int8", True, 1, False),
+    ],
 )
 def test_experts_out_of_slots(
-    kind: str | None, by_choice: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+    kind: str | None, by_choice: bool, tokens: int, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All experts' products at once, with biases and padding, against the loop over tiles; widths
-    that are no multiple of a tile. Rows are sorted, or the kernel reads the choices: one tile for
-    each of several experts, or for each of one token's choices.
+    """All experts' products at once, with biases and padding, and with the change of adapters,
+    against the loop over tiles; widths that are no multiple of a tile. Rows are sorted, or the
+    kernel reads the choices: one tile for each of several experts, or for each of one token's
+    choices.
     """
     slots, experts, d, f = 4, 3, 96, 160
     shapes = {"w_up": (d, 2 * f), "w_down": (f, d), "b_up": (2 * f,), "b_down": (d,)}
@@ -241,6 +250,12 @@ def test_experts_out_of_slots(
     routed = ExpertInputs(
         normal(7, (tokens, d)), jnp.asarray(idx, jnp.int32), weights, jnp.ones((tokens, d))
     )
+    if adapted:
+        owner_R = jnp.asarray([1, 2], jnp.int32)
+        a, b = (normal(i, (experts, *s)) for i, s in ((8, (d, 2)), (9, (2, 2 * f))))
+        change = {"w_up": LowRank(a, b * 0.2, owner_R)}
+        adapter_T = jnp.asarray([1, 0, 2, 1, 0, 2], jnp.int32)
+        routed = routed._replace(changes=ExpertChanges(change, adapter_T))
     table = jnp.asarray([3, 0, 1], jnp.int32)
     in_interpreter = partial(mlp_triton.grouped_mlp_in_slots, matmul=MATMUL)
     monkeypatch.setattr(mlp_triton, "grouped_mlp_in_slots", in_interpreter)
