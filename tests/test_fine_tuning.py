@@ -176,6 +176,44 @@ def test_chats(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: S
 
 
 @pytest.mark.slow
+def test_adapters_resume_to_the_bit(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+) -> None:
+    """A LoRA run that is killed and one that is not write the same adapter, byte for byte."""
+
+    def run(*arguments: Any) -> None:
+        done = run_python([*map(str, arguments)], env=runs.environment())
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    first, model = tmp_path / "first", tmp_path / "model"
+    runs.finish(first, "--num-steps", "2", data=runs.text)
+    run("-m", "jmoe.deploy.merge", first, model)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+
+    def command(output_dir: Path, *options: Any) -> list[Any]:
+        lora = ("--lora.rank", 4, "--lora.targets", "attention", "router", "experts")
+        saved = ("--checkpoint.every-steps", 4, "--output-dir", output_dir)
+        start = ("train.py", "tiny", "--init-from", model, "--data.path", runs.text, *SHORT)
+        return [*map(str, (*start, *lora, *saved, *options))]
+
+    child = start_python(command(killed, *ENDLESS), tmp_path / "log", runs.environment())
+    child.wait_until(lambda: len(losses(killed)) >= 10)
+    child.kill_now()
+    done = committed(killed)[-1]
+    for output_dir in (killed, whole):
+        run(*command(output_dir, "--num-steps", done + 6))
+    assert resumes(killed) == [done]
+    again = dict(losses(killed))
+    assert {step: again[step] for step, _ in losses(whole)} == dict(losses(whole))
+    adapters = []
+    for output_dir in (killed, whole):
+        out = tmp_path / f"{output_dir.name}-adapter"
+        run("-m", "jmoe.deploy.merge", output_dir, out, "--adapter")
+        adapters.append((out / "adapter_model.safetensors").read_bytes())
+    assert adapters[0] == adapters[1]
+
+
+@pytest.mark.slow
 def test_mistakes_in_chats(runs: TrainRuns, tmp_path: Path) -> None:
     chats = write_jsonl(tmp_path / "chats.jsonl", [say("q", "a")] * 30 + [say("q", "")])
     said = runs.fail(tmp_path / "run", data=chats)

@@ -25,11 +25,15 @@ class LoraConfig:
     rslora: bool = False
     # parts of a layer: attention, mlp (of dense layers), shared_expert, router, experts
     targets: tuple[str, ...] = ("attention", "mlp", "shared_expert", "experts")
+    # probability with which an element of an adapter's input is zero in training; of attention
+    # alone, as in PEFT, whose adapters of parameters have none
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         check_field_types(self)
         if self.rank is None:
-            check_unset(self, "lora", ["alpha", "rslora", "targets"], "without lora.rank")
+            names = ["alpha", "rslora", "dropout", "targets"]
+            check_unset(self, "lora", names, "without lora.rank")
             return
         check_field(self.rank >= 1, self, "lora.rank", "must be at least 1")
         check_positive(self, "alpha")
@@ -37,6 +41,10 @@ class LoraConfig:
         for name in self.targets:
             known = f"must be among {', '.join(LORA_TARGETS)}"
             check(name in LORA_TARGETS, "lora.targets", name, known)
+        check_field(0 <= self.dropout < 1, self, "lora.dropout", "must be in [0, 1)")
+        drops = not self.dropout or self.targets == ("attention",)
+        words = "must be 0 unless lora.targets is attention alone: the other parts have no dropout"
+        check_field(drops, self, "lora.dropout", words)
 
     @property
     def scale(self) -> float:

@@ -283,6 +283,10 @@ class TrainConfig:
     distil: DistilConfig = field(default_factory=DistilConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+    # patterns of the parameters that are trained, such as experts or attention.w_*; empty: all
+    train: tuple[str, ...] = ()
+    # patterns of parameters that are not trained, among those that `train` names
+    freeze: tuple[str, ...] = ()
     num_steps: int = 1000
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256
@@ -335,6 +339,8 @@ class TrainConfig:
         self._check_precision()
         self._check_teacher()
         self._check_lora()
+        if self.train or self.freeze:
+            self._check_patterns()
         span = self.profile.traced_steps()
         ends = span is None or span[1] <= self.num_steps
         check_field(
@@ -434,6 +440,20 @@ class TrainConfig:
         check_field(
             not self.estimate, self, "estimate", f"must not be given {with_lora}: not estimated yet"
         )
+
+    def _check_patterns(self) -> None:
+        """Reject frozen parameters where every parameter has moments."""
+        field, patterns = ("train", self.train) if self.train else ("freeze", self.freeze)
+        check("" not in (*self.train, *self.freeze), field, patterns, "must hold no empty pattern")
+        refused = {
+            "with lora.rank, which freezes all but the adapters": self.lora.rank is not None,
+            _offloaded_phrase(self.tiers): not self.tiers.all_on_device,
+            f"with comm.packing = {self.comm.packing!r}": self.comm.packing != 1,
+            "with plan: not planned yet": self.plan,
+            "with estimate: not estimated yet": bool(self.estimate),
+        }
+        for why, holds in refused.items():
+            check(not holds, field, patterns, f"must be empty {why}")
 
     def _check_estimate(self) -> None:
         if self.estimate:

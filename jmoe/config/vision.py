@@ -327,6 +327,8 @@ class VisionTrainConfig(TrainConfig):
     def _check_supported(self) -> None:
         rank = self.lora.rank
         check(rank is None, "lora.rank", rank, "must not be given for images")
+        for name in ("train", "freeze"):
+            check_field(not getattr(self, name), self, name, "must be empty for images")
         text_fields = [field.name for field in dataclasses.fields(self.data)]
         check_unset(self.data, "data", text_fields, "for images: each task has a source")
         check_unset(

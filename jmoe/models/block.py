@@ -259,6 +259,7 @@ class ApplyBlock:
     graphs: the `nnx.split` graph of a block, for each kind of layer.
     gather: a function from one layer's parameter shards on this device to unsharded parameters.
     remat: selects the residuals that are saved; see `saved_residual_names`.
+    prepare: changes the merged block, from what `gather` takes too; None changes nothing.
     options: keyword arguments of `Block.__call__`.
     """
 
@@ -266,6 +267,7 @@ class ApplyBlock:
     gather: Callable[[PyTree], PyTree]
     remat: Remat
     options: Mapping[str, Any]
+    prepare: Callable[[Block, PyTree], None] | None = None
 
     def __call__(
         self,
@@ -278,9 +280,10 @@ class ApplyBlock:
         def merge_and_apply(
             state: PyTree, key: jax.Array | None, x_BSD: jax.Array
         ) -> tuple[jax.Array, MoEStats | None]:
-            return nnx.merge(self.graphs[kind], self.gather(state))(
-                x_BSD, window, key=key, **self.options
-            )
+            block: Block = nnx.merge(self.graphs[kind], self.gather(state))
+            if self.prepare is not None:
+                self.prepare(block, state)
+            return block(x_BSD, window, key=key, **self.options)
 
         policy = jax.checkpoint_policies.save_only_these_names(*saved_residual_names(self.remat))
         block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=False)

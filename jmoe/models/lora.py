@@ -15,19 +15,23 @@ r rank
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig, check
+from jmoe.layers.low_rank import AdaptedParam
 from jmoe.mesh import EXPERTS_PATH, path_names
 from jmoe.models.pretrained import abstract_decoder
 from jmoe.models.tensor_names import parameter_source
 from jmoe.models.weights import Names, Parameter, flatten_by_path
 from jmoe.types import PyTree
+from kernels_pallas.matmul import dot
 
+DROPOUT_KEY = 0x6C6F7261  # makes the keys of dropout others than those of the routers
 Adapter = dict[str, jax.Array]  # {"a": [N, E?, P, I, r], "b": [N, E?, r, O]}, or of one layer
 
 
@@ -134,6 +138,50 @@ class AppliedAdapters:
 
         with jax.named_scope("adapters"):
             return jax.tree_util.tree_map_with_path(add, layer)
+
+
+class DroppedParam(AdaptedParam):
+    """A weight to whose products an adapter adds its own, of an input with dropped elements.
+
+    Its metadata: `adapter`, an `Adapter` of one layer; `spans`, `scale` and `dropout`; `key`, the
+    PRNG key of the weight's masks.
+    """
+
+    def change(self, x: jax.Array) -> jax.Array:
+        """Return float32 scale x dropout(x) A B. Each tensor of the weight's columns has a mask of
+        its own; kept elements are divided by 1 - dropout.
+        """
+        adapter, kept = self.get_metadata("adapter"), 1.0 - self.get_metadata("dropout")
+        parts = []
+        for p, (low, high) in enumerate(self.get_metadata("spans")):
+            mask = jax.random.bernoulli(
+                jax.random.fold_in(self.get_metadata("key"), p), kept, x.shape
+            )
+            x_dropped = jnp.where(mask, x.astype(jnp.float32) / kept, 0.0)
+            parts.append(dot(dot(x_dropped, adapter["a"][p]), adapter["b"][:, low:high]))
+        change: jax.Array = self.get_metadata("scale") * jnp.concatenate(parts, axis=-1)
+        return change
+
+
+def drop_inputs(
+    block: nnx.Module, adapters: PyTree, applied: AppliedAdapters, dropout: float, key: jax.Array
+) -> None:
+    """Replace each weight of a block that has an adapter by a `DroppedParam`."""
+    for number, (path, spans) in enumerate(applied.spans.items()):
+        module: Any = block
+        for name in path[:-1]:
+            module = getattr(module, name)
+        if module is None:
+            continue  # a weight of another kind of layer
+        own = DroppedParam(
+            getattr(module, path[-1])[...],
+            adapter=get_at_path(adapters, path),
+            spans=tuple(spans),
+            scale=applied.scale,
+            dropout=dropout,
+            key=jax.random.fold_in(key, number),
+        )
+        setattr(module, path[-1], own)
 
 
 def weight_change(adapter: Adapter, spans: Sequence[tuple[int, int]], scale: float) -> jax.Array:

@@ -4,6 +4,7 @@ checkpoint. `ShardedDecoder` and `ShardedVision` are its subclasses.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import flax.nnx as nnx
@@ -34,6 +35,7 @@ from jmoe.mesh import (
 from jmoe.models.functional import split_parameters
 from jmoe.optim.loss_scale import LossScale, initial_loss_scale
 from jmoe.training.state import TrainState
+from jmoe.training.trained_parts import trained_part
 from jmoe.types import PyTree
 
 # Tables read by row: the lookup's result is cast, so that the rows' gradients add in float32.
@@ -165,14 +167,17 @@ class ShardedModel(ABC):
         bias = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
         step: PyTree = REPLICATED
         scaling = None if self.config.compute_dtype != "float16" else LossScale(step, step)
-        return TrainState(self.specs, self.specs, self.specs, bias, step, scaling)
+        moments = trained_part(self.config, self.specs)
+        return TrainState(self.specs, moments, moments, bias, step, scaling)
 
     def initial_saved_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
         _, params, bias = split_parameters(self.build_model())
-        return TrainState.at_step_0(
+        state = TrainState.at_step_0(
             nnx.to_pure_dict(params), nnx.to_pure_dict(bias), initial_loss_scale(self.config)
         )
+        m, v = (trained_part(self.config, tree) for tree in (state.m, state.v))
+        return replace(state, m=m, v=v)
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training; by default the layout of a

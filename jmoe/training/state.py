@@ -33,11 +33,12 @@ class TrainState:
     """The training state: nested dicts of float32 arrays, except `step` (int32 scalar), `cast` and
     `frozen`.
 
-    m, v: AdamW's moments, trees like `params`. router_bias: the routers' load-balancing biases.
-    loss_scale: None unless the run computes in float16. cast: copies of stacked weights in their
-    compute dtype (`ShardedDecoder.cast_copies`), never part of a checkpoint. frozen: parameters
-    that are not trained, in their compute dtype; None unless the run trains adapters, which are
-    then `params`. Never part of a checkpoint.
+    m, v: AdamW's moments, trees like `params` without the parameters that `train` and `freeze`
+    leave out. router_bias: the routers' load-balancing biases. loss_scale: None unless the run
+    computes in float16. cast: copies of stacked weights in their compute dtype
+    (`ShardedDecoder.cast_copies`), never part of a checkpoint. frozen: parameters that are not
+    trained, in their compute dtype; None unless the run trains adapters, which are then `params`.
+    Never part of a checkpoint.
     """
 
     params: PyTree
@@ -65,9 +66,11 @@ class TrainState:
 
     def map_embedding_table(self, change: Callable[[PyTree], PyTree]) -> Self:
         """Return the state with `change` applied to the embedding table and both of its moments."""
-        return self.map_params_and_moments(
-            lambda tree: tree | {"embedding": change(tree["embedding"])}
-        )
+
+        def change_table(tree: PyTree) -> PyTree:
+            return tree | {"embedding": change(tree["embedding"])} if "embedding" in tree else tree
+
+        return self.map_params_and_moments(change_table)
 
 
 def experts_of(tree: PyTree, stack: str = "moe_layers") -> PyTree:

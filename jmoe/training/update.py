@@ -23,6 +23,7 @@ from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_deca
 from jmoe.optim.learning_rate import learning_rate_schedule
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, undo_loss_scale
 from jmoe.training.state import TrainState
+from jmoe.training.trained_parts import subtree, with_subtree
 from jmoe.types import PyTree
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ def finish_step(
     """Clip gradients, update parameters and router biases, and complete the metrics; return (state,
     metrics).
 
-    grads: like `state.params`, this device's shards, reduced over devices. squares: squared global
+    grads: like `state.m`, this device's shards, reduced over devices. squares: squared global
     norms of the gradients, by name. metrics: summed over devices, including `loss` and, with router
     biases, `counts` [N, E].
 
@@ -158,13 +159,15 @@ def finish_step(
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
     now = OptimizerStepScalars(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):
-        leaves, tree = jax.tree_util.tree_flatten_with_path(state.params)
+        trained = subtree(state.params, state.m)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(trained)
         old = zip(
             leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
         )
         step = partial(adamw_update, config=config.optimizer, now=now)
         new = [step(w, m, v, g, decay=has_weight_decay(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
+        params = with_subtree(state.params, params)
     speed = config.model.router.bias_update_speed
     bias = jax.tree.map(
         lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias

@@ -23,6 +23,8 @@ def test_scale() -> None:
         ({"rank": 4, "targets": ("expert",)}, "lora.targets = 'expert': must be among attention"),
         ({"rank": 4, "targets": ()}, r"lora.targets = \(\): must name a part of a layer"),
         ({"rank": 4, "alpha": 0.0}, "alpha = 0.0: must be greater than 0"),
+        ({"rank": 4, "dropout": 1.0}, r"lora.dropout = 1.0: must be in \[0, 1\)"),
+        ({"rank": 4, "dropout": 0.1}, "lora.dropout = 0.1: must be 0 unless lora.targets is att"),
         ({"alpha": 32.0}, "lora.alpha = 32.0: .*without lora.rank"),
     ],
 )

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 
-from jmoe.config import STACKS, TrainConfig
+from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import is_expert, num_stack_dims, param_specs, path_names
-from jmoe.models.block import ApplyBlock
+from jmoe.models.block import ApplyBlock, Block
 from jmoe.models.decoder import LayerInputs, LayerScan, StackedLayers, scan_layers
 from jmoe.models.huggingface import family_of
 from jmoe.models.layer_patterns import LayerPattern
 from jmoe.models.lora import (
+    DROPOUT_KEY,
     AppliedAdapters,
     adapted_parameters,
+    drop_inputs,
     initial_adapters,
     num_elements,
 )
@@ -102,11 +104,17 @@ class AdaptedDecoder(ShardedDecoder):
         ) -> tuple[jax.Array, MoEStats | None]:
             adapted = {
                 kind: StackedLayers(
-                    (stack.params, params[ADAPTERS].get(STACKS[kind], {})), stack.keys
+                    (
+                        stack.params,
+                        params[ADAPTERS].get(STACKS[kind], {}),
+                        self._dropout_keys(kind, stack.params, options),
+                    ),
+                    stack.keys,
                 )
                 for kind, stack in inputs.items()
             }
-            return scan_layers(patterns, replace(apply_block, gather=self._gather), adapted, x_BSD)
+            changed = replace(apply_block, gather=self._gather, prepare=self._drop)
+            return scan_layers(patterns, changed, adapted, x_BSD)
 
         return super().__call__(frozen, router_bias, tokens_BS, run_layers, **options)
 
@@ -174,9 +182,25 @@ class AdaptedDecoder(ShardedDecoder):
         return frozen | {"embedding": form[1](frozen["embedding"])}
 
     def _gather(self, layer: PyTree) -> PyTree:
-        """Return the unsharded parameters of one layer, with its adapters added."""
-        shards, adapters = layer
-        return self._applied.add_to_layer(self.gather_params(shards), adapters)
+        """Return the unsharded parameters of one layer, with its adapters added unless their
+        inputs are dropped.
+        """
+        shards, adapters, key = layer
+        whole = self.gather_params(shards)
+        return self._applied.add_to_layer(whole, adapters) if key is None else whole
+
+    def _drop(self, block: Block, layer: PyTree) -> None:
+        """Give a layer's weights adapters with dropped inputs, where the layer has a key."""
+        _, adapters, key = layer
+        if key is not None:
+            drop_inputs(block, adapters, self._applied, self.lora.dropout, key)
+
+    def _dropout_keys(self, kind: LayerKind, stack: PyTree, options: PyTree) -> jax.Array | None:
+        """Return a PRNG key for each layer of a stack; None without dropout, as in evaluation."""
+        if not (self.lora.dropout and options.get("train")):
+            return None
+        own = jax.random.fold_in(options["key"], DROPOUT_KEY + (kind == "moe"))
+        return jax.random.split(own, jax.tree.leaves(stack)[0].shape[0])
 
 
 class AdapterTrainer(FusedTrainer):

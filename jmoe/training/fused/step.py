@@ -38,6 +38,7 @@ from jmoe.training.native import trace_natively_if
 from jmoe.training.sample_batch import SampleTotals, documents_of, sample_totals_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, read_missing_experts
+from jmoe.training.trained_parts import check_patterns, describe_parts, subtree
 from jmoe.training.update import (
     auxiliary_losses,
     evaluation_program,
@@ -74,9 +75,11 @@ class FusedTrainer:
         links: LinksConfig | None = None,
     ) -> None:
         self.config, self.model = config, (model := self.decoder(config, mesh, links))
+        check_patterns(config, model.shapes)
         self._layer_runner = model.reverse_scan(chunk_bytes)
         self.saved_shape = self.full_shape = model.saved_shape
-        self.notes, sharded = model.notes, self.shard_over_mesh
+        self.notes = [*model.notes, *describe_parts(config, model.shapes)]
+        sharded = self.shard_over_mesh
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
         on_one: PyTree = tuple(REPLICATED for _ in copies)
         state = self.state_specs = replace(model.state_specs, cast=on_one)
@@ -124,6 +127,7 @@ class FusedTrainer:
             already_reduced: Collection[str] = () if self._layer_runner is None else STACKS.values()
             grads = reduce_gradients_local(grads, self.model, already_reduced)
             metrics = sum_over_mesh(num_devices, metrics)
+        grads = subtree(grads, state.m)
         squares = sum_over_mesh(num_devices, squared_norms_local(grads, self.model))
         state, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self.refresh_cast_copies(state), metrics
@@ -178,7 +182,7 @@ class FusedTrainer:
                 partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
             )
             key = None
-            if self.config.model.router.draws_random_numbers:
+            if self.config.model.router.draws_random_numbers or self.config.lora.dropout:
                 key = router_key(self.config, state.step, lax.axis_index(ALL), index)
             params = self.model.with_cast_copies(state.params, state.cast)
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, micro_batch, key)

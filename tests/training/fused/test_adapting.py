@@ -120,6 +120,35 @@ def test_several_devices_train_as_one(exchange: Any) -> None:
         np.testing.assert_allclose(own, other, atol=2e-5)
 
 
+def test_dropout_is_of_training_alone_and_repeats() -> None:
+    """A step is that of its number and seed; without training, and at probability 0, nothing is
+    dropped.
+    """
+    own, mesh = adapter_of("mixtral", "first"), mesh_of(1, 1, 1)
+    lora = dataclasses.replace(own.lora, targets=("attention",))
+    stack = {"attention": own.adapters["moe_layers"]["attention"]}
+    attention = dataclasses.replace(own, adapters={"moe_layers": stack})
+    with np.load(LORA / "mixtral" / "expected.npz") as expected:
+        tokens = jnp.asarray(expected["tokens"][0].astype(np.int32))
+    losses, held_out = {}, {}
+    for dropout in (0.0, 0.5):
+        config = config_of("mixtral", dataclasses.replace(lora, dropout=dropout))
+        trainer = AdapterTrainer(config, mesh)
+        weights = jnp.ones(tokens[:, 1:].shape, jnp.float32)
+        held_out[dropout] = float(
+            trainer.evaluate_batches(start(trainer, attention), [(tokens, weights)])[0]
+        )
+        for seed_run in range(2):
+            state, metrics = trainer.step(start(trainer, attention), tokens[None])
+            losses[dropout, seed_run] = float(metrics["loss"])
+        moved = jax.tree.leaves(jax.tree.map(lambda m: float(jnp.abs(m).max()), state.m))
+        assert all(size > 0 for size in moved)
+    assert held_out[0.0] == held_out[0.5]
+    assert losses[0.5, 0] == losses[0.5, 1]
+    assert losses[0.0, 0] == pytest.approx(held_out[0.0] / tokens[:, 1:].size, abs=1e-5)
+    assert abs(losses[0.5, 0] - losses[0.0, 0]) > 1e-4
+
+
 def test_bfloat16_freezes_matrices_in_bfloat16() -> None:
     lora = LoraConfig(rank=2, targets=("experts", "attention"))
     trainer = AdapterTrainer(
