@@ -214,6 +214,25 @@ def test_adapters_resume_to_the_bit(
 
 
 @pytest.mark.slow
+def test_a_run_of_some_parameters(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """It resumes with the same patterns alone, and its merged model has the frozen parameters."""
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    freeze = ("--freeze", "router", "embedding")
+    screen = runs.finish(out, "--num-steps", "5", *freeze, data=runs.text)
+    assert " parameters are trained, " in screen
+    refused = runs.fail(out, "--num-steps", "8", data=runs.text)
+    assert "freeze: ['router', 'embedding'] -> []" in refused
+    runs.finish(out, "--num-steps", "8", *freeze, data=runs.text)
+    runs.finish(whole, "--num-steps", "8", *freeze, data=runs.text)
+    assert resumes(out) == [5] and losses(out) == losses(whole)
+    merged = [tmp_path / "merged", tmp_path / "again"]
+    for output_dir, folder in zip((out, whole), merged, strict=True):
+        assert run_python(["-m", "jmoe.deploy.merge", output_dir, folder]).returncode == 0
+    own, other = ((folder / "model.safetensors").read_bytes() for folder in merged)
+    assert own == other
+
+
+@pytest.mark.slow
 def test_mistakes_in_chats(runs: TrainRuns, tmp_path: Path) -> None:
     chats = write_jsonl(tmp_path / "chats.jsonl", [say("q", "a")] * 30 + [say("q", "")])
     said = runs.fail(tmp_path / "run", data=chats)

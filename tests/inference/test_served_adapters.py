@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import jmoe
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy.adapters import merge_adapter_folder
+from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine
+from jmoe.offload.slots import DeviceSlots
 from tests.model_configs import CHECKPOINTS
 
 LORA = CHECKPOINTS.parent / "lora"
@@ -126,3 +129,26 @@ def test_a_request_names_an_adapter_of_the_engine() -> None:
         with pytest.raises(ValueError, match="adapter = 'other': must be one of first"):
             engine.add_request([1], adapter="other")
         assert not engine.has_unfinished
+
+
+def test_programs_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers in one program, which a step ahead runs too, give the tokens of single layers."""
+    config = EngineConfig(**SIZES, dtype="float32", policy="resident", lora=options_of("mixtral"))
+    sampling = jmoe.SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+
+    def tokens_of_names() -> list[list[int]]:
+        with Engine(CHECKPOINTS / "mixtral", config) as engine:
+            prompt = prompts_of(engine.config.vocab_size)[0]
+            sequences = [
+                engine.add_request(prompt, sampling, adapter=name) for name in ("last", "", "first")
+            ]
+            while engine.has_unfinished:
+                engine.step()
+        return [sequence.output_token_ids for sequence in sequences]
+
+    expected = tokens_of_names()
+    accelerator = lambda num_slots, fields, **_: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+    monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
+    monkeypatch.setattr(runner_module, "runs_on_cpu", lambda: False)
+    assert tokens_of_names() == expected
+    assert len({str(tokens) for tokens in expected}) == 3
