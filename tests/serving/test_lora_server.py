@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,5 @@ def test_each_name_is_a_model(
     refused = server.post("/v1/completions", prompt="x", model="c")
     assert refused.status_code == 404
     assert refused.json()["error"]["code"] == "model_not_found"
+    server.process.send_signal(signal.SIGHUP)
+    server.until_said("the weights stay as they were: lora = ")
