@@ -283,6 +283,9 @@ def open_newest(
     if not one_process or bundle is not None:
         what = "a bundle" if bundle is not None else "a model on several processes"
         raise ValueError(f"{what} is not loaded again: start the server again")
+    if config.engine.lora:
+        words = "adapters belong to the weights that they were trained on: start the server again"
+        raise ValueError(f"lora = {config.engine.lora}: {words}")
     if (Path(config.model).expanduser() / "checkpoints").is_dir():
         merge_in_subprocess(config.model, "model")
     return hugging_face_folder(config.model, say, cache_dir=config.engine.cache_dir)
