@@ -421,7 +421,7 @@ def test_a_newer_step_is_loaded(
     """At SIGHUP: the run went on meanwhile, and the server answers as one that starts then."""
     output_dir, env = copied(trained, tmp_path), runs.environment()
     options = ("--max-batch", 1, "--prefill-chunk-tokens", 16)
-    body = {"prompt": "def f(", "max_tokens": 1, "echo": True, "logprobs": 0}
+    body = {"prompt": "def f(", "max_tokens": 0, "echo": True, "logprobs": 0}
 
     def logprobs(server: HttpProcess) -> list[float]:
         choice = server.post("/v1/completions", **body).json()["choices"][0]

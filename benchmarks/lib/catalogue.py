@@ -34,6 +34,7 @@ TITLES = {
     "llamacpp_cpu": ("inference", "Decoding and prefill beside llama.cpp"),
     "oversized_cpu": ("inference", "A model larger than memory, beside llama.cpp and accelerate"),
     "hybrid_cpu": ("inference", "Experts copied to the device, or computed on the CPU"),
+    "shared_prefix_cpu": ("inference", "Fifty chats with one system prompt, beside fifty without"),
     "speculation_cpu": ("inference", "Tokens drafted from the text itself, by policy"),
     "compressed_transformers_cpu": ("inference", "Log-probabilities of compressed experts"),
     "serving_cpu": ("inference", "The server beside its own engine"),

@@ -168,6 +168,25 @@ def test_claude_code(server: HttpProcess, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_guidellm(shared_server: HttpProcess, model_folder: Path, tmp_path: Path) -> None:
+    """Chats of random text, streamed: each has the tokens that were asked for, and no error."""
+    tokens, count = 16, 6
+    options = ["run", "--backend", f"kind=openai_http,target={shared_server.url},model=tiny-moe"]
+    options += ["--profile", "kind=concurrent,streams=2"]
+    options += ["--constraint", f"kind=max_requests,count={count}"]
+    options += ["--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={tokens}"]
+    options += ["--tokenizer", f"kind=huggingface_auto,model={model_folder}"]
+    options += ["--output", "kind=json", "--disable-console-interactive"]
+    env = {"HF_HUB_OFFLINE": "1", "GUIDELLM__DEFAULT_RESULTS_DIR": str(tmp_path)}
+    run_program("guidellm", options, tmp_path, **env)
+    (report,) = tmp_path.rglob("*.json")
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert (len(requests["successful"]), requests["errored"]) == (count, [])
+    assert {one["output_metrics"]["text_tokens"] for one in requests["successful"]} == {tokens}
+
+
+@pytest.mark.slow
 def test_aider(server: HttpProcess, tmp_path: Path) -> None:
     """Writes the file that the model's answer holds."""
     options = ["--model", "openai/agent", "--edit-format", "whole", "--yes-always", "--no-git"]
