@@ -50,6 +50,7 @@ def test_health_never_waits_a_second(server: HttpProcess) -> None:
         "tool_choice": "required",
         "parallel_tool_calls": False,
         "max_tokens": 60,
+        "thinking_token_budget": 0,
     }
 
     def ask(number: int) -> int:
