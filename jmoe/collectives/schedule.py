@@ -508,13 +508,11 @@ class _InterleavedRun:
         for at, equation in enumerate(program.equations):
             operands = [self._read_value(x) for x in equation.inputs]
             self._run_work(at)
-            if equation.is_all_to_all and equation.is_loop:
-                smallest = self._smallest_array(operands)
-                can_start = order.markers_of(operands[smallest])
-                operands[smallest] = order.after_last_collective(operands[smallest])
-            elif equation.is_all_to_all:
-                can_start = order.markers_of(operands[0])
-                operands = [order.after_last_collective(x) for x in operands]
+            if equation.is_all_to_all:
+                # the rows that an all-to-all sends are its first operand
+                waiting = self._smallest_array(operands) if equation.is_loop else 0
+                can_start = order.markers_of(operands[waiting])
+                operands[waiting] = order.after_last_collective(operands[waiting])
             if equation.deferred:
                 smallest = self._smallest_array(operands)
                 operands[smallest] = order.delay_until(operands[smallest], can_start)

@@ -215,7 +215,8 @@ def gradient_elements_in_use(
         return num_tokens * each, num_tokens * each
     rows = buffers * _received_rows(model, num_tokens, num_devices, ragged)
     sent = hidden if num_devices > 1 else 0
-    again = rows * (2 * hidden + up + inner)
+    # XLA keeps one receive buffer for the loop over a ragged exchange's further rounds
+    again = rows * ((3 if ragged else 2) * hidden + up + inner)
     return max(num_tokens * each, again + rows * (inner + sent)), max(num_tokens * each, again)
 
 
