@@ -34,7 +34,9 @@ from jmoe.models.config_fields import ignored_training_fields, unsupported_field
 from jmoe.models.gguf.folder import gguf_folder
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.other_tokenizers import READERS
 from jmoe.models.pretrained import abstract_decoder, read_config_file
+from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.planning.memory_plan import FreeMemory, MemoryPlan
 from jmoe.runtime import end_at_once_on_interrupt, gpu_memory_fraction, reexec_with_env
 from jmoe.types import JsonObject
@@ -188,8 +190,10 @@ def _notes(
 ) -> Iterator[str]:
     for name, value in ignored_training_fields(fields, family).items():
         yield f"{name} = {value!r} is not applied in training"
-    if not (folder / "tokenizer.json").is_file():
-        yield "tokenizer.json is not there; serve.py needs it"
+    if not (folder / TOKENIZER).is_file() and not any(
+        (folder / name).is_file() for name in READERS
+    ):
+        yield f"there is no {TOKENIZER}, nor {' or '.join(READERS)} to make it from"
     if announced is None:
         return
     yield "from config.json alone: not all weights are there"

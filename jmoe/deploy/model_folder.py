@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from jmoe.models.gguf.folder import gguf_folder
+from jmoe.models.other_tokenizers import write_missing_tokenizer
 from jmoe.models.pretrained import unreadable_model_hint
 
 
@@ -27,7 +28,8 @@ def hugging_face_folder(
     """Yield `path` if it is a Hugging Face folder, the merged newest checkpoint if it is a run's
     folder, or a folder that describes and links a GGUF file.
 
-    A checkpoint is merged once. Other processes do not remove the merged folder before the block
+    A folder without a `tokenizer.json` gets one if jmoe reads its tokenizer. A checkpoint is merged
+    once. Other processes do not remove the merged folder before the block
     ends. say: a function called with each line of progress. option_name: the option that errors
     name.
     cache_dir: holds the merged folder if the run's folder is not writable. Raises ValueError if
@@ -47,6 +49,7 @@ def hugging_face_folder(
                 f"{option_name} = {str(path)!r}: is a bundle: must be a Hugging Face folder, such"
                 f" as its {inside}"
             )
+        write_missing_tokenizer(folder, say)
         yield folder
         return
     # only a run needs Orbax and the trainer's state, whose import takes half a second

@@ -30,6 +30,7 @@ BESIDE = (
 )
 TEMPLATE_FOLDER = "additional_chat_templates"  # of further chat templates, NAME.jinja
 # Tokenizer formats of other libraries; some models have no tokenizer.json beside them.
+# `other_tokenizers.py` makes one from the first two.
 OTHER_TOKENIZERS = ("tiktoken.model", "tokenizer.model", "tekken.json", "vocab.json")
 # options of an added token that say how it is matched in a text
 ADDED_TOKEN = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -67,9 +68,7 @@ def tokenizer_file(folder: Path, option_name: str = "MODEL") -> Path:
     """
     others = [other for other in OTHER_TOKENIZERS if (folder / other).is_file()]
     instead = (
-        f"; its {others[0]} is not read: convert it to a tokenizer.json, with transformers"
-        if others
-        else ""
+        f"; none was made from its {others[0]}: convert it, with transformers" if others else ""
     )
     check(
         has_file(folder / TOKENIZER),
@@ -103,7 +102,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
         and settings.get("tokenizer_class", "LlamaTokenizer") in ADDING_BOS
     )
     if adds and token is not None:
-        _make_prepend_token(tokenizer, token, file)
+        prepend_token(tokenizer, token, file)
     return tokenizer
 
 
@@ -147,7 +146,7 @@ def _add_missing_tokens(tokenizer: Tokenizer, numbered: Json, settings: Path) ->
             )
 
 
-def _make_prepend_token(tokenizer: Tokenizer, token: str, file: Path) -> None:
+def prepend_token(tokenizer: Tokenizer, token: str, file: Path) -> None:
     """Make the tokenizer prepend a token to every text, unless it already does.
 
     Raises ValueError if the tokenizer does not have the token.

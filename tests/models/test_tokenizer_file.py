@@ -133,7 +133,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         (None, r"MODEL = '.*': must hold a tokenizer.json$"),
         (
             "tiktoken.model",
-            r"must hold a tokenizer.json; its tiktoken.model is not read: convert it",
+            r"must hold a tokenizer.json; none was made from its tiktoken.model: convert it",
         ),
     ):
         if other:
