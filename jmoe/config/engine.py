@@ -243,6 +243,11 @@ class EngineConfig:
         )
         check_field(guesses or self.estimator in ("auto", None), self, "estimator", constraint)
 
+    @property
+    def draft_width(self) -> int:
+        """The tokens of a step's chunk of one sequence with a draft; 1 without speculation."""
+        return 1 if self.speculation == "off" else 1 + self.num_speculative_tokens
+
     def _check_speculation(self) -> None:
         """Reject sizes of drafts that nothing would use, or that contradict each other."""
         sizes = ["num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"]

@@ -193,6 +193,7 @@ def _make_runner_on_one_device(
         dtype,
         estimator,
         native=use_native,
+        draft_width=options.draft_width,
     )
     runner.adapters = adapters
     return runner, store
@@ -291,7 +292,17 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
         + adapter_bytes(options.lora, checkpoint.dtype),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
         // devices,
+        draft_bytes=_draft_logits_bytes(options, config.vocab_size),
     )
+
+
+def _draft_logits_bytes(options: EngineConfig, vocab_size: int) -> int:
+    """Return the bytes of the float32 logits after every token of a step in which all sequences
+    have drafts; 0 without speculation, whose steps have one row of logits a sequence.
+    """
+    if options.draft_width == 1:
+        return 0
+    return 4 * options.max_batch * options.draft_width * vocab_size
 
 
 @dataclass(frozen=True)

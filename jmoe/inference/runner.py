@@ -483,7 +483,7 @@ class ModelRunner:
     adapters: the LoRA adapters that sequences name, to be set before the first step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts that loading makes
         self,
         config: ModelConfig,
         embed_and_head: EmbedAndHead,
@@ -494,14 +494,17 @@ class ModelRunner:
         estimator: Estimator | None = None,
         *,
         native: bool = False,
+        draft_width: int = 1,
     ) -> None:
         """Split the modules into structures and arrays.
 
         embed_and_head, layers: from `LazyCheckpoint.load_dense_modules`.
         caches: (each layer's cache, W).
         native: use native (C++) operations for few tokens; not with adapters, which they lack.
+        draft_width: tokens of a chunk with a draft, 1 without speculation.
         """
         self.native, self.adapters = native, NO_ADAPTERS
+        self._decode_widths = (1, draft_width)
         self._on_cpu = runs_on_cpu()
         self.config = config
         self.residency = residency
@@ -596,13 +599,13 @@ class ModelRunner:
     def _can_run_layer_groups(self, positions_PC: Any) -> bool:
         """Return whether a batch runs several layers a program.
 
-        On a CPU this needs few tokens and native operations; on an accelerator, single tokens and
-        experts that stay there.
+        On a CPU this needs few tokens and native operations; on an accelerator, single tokens or
+        drafts, and experts that stay there.
         """
         if self._on_cpu:
             return self._runs_natively(positions_PC.size)
         stay = self.residency.tables_NE is not None and self.estimator is None
-        return stay and positions_PC.shape[1] == 1
+        return stay and positions_PC.shape[1] in self._decode_widths
 
     def _num_positions_read(self, batch: TokenBatch) -> int | None:
         """Return `num_positions_read` of a batch of single tokens on an accelerator; None for other

@@ -212,7 +212,7 @@ class Scheduler:
             config.prompt_lookup_max,
             config.prompt_lookup_min,
         )
-        self.max_drafted = 0 if config.speculation == "off" else config.num_speculative_tokens
+        self.max_drafted = config.draft_width - 1
         self.block_tokens = block_tokens
         num_pools = config.num_cache_pools
         size = config.num_cache_blocks(block_tokens) // num_pools

@@ -30,13 +30,19 @@ class ModelBytes:
     """Memory needs of a served model.
 
     record_bytes: one expert as stored in host memory or on NVMe. dense_bytes: a device's weights
-    without experts. cache_bytes: a device's KV cache.
+    without experts. cache_bytes: a device's KV cache. draft_bytes: logits of a step with drafts.
     """
 
     weights: ExpertWeightSizes
     record_bytes: int
     dense_bytes: int
     cache_bytes: int
+    draft_bytes: int = 0
+
+    @property
+    def bytes_beside_experts(self) -> int:
+        """Return the bytes of a device that no slots can have."""
+        return self.dense_bytes + self.cache_bytes + self.draft_bytes
 
     @property
     def num_experts(self) -> int:
@@ -79,8 +85,10 @@ class MemoryPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Return the total bytes on the device: experts, other weights, and KV cache."""
-        return self.device_expert_bytes + self.model.dense_bytes + self.model.cache_bytes
+        """Return the total bytes on the device: experts, other weights, KV cache, and logits of
+        drafts.
+        """
+        return self.device_expert_bytes + self.model.bytes_beside_experts
 
     def __str__(self) -> str:
         rows = [
@@ -88,6 +96,7 @@ class MemoryPlan:
             ("  experts", self.device_expert_bytes),
             ("  other weights", self.model.dense_bytes),
             ("  keys and values", self.model.cache_bytes),
+            *[("  logits of drafts", self.model.draft_bytes)] * (self.model.draft_bytes > 0),
             ("host", self.host_bytes),
             ("nvme", self.nvme_bytes),
         ]
@@ -128,7 +137,8 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     fit = device_bytes // model.weights.expert_bytes
     needed = (
         f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each; other"
-        f" weights take {model.dense_bytes} bytes, keys and values {model.cache_bytes}, of"
+        f" weights take {model.dense_bytes} bytes, keys and values"
+        f" {model.cache_bytes}{_drafts_text(model)}, of"
         f" {free.device_bytes} free"
     )
     check(fit >= e, "device_bytes", device_bytes, needed)
@@ -143,7 +153,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     slots = min(model.num_experts, fit) if ring_slots is None else ring_slots * e
     free_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
-        free_bytes -= slots * model.weights.expert_bytes + model.dense_bytes + model.cache_bytes
+        free_bytes -= slots * model.weights.expert_bytes + model.bytes_beside_experts
     tier, host_bytes = _record_tier_and_host_bytes(
         model.num_experts * model.record_bytes, free_bytes, model, options
     )
@@ -293,7 +303,7 @@ def _plan_mesh_ring(
     free_bytes = int(free.device_bytes * (1 - RESERVE))
     if free.shared:
         free_bytes //= local_devices
-    free_bytes = max(0, free_bytes - model.dense_bytes - model.cache_bytes)
+    free_bytes = max(0, free_bytes - model.bytes_beside_experts)
     for_slots = options.device_bytes
     if for_slots is None and options.policy == "ring":
         for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
@@ -314,9 +324,7 @@ def _plan_mesh_ring(
     own_bytes = layers * min(model.weights.num_experts, local_devices * slots) * model.record_bytes
     free_host_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
-        free_host_bytes -= local_devices * (
-            ring_slots * layer_bytes + model.dense_bytes + model.cache_bytes
-        )
+        free_host_bytes -= local_devices * (ring_slots * layer_bytes + model.bytes_beside_experts)
     tier, host_bytes = _record_tier_and_host_bytes(own_bytes, free_host_bytes, model, options)
     nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(
@@ -347,7 +355,11 @@ def _check_host_cache(options: EngineConfig) -> None:
 
 def _free_device_bytes(model: ModelBytes, free: FreeMemory) -> int:
     """Return the bytes of device memory that are left for experts."""
-    return max(0, int(free.device_bytes * (1 - RESERVE)) - model.dense_bytes - model.cache_bytes)
+    return max(0, int(free.device_bytes * (1 - RESERVE)) - model.bytes_beside_experts)
+
+
+def _drafts_text(model: ModelBytes) -> str:
+    return f", logits of drafts {model.draft_bytes}" if model.draft_bytes else ""
 
 
 def _default_bytes_of_all_slots(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> int:

@@ -7,17 +7,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
 from tokenizers import Tokenizer, decoders, models
 
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine
+from jmoe.inference.loading import model_bytes
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.inference.speculation import PromptLookup
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.offload.slots import DeviceSlots
 from tests.compiled import compilations
 
 LOOKUP: dict[str, Any] = {"speculation": "lookup", "prompt_lookup_min": 1}
@@ -145,6 +150,41 @@ def test_drafts_change_nothing(
     np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=2e-5)
     assert stats.accepted > 80 and 0.4 < stats.accepted_share < 0.9
     assert stats.steps < steps and stats.drafted >= stats.drafts > 10
+
+
+def test_an_accelerator_runs_drafts_through_several_layers_a_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where experts stay; the tokens are those of single steps. On the CPU, as an accelerator."""
+    accelerator = lambda num_slots, fields, **_: DeviceSlots(num_slots, fields, jax.devices()[0])  # noqa: E731
+    monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
+    monkeypatch.setattr(runner_module, "runs_on_cpu", lambda: False)
+    options: dict[str, Any] = {"policy": "resident", "native": "off"}
+    with tiny_engine("mixtral", **SIZES, **options) as engine:
+        expected, before = traffic(engine)
+    draft_mostly_right(monkeypatch, expected)
+    widths: list[int] = []
+    apply_layers = runner_module._apply_layers
+
+    def counted(*operands: Any) -> Any:
+        widths.append(operands[5].positions_PC.shape[1])
+        return apply_layers(*operands)
+
+    monkeypatch.setattr(runner_module, "_apply_layers", counted)
+    with tiny_engine("mixtral", **SIZES, **options, **LOOKUP) as engine:
+        found, after = traffic(engine)
+        assert engine.stats().accepted > 80
+    assert set(widths) == {1, 6}
+    assert [s.output_token_ids for s in found] == [s.output_token_ids for s in expected]
+    np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=2e-5)
+
+
+def test_memory_plans_have_the_logits_of_drafts() -> None:
+    """Of every token of a step in which all sequences draft; the vocabulary has 64 tokens."""
+    with LazyCheckpoint(CHECKPOINTS / "mixtral") as checkpoint:
+        off, on = (model_bytes(checkpoint, EngineConfig(**SIZES, **o)) for o in ({}, LOOKUP))
+        logits = np.zeros((4, 6, checkpoint.config.vocab_size), np.float32)
+    assert off.draft_bytes == 0 and on.draft_bytes == logits.nbytes
 
 
 def test_texts_end_within_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,3 +293,14 @@ def test_how_long_sequences_may_be_by_default(
         for n in (shortest, made)
     ]
     assert plans[0].policy == plans[1].policy and plans[0].expert_tier == plans[1].expert_tier
+
+
+def test_logits_of_drafts_take_memory_from_slots() -> None:
+    drafting = dataclasses.replace(MODEL, draft_bytes=3 * MB)
+    without, plan = (plan_memory(m, SMALL_GPU, EngineConfig()) for m in (MODEL, drafting))
+    assert plan.expert_slots == without.expert_slots - 3
+    assert plan.device_bytes == without.device_bytes and "logits of drafts" not in str(without)
+    assert "  logits of drafts           3.0 MB" in str(plan)
+    few = dataclasses.replace(SMALL_GPU, device_bytes=15 * MB)
+    with pytest.raises(ValueError, match="logits of drafts 3000000, of 15000000 free"):
+        plan_memory(drafting, few, EngineConfig())
