@@ -14,7 +14,8 @@ from jmoe.configs import PRESETS
 from jmoe.runtime import EXIT_STOPPED
 from tests.train_runs import MODEL, SHORT, Start, TrainRuns, committed, free_port, losses
 
-FOLDER = Path(__file__).resolve().parents[2] / "launch" / "kubernetes"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "launch" / "kubernetes"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -62,7 +63,7 @@ def arguments_of(job: dict[str, Any], rank: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["train-job.yaml", "serve.yaml"])
+@pytest.mark.parametrize("name", ["train-job.yaml", "serve.yaml", "serve-replicas.yaml"])
 def test_kubernetes_would_take_it(name: str) -> None:
     """Every field by the newest schema; that of a JobSet is not among them."""
     validator = pytest.importorskip("kubernetes_validate")
@@ -102,8 +103,9 @@ def test_the_parts_of_a_training_job_fit_together(name: str) -> None:
     assert mistakes["onExitCodes"]["values"] == [1, 2]
 
 
-def test_the_parts_of_a_server_fit_together() -> None:
-    found = documents("serve.yaml")
+@pytest.mark.parametrize("name", ["serve.yaml", "serve-replicas.yaml"])
+def test_the_parts_of_a_server_fit_together(name: str) -> None:
+    found = documents(name)
     service, deployment = found["Service"]["spec"], found["Deployment"]["spec"]
     pods = deployment["template"]
     (container,) = pods["spec"]["containers"]
@@ -128,6 +130,50 @@ def test_the_parts_of_a_server_fit_together() -> None:
         "readinessProbe": "/ready",
         "livenessProbe": "/health",
     }
+
+
+def test_the_autoscaler_counts_requests_of_the_deployment() -> None:
+    found = documents("serve-replicas.yaml")
+    deployment, scaler = found["Deployment"], found["HorizontalPodAutoscaler"]["spec"]
+    target = scaler["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    assert "replicas" not in deployment["spec"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    max_batch = parse_serve(container["args"]).engine.max_batch
+    (metric,) = scaler["metrics"]
+    assert int(metric["pods"]["target"]["averageValue"]) < max_batch
+    exposed = metric["pods"]["metric"]["name"].replace("vllm_", "vllm:", 1)
+    assert f'"{exposed}"' in (ROOT / "jmoe" / "serving" / "metrics.py").read_text()
+
+
+def test_the_pods_of_a_leader_worker_set_fit_together() -> None:
+    """Its own schema is not among those of kubernetes-validate, its pods' and Service's are."""
+    validator = pytest.importorskip("kubernetes_validate")
+    found = documents("serve-leaderworkerset.yaml")
+    service, group = found["Service"], found["LeaderWorkerSet"]
+    template = group["spec"]["leaderWorkerTemplate"]
+    validator.validate(service, validator.latest_version(), strict=True)
+    pods = [template["leaderTemplate"], template["workerTemplate"]]
+    for pod in pods:
+        whole = {"apiVersion": "v1", "kind": "Pod", **pod}
+        validator.validate(whole, validator.latest_version(), strict=True)
+    prefix = "leaderworkerset.sigs.k8s.io"
+    selector = {f"{prefix}/name": group["metadata"]["name"], f"{prefix}/worker-index": "0"}
+    assert service["spec"]["selector"] == selector
+    leader, worker = (pod["spec"]["containers"][0] for pod in pods)
+    assert leader["args"] == worker["args"]
+    size = template["size"]
+    for rank in range(size):
+        own = {"LEADER_ADDRESS": "leader", "GROUP_SIZE": str(size), "WORKER_INDEX": str(rank)}
+        config = parse_serve(
+            [re.sub(r"\$\(LWS_(\w+)\)", lambda m, own=own: own[m[1]], a) for a in leader["args"]]
+        )
+        assert (config.distributed.num_processes, config.distributed.process_id) == (size, rank)
+        ports = {port["name"]: port["containerPort"] for port in leader["ports"]}
+        assert config.distributed.coordinator_address == f"leader:{ports['coordinator']}"
+        assert ports["http"] == config.port
+    assert config.engine.mesh.devices == size * leader["resources"]["limits"]["nvidia.com/gpu"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
 @pytest.mark.slow
