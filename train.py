@@ -64,7 +64,11 @@ from jmoe.run.prometheus import RunMetrics
 from jmoe.run.run_folder import WAIT_S, RunFolder
 from jmoe.run.snapshots import Snapshots
 from jmoe.status import status
-from jmoe.training.expert_packing import PackingController, initial_packing
+from jmoe.training.expert_packing import (
+    PackingController,
+    choose_expert_sharding,
+    initial_packing,
+)
 from jmoe.training.finetune import (
     base_fingerprint,
     companion_files,
@@ -349,9 +353,10 @@ def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> 
     enable_compile_cache()
     devices, per_host = jax.device_count(), devices_per_host()
     config.checked_mesh_shape(devices, per_host)
-    expert_packing = PackingController(
-        config, config.mesh.shape(devices, per_host), initial_packing(config, devices, per_host)
-    )
+    unpacked = config.mesh.shape(devices, per_host)
+    packing = initial_packing(config, devices, per_host)
+    config = choose_expert_sharding(config, unpacked, packing)
+    expert_packing = PackingController(config, unpacked, packing)
     _, shape = expert_packing.current_config_and_shape()
     mesh = make_mesh(shape)
     task.prepare_on_mesh(mesh, stack)

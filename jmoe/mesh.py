@@ -1,8 +1,9 @@
 """Axis names of the device mesh, and the partition specs of parameters and batches.
 
 The mesh is (data, expert_inter, expert_intra). Tokens are sharded over all three axes. Experts are
-sharded over the last two: expert_inter spans nodes, expert_intra the devices of a node. Dense
-parameters are sharded over all three axes (ZeRO-3) or replicated.
+sharded over the last two: expert_inter spans nodes, expert_intra the devices of a node. Over the
+data axis experts are replicated, or each expert's arrays are split. Dense parameters are sharded
+over all three axes (ZeRO-3) or replicated.
 """
 
 import hashlib
@@ -157,25 +158,49 @@ def shard_dim(
     return next((i for i in range(stacked, len(shape)) if shape[i] % num_devices == 0), -1)
 
 
-def param_spec(
-    path: KeyPath,
-    shape: tuple[int, ...],
-    num_devices: int,
+def expert_shard_dim(path: KeyPath, shape: tuple[int, ...], num_replicas: int) -> int:
+    """Return the dimension in which an array of experts is split over the replicas of its experts
+    (the data axis): the first one, after the experts', that `num_replicas` divides. -1 if there is
+    none, or if the parameter is not of experts.
+    """
+    if num_replicas == 1 or not is_expert(path):
+        return -1
+    after_experts = range(num_stack_dims(path) + 1, len(shape))
+    return next((i for i in after_experts if shape[i] % num_replicas == 0), -1)
+
+
+def expert_spec(path: KeyPath, shape: tuple[int, ...], num_replicas: int = 1) -> PartitionSpec:
+    """Return the partition spec of an array of experts. num_replicas: over how many replicas each
+    array is split; 1: every replica has it whole.
+    """
+    axes: list[str | tuple[str, ...] | None] = [None] * num_stack_dims(path) + [EXPERT]
+    if (dim := expert_shard_dim(path, shape, num_replicas)) >= 0:
+        axes += [None] * (dim - len(axes)) + [DATA]
+    return PartitionSpec(*axes)
+
+
+def param_specs(
+    params: PyTree,
+    mesh: Mesh,
     shard_dense: bool,
     fuse_dense: bool = False,
-) -> PartitionSpec:
-    """Return the partition spec of a parameter, its gradient and its optimizer state. The arguments
-    are those of `shard_dim`.
+    *,
+    shard_experts: bool = False,
+) -> PyTree:
+    """Return the partition spec of every leaf of `params` (arrays or shapes), of its gradient and
+    of its optimizer state.
+
+    shard_dense, fuse_dense: see `shard_dim`. shard_experts: split each array of experts over the
+    data axis too (`expert_shard_dim`).
     """
-    if is_expert(path):
-        return PartitionSpec(*[None] * num_stack_dims(path), EXPERT)
-    dim = shard_dim(path, shape, num_devices, shard_dense, fuse_dense)
-    return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
+    replicas = mesh.shape[DATA] if shard_experts else 1
 
+    def spec(path: KeyPath, x: jax.Array) -> PartitionSpec:
+        if is_expert(path):
+            return expert_spec(path, x.shape, replicas)
+        dim = shard_dim(path, x.shape, mesh.size, shard_dense, fuse_dense)
+        return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
 
-def param_specs(params: PyTree, mesh: Mesh, shard_dense: bool, fuse_dense: bool = False) -> PyTree:
-    """Return a pytree with the `param_spec` of every leaf of `params` (arrays or shapes)."""
-    spec = lambda path, x: param_spec(path, x.shape, mesh.size, shard_dense, fuse_dense)  # noqa: E731
     return jax.tree_util.tree_map_with_path(spec, params)
 
 

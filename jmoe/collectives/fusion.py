@@ -79,7 +79,7 @@ class BufferLayout:
         self._in_buffer = [i for i, entry in enumerate(entries) if entry is not None]
         self._outside_buffer = [i for i, entry in enumerate(entries) if entry is None]
         self.entries = [entry for entry in entries if entry is not None]
-        self.num_layers = leaves[0].shape[0]
+        self.num_layers = leaves[0].shape[0] if leaves else 0
 
     def split(self, tree: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return (arrays of the buffer, other arrays)."""

@@ -19,6 +19,8 @@ ExchangeKind = Literal["flat", "hierarchical", "dedup", "ragged"]
 ExchangeChoice = Literal["auto"] | ExchangeKind
 EmbeddingKind = Literal["replicated", "columns", "rows"]
 EmbeddingChoice = Literal["auto"] | EmbeddingKind
+ExpertSharding = Literal["none", "optimizer", "weights"]  # from the most memory to the least
+ExpertShardingChoice = Literal["auto"] | ExpertSharding
 ScheduleKind = Literal["none", "ready", "fixed", "priority", "chunks", "pipelined"]
 # Sizes that a partition of the embedding divides over the devices, in order of preference.
 SPLIT_SIZES: dict[EmbeddingKind, tuple[str, ...]] = {
@@ -102,6 +104,11 @@ class CommConfig:
     # sharding of the embedding table. columns, rows: each device keeps and looks up its own shard;
     # replicated: handled like any dense parameter
     embedding: EmbeddingChoice = "auto"
+    # what the devices of the data axis split, of experts that they would else all hold. none:
+    # nothing; optimizer: float32 weights, moments and gradients, while each device keeps the
+    # weights in the compute dtype from the forward to the backward pass; weights: these too, each
+    # layer's gathered anew for either pass. auto: the first that fits the devices' memory
+    shard_experts: ExpertShardingChoice = "auto"
     # multiplies the experts that the mesh gives each device; auto: doubled while all-to-alls take
     # longer than the experts' computation (Lina)
     packing: Literal["auto"] | int = 1
@@ -147,6 +154,10 @@ class CommConfig:
         buckets = not self.bucket_bytes or self.fuse_dense or not self.shard_dense
         constraint = "must be 0 with fuse_dense = False: every parameter is reduced by itself"
         check_field(buckets, self, "bucket_bytes", constraint)
+        one_by_one = self.shard_dense and not self.fuse_dense
+        constraint = "must be none with fuse_dense = False"
+        replicated = self.expert_sharding == "none" or not one_by_one
+        check_field(replicated, self, "shard_experts", constraint)
         if self.schedule not in ("chunks", "pipelined"):
             check_unset(
                 self,
@@ -162,6 +173,13 @@ class CommConfig:
             and not packing & (packing - 1)
         )
         check(packing == "auto" or power, "packing", packing, "must be a power of two, or auto")
+
+    @property
+    def expert_sharding(self) -> ExpertSharding:
+        """What the data axis splits of experts: `shard_experts`; none while `auto` is not yet
+        chosen (`run.planner.with_chosen_expert_sharding`).
+        """
+        return "none" if self.shard_experts == "auto" else self.shard_experts
 
     @property
     def initial_packing(self) -> int:

@@ -353,6 +353,13 @@ class TrainConfig:
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         if not self.init_from:  # whose model is not known here
             self.check_chosen_share()
+        whole = self.comm.expert_sharding == "none" or not {"host", "nvme"} & {*tiers}
+        check(
+            whole,
+            "comm.shard_experts",
+            self.comm.shard_experts,
+            f"must be none {_offloaded_phrase(self.tiers)}",
+        )
         stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
         check(
             stays,
@@ -370,6 +377,15 @@ class TrainConfig:
         check(factor is None, "model.capacity_factor", factor, constraint)
         tiers = self.tiers.experts, self.tiers.optimizer
         check(self.tiers.all_on_device, "tiers", tiers, f"must be device {with_ragged}")
+
+    @property
+    def can_shard_experts(self) -> bool:
+        """Whether the step can split experts over the data axis (`comm.shard_experts`): not with
+        experts named for other tiers, and not with LoRA.
+        """
+        offloaded = {"host", "nvme"} & {self.tiers.experts, self.tiers.optimizer}
+        one_by_one = self.comm.shard_dense and not self.comm.fuse_dense
+        return not offloaded and not one_by_one and self.lora.rank is None
 
     def _check_memory_dir(self) -> None:
         memory_dir, tiers = self.checkpoint.memory_dir, (self.tiers.experts, self.tiers.optimizer)
@@ -430,6 +446,9 @@ class TrainConfig:
         check(self.tiers.all_on_device, "tiers", tiers, f"must be device {with_lora}")
         packing = self.comm.packing
         check(packing == 1, "comm.packing", packing, f"must be 1 {with_lora}")
+        sharding = self.comm.shard_experts
+        whole = self.comm.expert_sharding == "none"
+        check(whole, "comm.shard_experts", sharding, f"must be none {with_lora}")
         check(
             not self.distil.teacher,
             "distil.teacher",

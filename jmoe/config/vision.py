@@ -379,6 +379,11 @@ class VisionTrainConfig(TrainConfig):
             self.tiers.all_on_device or not every, "elastic.replan_every_steps", every, constraint
         )
 
+    @property
+    def can_shard_experts(self) -> bool:
+        """False: tasks say which experts a device holds."""
+        return False
+
     def _check_image_comm(self) -> None:
         check(
             not self.comm.bucket_bytes,
@@ -387,6 +392,12 @@ class VisionTrainConfig(TrainConfig):
             "must be 0 for images",
         )
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
+        check(
+            self.comm.expert_sharding == "none",
+            "comm.shard_experts",
+            self.comm.shard_experts,
+            "must be none for images",
+        )
         check(not self.comm.links, "comm.links", self.comm.links, "must be empty for images")
         check(
             self.comm.schedule == "none",

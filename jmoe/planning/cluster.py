@@ -183,16 +183,23 @@ def _log2_hops(members: int) -> int:
 
 
 def expert_all_reduce_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig) -> float:
-    """Return the seconds in which replicas all-reduce the gradients of their experts, with one ring
-    per device of a group.
+    """Return the seconds in which replicas reduce the gradients of their experts, and gather the
+    experts that they split, with one ring per device of a group.
 
-    A ring of r replicas moves 2 B (r - 1) / r bytes. The min(G, Q) rings of a node share its
-    network link.
+    A ring of r replicas moves B (r - 1) / r bytes for a gather or a reduce-scatter, twice that for
+    an all-reduce. The min(G, Q) rings of a node share its network link.
     """
     replicas, network = model.replicas, cluster.network
     if replicas == 1:
         return 0.0
-    ring_bytes = 2 * GRADIENT_BYTES * model.num_device_expert_parameters * (replicas - 1) / replicas
+    bytes_per_parameter = 2 * GRADIENT_BYTES
+    if model.expert_sharding != "none":  # in every micro-batch
+        gathers = 1 if model.expert_sharding == "optimizer" else 2
+        bytes_per_parameter = model.micro_batches * (
+            GRADIENT_BYTES + gathers * model.compute_dtype_bytes
+        )
+    parameters = model.num_device_expert_parameters
+    ring_bytes = bytes_per_parameter * parameters * (replicas - 1) / replicas
     rings = min(model.num_devices, cluster.devices_per_node)
     if nodes == 1:
         return (
@@ -218,7 +225,8 @@ def checkpoint_s(
     # one group writes the experts
     group_nodes = max(1, model.num_devices // cluster.devices_per_node)
     of_node = dense / (nodes if model.shard_dense else 1) + experts / group_nodes
-    of_device = dense / model.num_dense_shards + SAVED_BYTES * model.num_device_expert_parameters
+    own_experts = model.num_device_expert_parameters / model.num_expert_shards
+    of_device = dense / model.num_dense_shards + SAVED_BYTES * own_experts
     return max(
         (dense + experts) / cluster.storage.write_bytes_per_s,
         of_node / cluster.network.between_bytes_per_s,

@@ -4,7 +4,8 @@ whether it fits, and how long a step takes. Pure functions.
 Every parameter has 4 bytes each of weight and gradient, and 8 of AdamW's two moments (MoESys,
 Equation 1: GPU 16 D + 4 a S / L, CPU 16 a S, SSD 12 S). Devices share all state evenly, experts
 too. The plan covers one device and its host, without network traffic (`jmoe.planning.cluster` adds
-it). Data-parallel replicas share dense state and tokens, and each holds all experts.
+it). Data-parallel replicas share dense state and tokens; each holds all experts, or they split
+their state (`comm.shard_experts`).
 """
 
 import math
@@ -12,12 +13,14 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from jmoe.config.parallel import ExpertSharding
 from jmoe.config.tiers import TIERS, Tier, Update
 from jmoe.planning.memory_plan import RESERVE
 from jmoe.planning.roofline import distinct_experts, scale_chosen_share
 
+EXPERT_SHARDINGS: tuple[ExpertSharding, ...] = get_args(ExpertSharding)
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 WEIGHT_BYTES = 4  # per parameter, moment or summed gradient
 PASSES = 3  # products of a weight with a token: one forward, two backward
@@ -98,7 +101,8 @@ class TrainingSizes:
     products are recomputed. max_micro_batches: micro-batches of one sequence per device. packing:
     expert packing (`comm.packing`), included in num_devices (devices that share the experts) and
     replicas. chosen_share: measured mean fraction of a device's experts of a layer that a step's
-    tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs.
+    tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs. expert_sharding:
+    what replicas split of their experts.
     """
 
     num_layers: int
@@ -127,6 +131,7 @@ class TrainingSizes:
     loss_chunk_bytes: int = 0
     recomputed_bytes: int = 0
     on_gpu: bool = False
+    expert_sharding: ExpertSharding = "none"
 
     @property
     def layer_activation_bytes(self) -> int:
@@ -162,6 +167,11 @@ class TrainingSizes:
     def num_dense_shards(self) -> int:
         """Return the number of shards of the dense parameters and their state."""
         return self.num_all_devices if self.shard_dense else 1
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Return the number of replicas that split the state of a device's experts."""
+        return 1 if self.expert_sharding == "none" else self.replicas
 
     @property
     def num_all_expert_parameters(self) -> int:
@@ -392,7 +402,8 @@ class TrainingPlan:
         num_active = model.num_layers * model.active_experts
         updated_bytes = UPDATE_BYTES * model.dense_parameters / model.num_dense_shards
         if self.placement.update == "device":
-            updated_bytes += UPDATE_BYTES * num_active * model.parameters_per_expert
+            of_experts = UPDATE_BYTES * num_active * model.parameters_per_expert
+            updated_bytes += of_experts / model.num_expert_shards
         elif machine.shared:  # the host's cores are those that compute
             updated_bytes += HOST_UPDATE_BYTES * num_active * model.parameters_per_expert
         passes = zip(self.expert_products_by_pass, self.dense_products_by_pass, strict=True)
@@ -567,6 +578,10 @@ def _possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[S
             replace(model, residual_bytes=0, experts_residual_bytes=0, experts_again=False),
             place,
         )
+    if model.replicas > 1 and not place.is_streamed:
+        for sharding in EXPERT_SHARDINGS[EXPERT_SHARDINGS.index(model.expert_sharding) + 1 :]:
+            split = replace(model, expert_sharding=sharding)
+            yield SettingChange("comm.shard_experts", sharding, split, place)
     number = model.micro_batches
     while number * 2 <= model.max_micro_batches:
         number *= 2
@@ -749,7 +764,7 @@ def _save_copy_bytes(model: TrainingSizes, place: StatePlacement) -> int:
     return dense + 12 * (
         SAVED_AT_ONCE * model.parameters_per_expert
         if place.is_streamed
-        else model.num_device_expert_parameters
+        else model.num_device_expert_parameters // model.num_expert_shards
     )
 
 
@@ -809,18 +824,33 @@ def _resident_expert_rows(
     """Yield the rows of experts that are all on the device. cast_bytes: of a layer's weights and
     gradients in the compute dtype, if layers are cast one by one.
     """
-    yield "device", "experts: weights", 4 * model.num_device_expert_parameters
-    yield "device", "experts: moments", 8 * model.num_device_expert_parameters
+    sharded = model.num_device_expert_parameters // model.num_expert_shards
+    yield "device", "experts: weights", 4 * sharded
+    yield "device", "experts: moments", 8 * sharded
     gradient_bytes = summed_bytes_per_parameter + (
         model.compute_dtype_bytes if model.casts_all_experts_at_once else WEIGHT_BYTES
     )
-    yield "device", "experts: gradients", gradient_bytes * model.num_device_expert_parameters
-    yield "device", "experts: in use", cast_bytes
+    yield "device", "experts: gradients", gradient_bytes * sharded
+    yield "device", "experts: in use", cast_bytes + _unsharded_expert_bytes(model)
+    if model.expert_sharding == "optimizer":
+        kept = model.compute_dtype_bytes * model.num_device_expert_parameters
+        yield "device", "experts: weights gathered for a step", kept
     if model.casts_all_experts_at_once:
         copied = model.num_device_expert_parameters + (
             model.dense_parameters if model.num_all_devices == 1 else 0
         )
         yield "device", "weights in the products' dtype", model.compute_dtype_bytes * copied
+
+
+def _unsharded_expert_bytes(model: TrainingSizes) -> int:
+    """Return the bytes in use if replicas split their experts: float32 gradients of two layers, the
+    current one and the one whose gradients are being reduced, and the next layer's weights beside
+    the current one's.
+    """
+    if model.num_expert_shards == 1:
+        return 0
+    layer = model.num_device_expert_parameters // model.num_layers
+    return (2 * WEIGHT_BYTES + 2 * model.compute_dtype_bytes) * layer
 
 
 def _streamed_expert_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
@@ -886,6 +916,19 @@ def first_fitting_plan(
             "tiers = 'auto': no choice of tiers fits. " + "; ".join(plans[-1].advice())
         )
     return fitting[0]
+
+
+def first_fitting_expert_sharding(
+    model: TrainingSizes, machine: Machine, placement: StatePlacement
+) -> ExpertSharding | None:
+    """Return the first of `EXPERT_SHARDINGS` with which the experts fit the devices; None if none
+    does. placement: with experts and optimizer on the device.
+    """
+    for sharding in EXPERT_SHARDINGS:
+        plan = plan_training(replace(model, expert_sharding=sharding), placement, machine)
+        if not {"device", "host" if machine.shared else "device"} & plan.lacking_bytes.keys():
+            return sharding
+    return None
 
 
 def candidate_tier_pairs(experts: str, optimizer: str) -> list[tuple[Tier, Tier]]:

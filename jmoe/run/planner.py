@@ -19,7 +19,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
-from jmoe.config.parallel import largest_packing, packed_shape
+from jmoe.config.parallel import ExpertSharding, largest_packing, packed_shape
 from jmoe.config.tiers import Tier, Update
 from jmoe.layers.experts import up_projection_columns
 from jmoe.layers.loss import logits_bytes
@@ -33,6 +33,7 @@ from jmoe.planning.training import (
     TrainingPlan,
     TrainingSizes,
     candidate_tier_pairs,
+    first_fitting_expert_sharding,
     first_fitting_plan,
     plan_training,
 )
@@ -76,6 +77,7 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
         on_gpu=_is_gpu_described(config),
+        expert_sharding=config.comm.expert_sharding if replicas > 1 else "none",
         **activations._asdict(),
     )
 
@@ -336,8 +338,12 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     """Return the run with every `auto` tier replaced by the fastest that fits, and
     `tiers.update = "auto"` by what the planner predicts to be faster. Raises `ValueError` if no
     tier fits.
+
+    If the tier depends on it, or a plan is printed, `comm.shard_experts` is chosen first.
     """
     tiers = config.tiers
+    if config.plan or tiers.experts == "auto":
+        config = with_chosen_expert_sharding(config)
     if "auto" not in (tiers.experts, tiers.optimizer, tiers.update):
         return config
     model, machine = training_sizes(config), described_machine(config)
@@ -351,6 +357,28 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
         place = first_fitting_plan(model, machine, places).placement
     chosen = tiers.with_tiers(place.experts, place.optimizer, place.update)
     return dataclasses.replace(config, tiers=chosen)
+
+
+def with_chosen_expert_sharding(config: TrainConfig) -> TrainConfig:
+    """Return the run with `comm.shard_experts = "auto"` replaced by the first value with which the
+    experts fit the devices' memory; by the last one if none fits, or, if `auto` tiers can take the
+    experts instead, by none.
+
+    A run whose number of replicas is not known yet (`mesh.data` is 0) is returned as it is.
+    """
+    comm, tiers = config.comm, config.tiers
+    replicas = config.mesh.data * comm.initial_packing
+    if comm.shard_experts != "auto" or not replicas:
+        return config
+    sharding: ExpertSharding | None = "none"
+    on_device = {tiers.experts, tiers.optimizer} <= {"auto", "device"}
+    if replicas > 1 and on_device and config.model.num_moe_layers and config.can_shard_experts:
+        place = _state_placement(config, "device", "device")
+        model, machine = training_sizes(config), described_machine(config)
+        sharding = first_fitting_expert_sharding(model, machine, place)
+    if sharding is None:
+        sharding = "none" if "auto" in (tiers.experts, tiers.optimizer) else "weights"
+    return dataclasses.replace(config, comm=dataclasses.replace(comm, shard_experts=sharding))
 
 
 def _candidate_updates(update: str, *, experts: Tier) -> tuple[Update, ...]:

@@ -35,8 +35,9 @@ from jmoe.planning.expert_packing import (
     decide_packing,
     is_packing_decided_at,
 )
+from jmoe.planning.training import EXPERT_SHARDINGS
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.planner import described_machine, packing_shortfall
+from jmoe.run.planner import described_machine, packing_shortfall, with_chosen_expert_sharding
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of
@@ -83,7 +84,7 @@ class PackingController:
         data, inter, intra = shape
         self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
         # read now, while the devices' memory is still empty
-        self._machine = None if self.done else described_machine(_with_device_bytes(config))
+        self._machine = None if self.done else described_machine(with_device_bytes(config))
         # both since the last decision; _seconds leaves out steps that compiled
         self._steps, self._seconds = 0, list[float]()
         self._step_s: dict[int, float] = {}  # seconds of a step, by experts per device
@@ -168,7 +169,7 @@ class PackingController:
         return packing_shortfall(self._config.with_packing(2 * self.packing), self._machine)
 
 
-def _with_device_bytes(config: TrainConfig) -> TrainConfig:
+def with_device_bytes(config: TrainConfig) -> TrainConfig:
     """Return `config` with `machine.device_bytes` set to the device's own memory limit, unless the
     configuration or its accelerator already gives one.
     """
@@ -178,6 +179,24 @@ def _with_device_bytes(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config, machine=dataclasses.replace(config.machine, device_bytes=int(limit_bytes))
     )
+
+
+def choose_expert_sharding(
+    config: TrainConfig, shape: tuple[int, int, int], packing: int
+) -> TrainConfig:
+    """Return the run with a `comm.shard_experts` that fits every process's devices. Collective:
+    every process must call this.
+
+    shape: (data, expert_inter, expert_intra) of the mesh at packing 1. packing: the initial
+    packing.
+    """
+    on_mesh = dataclasses.replace(config.with_packing(packing), mesh=MeshConfig(*shape))
+    if config.can_shard_experts:
+        on_mesh = with_device_bytes(on_mesh)
+    own = with_chosen_expert_sharding(on_mesh).comm.expert_sharding
+    (rank,) = max_over_processes([float(EXPERT_SHARDINGS.index(own))])
+    comm = dataclasses.replace(config.comm, shard_experts=EXPERT_SHARDINGS[int(rank)])
+    return dataclasses.replace(config, comm=comm)
 
 
 def max_over_processes(values: list[float]) -> list[float]:
@@ -299,10 +318,13 @@ def _time_experts_s(
     """Return the forward seconds of a layer's experts, a median, with tokens spread evenly."""
     rows, mesh, split = sizes.tokens * sizes.top_k, model.mesh, split_over(ALL)
     graph, structure = nnx.split(layer.experts)
+    # one layer, so that no more is gathered from replicas that split the experts
+    place = NamedSharding(mesh, split_over(EXPERT, 1))
+    first_layer = jax.jit(lambda tree: jax.tree.map(lambda w: w[:1], tree), out_shardings=place)
     local = model.config.model.num_experts // layer.exchange_plan.num_devices
 
     def run_experts_local(experts: PyTree, x_MD: jax.Array) -> jax.Array:
-        first = [w[0] for w in jax.tree.leaves(experts)]  # of the first layer
+        first = [w[0] for w in jax.tree.leaves(experts)]
         apply = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(structure), first))
         even = jnp.arange(local, dtype=jnp.int32) < rows % local
         group_sizes_L = rows // local + even.astype(jnp.int32)
@@ -320,7 +342,7 @@ def _time_experts_s(
     )
     return _median_call_s(
         program,
-        experts_of(state.params),
+        first_layer(experts_of(state.params)),
         jax.jit(make_ones, out_shardings=NamedSharding(mesh, split))(),
     )
 

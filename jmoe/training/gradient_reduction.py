@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import KeyPath
 
 from jmoe.collectives.fusion import (
     all_reduce_local,
@@ -27,13 +26,8 @@ from jmoe.collectives.fusion import (
 from jmoe.config import STACKS, LayerKind
 from jmoe.mesh import DATA, is_expert, path_names
 from jmoe.training.sharded_decoder import ShardedDecoder
-from jmoe.training.sharded_model import ShardedModel
+from jmoe.training.sharded_model import ShardedModel, names_in_layer
 from jmoe.types import PyTree
-
-
-def _names_without_stack(path: KeyPath) -> tuple[str, ...]:
-    """Return the names along a parameter's path, without the name of its stack of layers."""
-    return tuple(name for name in path_names(path) if name not in STACKS.values())
 
 
 def reduce_gradients_local(
@@ -41,19 +35,19 @@ def reduce_gradients_local(
 ) -> PyTree:
     """Return `grads` summed over the devices that hold the same parameter.
 
-    Parameters sharded over all devices are left as they are: the transpose of their gather has
-    summed their gradients already. already_reduced: top-level names whose gradients are reduced
-    already.
+    Parameters sharded over all devices, and experts split over the data axis, are left as they are:
+    the transpose of their gather has summed their gradients already. already_reduced: top-level
+    names whose gradients are reduced already.
     """
     mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
     sums, everywhere = {}, {}
     for i, (path, g) in enumerate(leaves):
-        if path_names(path)[0] in already_reduced:
+        if path_names(path)[0] in already_reduced or model.is_split_expert(path):
             sums[i] = g
         elif is_expert(path):
             sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
-        elif model.is_sharded(_names_without_stack(path)) or mesh.size == 1:
+        elif model.is_sharded(names_in_layer(path)) or mesh.size == 1:
             sums[i] = g
         else:
             everywhere[i] = g
@@ -76,8 +70,8 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
             axis=tuple(range(1, g.ndim)) if stacked else None
         )
         if is_expert(path):
-            square = square / model.mesh.shape[DATA]
-        elif not model.is_sharded(_names_without_stack(path)):
+            square = square / (1 if model.is_split_expert(path) else model.mesh.shape[DATA])
+        elif not model.is_sharded(names_in_layer(path)):
             square = square / model.mesh.size
         sums[name] = sums[name] + square if name in sums else square
     return sums

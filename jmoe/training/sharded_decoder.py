@@ -19,6 +19,7 @@ from jax.tree_util import KeyPath
 from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, CollectiveSchedule
 from jmoe.config import STACKS, Remat, TrainConfig
 from jmoe.config.cluster import LinksConfig
+from jmoe.config.parallel import ExpertSharding
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import ExpertParallel
 from jmoe.mesh import (
@@ -33,11 +34,23 @@ from jmoe.mesh import (
 from jmoe.models.decoder import Decoder, DecoderExecution, LayerScan, scan_layers
 from jmoe.planning.embedding import EmbeddingSizes, plan_embedding
 from jmoe.planning.exchange import ExchangeLoad
+from jmoe.training.fused.layer_buffers import LayerBuffers
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.native import steps_are_native
 from jmoe.training.sharded_model import ShardedModel
 from jmoe.training.state import TrainState
 from jmoe.types import JsonObject, PyTree
+
+_EXPERT_SHARDING_NOTES: dict[ExpertSharding, str] = {
+    "optimizer": (
+        "experts: float32 weights, moments and gradients split over the data axis of {replicas},"
+        " weights in the compute dtype kept by each device for a step"
+    ),
+    "weights": (
+        "experts: weights, moments and gradients split over the data axis of {replicas}, weights"
+        " gathered one layer ahead"
+    ),
+}
 
 
 def _tokens_per_device(config: TrainConfig, mesh: Mesh) -> int:
@@ -105,7 +118,8 @@ class ShardedDecoder(ShardedModel):
         whole = (
             not self.is_sharded(path_names(path)[1:]) for path, _ in leaves if not is_expert(path)
         )
-        return any(whole) or (replicas and any(is_expert(path) for path, _ in leaves))
+        summed = (is_expert(path) and not self.is_split_expert(path) for path, _ in leaves)
+        return any(whole) or (replicas and any(summed))
 
     @property
     def casts_once_per_step(self) -> bool:
@@ -155,7 +169,8 @@ class ShardedDecoder(ShardedModel):
         )
 
         def cast_weight(path: KeyPath, w: jax.Array) -> jax.Array:
-            is_cast = self.mesh.size == 1 or (is_expert(path) and alone)
+            cast_experts = is_expert(path) and alone and not self.is_split_expert(path)
+            is_cast = self.mesh.size == 1 or cast_experts
             return self.cast_param(path, w) if is_cast else w
 
         with jax.named_scope("cast"):
@@ -171,6 +186,12 @@ class ShardedDecoder(ShardedModel):
             notes.append(
                 f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}"
             )
+        if self._expert_shard_dims:
+            notes.append(
+                _EXPERT_SHARDING_NOTES[self.config.comm.expert_sharding].format(
+                    replicas=self.mesh.shape[DATA]
+                )
+            )
         if self.mesh.size > 1:
             notes.append(f"{self.embedding.plan.kind} embedding: {self.embedding.plan.reason}")
         return notes
@@ -182,12 +203,22 @@ class ShardedDecoder(ShardedModel):
         without `comm.fuse_dense`). chunk_bytes: the bytes of one chunk of a chunked collective;
         None takes `comm.chunk_bytes`, or `MAX_CHUNK_BYTES` if that is 0.
         """
-        comm, layout = self.config.comm, lambda stack: self.buffer_layout(stack, stacked=True)
+        comm = self.config.comm
         if self.mesh.size == 1 or (comm.shard_dense and not comm.fuse_dense):
             return None
         limit_bytes = chunk_bytes or comm.chunk_bytes or MAX_CHUNK_BYTES
+
+        def buffers_of(stack: PyTree) -> LayerBuffers:
+            dense, experts = self.buffer_layout(stack, stacked=True), self.expert_entries(stack)
+            return LayerBuffers(stack, dense, experts, self.hierarchy)
+
         return ReverseScan(
-            layout, self.hierarchy, self.comm_schedule, comm.bucket_bytes, limit_bytes
+            buffers_of,
+            self.hierarchy,
+            self.comm_schedule,
+            comm.bucket_bytes,
+            limit_bytes,
+            keeps_experts=comm.expert_sharding == "optimizer",
         )
 
     def __call__(

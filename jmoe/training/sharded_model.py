@@ -19,10 +19,12 @@ from jmoe.collectives.fusion import (
     gather_parameter_local,
     gather_parameters_fused_local,
 )
-from jmoe.config import TrainConfig
+from jmoe.config import STACKS, TrainConfig
 from jmoe.mesh import (
     ALL,
+    DATA,
     REPLICATED,
+    expert_shard_dim,
     hierarchy,
     is_expert,
     num_stack_dims,
@@ -59,10 +61,15 @@ class ShardedModel(ABC):
         self._graph, params, bias = split_parameters(self.abstract)
         self._structures = jax.tree.structure(params), jax.tree.structure(bias)
         self.shapes, self._bias_shapes = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
-        self.specs = param_specs(self.shapes, mesh, config.comm.shard_dense, self.fused)
+        shard_experts = config.comm.expert_sharding != "none"
+        self.specs = param_specs(
+            self.shapes, mesh, config.comm.shard_dense, self.fused, shard_experts=shard_experts
+        )
         self.specs |= {name: split_over(ALL, dim) for name, dim in split.items()}
         # path inside a layer -> dimension split over all devices
         self._shard_dims = dict(self._fully_sharded_params())
+        # path inside a layer -> dimension in which the data axis splits an array of experts
+        self._expert_shard_dims = dict(self._split_experts()) if shard_experts else {}
 
     @abstractmethod
     def build_model(self) -> nnx.Module:
@@ -82,10 +89,21 @@ class ShardedModel(ABC):
             dim = shard_dim(
                 path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused
             )
-            names = tuple(name for name in path_names(path) if not name.endswith("_layers"))
             if dim >= 0:
-                yield names, dim - (len(path_names(path)) - len(names))
+                yield names_in_layer(path), dim - num_stack_dims(path)
         yield from (((name,), dim) for name, dim in self._split.items())
+
+    def _split_experts(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
+            dim = expert_shard_dim(path, leaf.shape, self.mesh.shape[DATA])
+            if dim >= 0:
+                yield names_in_layer(path), dim - num_stack_dims(path)
+
+    def is_split_expert(self, path: KeyPath) -> bool:
+        """Return whether the parameter at `path` is an array of experts that the data axis
+        splits.
+        """
+        return names_in_layer(path) in self._expert_shard_dims
 
     def is_sharded(self, names: tuple[str, ...]) -> bool:
         """Return whether a parameter is split over all devices. names: its path inside a layer."""
@@ -114,6 +132,22 @@ class ShardedModel(ABC):
         return BufferLayout(
             tree, [place_in_buffer(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
         )
+
+    def expert_entries(self, stack: PyTree) -> list[ShardInBuffer | None]:
+        """Return, for each parameter of a stack of layers that `buffer_layout` leaves outside its
+        buffer, its place in the buffer of the experts that the data axis splits, or None.
+        """
+        entries = list[ShardInBuffer | None]()
+        for path, w in jax.tree_util.tree_leaves_with_path(stack):
+            names, shape = _path_names(path), w.shape[1:]
+            dim = self._expert_shard_dims.get(names, -1)
+            if dim >= 0:
+                # the experts' own dimension does not make a vector a matrix
+                dtype = self._compute_dtype(names, len(shape) - 1)
+                entries.append(ShardInBuffer(shape, dim, dtype))
+            elif names not in self._shard_dims:
+                entries.append(None)
+        return entries
 
     # Parameters in use
 
@@ -149,7 +183,8 @@ class ShardedModel(ABC):
         outside the layers.
         """
         layout = self.buffer_layout(tree)
-        shards, outside_buffer = layout.split(tree)[0], layout.split(self.cast_params(tree))[1]
+        in_use = jax.tree_util.tree_map_with_path(self._cast_or_gather, tree)
+        shards, outside_buffer = layout.split(tree)[0], layout.split(in_use)[1]
         if shards and self.fused:
             unsharded = gather_parameters_fused_local(shards, tuple(layout.entries), self.hierarchy)
         else:
@@ -158,6 +193,15 @@ class ShardedModel(ABC):
                 gather_parameter_local(w, entry.dim, entry.dtype, ALL) for w, entry in pairs
             ]
         return layout.join(unsharded, outside_buffer)
+
+    def _cast_or_gather(self, path: KeyPath, w: jax.Array) -> jax.Array:
+        """Return one parameter of a layer, or outside the layers, in its compute dtype; gathered if
+        the data axis splits it.
+        """
+        dim = self._expert_shard_dims.get(_path_names(path), -1)
+        if dim < 0:
+            return self.cast_param(path, w)
+        return gather_parameter_local(w, dim, self.compute_dtype_at(path, w.ndim), (DATA,))
 
     # The state of training
 
@@ -209,6 +253,11 @@ class ShardedModel(ABC):
     def from_saved(self, state: TrainState) -> TrainState:
         """Return a checkpoint's state in the layout used by training."""
         return state
+
+
+def names_in_layer(path: KeyPath) -> tuple[str, ...]:
+    """Return the names along a parameter's path, without the name of its stack of layers."""
+    return tuple(name for name in path_names(path) if name not in STACKS.values())
 
 
 def _path_names(path: KeyPath) -> tuple[str, ...]:

@@ -9,6 +9,9 @@ reduce-scatter onto their shards, or by an all-reduce for replicated parameters 
 experts. At most two layers are unsharded at any time. `collectives.schedule` decides when inside a
 layer each collective starts. The residuals are those of `jax.vjp`, without the parameters.
 
+Experts that the data axis splits travel in a buffer of their own. Their layers are gathered for
+both passes too, or the forward pass keeps them as residuals (`keeps_experts`).
+
 Legend:
 R devices
 C elements of a device's shard of a layer's flat buffer
@@ -22,24 +25,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import KeyPath
 
 from jmoe.collectives.fusion import (
-    BufferLayout,
     Hierarchy,
-    ShardInBuffer,
     all_gather_buffer_local,
     all_reduce_buffer_local,
-    flatten_gradients,
-    flatten_shards,
     reduce_scatter_buffer_local,
-    unflatten_gradient_shards,
-    unflatten_parameters,
 )
 from jmoe.collectives.schedule import (
     After,
@@ -51,16 +46,33 @@ from jmoe.collectives.schedule import (
 from jmoe.config import LayerKind
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
-from jmoe.mesh import DATA, is_expert
 from jmoe.models.block import ApplyBlock
 from jmoe.models.decoder import LayerInputs
 from jmoe.models.layer_patterns import LayerPattern
+from jmoe.training.fused.gradient_buckets import (
+    Bucket,
+    Index,
+    PendingGradients,
+    ReducedGradients,
+    UnbufferedParams,
+    is_nnx_variable,
+    set_layer_at,
+)
+from jmoe.training.fused.layer_buffers import (
+    REPLICAS,
+    BufferPair,
+    LayerParams,
+    MakeBuffers,
+)
 from jmoe.training.vjp import replace_known_residuals, restore_known_residuals
 from jmoe.types import PyTree
 
 Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
-Index = int | jax.Array  # of a layer in the stack of its kind
 Keys = jax.Array | None  # a layer's PRNG key for router noise, or a stack of these
+
+
+def _axis_names(hierarchy: Hierarchy) -> tuple[str, ...]:
+    return tuple(axis for axes in hierarchy for axis in axes)
 
 
 def layer_slice(tree: Tree, index: Index) -> Tree:
@@ -71,134 +83,14 @@ def layer_slice(tree: Tree, index: Index) -> Tree:
     return entries
 
 
-def _set_layer_at(stack: jax.Array, index: Index, value: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), index, 0)
-
-
-def _is_nnx_variable(x: object) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
 def _gradient_per_variable(grads: PyTree, state: PyTree) -> list[jax.Array]:
     """Return a list with a gradient for every variable of a stack of layers, in the order of
     `state`: zeros for routers' biases, which `grads` lacks, and the leaves of `grads` for all
     others.
     """
     own = iter(jax.tree.leaves(grads))
-    variables = jax.tree.leaves(state, is_leaf=_is_nnx_variable)
+    variables = jax.tree.leaves(state, is_leaf=is_nnx_variable)
     return [jnp.zeros_like(v[...]) if isinstance(v, RouterBias) else next(own) for v in variables]
-
-
-class _PendingGradients(NamedTuple):
-    """A layer's gradients on this device, before they are reduced over devices.
-
-    rows: [R, G], row r holds the gradients of device r's shards. replicated: flat, of parameters
-    that every device holds. experts: flat, of experts that have replicas.
-    """
-
-    rows: jax.Array
-    replicated: jax.Array
-    experts: jax.Array
-
-
-class _ReducedGradients(NamedTuple):
-    """A layer's `_PendingGradients` summed over devices. row: [G], the gradients of this device's
-    shards.
-    """
-
-    row: jax.Array
-    replicated: jax.Array
-    experts: jax.Array
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["indices", "grads"], meta_fields=["kinds"])
-@dataclass(frozen=True)
-class _Bucket:
-    """The pending gradients of some layers, with each layer's kind and its index in its kind's
-    stack.
-    """
-
-    kinds: tuple[LayerKind, ...] = ()
-    indices: tuple[jax.Array, ...] = ()
-    grads: tuple[_PendingGradients, ...] = ()
-
-    def add(self, kind: LayerKind, index: Index, grads: _PendingGradients) -> "_Bucket":
-        return _Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.grads, grads))
-
-
-class _UnbufferedParams:
-    """The parameters of one kind of layer that are not in its flat buffer, grouped by their
-    gradients' reduction: none, over all devices, or over replicas of experts.
-    """
-
-    def __init__(self, layers: BufferLayout, state: PyTree, *, reduces: bool) -> None:
-        def reduced_over(path: KeyPath, variable: PyTree) -> str:
-            if isinstance(variable, RouterBias) or not reduces:
-                return "none"
-            return (
-                "all" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
-            )
-
-        sums = layers.split(
-            jax.tree_util.tree_map_with_path(reduced_over, state, is_leaf=_is_nnx_variable)
-        )[1]
-        self._entries = [ShardInBuffer(w.shape[1:], 0, jnp.float32) for w in layers.split(state)[1]]
-        self._unreduced, self._replicated, self._experts = (
-            [i for i, over in enumerate(sums) if over == name]
-            for name in ("none", "all", "replicas")
-        )
-
-    def num_all_reduced_elements(self) -> int:
-        """Return the number of gradient elements per layer that an all-reduce sums."""
-        return sum(self._entries[i].num_elements for i in self._replicated + self._experts)
-
-    def flatten(self, grads: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Return two flat vectors: the gradients to sum over all devices, and the gradients to sum
-        over replicas of experts.
-        """
-        replicated, experts = (
-            flatten_shards([grads[i] for i in some], [self._entries[i] for i in some])
-            for some in (self._replicated, self._experts)
-        )
-        return replicated, experts
-
-    def store_unreduced(
-        self, stacks: list[jax.Array], index: Index, grads: list[jax.Array]
-    ) -> list[jax.Array]:
-        """Return `stacks` with the gradients of layer `index` that need no reduction written at
-        that index.
-        """
-        return self._set_gradients_at(
-            stacks, index, self._unreduced, [grads[i] for i in self._unreduced]
-        )
-
-    def store_reduced(
-        self, stacks: list[jax.Array], index: Index, reduced: _ReducedGradients
-    ) -> list[jax.Array]:
-        """Return `stacks` with the reduced gradients of layer `index`, undoing `flatten`, written
-        at that index.
-        """
-        for some, row_G in (
-            (self._replicated, reduced.replicated),
-            (self._experts, reduced.experts),
-        ):
-            stacks = self._set_gradients_at(
-                stacks,
-                index,
-                some,
-                unflatten_gradient_shards(row_G, [self._entries[i] for i in some]),
-            )
-        return stacks
-
-    @staticmethod
-    def _set_gradients_at(
-        stacks: list[jax.Array], index: Index, positions: list[int], grads: list[jax.Array]
-    ) -> list[jax.Array]:
-        by_position = dict(zip(positions, grads, strict=True))
-        return [
-            _set_layer_at(w, index, by_position[i]) if i in by_position else w
-            for i, w in enumerate(stacks)
-        ]
 
 
 @jax.tree_util.register_dataclass
@@ -206,10 +98,10 @@ class _UnbufferedParams:
 class _SavedForward:
     """The values that the forward pass saves for the backward pass."""
 
-    flat: dict[LayerKind, jax.Array]  # [N, C]
+    flat: dict[LayerKind, BufferPair]  # [N, C], of the buffers that are gathered again
     outside_buffer: dict[LayerKind, list[jax.Array]]
     keys: dict[LayerKind, Keys]
-    unsharded: jax.Array  # [R, C], the last layer's parameters
+    unsharded: BufferPair  # [R, C], the last layer's parameters
     residuals: list[PyTree]  # per pattern: (of all repeats but the last, of the last)
     summed: PyTree  # see `ReverseScan`
 
@@ -222,10 +114,10 @@ class _BackwardState(NamedTuple):
     kind. others: gradients of the parameters outside these buffers, by kind.
     """
 
-    unsharded: jax.Array
+    unsharded: BufferPair
     dx: jax.Array
-    pending: _Bucket
-    sums: dict[LayerKind, jax.Array]  # [N, G]
+    pending: Bucket
+    sums: dict[LayerKind, BufferPair]  # [N, G]
     others: dict[LayerKind, list[jax.Array]]
 
 
@@ -235,8 +127,7 @@ class ReverseScan:
     overlapped collectives.
     """
 
-    # maps a stack of layers to the parameters that travel in the flat buffer
-    layout_of: Callable[[PyTree], BufferLayout]
+    buffers_of: MakeBuffers
     hierarchy: Hierarchy
     schedule: CollectiveSchedule
     bucket_bytes: int  # float32 gradients that one reduction sums; 0: one layer's
@@ -245,32 +136,47 @@ class ReverseScan:
     # steps but the last, which sums them once for all.
     reduces: bool = True
     summed: PyTree = None  # the earlier accumulation steps' gradients, by kind, to add to
+    # Whether gathered experts are residuals of the forward pass, instead of being gathered again.
+    keeps_experts: bool = False
 
     # Work: the gathers and reductions that `interleave_collectives` places
 
-    def all_gathers_by_chunk(self, row_C: jax.Array | None) -> list[Work]:
-        """Return the all-gathers of a layer's parameters, one for each chunk of its shard `row_C`;
+    def all_gathers_by_chunk(self, rows_C: BufferPair | None) -> list[Work]:
+        """Return the all-gathers of a layer's parameters, one for each chunk of its rows `rows_C`;
         none if that is None.
         """
-        if row_C is None:
+        if rows_C is None:
             return []
-        num_devices = lax.axis_size(self.axis_names)
+        works = list[Work]()
+        for row_C, hierarchy in zip(rows_C, self._hierarchies, strict=True):
+            gather = partial(all_gather_buffer_local, hierarchy=hierarchy)
+            works += self._work_per_chunk("gather", gather, row_C, self._chunks(row_C, hierarchy))
+        return works
+
+    @property
+    def _hierarchies(self) -> tuple[Hierarchy, Hierarchy]:
+        return self.hierarchy, REPLICAS
+
+    def _chunks(self, row_C: jax.Array, hierarchy: Hierarchy) -> list[tuple[int, int]]:
+        """Return the chunks (start, end) in which a row is gathered."""
+        num_devices = lax.axis_size(_axis_names(hierarchy))
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
-        chunks = cut_ranges(row_C.size, num_devices * row_C.dtype.itemsize, limit)
-        return self._work_per_chunk(
-            "gather", partial(all_gather_buffer_local, hierarchy=self.hierarchy), row_C, chunks
-        )
+        return list(cut_ranges(row_C.size, num_devices * row_C.dtype.itemsize, limit))
 
-    def join_gathered_chunks(self, gathered: list[jax.Array], row_C: jax.Array) -> jax.Array:
-        """Return a layer's flat buffer [R, C] from the gathered chunks; C is 0 if no parameter of
-        the layer is sharded.
+    def join_gathered_chunks(self, gathered: list[jax.Array], rows_C: BufferPair) -> BufferPair:
+        """Return a layer's buffers [R, C] from the gathered chunks of `rows_C`; C is 0 if no
+        parameter of the layer is in that buffer.
         """
-        empty = jnp.zeros((lax.axis_size(self.axis_names), 0), row_C.dtype)
-        return jnp.concatenate([empty, *gathered], axis=1)
+        left, buffers = iter(gathered), list[jax.Array]()
+        for row_C, hierarchy in zip(rows_C, self._hierarchies, strict=True):
+            empty = jnp.zeros((lax.axis_size(_axis_names(hierarchy)), 0), row_C.dtype)
+            chunks = itertools.islice(left, len(self._chunks(row_C, hierarchy)))
+            buffers.append(jnp.concatenate([empty, *chunks], axis=1))
+        return BufferPair(*buffers)
 
-    def reduce_scatters_by_chunk(self, rows_RG: jax.Array) -> list[Work]:
-        """Return the reduce-scatters of `rows_RG`, one per chunk of columns; their results
-        concatenate to this device's row [G].
+    def reduce_scatters_by_chunk(self, rows_RG: jax.Array, hierarchy: Hierarchy) -> list[Work]:
+        """Return the reduce-scatters of `rows_RG` over the devices of `hierarchy`, one per chunk of
+        columns; their results concatenate to this device's row [G].
         """
         limits = [
             limit
@@ -280,12 +186,8 @@ class ReverseScan:
         chunks = cut_ranges(
             rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes)
         )
-        return self._work_per_chunk(
-            "reduce",
-            partial(reduce_scatter_buffer_local, hierarchy=self.hierarchy),
-            rows_RG,
-            chunks,
-        )
+        reduce = partial(reduce_scatter_buffer_local, hierarchy=hierarchy)
+        return self._work_per_chunk("reduce", reduce, rows_RG, chunks)
 
     def all_reduces_by_chunk(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
         """Return the all-reduces of `row_G` over the devices of `hierarchy`, one per chunk.
@@ -321,7 +223,7 @@ class ReverseScan:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        return tuple(axis for axes in self.hierarchy for axis in axes)
+        return _axis_names(self.hierarchy)
 
     def __call__(
         self,
@@ -366,10 +268,10 @@ class _BoundReverseScan:
         states: dict[LayerKind, PyTree],
     ) -> None:
         self.config, self.apply_block = config, apply_block
-        self.axis_names, self.num_devices = config.axis_names, lax.axis_size(config.axis_names)
-        self.kinds = {kind: config.layout_of(state) for kind, state in states.items()}
+        self.axis_names = config.axis_names
+        self.kinds = {kind: config.buffers_of(state) for kind, state in states.items()}
         self.outside_buffer = {
-            k: _UnbufferedParams(layers, states[k], reduces=config.reduces)
+            k: UnbufferedParams(layers, states[k], reduces=config.reduces)
             for k, layers in self.kinds.items()
         }
         layer_bytes = max(self._pending_gradient_bytes(kind) for kind in self.kinds)
@@ -377,25 +279,26 @@ class _BoundReverseScan:
         self.patterns = [pattern.join_repeats(self.layers_per_bucket) for pattern in patterns]
 
     def _pending_gradient_bytes(self, kind: LayerKind) -> int:
-        """Return the bytes of one layer's `_PendingGradients`, in float32."""
+        """Return the bytes of one layer's `PendingGradients`, in float32."""
         return 4 * (
-            self.num_devices * sum(entry.num_elements for entry in self.kinds[kind].entries)
+            self.kinds[kind].num_unsharded_elements()
             + self.outside_buffer[kind].num_all_reduced_elements()
         )
 
-    def _bucket_reductions(self, bucket: _Bucket) -> list[list[Work]]:
+    def _bucket_reductions(self, bucket: Bucket) -> list[list[Work]]:
         """Return the collectives that reduce a bucket's gradients: one list for each field of
-        `_PendingGradients`.
+        `PendingGradients`.
         """
         if not bucket.kinds:
-            return [[], [], []]
-        joined = _PendingGradients(
+            return [[], [], [], []]
+        joined = PendingGradients(
             *(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True))
         )
         return [
-            self.config.reduce_scatters_by_chunk(joined.rows),
+            self.config.reduce_scatters_by_chunk(joined.dense_rows, self.config.hierarchy),
+            self.config.reduce_scatters_by_chunk(joined.expert_rows, REPLICAS),
             self.config.all_reduces_by_chunk(joined.replicated, self.config.hierarchy),
-            self.config.all_reduces_by_chunk(joined.experts, ((DATA,),)),
+            self.config.all_reduces_by_chunk(joined.experts, REPLICAS),
         ]
 
     def _store_reduced(
@@ -404,17 +307,20 @@ class _BoundReverseScan:
         """Return `state` without pending gradients: their sums, `reduced`, are written at their
         layers' indices. reduced: the results of `_bucket_reductions`.
         """
-        sums, others, starts = dict(state.sums), dict(state.others), [0, 0, 0]
+        sums, others, starts = dict(state.sums), dict(state.others), [0, 0, 0, 0]
         rows = [jnp.concatenate([jnp.zeros(0), *some]) for some in reduced]
         bucket = state.pending
         for kind, index, grads in zip(bucket.kinds, bucket.indices, bucket.grads, strict=True):
             stops = [start + g.shape[-1] for start, g in zip(starts, grads, strict=True)]
             mine = [row[start:end] for row, start, end in zip(rows, starts, stops, strict=True)]
-            own = _ReducedGradients(*mine)
-            sums[kind] = _set_layer_at(sums[kind], index, own.row)
+            own = ReducedGradients(*mine)
+            sums[kind] = BufferPair(
+                set_layer_at(sums[kind].dense, index, own.dense_row),
+                set_layer_at(sums[kind].experts, index, own.expert_row),
+            )
             others[kind] = self.outside_buffer[kind].store_reduced(others[kind], index, own)
             starts = stops
-        return state._replace(pending=_Bucket(), sums=sums, others=others)
+        return state._replace(pending=Bucket(), sums=sums, others=others)
 
     # Forwards
 
@@ -428,10 +334,8 @@ class _BoundReverseScan:
         """Return ((x, statistics), the values that `backward` needs)."""
         flat, outside_buffer = {}, {}
         for kind, layers in self.kinds.items():
-            fused, outside_buffer[kind] = layers.split(states[kind])
-            flat[kind] = jax.vmap(
-                partial(flatten_shards, entries=layers.entries), axis_size=layers.num_layers
-            )(fused)
+            outside_buffer[kind] = layers.split(states[kind]).others
+            flat[kind] = layers.flatten_stack(states[kind])
         run = partial(self._forward_repeat, flat, outside_buffer, keys)
         firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
@@ -456,31 +360,34 @@ class _BoundReverseScan:
             residuals.append((None if early is None else early[0], last[0]))
             stats.append((pattern, None if early is None else early[1], last[1]))
         unsharded, x = carry
+        if self.config.keeps_experts:
+            flat, unsharded = _without_experts((flat, unsharded))
         return (x, self._stack_in_layer_order(stats)), _SavedForward(
             flat, outside_buffer, keys, unsharded, residuals, summed
         )
 
     @staticmethod
     def _layer_shard(
-        flat: dict[LayerKind, jax.Array], pattern: LayerPattern, position: int, repeat: Index
-    ) -> jax.Array:
-        """Return the shard of the flat buffer of the layer at `position` of a repeat."""
-        return flat[pattern.kinds[position]][pattern.layer_index(position, repeat)]
+        flat: dict[LayerKind, BufferPair], pattern: LayerPattern, position: int, repeat: Index
+    ) -> BufferPair:
+        """Return this device's rows of the buffers of the layer at `position` of a repeat."""
+        index = pattern.layer_index(position, repeat)
+        return BufferPair(*(row[index] for row in flat[pattern.kinds[position]]))
 
     def _forward_repeat(
         self,
-        flat: dict[LayerKind, jax.Array],
+        flat: dict[LayerKind, BufferPair],
         outside_buffer: dict[LayerKind, list[jax.Array]],
         keys: dict[LayerKind, Keys],
         pattern: LayerPattern,
         repeat: Index,
-        carry: tuple[jax.Array, jax.Array],
-        ahead: jax.Array | None,
-    ) -> tuple[tuple[jax.Array, jax.Array], tuple[list[PyTree], list[MoEStats]]]:
+        carry: tuple[BufferPair, jax.Array],
+        ahead: BufferPair | None,
+    ) -> tuple[tuple[BufferPair, jax.Array], tuple[list[PyTree], list[MoEStats]]]:
         """Run one repeat of a pattern; return (carry after it, (residuals, MoE statistics)).
 
-        carry: (the layer's gathered flat buffer, x). ahead: the shard of the flat buffer of the
-        layer after this repeat, to gather beside its last layer; None after the last layer.
+        carry: (the layer's gathered buffers, x). ahead: this device's rows of the layer after this
+        repeat, to gather beside its last layer; None after the last layer.
         """
         unsharded, x = carry
         residuals: list[PyTree] = []
@@ -513,30 +420,35 @@ class _BoundReverseScan:
         self,
         kind: LayerKind,
         window: int | None,
-        unsharded: jax.Array,
+        unsharded: BufferPair,
         outside_buffer: list[jax.Array],
         key: Keys,
         x: jax.Array,
     ) -> tuple[jax.Array, MoEStats | None, PyTree]:
         """Return (x after the layer, its statistics, its residuals without its parameters)."""
         layers = self.kinds[kind]
-        params = unflatten_parameters(unsharded, layers.entries, self.config.hierarchy)
+        params = LayerParams(
+            layers.unflatten_dense(unsharded.dense),
+            layers.unflatten_experts(unsharded.experts),
+            outside_buffer,
+        )
 
-        def apply_layer(
-            params: list[jax.Array], outside_buffer: list[jax.Array], x: jax.Array
-        ) -> PyTree:
-            y, stats = self.apply_block(kind, layers.join(params, outside_buffer), key, window, x)
+        def apply_layer(params: LayerParams, x: jax.Array) -> PyTree:
+            y, stats = self.apply_block(kind, layers.join(params), key, window, x)
             return (
                 y,
                 [s for s in jax.tree.leaves(stats) if jnp.issubdtype(s.dtype, jnp.floating)],
             ), stats
 
-        (y, _), vjp, stats = jax.vjp(apply_layer, params, outside_buffer, x, has_aux=True)
-        return (
-            y,
-            stats,
-            replace_known_residuals(vjp, [*params, *outside_buffer, *jax.tree.leaves(key)]),
-        )
+        (y, _), vjp, stats = jax.vjp(apply_layer, params, x, has_aux=True)
+        return y, stats, replace_known_residuals(vjp, self._known_residuals(params, key))
+
+    def _known_residuals(self, params: LayerParams, key: Keys) -> list[PyTree]:
+        """Return a layer's arrays that the backward pass has without residuals. They keep their
+        places if the experts, as residuals, are not among them.
+        """
+        experts = [None] * len(params.experts) if self.config.keeps_experts else params.experts
+        return [*params.dense, *params.others, *jax.tree.leaves(key), *experts]
 
     def _stack_in_layer_order(
         self, stats: list[tuple[LayerPattern, list[MoEStats] | None, list[MoEStats]]]
@@ -566,13 +478,13 @@ class _BoundReverseScan:
         """Return (gradients of the parameters, on their shards, by kind; the gradient of x)."""
         dstats = [d for d in jax.tree.leaves(dstats) if d.dtype != jax.dtypes.float0]
         sums = {
-            kind: jnp.zeros(
-                (layers.num_layers, sum(entry.num_elements for entry in layers.entries))
+            kind: BufferPair(
+                *(jnp.zeros((layers.num_layers, n)) for n in layers.num_shard_elements())
             )
             for kind, layers in self.kinds.items()
         }
         others = jax.tree.map(jnp.zeros_like, saved.outside_buffer)
-        state = _BackwardState(saved.unsharded, dx, _Bucket(), sums, others)
+        state = _BackwardState(saved.unsharded, dx, Bucket(), sums, others)
         run = partial(self._backward_repeat, saved, dstats)
         for number in reversed(range(len(self.patterns))):
             pattern, (early, last) = self.patterns[number], saved.residuals[number]
@@ -603,11 +515,12 @@ class _BoundReverseScan:
         """Return the gradients of all layers' parameters, on their shards, by kind."""
         gradients = {}
         for kind, layers in self.kinds.items():
-            unflatten_rows = jax.vmap(partial(unflatten_gradient_shards, entries=layers.entries))
-            shards = unflatten_rows(state.sums[kind])
+            dense, experts = layers.unflatten_gradient_stack(state.sums[kind])
             if saved.summed is not None:
-                shards = jax.tree.map(jnp.add, shards, layers.split(saved.summed[kind])[0])
-            gradients[kind] = layers.join(shards, state.others[kind])
+                earlier = layers.split(saved.summed[kind])
+                dense = jax.tree.map(jnp.add, dense, earlier.dense)
+                experts = jax.tree.map(jnp.add, experts, earlier.experts)
+            gradients[kind] = layers.join(LayerParams(dense, experts, state.others[kind]))
         return gradients
 
     def _backward_repeat(
@@ -618,14 +531,14 @@ class _BoundReverseScan:
         repeat: Index,
         residuals: list[PyTree],
         state: _BackwardState,
-        ahead: jax.Array | None,
+        ahead: BufferPair | None,
     ) -> _BackwardState:
         """Run one repeat of a pattern in reverse; return the state for the layer before it.
 
-        ahead: the shard of the flat buffer of the layer before this repeat, to gather beside its
-        first layer; None before the first layer.
+        ahead: this device's rows of the layer before this repeat, to gather beside its first layer;
+        None before the first layer.
         """
-        bucket = _Bucket()
+        bucket = Bucket()
         for position in reversed(range(pattern.period)):
             kind, index = pattern.kinds[position], pattern.layer_index(position, repeat)
             before = (
@@ -636,7 +549,7 @@ class _BoundReverseScan:
             )
             bucket = bucket.add(kind, index, gradients)
             if position == 0 or len(bucket.kinds) == self.layers_per_bucket:
-                state, bucket = state._replace(pending=bucket), _Bucket()
+                state, bucket = state._replace(pending=bucket), Bucket()
         return state
 
     def _backward_beside_collectives(
@@ -647,13 +560,12 @@ class _BoundReverseScan:
         index: Index,
         residuals: PyTree,
         state: _BackwardState,
-        before: jax.Array | None,
-    ) -> tuple[_BackwardState, _PendingGradients]:
+        before: BufferPair | None,
+    ) -> tuple[_BackwardState, PendingGradients]:
         """Run a layer in reverse beside the collectives of its neighbours; return (the state for
         the layer before it, the layer's gradients before their reduction).
 
-        before: the shard of the flat buffer of the layer before it, to gather; None before the
-        first layer.
+        before: this device's rows of the layer before it, to gather; None before the first layer.
         """
         gathers, reductions = (
             self.config.all_gathers_by_chunk(before),
@@ -667,7 +579,7 @@ class _BoundReverseScan:
             state.dx,
             layer_slice(dstats, index) if kind == "moe" else [],
         )
-        (rows_RG, gradients, dx), results = interleave_collectives(
+        (rows, gradients, dx), results = interleave_collectives(
             partial(self._backward_layer, kind),
             args,
             gathers + list(itertools.chain(*reductions)),
@@ -684,25 +596,34 @@ class _BoundReverseScan:
             state, [list(itertools.islice(done, len(works))) for works in reductions]
         )
         if saved.summed is not None:
-            earlier = layer_slice(self.kinds[kind].split(saved.summed[kind])[1], index)
+            earlier = layer_slice(self.kinds[kind].split(saved.summed[kind]).others, index)
             gradients = jax.tree.map(jnp.add, gradients, earlier)
         own = self.outside_buffer[kind]
         others = state.others | {kind: own.store_unreduced(state.others[kind], index, gradients)}
-        return state._replace(others=others), _PendingGradients(rows_RG, *own.flatten(gradients))
+        return state._replace(others=others), PendingGradients(*rows, *own.flatten(gradients))
 
     def _backward_layer(
         self,
         kind: LayerKind,
-        unsharded: jax.Array,
+        unsharded: BufferPair,
         outside_buffer: list[jax.Array],
         key: Keys,
         residuals: PyTree,
         dx: jax.Array,
         dstats: list[jax.Array],
-    ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-        """Return (the gradients of the flat buffer [R, G], of the other parameters, of x)."""
-        layers, hierarchy = self.kinds[kind], self.config.hierarchy
-        params = unflatten_parameters(unsharded, layers.entries, hierarchy)
-        known = [*params, *outside_buffer, *jax.tree.leaves(key)]
-        dparams, doutside_buffer, dx = restore_known_residuals(residuals, known)((dx, dstats))
-        return flatten_gradients(dparams, layers.entries, hierarchy), doutside_buffer, dx
+    ) -> tuple[BufferPair, list[jax.Array], jax.Array]:
+        """Return (the gradients of the buffers [R, G], of the other parameters, of x)."""
+        layers = self.kinds[kind]
+        dense, experts = layers.unflatten_dense(unsharded.dense), list[jax.Array]()
+        if not self.config.keeps_experts:
+            experts = layers.unflatten_experts(unsharded.experts)
+        known = self._known_residuals(LayerParams(dense, experts, outside_buffer), key)
+        grads, dx = restore_known_residuals(residuals, known)((dx, dstats))
+        return layers.flatten_gradients(grads.dense, grads.experts), grads.others, dx
+
+
+def _without_experts(tree: PyTree) -> PyTree:
+    """Return a tree in which the experts' buffer of each `BufferPair` has no columns."""
+    is_pair = lambda x: isinstance(x, BufferPair)  # noqa: E731
+    cut = lambda pair: pair._replace(experts=pair.experts[:, :0])  # noqa: E731
+    return jax.tree.map(cut, tree, is_leaf=is_pair)

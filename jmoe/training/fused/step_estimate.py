@@ -19,6 +19,7 @@ from jmoe.planning.gpu_estimate import GpuEstimate, KernelFacts, estimate_module
 from jmoe.planning.gpu_links import GPUS_PER_NODE
 from jmoe.planning.hlo import parse_hlo
 from jmoe.run import ahead_of_time
+from jmoe.run.planner import with_chosen_expert_sharding
 from jmoe.runtime import gpu_memory_fraction
 from jmoe.training.fused.step import FusedTrainer
 
@@ -114,6 +115,10 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
     Raises ValueError if jmoe cannot compile for that GPU here.
     """
     ahead_of_time.check_cuda_installed("estimate", config.estimate)
+    machine = config.machine
+    if not machine.accelerator:
+        machine = replace(machine, accelerator=config.estimate)
+    config = with_chosen_expert_sharding(replace(config, machine=machine))
     hosts, each = hosts_and_devices_per_host(config)
     compiled = lower_step(config, config.estimate).compile()
     rates = replace(gpu_rates(config.estimate), devices_per_node=each)
