@@ -173,10 +173,10 @@ def expert_spec(path: KeyPath, shape: tuple[int, ...], num_replicas: int = 1) ->
     """Return the partition spec of an array of experts. num_replicas: over how many replicas each
     array is split; 1: every replica has it whole.
     """
-    axes: list[str | tuple[str, ...] | None] = [None] * num_stack_dims(path) + [EXPERT]
-    if (dim := expert_shard_dim(path, shape, num_replicas)) >= 0:
-        axes += [None] * (dim - len(axes)) + [DATA]
-    return PartitionSpec(*axes)
+    stack, dim = [None] * num_stack_dims(path), expert_shard_dim(path, shape, num_replicas)
+    if dim < 0:
+        return PartitionSpec(*stack, EXPERT)
+    return PartitionSpec(*stack, EXPERT, *[None] * (dim - len(stack) - 1), DATA)
 
 
 def param_specs(

@@ -238,6 +238,67 @@ def test_packing_that_does_not_fit_is_advised_against() -> None:
     assert packing_summary(packed("auto")) == allowed.format(8)
 
 
+def on_64_gpus(device_bytes: int, **comm: Any) -> TrainConfig:
+    """Mixtral-8x7B on eight hosts, each with all experts."""
+    return dataclasses.replace(
+        PRESETS["mixtral-8x7b"][1],
+        mesh=MeshConfig(8, 1, 8),
+        comm=CommConfig(**comm),
+        batch_size=64,
+        machine=MachineConfig(device_bytes=device_bytes, host_bytes=10**13),
+        plan=True,
+    )
+
+
+STATES = ("dense weights", "experts: weights", "experts: moments", "experts: gradients")
+
+
+@pytest.mark.parametrize(
+    ("sharding", "each", "gb"), [("none", 16, 90.6), ("optimizer", 4, 22.9), ("weights", 2, 11.7)]
+)
+def test_experts_over_the_data_axis_have_the_bytes_of_the_formula(
+    sharding: Any, each: int, gb: float
+) -> None:
+    """16, 2 + 16 / 8 and 16 / 8 bytes for each of a device's eighth of the experts' parameters, and
+    16 / 64 for each dense one.
+    """
+    config = on_64_gpus(10**12, shard_experts=sharding)
+    plan = training_plan(config)
+    state = sum(n for tier, kind, n in plan.rows if tier == "device" and kind.startswith(STATES))
+    model = plan.model
+    experts, dense = model.num_all_expert_parameters, model.dense_parameters
+    assert experts == 32 * 8 * 3 * 4096 * 14336
+    assert state == pytest.approx(each * experts / 8 + dense / 4, rel=1e-6)
+    assert round(state / 1e9, 1) == gb
+
+
+def test_auto_splits_experts_if_they_do_not_fit_otherwise() -> None:
+    """The first value that fits; with tiers auto, a tier only if no value fits."""
+    needed = {
+        sharding: training_plan(on_64_gpus(10**12, shard_experts=sharding)).bytes_on("device")
+        for sharding in ("none", "optimizer", "weights")
+    }
+    assert needed["none"] > needed["optimizer"] > needed["weights"]
+    for sharding, size in needed.items():
+        fits = on_64_gpus(size * 10 // 9 + 100)
+        assert with_chosen_tiers(fits).comm.shard_experts == sharding
+        auto = dataclasses.replace(fits, tiers=TiersConfig(experts="auto", optimizer="auto"))
+        chosen = with_chosen_tiers(auto)
+        assert (chosen.comm.shard_experts, chosen.tiers.experts) == (sharding, "device")
+    small = on_64_gpus(needed["weights"])
+    assert with_chosen_tiers(small).comm.shard_experts == "weights"
+    assert training_plan(with_chosen_tiers(small)).lacking_bytes
+    auto = dataclasses.replace(small, tiers=TiersConfig(experts="auto", optimizer="auto"))
+    chosen = with_chosen_tiers(auto)
+    assert chosen.comm.shard_experts == "none" and not chosen.tiers.all_on_device
+    # without replicas there is nothing to split; their number may not be known yet
+    for mesh, sharding in ((MeshConfig(1, 1, 8), "none"), (MeshConfig(0, 1, 8), "auto")):
+        other = dataclasses.replace(on_64_gpus(10**9), mesh=mesh)
+        assert with_chosen_tiers(other).comm.shard_experts == sharding
+    advice = training_plan(on_64_gpus(needed["optimizer"], shard_experts="none")).advice()[0]
+    assert "comm.shard_experts = weights (enough)" in advice
+
+
 def test_an_accelerator_is_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures that were given take precedence; products in float32 go half as fast (TF32)."""
     for name in MEMORY_SHARE:

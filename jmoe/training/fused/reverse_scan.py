@@ -141,21 +141,17 @@ class ReverseScan:
 
     # Work: the gathers and reductions that `interleave_collectives` places
 
-    def all_gathers_by_chunk(self, rows_C: BufferPair | None) -> list[Work]:
-        """Return the all-gathers of a layer's parameters, one for each chunk of its rows `rows_C`;
-        none if that is None.
+    def all_gathers_by_chunk(
+        self, row_C: jax.Array | None, hierarchy: Hierarchy | None = None
+    ) -> list[Work]:
+        """Return the all-gathers of a layer's parameters, one for each chunk of its row `row_C`;
+        none if that is None. hierarchy: of the row's devices; None: all.
         """
-        if rows_C is None:
+        if row_C is None:
             return []
-        works = list[Work]()
-        for row_C, hierarchy in zip(rows_C, self._hierarchies, strict=True):
-            gather = partial(all_gather_buffer_local, hierarchy=hierarchy)
-            works += self._work_per_chunk("gather", gather, row_C, self._chunks(row_C, hierarchy))
-        return works
-
-    @property
-    def _hierarchies(self) -> tuple[Hierarchy, Hierarchy]:
-        return self.hierarchy, REPLICAS
+        hierarchy = hierarchy or self.hierarchy
+        gather = partial(all_gather_buffer_local, hierarchy=hierarchy)
+        return self._work_per_chunk("gather", gather, row_C, self._chunks(row_C, hierarchy))
 
     def _chunks(self, row_C: jax.Array, hierarchy: Hierarchy) -> list[tuple[int, int]]:
         """Return the chunks (start, end) in which a row is gathered."""
@@ -163,20 +159,38 @@ class ReverseScan:
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
         return list(cut_ranges(row_C.size, num_devices * row_C.dtype.itemsize, limit))
 
-    def join_gathered_chunks(self, gathered: list[jax.Array], rows_C: BufferPair) -> BufferPair:
-        """Return a layer's buffers [R, C] from the gathered chunks of `rows_C`; C is 0 if no
-        parameter of the layer is in that buffer.
+    def join_gathered_chunks(
+        self, gathered: list[jax.Array], row_C: jax.Array, hierarchy: Hierarchy | None = None
+    ) -> jax.Array:
+        """Return a layer's buffer [R, C] from the gathered chunks of `row_C`; C is 0 if no
+        parameter of the layer is in that buffer. hierarchy: as for `all_gathers_by_chunk`.
         """
-        left, buffers = iter(gathered), list[jax.Array]()
-        for row_C, hierarchy in zip(rows_C, self._hierarchies, strict=True):
-            empty = jnp.zeros((lax.axis_size(_axis_names(hierarchy)), 0), row_C.dtype)
-            chunks = itertools.islice(left, len(self._chunks(row_C, hierarchy)))
-            buffers.append(jnp.concatenate([empty, *chunks], axis=1))
-        return BufferPair(*buffers)
+        num_devices = lax.axis_size(_axis_names(hierarchy or self.hierarchy))
+        empty = jnp.zeros((num_devices, 0), row_C.dtype)
+        return jnp.concatenate([empty, *gathered], axis=1)
 
-    def reduce_scatters_by_chunk(self, rows_RG: jax.Array, hierarchy: Hierarchy) -> list[Work]:
-        """Return the reduce-scatters of `rows_RG` over the devices of `hierarchy`, one per chunk of
-        columns; their results concatenate to this device's row [G].
+    def pair_all_gathers_by_chunk(self, rows_C: BufferPair | None) -> list[Work]:
+        """Return the all-gathers of both of a layer's buffers; none if `rows_C` is None."""
+        if rows_C is None:
+            return []
+        dense = self.all_gathers_by_chunk(rows_C.dense)
+        return dense + self.all_gathers_by_chunk(rows_C.experts, REPLICAS)
+
+    def join_gathered_pair(self, gathered: list[jax.Array], rows_C: BufferPair) -> BufferPair:
+        """Return both of a layer's buffers [R, C] from the results of
+        `pair_all_gathers_by_chunk`.
+        """
+        num_dense = len(self._chunks(rows_C.dense, self.hierarchy))
+        return BufferPair(
+            self.join_gathered_chunks(gathered[:num_dense], rows_C.dense),
+            self.join_gathered_chunks(gathered[num_dense:], rows_C.experts, REPLICAS),
+        )
+
+    def reduce_scatters_by_chunk(
+        self, rows_RG: jax.Array, hierarchy: Hierarchy | None = None
+    ) -> list[Work]:
+        """Return the reduce-scatters of `rows_RG` over the devices of `hierarchy` (None: all), one
+        per chunk of columns; their results concatenate to this device's row [G].
         """
         limits = [
             limit
@@ -186,7 +200,7 @@ class ReverseScan:
         chunks = cut_ranges(
             rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes)
         )
-        reduce = partial(reduce_scatter_buffer_local, hierarchy=hierarchy)
+        reduce = partial(reduce_scatter_buffer_local, hierarchy=hierarchy or self.hierarchy)
         return self._work_per_chunk("reduce", reduce, rows_RG, chunks)
 
     def all_reduces_by_chunk(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
@@ -295,7 +309,7 @@ class _BoundReverseScan:
             *(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True))
         )
         return [
-            self.config.reduce_scatters_by_chunk(joined.dense_rows, self.config.hierarchy),
+            self.config.reduce_scatters_by_chunk(joined.dense_rows),
             self.config.reduce_scatters_by_chunk(joined.expert_rows, REPLICAS),
             self.config.all_reduces_by_chunk(joined.replicated, self.config.hierarchy),
             self.config.all_reduces_by_chunk(joined.experts, REPLICAS),
@@ -339,8 +353,11 @@ class _BoundReverseScan:
         run = partial(self._forward_repeat, flat, outside_buffer, keys)
         firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
         carry = (
-            self.config.join_gathered_chunks(
-                [send(lambda row: row) for send in self.config.all_gathers_by_chunk(firsts[0])],
+            self.config.join_gathered_pair(
+                [
+                    send(lambda row: row)
+                    for send in self.config.pair_all_gathers_by_chunk(firsts[0])
+                ],
                 firsts[0],
             ),
             x,
@@ -402,7 +419,7 @@ class _BoundReverseScan:
             (x, layer_stats, layer_residuals), gathered = interleave_collectives(
                 partial(self._forward_layer, kind, pattern.windows[position]),
                 args,
-                self.config.all_gathers_by_chunk(following),
+                self.config.pair_all_gathers_by_chunk(following),
                 self.config.schedule,
                 self.axis_names,
                 x,
@@ -410,7 +427,7 @@ class _BoundReverseScan:
             unsharded = (
                 unsharded
                 if following is None
-                else self.config.join_gathered_chunks(gathered, following)
+                else self.config.join_gathered_pair(gathered, following)
             )
             residuals.append(layer_residuals)
             stats += [layer_stats] if kind == "moe" else []
@@ -568,7 +585,7 @@ class _BoundReverseScan:
         before: this device's rows of the layer before it, to gather; None before the first layer.
         """
         gathers, reductions = (
-            self.config.all_gathers_by_chunk(before),
+            self.config.pair_all_gathers_by_chunk(before),
             self._bucket_reductions(state.pending),
         )
         args = (
@@ -589,7 +606,7 @@ class _BoundReverseScan:
         )
         state = state._replace(dx=dx)
         if before is not None:
-            unsharded = self.config.join_gathered_chunks(results[: len(gathers)], before)
+            unsharded = self.config.join_gathered_pair(results[: len(gathers)], before)
             state = state._replace(unsharded=unsharded)
         done = iter(results[len(gathers) :])
         state = self._store_reduced(
@@ -600,7 +617,9 @@ class _BoundReverseScan:
             gradients = jax.tree.map(jnp.add, gradients, earlier)
         own = self.outside_buffer[kind]
         others = state.others | {kind: own.store_unreduced(state.others[kind], index, gradients)}
-        return state._replace(others=others), PendingGradients(*rows, *own.flatten(gradients))
+        return state._replace(others=others), PendingGradients(
+            rows.dense, rows.experts, *own.flatten(gradients)
+        )
 
     def _backward_layer(
         self,
