@@ -35,7 +35,7 @@ def is_nnx_variable(x: object) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-class PendingGradients(NamedTuple):
+class UnreducedGradients(NamedTuple):
     """A layer's gradients on this device, before they are reduced over devices.
 
     dense_rows, expert_rows: [R, G], row r holds the gradients of device r's shards, in the layer's
@@ -50,7 +50,7 @@ class PendingGradients(NamedTuple):
 
 
 class ReducedGradients(NamedTuple):
-    """A layer's `PendingGradients` summed over devices. dense_row, expert_row: [G], the gradients
+    """A layer's `UnreducedGradients` summed over devices. dense_row, expert_row: [G], the gradients
     of this device's shards.
     """
 
@@ -69,9 +69,9 @@ class Bucket:
 
     kinds: tuple[LayerKind, ...] = ()
     indices: tuple[jax.Array, ...] = ()
-    grads: tuple[PendingGradients, ...] = ()
+    grads: tuple[UnreducedGradients, ...] = ()
 
-    def add(self, kind: LayerKind, index: Index, grads: PendingGradients) -> "Bucket":
+    def add(self, kind: LayerKind, index: Index, grads: UnreducedGradients) -> "Bucket":
         return Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.grads, grads))
 
 

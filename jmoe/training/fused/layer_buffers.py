@@ -39,7 +39,7 @@ class BufferPair(NamedTuple):
     experts: jax.Array
 
 
-class LayerParams(NamedTuple):
+class ParamsByBuffer(NamedTuple):
     """A layer's parameters, or their gradients, by the way in which they travel: lists in tree
     order.
     """
@@ -69,12 +69,12 @@ class LayerBuffers:
         self._entries = dense.entries, self._experts.entries
         self._hierarchies = hierarchy, REPLICAS
 
-    def split(self, tree: PyTree) -> LayerParams:
+    def split(self, tree: PyTree) -> ParamsByBuffer:
         """Return the leaves of a tree like the layer's parameters."""
         dense, others = self._dense.split(tree)
-        return LayerParams(dense, *self._experts.split(others))
+        return ParamsByBuffer(dense, *self._experts.split(others))
 
-    def join(self, params: LayerParams) -> PyTree:
+    def join(self, params: ParamsByBuffer) -> PyTree:
         """Return the tree with these leaves: the inverse of `split`."""
         others = self._experts.join(params.experts, params.others)
         return self._dense.join(params.dense, others)

@@ -52,17 +52,17 @@ from jmoe.models.layer_patterns import LayerPattern
 from jmoe.training.fused.gradient_buckets import (
     Bucket,
     Index,
-    PendingGradients,
     ReducedGradients,
     UnbufferedParams,
+    UnreducedGradients,
     is_nnx_variable,
     set_layer_at,
 )
 from jmoe.training.fused.layer_buffers import (
     REPLICAS,
     BufferPair,
-    LayerParams,
     MakeBuffers,
+    ParamsByBuffer,
 )
 from jmoe.training.vjp import replace_known_residuals, restore_known_residuals
 from jmoe.types import PyTree
@@ -293,7 +293,7 @@ class _BoundReverseScan:
         self.patterns = [pattern.join_repeats(self.layers_per_bucket) for pattern in patterns]
 
     def _pending_gradient_bytes(self, kind: LayerKind) -> int:
-        """Return the bytes of one layer's `PendingGradients`, in float32."""
+        """Return the bytes of one layer's `UnreducedGradients`, in float32."""
         return 4 * (
             self.kinds[kind].num_unsharded_elements()
             + self.outside_buffer[kind].num_all_reduced_elements()
@@ -301,11 +301,11 @@ class _BoundReverseScan:
 
     def _bucket_reductions(self, bucket: Bucket) -> list[list[Work]]:
         """Return the collectives that reduce a bucket's gradients: one list for each field of
-        `PendingGradients`.
+        `UnreducedGradients`.
         """
         if not bucket.kinds:
             return [[], [], [], []]
-        joined = PendingGradients(
+        joined = UnreducedGradients(
             *(jnp.concatenate(some, axis=-1) for some in zip(*bucket.grads, strict=True))
         )
         return [
@@ -444,13 +444,13 @@ class _BoundReverseScan:
     ) -> tuple[jax.Array, MoEStats | None, PyTree]:
         """Return (x after the layer, its statistics, its residuals without its parameters)."""
         layers = self.kinds[kind]
-        params = LayerParams(
+        params = ParamsByBuffer(
             layers.unflatten_dense(unsharded.dense),
             layers.unflatten_experts(unsharded.experts),
             outside_buffer,
         )
 
-        def apply_layer(params: LayerParams, x: jax.Array) -> PyTree:
+        def apply_layer(params: ParamsByBuffer, x: jax.Array) -> PyTree:
             y, stats = self.apply_block(kind, layers.join(params), key, window, x)
             return (
                 y,
@@ -460,7 +460,7 @@ class _BoundReverseScan:
         (y, _), vjp, stats = jax.vjp(apply_layer, params, x, has_aux=True)
         return y, stats, replace_known_residuals(vjp, self._known_residuals(params, key))
 
-    def _known_residuals(self, params: LayerParams, key: Keys) -> list[PyTree]:
+    def _known_residuals(self, params: ParamsByBuffer, key: Keys) -> list[PyTree]:
         """Return a layer's arrays that the backward pass has without residuals. They keep their
         places if the experts, as residuals, are not among them.
         """
@@ -537,7 +537,7 @@ class _BoundReverseScan:
                 earlier = layers.split(saved.summed[kind])
                 dense = jax.tree.map(jnp.add, dense, earlier.dense)
                 experts = jax.tree.map(jnp.add, experts, earlier.experts)
-            gradients[kind] = layers.join(LayerParams(dense, experts, state.others[kind]))
+            gradients[kind] = layers.join(ParamsByBuffer(dense, experts, state.others[kind]))
         return gradients
 
     def _backward_repeat(
@@ -578,7 +578,7 @@ class _BoundReverseScan:
         residuals: PyTree,
         state: _BackwardState,
         before: BufferPair | None,
-    ) -> tuple[_BackwardState, PendingGradients]:
+    ) -> tuple[_BackwardState, UnreducedGradients]:
         """Run a layer in reverse beside the collectives of its neighbours; return (the state for
         the layer before it, the layer's gradients before their reduction).
 
@@ -617,7 +617,7 @@ class _BoundReverseScan:
             gradients = jax.tree.map(jnp.add, gradients, earlier)
         own = self.outside_buffer[kind]
         others = state.others | {kind: own.store_unreduced(state.others[kind], index, gradients)}
-        return state._replace(others=others), PendingGradients(
+        return state._replace(others=others), UnreducedGradients(
             rows.dense, rows.experts, *own.flatten(gradients)
         )
 
@@ -636,7 +636,7 @@ class _BoundReverseScan:
         dense, experts = layers.unflatten_dense(unsharded.dense), list[jax.Array]()
         if not self.config.keeps_experts:
             experts = layers.unflatten_experts(unsharded.experts)
-        known = self._known_residuals(LayerParams(dense, experts, outside_buffer), key)
+        known = self._known_residuals(ParamsByBuffer(dense, experts, outside_buffer), key)
         grads, dx = restore_known_residuals(residuals, known)((dx, dstats))
         return layers.flatten_gradients(grads.dense, grads.experts), grads.others, dx
 
