@@ -85,6 +85,7 @@ serving.schemas serving.tool_schemas
 serving.service serving.vocabulary training.evaluation training.fused.distilling training.gradient_reduction
 training.session training.sharded_model training.streamed.experts training.streamed.layers training.streamed.programs
 training.streamed.runner training.streamed.text training.task training.tasks.losses training.tasks.report
+training.fused.gradient_buckets
 training.tasks.streamed_model training.tasks.summary training.tasks.task training.update"""
 
 
