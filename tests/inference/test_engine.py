@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import flax.nnx as nnx
 import jax
 import numpy as np
 import pytest
@@ -19,14 +20,16 @@ from tiny_engines import CHECKPOINTS, SIZES, needs_compiler, tiny_engine
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference import runner as runner_module
-from jmoe.inference.engine import Engine
+from jmoe.inference.engine import Engine, ReloadError
 from jmoe.inference.loading import load_native_if_used, plan_engine_memory
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
 from jmoe.memory import record_store
 from jmoe.memory.pinned import PinnedSlots
+from jmoe.models.decoder import Decoder
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.pretrained import LanguageModel
 from jmoe.models.safetensors_io import DTYPES, read_headers
 from jmoe.offload.layer_ring import LayerRing
 from jmoe.offload.slots import DeviceSlots
@@ -262,7 +265,7 @@ def test_without_a_home_folder_nothing_is_kept() -> None:
     code = f"""if True:
         import jax
         from jmoe.config.engine import EngineConfig
-        from jmoe.inference.engine import Engine
+        from jmoe.inference.engine import Engine, ReloadError
         with Engine({str(CHECKPOINTS / "olmoe")!r}, EngineConfig(**{SIZES!r}, policy="resident")) as engine:
             print(len(engine.generate([[1, 2, 3]], max_new_tokens=2, ignore_eos=True)[0].token_ids))
         print(jax.config.values["jax_compilation_cache_dir"])
@@ -824,3 +827,43 @@ def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
         # another number of rows may be another order of sums, where products are XLA's
         found = [lp.logprob for output in outputs for lp in output.logprobs]
         np.testing.assert_allclose(found, [lp.logprob for lp in expected.logprobs], atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["resident", "ring", "nvme"])
+def test_other_weights(policy: str, tmp_path: Path) -> None:
+    """A reloaded engine answers as one that begins with these weights, bit for bit, also after it
+    was asked to load a damaged file.
+    """
+    shape = jmoe.ModelConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )
+    for seed in range(2):
+        model = LanguageModel(Decoder(shape, rngs=nnx.Rngs(seed)))
+        jmoe.save_pretrained(model, tmp_path / str(seed), eos_token_id=0)
+    shutil.copytree(tmp_path / "1", tmp_path / "damaged")
+    (weights,) = (tmp_path / "damaged").glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    kept: dict[str, Any] = {"policy": policy}
+    if policy == "nvme":
+        kept = {"policy": "experts", "device_bytes": 60_000, "expert_tier": "nvme"}
+        kept |= {"host_cache_bytes": 1 << 20, "cache_dir": str(tmp_path / "cache")}
+    options = EngineConfig(max_batch=2, max_seq_len=128, prefill_chunk_tokens=16, **kept)
+    asked = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 1}
+    prompts = [[5] * 20, [7] * 33]
+    with Engine(tmp_path / "1", options) as fresh:
+        expected = fresh.generate(prompts, **asked)
+    with Engine(tmp_path / "0", options) as engine:
+        assert not same(engine.generate(prompts, **asked), expected)
+        engine.reload(tmp_path / "1")
+        assert same(engine.generate(prompts, **asked), expected)
+        with pytest.raises(ReloadError):
+            engine.reload(tmp_path / "damaged")
+        assert same(engine.generate(prompts, **asked), expected)
