@@ -13,16 +13,10 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import ReloadError
 from jmoe.inference.loading import open_checkpoint
+from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError
 
-# of these the server has made its tokenizer, template and defaults
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 OpenFolder = Callable[[], contextlib.AbstractContextManager[Path]]
 
 
@@ -30,31 +24,34 @@ OpenFolder = Callable[[], contextlib.AbstractContextManager[Path]]
 class ModelIdentity:
     """What the served model and one with newer weights must have in common.
 
-    files: SHA-256 of each of `FILES`, None for a missing one.
+    files: SHA-256 of the tokenizer and of the files beside it, of which the server has made its
+        template and defaults.
     """
 
     config: ModelConfig
-    files: dict[str, str | None]
+    files: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, options: EngineConfig) -> Self:
         """Return the identity of a Hugging Face folder. Raises ValueError for a damaged one."""
         with open_checkpoint(folder, options) as checkpoint:  # the headers alone
             config = checkpoint.config
-        return cls(config, {name: _digest(folder / name) for name in FILES})
+        names = [TOKENIZER, *companion_file_names(folder)]
+        digests = {name: _digest(folder / name) for name in names if (folder / name).is_file()}
+        return cls(config, digests)
 
     def check_same(self, newer: Self, folder: Path) -> None:
         """Raise ValueError if a newer model, that of `folder`, is another."""
         words = "must be as of the served model; start the server again for another one"
         if newer.config != self.config:
             raise ValueError(f"config.json of {folder}: {words}")
-        for name, digest in newer.files.items():
-            if digest != self.files[name]:
+        for name in sorted({*self.files, *newer.files}):
+            if newer.files.get(name) != self.files.get(name):
                 raise ValueError(f"{name} of {folder}: {words}")
 
 
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Reloader:

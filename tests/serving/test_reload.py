@@ -35,6 +35,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (weights,) = (folder / "damaged").glob("*.safetensors")
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
+    shutil.copytree(folder / "2", folder / "templated")
+    (folder / "templated" / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "model").symlink_to("1")
     return folder
 
@@ -75,7 +77,13 @@ def test_a_newer_step(server: HttpProcess, folders: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("other", "config.json of "), ("damaged", ""), ("missing", "must be a")]
+    ("name", "words"),
+    [
+        ("other", "config.json of "),
+        ("templated", "chat_template.jinja of "),
+        ("damaged", ""),
+        ("missing", "must be a"),
+    ],
 )
 def test_what_cannot_be_loaded(server: HttpProcess, folders: Path, name: str, words: str) -> None:
     """The reason is said, and the server goes on with the weights that it has."""
