@@ -125,8 +125,8 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         if self.ray_engines is not None:
-            given = self.ray is not None and self.ray_engines > 0
-            check(given, "ray_engines", self.ray_engines, "must be positive, and needs --ray")
+            uses_ray = self.ray is not None and self.ray_engines > 0
+            check(uses_ray, "ray_engines", self.ray_engines, "must be positive, and needs --ray")
 
     def serving_config(self) -> ServeConfig:
         """Return the settings of the server's service, whose queue takes every request.
