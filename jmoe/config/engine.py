@@ -208,17 +208,28 @@ class EngineConfig:
         words = f"must be at least {fewest}: a sequence of {self.max_seq_len or 2} tokens"
         check_field(self.cache_tokens >= fewest, self, "cache_tokens", words + where)
 
+    def _check_streaming_mesh(self) -> None:
+        """Raise ValueError for placements of experts that do not stay on their devices."""
+        mesh, streamed = self.mesh, f"with policy = {self.policy!r}, where experts do not stay"
+        evenly = f"must be even {streamed}"
+        check(mesh.placement == "even", "mesh.placement", mesh.placement, evenly)
+        words = f"must be None {streamed}"
+        check(mesh.slots_per_device is None, "mesh.slots_per_device", mesh.slots_per_device, words)
+        check(mesh.segments is None, "mesh.segments", mesh.segments, words)
+        words = f"must be auto or None with mesh.devices = {mesh.devices}, which follow no guess"
+        check_field(self.estimator in ("auto", None), self, "estimator", words)
+
     @property
-    def mesh_allows_ring(self) -> bool:
-        """Whether a mesh of devices may hold only some layers' experts at a time: with policy
-        "ring", or with "auto" and the even placement that nothing else determines.
+    def mesh_allows_streaming(self) -> bool:
+        """Whether a mesh of devices may hold only some experts at a time: with policy "ring" or
+        "experts", or with "auto" and the even placement that nothing else determines.
         """
         evenly = (
             self.mesh.placement == "even"
             and self.mesh.slots_per_device is None
             and self.mesh.segments is None
         )
-        return self.policy == "ring" or (self.policy == "auto" and evenly)
+        return self.policy in ("ring", "experts") or (self.policy == "auto" and evenly)
 
     def _check_int8_activations(self) -> None:
         """Raise ValueError for options with which experts are not multiplied as integers."""
@@ -286,26 +297,18 @@ class EngineConfig:
             "native",
             f"must be auto or off with mesh.devices = {devices}",
         )
-        words = f"must be auto or off with mesh.devices = {devices}, unless policy = 'ring'"
-        pins = self.pin_host_memory != "on" or self.policy == "ring"
-        check_field(pins, self, "pin_host_memory", words)
-        known = self.policy in ("auto", "resident", "ring")
-        check_field(
-            known, self, "policy", f"must be auto, resident or ring with mesh.devices = {devices}"
+        words = (
+            f"must be auto or off with mesh.devices = {devices}, unless policy = 'ring' or"
+            " 'experts'"
         )
-        if self.policy == "ring":
-            evenly = "must be even with policy = 'ring', where layers pass through the devices"
-            check(mesh.placement == "even", "mesh.placement", mesh.placement, evenly)
-            fewest = "must be None with policy = 'ring': as few as hold a layer's experts"
-            check(
-                mesh.slots_per_device is None,
-                "mesh.slots_per_device",
-                mesh.slots_per_device,
-                fewest,
-            )
-            evenly = "must be None with policy = 'ring', where layers pass through the devices"
-            check(mesh.segments is None, "mesh.segments", mesh.segments, evenly)
-        if self.mesh_allows_ring:
+        pins = self.pin_host_memory != "on" or self.policy in ("ring", "experts")
+        check_field(pins, self, "pin_host_memory", words)
+        known = self.policy in ("auto", "resident", "ring", "experts")
+        words = f"must be auto, resident, ring or experts with mesh.devices = {devices}"
+        check_field(known, self, "policy", words)
+        if self.policy in ("ring", "experts"):
+            self._check_streaming_mesh()
+        if self.mesh_allows_streaming:
             return
         stays = (
             f"experts stay on their devices with policy = {self.policy!r}, mesh.placement ="

@@ -317,7 +317,7 @@ class Engine(Closing):
         groups = self._scheduler.group_chunks(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.choose_policy(num_tokens)
-        self.residency.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
+        self._runner.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         drafts, draws = self._run_groups_and_sample(plan, groups)
         outputs = self._take_in(plan.without_drafts(), draws)
         if drafts is not None:

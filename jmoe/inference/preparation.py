@@ -101,7 +101,7 @@ class Preparation:
         """
         if in_thread and self._logits_1V is not None:
             self._sampling.start_next(partial(self._sampler.warm_up_sampling, self._logits_1V))
-        self._runner.residency.begin_step(whole_layers=False)
+        self._runner.begin_step(whole_layers=False)
         self._tasks.popleft()()
 
     def skip_tasks(self) -> None:
@@ -121,7 +121,7 @@ class Preparation:
         model, scheduler = self._model, self._model.scheduler
         assert model.on_one is not None
         prefill_tokens = scheduler.prefill_widths[-1]
-        self._runner.residency.begin_step(whole_layers=False)
+        self._runner.begin_step(whole_layers=False)
         for shape in {(1, 1), (self._max_batch, 1), (1, prefill_tokens)} - self._compiled:
             self._compile_group(shape)
         return calibrate(

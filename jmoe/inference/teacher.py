@@ -92,7 +92,7 @@ class Teacher(Closing):
         tokens_BS: int32, of a micro-batch: B = batch_size / gradient_accumulation_steps sequences.
         """
         runner = self._runner
-        runner.residency.begin_step(whole_layers=True)
+        runner.begin_step(whole_layers=True)
         (output,) = runner.forward(
             [TokenBatch(tokens_BS.reshape(-1), self._blocks, self._positions)]
         )

@@ -245,20 +245,22 @@ def stored_group_mlp(
     *,
     activation: str,
     tile_rows: int,
+    table_E: jax.Array | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Return [N, D] in x's dtype: the expert in slot e, applied to the rows of group e.
+    """Return [N, D] in x's dtype: the expert in slot `table_E[e]`, applied to the rows of group e.
 
     x_ND: rows sorted by group; rows beyond the groups hold arbitrary values in the result. slots:
-    arrays [E, ...] by name, with matrices compressed or not. tile_rows: rows of a tile in the
+    arrays [M, ...] by name, with matrices compressed or not; bfloat16 may be uint16 bits. table_E:
+    int32, None if group e is in slot e. tile_rows: rows of a tile in the
     implementation `xla`, whose result for a row depends on no other row. implementation: None for
     the best that supports the case.
     """
+    slot_E = jnp.arange(group_sizes_E.shape[0], dtype=jnp.int32) if table_E is None else table_E
 
     def by_grouped_matmul(name: Name) -> jax.Array:
         # imported on first use: the import takes a second
         grouped_mlp_in_slots = import_module(MODULES[name]).grouped_mlp_in_slots
-        slot_E = jnp.arange(group_sizes_E.shape[0], dtype=jnp.int32)
         y_ND: jax.Array = grouped_mlp_in_slots(
             x_ND, group_sizes_E, slots, slot_E, activation=activation
         )
@@ -268,7 +270,7 @@ def stored_group_mlp(
         "mosaic_gpu": partial(by_grouped_matmul, "mosaic_gpu"),
         "triton": partial(by_grouped_matmul, "triton"),
         "xla": partial(
-            _stored_group_mlp_by_tiles, x_ND, group_sizes_E, slots, activation, tile_rows
+            _stored_group_mlp_by_tiles, x_ND, group_sizes_E, slots, slot_E, activation, tile_rows
         ),
     }
     names = default_implementations() if implementation is None else (implementation,)
@@ -279,6 +281,7 @@ def _stored_group_mlp_by_tiles(
     x_ND: jax.Array,
     group_sizes_E: jax.Array,
     slots: Mapping[str, jax.Array],
+    slot_E: jax.Array,
     activation: str,
     tile_rows: int,
 ) -> jax.Array:
@@ -291,7 +294,7 @@ def _stored_group_mlp_by_tiles(
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, row = _tile_expert_and_row(i, starts_E, tiles_E, tile_rows)
         x_BD = lax.dynamic_slice_in_dim(padded_ND, row, tile_rows)
-        y_BD = expert_mlp(x_BD, _decode_slot(slots, expert, x_ND.dtype), activation)
+        y_BD = expert_mlp(x_BD, _decode_slot(slots, slot_E[expert], x_ND.dtype), activation)
         return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
 
     out = lax.fori_loop(0, tiles_E.sum(), write_tile, jnp.zeros(padded_ND.shape, jnp.float32))

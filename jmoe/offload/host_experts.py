@@ -161,7 +161,7 @@ class HybridExperts(ChosenExperts):
         """
         if not self._on_host or chosen is None:
             return super().acquire(moe_layer, chosen)
-        self._awaited_records = self._begin_copies(moe_layer, chosen)
+        self._awaited_records = self.begin_acquire(moe_layer, chosen)
         self._rows_E = self.index.record_numbers(moe_layer)
         slot_E = self.pool.slot_of[self._rows_E]
         self._cold_E = slot_E < 0

@@ -12,6 +12,7 @@ Legend:
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jmoe.memory.ring import Ring
@@ -60,7 +61,7 @@ class MeshRing(MeshExperts):
         self._threads = ThreadPoolExecutor(len(self._mine), thread_name_prefix="copy to device")
         self.ring = Ring(range(index.num_layers), ring_slots, self._load_local_experts)
 
-    def acquire(self, layer: int) -> None:
+    def acquire(self, layer: int, chosen_TK: np.ndarray | None = None) -> None:
         next_layer, slot = self.ring.acquire()
         assert next_layer == layer, (next_layer, layer)
         self._slot_of = {layer: slot}

@@ -11,9 +11,10 @@ Legend:
   C  rows after which an expert's replicas repeat (`planning/placement.py`)
 """
 
+import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import jax
@@ -45,8 +46,10 @@ class MeshExperts(ExpertResidency):
     """Every layer's experts on the devices of a mesh, at first evenly, one replica each.
 
     copied_experts, copied_bytes, copied_s: copies of this process since the start. copies_N: copies
-    to each device, by any process.
+    to each device, by any process. follows_steps: whether `begin_step` has an effect.
     """
+
+    follows_steps = False
 
     def __init__(
         self, mesh: Mesh, index: ExpertIndex, fields: Fields, slots_per_device: int
@@ -81,8 +84,18 @@ class MeshExperts(ExpertResidency):
         """
         return self._replica_of_row[layer]
 
-    def acquire(self, layer: int) -> None:
-        """Wait until a layer's experts are on this process's devices; layers must come in order."""
+    @contextlib.contextmanager
+    def locked_operands(self, layer: int) -> Iterator[tuple[Arrays, jax.Array | None]]:
+        """Yield (weights, table) of an acquired layer, as `experts_on_mesh` takes them; until the
+        block ends, no copy replaces them.
+        """
+        yield self.layer_weights(layer), None
+
+    def acquire(self, layer: int, chosen_TK: np.ndarray | None = None) -> None:
+        """Wait until a layer's experts are on this process's devices; layers must come in order.
+
+        chosen_TK: the choices of all devices' tokens, E for no expert; None for all experts.
+        """
         return
 
     def release(self) -> None:

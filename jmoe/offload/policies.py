@@ -199,21 +199,30 @@ class ChosenExperts(Residency):
     streams, takes_guesses, needs_choices = True, True, True
 
     def __init__(
-        self, slots: ExpertSlots, store: TieredStore, index: ExpertIndex, *, finds: bool = False
+        self,
+        slots: ExpertSlots,
+        store: TieredStore,
+        index: ExpertIndex,
+        *,
+        finds: bool = False,
+        experts: np.ndarray | None = None,
     ) -> None:
         """Make the policy over empty slots.
 
-        finds: let programs look slots up themselves, with native operations. Raises `ValueError` if
-        the slots do not hold the experts of one layer.
+        finds: let programs look slots up themselves, with native operations. experts: the experts
+        of every layer that this device computes, if it shares the store with others; None for all.
+        Raises `ValueError` if the slots do not hold these of one layer.
         """
         num_slots, num_experts = slots.num_slots, index.num_experts
+        needed = num_experts if experts is None else experts.size
         check(
-            num_slots >= num_experts,
+            num_slots >= needed,
             "num_slots",
             num_slots,
-            f"must hold the {num_experts} experts of a layer",
+            f"must hold the {needed} experts of a layer",
         )
         super().__init__(slots, index)
+        self._experts = experts
         self._store = store
         self.pool = SlotPool(HitCounts(index.num_records), num_slots)
         self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="expert copy")
@@ -263,7 +272,8 @@ class ChosenExperts(Residency):
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         if self._used:  # once per step: counted layer by layer, later layers would look unused
             self.pool.counts.count_step(self._used)
-            self._store.count_step(self._used)
+            if self._experts is None:  # else `MeshChosenExperts` counts those of all devices
+                self._store.count_step(self._used)
             self._used = []
         self.needs_choices = not whole_layers
         self.finder = None if whole_layers else self._finder
@@ -280,11 +290,20 @@ class ChosenExperts(Residency):
             self._ignored[moe_layer] = {r for r in records if slot_of[r] < 0}
 
     def acquire(self, moe_layer: int, chosen: np.ndarray | None) -> np.ndarray:
-        self._wait_for_copies(self._begin_copies(moe_layer, chosen))
+        return self.finish_acquire(moe_layer, self.begin_acquire(moe_layer, chosen))
+
+    def finish_acquire(self, moe_layer: int, records: list[int]) -> np.ndarray:
+        """Return what `acquire` does, for the records that `begin_acquire` returned."""
+        self._wait_for_copies(records)
         slot_E = self.pool.slot_of[self.index.record_numbers(moe_layer)]
         return np.maximum(slot_E, 0)  # programs do not read the entries of experts without a slot
 
-    def _begin_copies(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
+    @property
+    def used_records(self) -> list[int]:
+        """The records that the step's tokens have chosen so far."""
+        return self._used
+
+    def begin_acquire(self, moe_layer: int, chosen: np.ndarray | None) -> list[int]:
         """Begin the copies that a layer waits for; return the records that have, or will have, a
         slot.
         """
@@ -377,10 +396,12 @@ class ChosenExperts(Residency):
             )
 
     def _layer_records(self, moe_layer: int) -> list[int]:
-        return list(map(int, self.index.record_numbers(moe_layer)))
+        return list(map(int, self.index.record_numbers(moe_layer, self._experts)))
 
     def _distinct_records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
         chosen = np.unique(experts)
+        if self._experts is not None:
+            chosen = np.intersect1d(chosen, self._experts)
         return list(
             map(int, self.index.record_numbers(moe_layer, chosen[chosen < self.index.num_experts]))
         )

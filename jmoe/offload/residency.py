@@ -27,6 +27,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.host_experts import HostExperts, HybridExperts
 from jmoe.offload.layer_ring import LayerRing
+from jmoe.offload.mesh_chosen import MeshChosenExperts
 from jmoe.offload.mesh_ring import MeshRing
 from jmoe.offload.placed_experts import (
     MeshExperts,
@@ -112,12 +113,12 @@ def open_placed_experts(
     """Return (experts on a mesh, store), with the experts loaded as the plan says.
 
     The store is None if the experts come directly from the checkpoint. placements: one per layer,
-    permanent; None means even placement. pin: whether the ring pins the host memory of each
-    device's experts (`memory.pinned.choose_host_allocator`).
+    permanent; None means even placement. pin: whether to pin the host memory of each device's
+    streamed experts (`memory.pinned.choose_host_allocator`).
     """
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
-    if plan.policy == "ring":
+    if plan.policy != "resident":
         placement, layers = even_placement(index.num_experts, mesh.size), range(index.num_layers)
         owned_by_device = {
             device: [
@@ -139,7 +140,9 @@ def open_placed_experts(
         store = _open_store(
             checkpoint, index, plan, cache_dir, limits, owned, allocate=memory.allocate
         )
-        return MeshRing(mesh, index, fields, plan.ring_slots, store), store
+        if plan.policy == "ring":
+            return MeshRing(mesh, index, fields, plan.ring_slots, store), store
+        return MeshChosenExperts(mesh, index, fields, plan.expert_slots, store), store
     if placements is not None:
         read = _record_reader(checkpoint, index)
         return PlacedExperts(

@@ -12,10 +12,11 @@ Legend:
   R  bytes of a slot
 """
 
+import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import jax
@@ -26,6 +27,7 @@ from jax.typing import DTypeLike
 from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, mlp_in_bundles, table_mlp
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.offload.slot_arrays import (
+    Arrays,
     DeviceSlotArrays,
     Fields,
     NamedArrays,
@@ -234,12 +236,15 @@ def _field_layout(
 class DeviceSlots(ExpertSlots):
     """Slots in an accelerator's memory.
 
-    The device runs an update in order with the programs that read the slots.
+    The device runs an update in order with the programs that read the slots. as_bits: see
+    `DeviceSlotArrays`.
     """
 
-    def __init__(self, num_slots: int, fields: Fields, device: jax.Device) -> None:
+    def __init__(
+        self, num_slots: int, fields: Fields, device: jax.Device, *, as_bits: bool = True
+    ) -> None:
         super().__init__(num_slots, fields)
-        self._slots = DeviceSlotArrays(num_slots, fields, device, as_bits=True)
+        self._slots = DeviceSlotArrays(num_slots, fields, device, as_bits=as_bits)
         # an update donates the arrays, so no program may be launched with them meanwhile
         self._lock = threading.Lock()
 
@@ -256,6 +261,12 @@ class DeviceSlots(ExpertSlots):
 
     def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         return None, self._slots.arrays
+
+    @contextlib.contextmanager
+    def locked_arrays(self) -> Iterator[Arrays]:
+        """Yield the arrays [M, ...] by name; until the block ends, no write replaces them."""
+        with self._lock:
+            yield self._slots.arrays
 
 
 @partial(jax.jit, static_argnums=0)

@@ -264,10 +264,10 @@ def plan_mesh_memory(
     fits = needed_bytes <= free_bytes and plan.device_expert_bytes <= (
         options.device_bytes or needed_bytes
     )
-    if options.policy == "ring" or (
-        options.mesh_allows_ring and (options.ring_slots is not None or not fits)
+    if options.policy in ("ring", "experts") or (
+        options.mesh_allows_streaming and (options.ring_slots is not None or not fits)
     ):
-        return _plan_mesh_ring(model, free, options, local_devices)
+        return _plan_mesh_streaming(model, free, options, local_devices)
     where = (
         f"the {local_devices} devices of a process need" if free.shared else "each of them needs"
     )
@@ -284,51 +284,57 @@ def plan_mesh_memory(
     return plan
 
 
-def _plan_mesh_ring(
+def _plan_mesh_streaming(
     model: ModelBytes, free: FreeMemory, options: EngineConfig, local_devices: int
 ) -> MemoryPlan:
-    """Return the memory plan of each of several devices if whole layers pass through a ring of
-    slots.
+    """Return the memory plan of each of several devices if experts stream to them: whole layers
+    through a ring of slots, or single experts, of which each device owns an even share.
     """
     _check_host_cache(options)
     mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
-    slots = slots_per_device(mesh, model.weights.num_experts)
-    layer_bytes = slots * model.weights.expert_bytes  # of a device
-    check(
-        ring_slots is None or 1 <= ring_slots <= layers,
-        "ring_slots",
-        ring_slots,
-        f"must be between 1 and {layers}",
-    )
+    policy: Policy = "ring" if ring_slots is not None else options.policy
+    share = slots_per_device(mesh, model.weights.num_experts)
+    layer_bytes = share * model.weights.expert_bytes  # of a device
+    words = f"must be between 1 and {layers}"
+    check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, words)
+    words = "needs policy = 'ring'"
+    check(ring_slots is None or options.policy in ("auto", "ring"), "ring_slots", ring_slots, words)
     free_bytes = int(free.device_bytes * (1 - RESERVE))
     if free.shared:
         free_bytes //= local_devices
     free_bytes = max(0, free_bytes - model.bytes_beside_experts)
     for_slots = options.device_bytes
-    if for_slots is None and options.policy == "ring":
+    if for_slots is None and options.policy != "auto":
         for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
     elif for_slots is None:  # with shared memory, records need a part of it
         for_slots = free_bytes - free_bytes // 4 if free.shared else free_bytes
-    ring_slots = ring_slots or min(layers, for_slots // layer_bytes)
-    needed = f"must hold {max(1, ring_slots)} layers' experts, of {layer_bytes} bytes each"
-    check(
-        0 < ring_slots * layer_bytes <= for_slots,
-        "device_bytes",
-        options.device_bytes or for_slots,
-        needed,
-    )
+    # whole layers of a device's share, or single experts
+    unit = layer_bytes if policy == "ring" else model.weights.expert_bytes
+    slots = (ring_slots or min(layers, for_slots // layer_bytes)) * share
+    if policy != "ring":
+        slots = min(layers * share, for_slots // unit)
     needed = (
-        f"each of them needs {ring_slots * layer_bytes} bytes for experts and {free_bytes} are free"
+        f"must hold {max(1, ring_slots or 1)} layers' experts, of {layer_bytes} bytes each;"
+        f" {free_bytes} are free beside other weights, keys and values"
     )
-    check(ring_slots * layer_bytes <= free_bytes, "mesh.devices", mesh.devices, needed)
-    own_bytes = layers * min(model.weights.num_experts, local_devices * slots) * model.record_bytes
+    enough = share <= slots and slots * model.weights.expert_bytes <= for_slots
+    check(enough, "device_bytes", options.device_bytes or for_slots, needed)
+    slot_bytes = slots * model.weights.expert_bytes
+    needed = f"each of them needs {slot_bytes} bytes for experts and {free_bytes} are free"
+    check(slot_bytes <= free_bytes, "mesh.devices", mesh.devices, needed)
+    own_bytes = layers * min(model.weights.num_experts, local_devices * share) * model.record_bytes
     free_host_bytes = int(free.host_bytes * (1 - RESERVE))
     if free.shared:
-        free_host_bytes -= local_devices * (ring_slots * layer_bytes + model.bytes_beside_experts)
+        free_host_bytes -= local_devices * (slot_bytes + model.bytes_beside_experts)
     tier, host_bytes = _record_tier_and_host_bytes(own_bytes, free_host_bytes, model, options)
-    nvme_bytes = model.num_experts * model.record_bytes if tier == "nvme" else 0
     return MemoryPlan(
-        *("ring", tier, model, ring_slots * slots, ring_slots, host_bytes, nvme_bytes),
+        policy,
+        tier,
+        model,
+        slots,
+        ring_slots=slots // share if policy == "ring" else 0,
+        host_bytes=host_bytes,
+        nvme_bytes=model.num_experts * model.record_bytes if tier == "nvme" else 0,
         num_devices=mesh.devices,
     )
 

@@ -378,8 +378,23 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     ),
     (
         EngineConfig,
-        {"mesh": EngineMesh(2), "policy": "experts"},
-        "policy = 'experts': must be auto, resident or ring",
+        {"mesh": EngineMesh(2), "policy": "hybrid"},
+        "policy = 'hybrid': must be auto, resident, ring or experts",
+    ),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(2, "eplb"), "policy": "experts"},
+        "mesh.placement = 'eplb': must be even with policy = 'experts'",
+    ),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(2, slots_per_device=3), "policy": "experts"},
+        "mesh.slots_per_device = 3: must be None with policy = 'experts'",
+    ),
+    (
+        EngineConfig,
+        {"mesh": EngineMesh(2), "policy": "experts", "estimator": "router"},
+        "estimator = 'router': must be auto or None with mesh.devices = 2",
     ),
     (
         EngineConfig,

@@ -289,6 +289,7 @@ def test_compressed_experts_on_several_devices(kind: str, folder: Path, tmp_path
     policies: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"policy": "resident"}, {}),
         ({"policy": "ring", "ring_slots": 1}, {}),
+        ({"policy": "experts"}, {}),
     ]
     if kind == "int4":
         nvme = {"expert_tier": "nvme", "cache_dir": tmp_path / "records"}
@@ -296,6 +297,9 @@ def test_compressed_experts_on_several_devices(kind: str, folder: Path, tmp_path
             ({"policy": "resident"}, eplb),
             ({"policy": "resident"}, {"dense": "tensor"}),
             ({"policy": "ring", "ring_slots": 1, **nvme}, {}),
+            ({"policy": "experts", **nvme}, {}),
+            ({"policy": "experts"}, {"dense": "tensor"}),
+            ({"policy": "auto", "device_bytes": one_bytes // DEVICES // 2}, {}),
         ]
     found = []
     for options, mesh in policies:
@@ -308,7 +312,7 @@ def test_compressed_experts_on_several_devices(kind: str, folder: Path, tmp_path
             stats = engine.stats()
             if (options["policy"], mesh) == ("resident", {}):
                 assert stats.device_expert_bytes == one_bytes / DEVICES
-            moves = options["policy"] == "ring" or "placement" in mesh
+            moves = options["policy"] != "resident" or "placement" in mesh
             assert (stats.streamed_bytes > 0) == moves
         assert [c.token_ids for c in answers] == [c.token_ids for c in expected]
         np.testing.assert_allclose(logprobs(answers), logprobs(expected), atol=2e-5)

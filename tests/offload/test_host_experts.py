@@ -161,7 +161,7 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineConfig(policy="hybrid", native="off")
     with pytest.raises(
         ValueError,
-        match=r"policy = 'hybrid': must be auto, resident or ring with mesh\.devices = 2",
+        match=r"policy = 'hybrid': must be auto, resident, ring or experts with mesh\.devices = 2",
     ):
         EngineConfig(policy="hybrid", mesh=EngineMesh(devices=2))
     with pytest.raises(

@@ -89,7 +89,7 @@ def test_what_segments_exclude(tmp_path: Path) -> None:
         ValueError, match=r"expert_tier = 'nvme': experts stay on their devices .*segments = 'file'"
     ):
         EngineConfig(expert_tier="nvme", mesh=EngineMesh(devices=2, segments="file"))
-    assert not EngineConfig(mesh=EngineMesh(devices=2, segments="file")).mesh_allows_ring
+    assert not EngineConfig(mesh=EngineMesh(devices=2, segments="file")).mesh_allows_streaming
 
 
 # Of 2 devices, 2 layers and 4 experts: experts of each layer on both, and each layer on one of

@@ -182,8 +182,8 @@ def test_several_devices_without_room(free: FreeMemory, mesh: EngineMesh, match:
     [
         (GPU, {"policy": "ring"}, "host", 2, 17_600_000),
         (GPU, {"ring_slots": 3, "expert_tier": "nvme"}, "nvme", 3, 4_400_000),
-        (GPU, {"device_bytes": 7 * MB}, "host", 3, 17_600_000),
-        (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "host", 3, 17_600_000),
+        (GPU, {"device_bytes": 7 * MB, "policy": "ring"}, "host", 3, 17_600_000),
+        (dataclasses.replace(GPU, device_bytes=10 * MB), {"ring_slots": 3}, "host", 3, 17_600_000),
         (
             SMALL_CPU,
             {"policy": "ring", "ring_slots": 1, "host_cache_bytes": 5 * MB},
@@ -211,8 +211,39 @@ def test_plan_of_a_ring_through_several_devices(
 
 
 @pytest.mark.parametrize(
+    ("free", "options", "policy", "slots"),
+    [
+        (GPU, {"policy": "experts"}, "experts", 4),
+        (GPU, {"policy": "experts", "device_bytes": 5 * MB}, "experts", 5),
+        (GPU, {"policy": "experts", "device_bytes": 99 * MB}, "experts", 8),
+        (GPU, {"device_bytes": 7 * MB}, "auto", 7),
+        (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "auto", 6),
+    ],
+)
+def test_plan_of_chosen_experts_on_several_devices(
+    free: FreeMemory, options: dict[str, Any], policy: str, slots: int
+) -> None:
+    """Of four devices, each has slots for its quarter of eight experts of four layers."""
+    plan = plan_mesh_memory(
+        MODEL, free, EngineConfig(mesh=EngineMesh(4), **options), local_devices=2
+    )
+    assert (plan.policy, plan.expert_tier, plan.expert_slots) == (policy, "host", slots)
+    assert (plan.ring_slots, plan.num_devices, plan.host_bytes) == (0, 4, 17_600_000)
+
+
+@pytest.mark.parametrize(
     ("free", "options", "match"),
     [
+        (
+            GPU,
+            {"policy": "experts", "device_bytes": MB},
+            "device_bytes = 1000000: must hold 1 layers' experts, of 2000000",
+        ),
+        (
+            dataclasses.replace(GPU, device_bytes=5 * MB),
+            {"policy": "experts"},
+            "mesh.devices = 4: each of them needs 40",
+        ),
         (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
         (
             GPU,

@@ -161,18 +161,24 @@ def experts_on_mesh(
     routed: ExpertInputs,
     replica_EC: jax.Array,
     weights: Mapping[str, jax.Array],
+    table_NS: jax.Array | None = None,
 ) -> jax.Array:
     """Return y + the weighted sum of each token's experts, float32, for tokens split over the
     devices.
 
     weights: arrays [N S, ...] of the devices' expert slots by name, matrices compressed or not.
+    table_NS: int32 [N S], if a device's slots hold experts of several layers: which of its slots
+    has each expert of this layer; the arrays are then [N M, ...] with M slots a device.
 
     No token is dropped. A token's number and its expert select the replica (`replica_EC`), so that
     no token goes to the same slot twice.
     """
 
     def run_local_experts(
-        routed: ExpertInputs, replica_EC: jax.Array, weights: Mapping[str, jax.Array]
+        routed: ExpertInputs,
+        replica_EC: jax.Array,
+        weights: Mapping[str, jax.Array],
+        table_S: jax.Array | None,
     ) -> jax.Array:
         (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
         num_physical, num_experts = num_devices * exchange.slots_per_device, replica_EC.shape[0]
@@ -197,12 +203,18 @@ def experts_on_mesh(
             batched_rows = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks
         out_MD = _run_slots_local(
-            arrived.rows_MD, arrived.group_sizes_L, weights, exchange.activation, batched_rows
+            arrived.rows_MD,
+            arrived.group_sizes_L,
+            weights,
+            exchange.activation,
+            batched_rows,
+            table_S,
         )
         return routed.y_TD + sent.combine([out_MD], there.handle)
 
-    y_TD: jax.Array = _shard_map(mesh, run_local_experts, (BATCH, REPLICATED, BATCH), BATCH)(
-        routed, replica_EC, weights
+    specs = BATCH, REPLICATED, BATCH, BATCH
+    y_TD: jax.Array = _shard_map(mesh, run_local_experts, specs, BATCH)(
+        routed, replica_EC, weights, table_NS
     )
     return y_TD
 
@@ -213,15 +225,22 @@ def _run_slots_local(
     weights: Mapping[str, jax.Array],
     activation: str,
     batched_rows: int,
+    table_S: jax.Array | None = None,
 ) -> jax.Array:
     """Return one device's rows through the experts of its slots, [M, D] in x's dtype.
 
-    Compressed matrices are multiplied as stored where a kernel reads their format, and otherwise
-    decoded for each tile of `batched_rows` rows. Wide ones take `grouped_mlp`.
+    table_S: the slot of each group's expert, None for slots in the order of the groups. Wide
+    matrices in that order take `grouped_mlp`. Others are multiplied as stored where a kernel reads
+    their format, and otherwise decoded for each tile of `batched_rows` rows.
     """
-    if any(name.endswith(SCALES) for name in weights):
+    if table_S is not None or any(name.endswith(SCALES) for name in weights):
         return stored_group_mlp(
-            x_MD, group_sizes_L, weights, activation=activation, tile_rows=batched_rows
+            x_MD,
+            group_sizes_L,
+            weights,
+            activation=activation,
+            tile_rows=batched_rows,
+            table_E=table_S,
         )
     return grouped_mlp(
         x_MD,

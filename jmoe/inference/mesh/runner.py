@@ -146,6 +146,16 @@ class MeshRunner:
         """
         return self.layout.padding_batches(num_rows, width)
 
+    def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
+        """Begin a step in every process; see `ExpertResidency.begin_step`."""
+        if self.residency.follows_steps:
+            self.begin_step_on_all_ranks(whole_layers, on_host)
+
+    @call_on_all_ranks
+    def begin_step_on_all_ranks(self, whole_layers: bool, on_host: bool) -> None:
+        """Begin a step; see `begin_step`."""
+        self.residency.begin_step(whole_layers=whole_layers, on_host=on_host)
+
     @call_on_all_ranks
     def zero_output(self, num_rows: int, width: int) -> MeshHidden:
         """Return an output of `forward` that is all zeros, to compile programs that take one."""
@@ -338,18 +348,18 @@ class MeshRunner:
         path.append(np.concatenate(chosen))
         self.readback_s += time.perf_counter() - begun
         self.placer.correct_placement(moe_layer, path[-1])
-        self.residency.acquire(moe_layer)
+        self.residency.acquire(moe_layer, path[-1])
         placement = self.residency.placements[moe_layer]
-        weights = self.residency.layer_weights(moe_layer)
         replica_EC = self.residency.replica_of_row(moe_layer)
         out = []
-        for gate, idx_TK in zip(gates, chosen, strict=True):
-            for rows in _buffer_row_counts(placement, idx_TK, self.ragged):
-                exchange = ExchangeShape(
-                    rows, placement.slots_per_device, self.config.hidden_act, self.ragged
-                )
-                y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, weights)
-            out.append(y_TD)
+        with self.residency.locked_operands(moe_layer) as operands:
+            for gate, idx_TK in zip(gates, chosen, strict=True):
+                for rows in _buffer_row_counts(placement, idx_TK, self.ragged):
+                    exchange = ExchangeShape(
+                        rows, placement.slots_per_device, self.config.hidden_act, self.ragged
+                    )
+                    y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, *operands)
+                out.append(y_TD)
         self._held = out
         return out
 

@@ -43,6 +43,13 @@ COMPRESSED: dict[str, dict[str, Any]] = {
         "pin_host_memory": "on",
         **RINGS["ring"],
     },
+    "fp8 experts": {
+        "expert_dtype": "fp8",
+        "expert_tier": "host",
+        "pin_host_memory": "on",
+        "policy": "experts",
+    },
+    "fp8 auto": {"expert_dtype": "fp8", "expert_tier": "host", "device_bytes": 30_000},
 }
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "even": {},

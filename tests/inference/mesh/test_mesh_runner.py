@@ -16,6 +16,7 @@ from tiny_engines import CHECKPOINTS, tiny_engine
 from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
 from jmoe.inference.mesh.runner import MeshRunner, _buffer_row_counts
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import placements_to_segments
 from jmoe.planning.placement import placement_from_slots
@@ -203,8 +204,8 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_compressed_experts_over_processes(start_python: Start, tmp_path: Path) -> None:
-    """Two processes of a device each give the tokens of one, with resident experts and with a ring
-    from pinned memory.
+    """Two processes of a device each give the tokens of one, with resident experts, and with whole
+    layers or chosen experts from pinned memory.
     """
     with tiny_engine(
         "deepseek_v3", max_batch=MAX_BATCH, policy="resident", native="off", expert_dtype="fp8"
@@ -227,6 +228,43 @@ def test_compressed_experts_over_processes(start_python: Start, tmp_path: Path) 
         assert answer["tokens"] == expected.tokens
         assert_logprobs(answer["logprobs"], expected.logprobs)
         assert answer["logprobs"] == found["fp8"]["logprobs"]  # bit for bit
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [
+        ({"policy": "experts"}, DEVICES),
+        pytest.param({"policy": "experts", "dense": "tensor"}, 2, marks=pytest.mark.slow),
+        pytest.param({"policy": "auto"}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_chosen_experts_give_the_tokens_of_one_device(
+    options: dict[str, Any], devices: int, one_device: tuple[str, Traffic, np.ndarray]
+) -> None:
+    """Each device has fewer slots than it owns experts, and fetches those that tokens choose."""
+    name, expected, use = one_device
+    layers, share = len(use), -(-use.shape[1] // devices)
+    mesh = EngineMesh(devices=devices, dense=options.get("dense", "replicated"))
+    device_bytes = None
+    if options["policy"] == "auto":  # a slot less than experts
+        if layers == 1:
+            pytest.skip("slots for a layer are slots for all experts")
+        with LazyCheckpoint(CHECKPOINTS / name, "float32") as checkpoint:
+            device_bytes = (layers * share - 1) * checkpoint.expert_bytes
+    policy = {"policy": options["policy"], "device_bytes": device_bytes}
+    with tiny_engine(name, max_batch=MAX_BATCH, mesh=mesh, **policy) as engine:
+        memory = engine.plan.memory
+        slots = (layers * share - 1) if device_bytes else max(1, layers // 2) * share
+        assert (memory.policy, memory.expert_slots) == (options["policy"], slots)
+        engine.reset_stats()
+        answer = traffic(engine)
+        assert engine.tokens_per_expert().tolist() == use.tolist()
+        stats = engine.stats()
+        assert stats.streamed_bytes > 0 and 0 < stats.hit_rate < 1
+        assert engine._store is not None
+        assert memory.host_bytes == use.size * engine._store.layout.record_bytes
+    assert (answer.tokens, answer.reused_tokens) == (expected.tokens, expected.reused_tokens)
+    assert_logprobs(answer.logprobs, expected.logprobs)
 
 
 def test_wrong_estimates_change_nothing_but_time() -> None:
