@@ -294,7 +294,6 @@ def _plan_mesh_streaming(
     mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
     policy: Policy = "ring" if ring_slots is not None else options.policy
     share = slots_per_device(mesh, model.weights.num_experts)
-    layer_bytes = share * model.weights.expert_bytes  # of a device
     words = f"must be between 1 and {layers}"
     check(ring_slots is None or 1 <= ring_slots <= layers, "ring_slots", ring_slots, words)
     words = "needs policy = 'ring'"
@@ -303,22 +302,7 @@ def _plan_mesh_streaming(
     if free.shared:
         free_bytes //= local_devices
     free_bytes = max(0, free_bytes - model.bytes_beside_experts)
-    for_slots = options.device_bytes
-    if for_slots is None and options.policy != "auto":
-        for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
-    elif for_slots is None:  # with shared memory, records need a part of it
-        for_slots = free_bytes - free_bytes // 4 if free.shared else free_bytes
-    # whole layers of a device's share, or single experts
-    unit = layer_bytes if policy == "ring" else model.weights.expert_bytes
-    slots = (ring_slots or min(layers, for_slots // layer_bytes)) * share
-    if policy != "ring":
-        slots = min(layers * share, for_slots // unit)
-    needed = (
-        f"must hold {max(1, ring_slots or 1)} layers' experts, of {layer_bytes} bytes each;"
-        f" {free_bytes} are free beside other weights, keys and values"
-    )
-    enough = share <= slots and slots * model.weights.expert_bytes <= for_slots
-    check(enough, "device_bytes", options.device_bytes or for_slots, needed)
+    slots = _mesh_slots(model, options, share, free_bytes, shared=free.shared)
     slot_bytes = slots * model.weights.expert_bytes
     needed = f"each of them needs {slot_bytes} bytes for experts and {free_bytes} are free"
     check(slot_bytes <= free_bytes, "mesh.devices", mesh.devices, needed)
@@ -337,6 +321,38 @@ def _plan_mesh_streaming(
         nvme_bytes=model.num_experts * model.record_bytes if tier == "nvme" else 0,
         num_devices=mesh.devices,
     )
+
+
+def _mesh_slots(
+    model: ModelBytes, options: EngineConfig, share: int, free_bytes: int, *, shared: bool
+) -> int:
+    """Return the number of expert slots of each device if experts stream to it.
+
+    share: experts of a layer on a device. free_bytes: of a device, beside other weights and the
+    cache. shared: records in host memory need a part of them. Raises ValueError if one layer's do
+    not fit.
+    """
+    layers, ring_slots, for_slots = (
+        model.weights.num_layers,
+        options.ring_slots,
+        options.device_bytes,
+    )
+    layer_bytes = share * model.weights.expert_bytes
+    if for_slots is None and options.policy != "auto":
+        for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes
+    elif for_slots is None:
+        for_slots = free_bytes - free_bytes // 4 if shared else free_bytes
+    if options.policy == "ring" or ring_slots is not None:  # whole layers
+        slots = (ring_slots or min(layers, for_slots // layer_bytes)) * share
+    else:
+        slots = min(layers * share, for_slots // model.weights.expert_bytes)
+    needed = (
+        f"must hold {ring_slots or 1} layers' experts, of {layer_bytes} bytes each;"
+        f" {free_bytes} are free beside other weights, keys and values"
+    )
+    enough = share <= slots and slots * model.weights.expert_bytes <= for_slots
+    check(enough, "device_bytes", options.device_bytes or for_slots, needed)
+    return slots
 
 
 def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:

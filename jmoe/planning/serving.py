@@ -164,7 +164,9 @@ class ServingEstimator:
                 bandwidth_bytes_per_s=rates.copy_bytes_per_s if streams else float("inf"),
                 nvme_bytes_per_s=rates.nvme_bytes_per_s if streams else float("inf"),
                 host_bytes_per_s=(
-                    rates.host_compute_bytes_per_s if self._memory.expert_tier == "host" else 0.0
+                    rates.host_compute_bytes_per_s
+                    if self._memory.expert_tier == "host" and not between  # hybrid: one device's
+                    else 0.0
                 ),
             ),
         )
