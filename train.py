@@ -306,6 +306,10 @@ def prepare_text_data(
         files = with_chat_files(files, config.data, corpus.shard_folders)
         why = "must not be set with samples, such as chats, in data.path: it takes text alone"
         check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
+        why = (
+            "must be False with samples, such as chats, in data.path: data.pack_samples masks them"
+        )
+        check(not config.data.mask_documents, "data.mask_documents", True, why)
     print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")
     if config.init_from and corpus.describe_control_texts():
         print_on_rank_0(corpus.describe_control_texts())

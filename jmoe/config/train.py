@@ -73,6 +73,8 @@ class DataConfig:
     long_samples: Literal["cut", "drop"] = "cut"
     # chats: several samples in a row, apart from each other; False: one, and padding
     pack_samples: bool = True
+    # text: attention and positions begin anew with each document, in training and evaluation
+    mask_documents: bool = False
     held_out_fraction: float = 0.05
     held_out_bytes: int = 500_000  # at most this much text is held out for evaluation
     prefetch_batches: int = 2
@@ -100,6 +102,10 @@ class DataConfig:
             "must be between 0 and 1",
         )
         check_positive(self, "held_out_bytes", "prefetch_batches")
+        constraint = "must be True with data.mask_documents: its rows hold several documents"
+        check_field(
+            self.pack_samples or not self.mask_documents, self, "data.pack_samples", constraint
+        )
         if not self.path:
             names = ["field", "encoding", "chat_template", "train_on", "long_samples"]
             why = "without data.path: it is for text of your own"
@@ -418,6 +424,12 @@ class TrainConfig:
             return
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 with distil.teacher")
+        check(
+            not self.data.mask_documents,
+            "data.mask_documents",
+            self.data.mask_documents,
+            "must be False with distil.teacher, which reads whole windows",
+        )
         tiers = self.tiers.experts, self.tiers.optimizer
         check(self.tiers.all_on_device, "tiers", tiers, "must be device with distil.teacher")
         check(

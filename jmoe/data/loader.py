@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import DataConfig
 from jmoe.data.corpus import Corpus, TextSource
-from jmoe.data.sample_rows import RowCounts, SampleRows, SourceRows
+from jmoe.data.sample_rows import RowCounts, SampleRows, SourceRows, rows_of_windows
 from jmoe.types import JsonObject
 
 # Minimum size of held-out text for comparable baselines. `xz -9` has no prior
@@ -59,6 +59,20 @@ class _TokenWindows:
                 " damaged"
             )
         return window
+
+
+class _DocumentWindows:
+    """Random access to the windows of one source as rows of documents (`rows_of_windows`)."""
+
+    def __init__(self, windows: _TokenWindows, eot: int) -> None:
+        self._windows, self._eot = windows, eot
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> SampleRows:
+        tokens = self._windows[index]
+        return rows_of_windows(tokens, np.ones(tokens.size - 1, np.float32), self._eot)
 
 
 class _LocalRows:
@@ -137,18 +151,21 @@ class TrainBatches:
 
 def rows_of_sources(
     corpus: Corpus, sequence_length: int, config: DataConfig
-) -> list[_TokenWindows | SourceRows]:
+) -> list[_TokenWindows | _DocumentWindows | SourceRows]:
     """Return random access to each source's windows of text, or rows of samples."""
     if corpus.held_out_samples is None:
-        return [
+        windows = [
             _TokenWindows(source, sequence_length, corpus.vocab_size) for source in corpus.sources
         ]
+        if config.mask_documents:
+            return [_DocumentWindows(own, corpus.eot) for own in windows]
+        return [*windows]
     return [SourceRows(source, sequence_length, corpus, config) for source in corpus.sources]
 
 
 def _shuffled_windows(
     corpus: Corpus,
-    windows: Sequence[_TokenWindows | SourceRows],
+    windows: Sequence[_TokenWindows | _DocumentWindows | SourceRows],
     sequence_length: int,
     batch_size: int,
     seed: int,

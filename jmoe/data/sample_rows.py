@@ -26,7 +26,8 @@ class SampleRows(NamedTuple):
 
     tokens: int32 [..., S + 1]. weights: float32 [..., S], 1 for a target to learn, else 0.
     documents: int32 [..., S], for each input the number of its sample in the row, from 1; 0 for an
-    input without a target in its sample: padding, and the last token of each sample.
+    input without a target in its sample: padding, and the last token of each sample. Of text with
+    `data.mask_documents` the number of its document.
     """
 
     tokens: Any
@@ -124,6 +125,19 @@ class _ShardRows:
             row.documents[begin : end - 1] = number
             begin = end
         return row
+
+
+def rows_of_windows(
+    tokens: NDArray[np.int32], weights: NDArray[np.float32], eot: int
+) -> SampleRows:
+    """Return windows of text [..., S + 1] as rows of documents.
+
+    A document begins with the end-of-text token before it, which the first of its tokens follows
+    in generated text too; so every token of the window is a target in its document. The first
+    document of a window may lack its beginning.
+    """
+    begins = tokens[..., :-1] == eot
+    return SampleRows(tokens, weights, 1 + np.cumsum(begins, axis=-1, dtype=np.int32))
 
 
 def empty_rows(shape: tuple[int, ...], sequence_length: int, eot: int) -> SampleRows:

@@ -58,6 +58,7 @@ NOTED = {
     "gradient_accumulation_steps": (
         "losses will differ by rounding, balance losses are now taken over other groups"
     ),
+    "data.mask_documents": "from here on",
     "distil.temperature": "from here on",
     "distil.weight": "from here on",
     **dict.fromkeys((f"model.{name}" for name in TRAINING_ONLY), "from here on"),

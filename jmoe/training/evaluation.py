@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from jmoe.config import TrainConfig
 from jmoe.data.corpus import Corpus
 from jmoe.data.loader import held_out_windows
-from jmoe.data.sample_rows import held_out_rows
+from jmoe.data.sample_rows import held_out_rows, rows_of_windows
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer
@@ -40,11 +40,13 @@ def held_out_loss(
     samples, over the tokens to learn.
     """
     batch = config.batch_size // config.gradient_accumulation_steps
-    batches: Iterator[Any] = (
-        held_out_windows(corpus, config.sequence_length, batch)
-        if corpus.held_out_samples is None
-        else held_out_rows(corpus, config.sequence_length, batch, config.data)
-    )
+    batches: Iterator[Any]
+    if corpus.held_out_samples is not None:
+        batches = held_out_rows(corpus, config.sequence_length, batch, config.data)
+    else:
+        batches = held_out_windows(corpus, config.sequence_length, batch)
+        if config.data.mask_documents:
+            batches = (rows_of_windows(*window, corpus.eot) for window in batches)
     total = targets = 0.0
     while some := list(islice(batches, trainer.evaluation_batches)):
         targets += sum(float(weights.sum(dtype=np.float64)) for _, weights, *_ in some)

@@ -40,7 +40,7 @@ def sample_totals_local(batch: SampleRows, num_devices: int) -> SampleTotals:
 def documents_of(batch: SampleRows | Batch, config: DataConfig) -> Documents | None:
     """Return the `Documents` of rows of samples [B, ...]: which tokens go to experts (those with a
     target in their sample), which the routers' losses count (those whose target is to learn) and
-    which belong to one sample. None for windows of text.
+    which belong to one sample or document. None for windows of text without documents.
     """
     if not isinstance(batch, SampleRows):
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +86,7 @@ def test_mixture_follows_weights(tmp_path: Path) -> None:
 RESUME = """
 import hashlib, json, sys
 from pathlib import Path
+from typing import Any
 from jmoe.config import DataConfig
 from jmoe.data.corpus import prepare_corpus
 from jmoe.data.loader import train_batches
@@ -182,6 +185,27 @@ def test_ids_that_the_vocabulary_lacks_are_named_when_they_are_read(tmp_path: Pa
     with pytest.raises(ValueError, match=r"token of 60000 .* not below vocab_size = 300"):
         next(batches)
     batches.close()
+
+
+def test_rows_of_documents_are_the_windows(corpus: Corpus) -> None:
+    """The same tokens in the same order; each end of text begins a document."""
+    options: dict[str, Any] = {"batch_size": 4, "sequence_length": 64, "seed": 3}
+    masked = DataConfig(mask_documents=True)
+    with (
+        contextlib.closing(train_batches(corpus, **options)) as plain,
+        contextlib.closing(train_batches(corpus, **options, config=masked)) as rows,
+    ):
+        numbers = []
+        for _ in range(8):
+            row: Any = next(rows)
+            np.testing.assert_array_equal(row.tokens, next(plain))
+            assert (row.weights == 1).all() and row.weights.shape == (4, 64)
+            np.testing.assert_array_equal(
+                np.diff(row.documents, axis=1), row.tokens[:, 1:-1] == corpus.eot
+            )
+            np.testing.assert_array_equal(row.documents[:, 0], 1 + (row.tokens[:, 0] == corpus.eot))
+            numbers.append(row.documents.max())
+        assert max(numbers) > 1
 
 
 # Evaluation

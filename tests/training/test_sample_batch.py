@@ -5,6 +5,7 @@ and the loss counts the tokens to learn.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from jmoe.config import DataConfig, TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
-from jmoe.data.sample_rows import SampleRows, empty_rows, stack_rows
+from jmoe.data.sample_rows import SampleRows, empty_rows, rows_of_windows, stack_rows
 from jmoe.training.finetune import load_pretrained_state, with_pretrained_model
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import TrainState
@@ -130,6 +131,41 @@ def test_documents_in_a_row_are_as_each_alone(config: TrainConfig) -> None:
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert (metrics["tokens"], metrics["trained_tokens"]) == (total, total)
     assert_close(packed, expected)
+
+
+def test_documents_of_text_are_as_each_alone() -> None:
+    """Of windows that begin within a document, or with one: gradient, loss and held-out loss are
+    the means over the documents alone, by their tokens; every token is a target.
+    """
+    eot, lengths = 63, ((4, 8), (8, 4))
+    assert all(sum(window) == S for window in lengths)
+    draw = np.random.default_rng(4).integers
+    texts = [[draw(0, eot, n + 1).astype(np.int32) for n in window] for window in lengths]
+    tokens = np.empty((2, S + 1), np.int32)
+    for own, window, begins_with in zip(texts, tokens, (False, True), strict=True):
+        for number, text in enumerate(own):
+            text[0] = eot if number or begins_with else text[0]
+            text[-1] = eot  # what the next document begins with
+        window[:] = np.concatenate([*(text[:-1] for text in own), own[-1][-1:]])
+    config = without_router_losses(
+        dataclasses.replace(CONFIG, data=DataConfig(mask_documents=True))
+    )
+    rows = rows_of_windows(tokens, np.ones((2, S), np.float32), eot)
+    packed, metrics = gradient_program(config)(batch([SampleRows(*row) for row in zip(*rows)]))
+    expected, nll = jax.tree.map(np.zeros_like, packed), 0.0
+    for text in itertools.chain(*texts):
+        size = {"sequence_length": len(text) - 1, "batch_size": 1, "data": DataConfig()}
+        alone = gradient_program(dataclasses.replace(config, **size))
+        grads, own_metrics = alone(jnp.asarray(text)[None, None])
+        share = (len(text) - 1) / (2 * S)
+        expected = jax.tree.map(lambda a, g, n=share: a + n * g, expected, grads)
+        nll += (len(text) - 1) * float(own_metrics["loss"])
+    assert_close(packed, expected)
+    assert metrics["loss"] == pytest.approx(nll / (2 * S), abs=1e-5)
+    assert (metrics["tokens"], metrics["trained_tokens"]) == (2 * S, 2 * S)
+    trainer = make_trainer(config, mesh_of(1, 1, 1))
+    (held_out,) = trainer.evaluate_batches(trainer.init(), [jax.tree.map(jnp.asarray, rows)])
+    assert float(held_out) == pytest.approx(nll, rel=1e-5)
 
 
 def one_step(config: TrainConfig, rows: PyTree, shape: tuple[int, int, int] = (1, 1, 1)) -> Any:
