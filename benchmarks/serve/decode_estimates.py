@@ -206,7 +206,10 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
         "machine": "CPU cores alone: compiled with the CUDA 13 libraries, run nowhere",
         "notes": [
             "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch; "
-            "the share that paged_attention reaches (0.8 of a copy) is assumed",
+            "the shares that paged_attention and grouped_matmul in Triton reach (0.8 of a copy) are"
+            " assumed, also for experts in mxfp4, which are decoded in registers",
+            "launches: of two programs a layer; the engine runs eight layers a program, which share"
+            " a few of them",
             "by copies: the blocks of each row's context are copied to one array in each layer, or "
             "a loop runs over them where the copies would exceed the cache",
             "fits: weights and cache in 0.9 of the GPU's memory; the other rows only tell how "
