@@ -509,10 +509,11 @@ class _InterleavedRun:
             operands = [self._read_value(x) for x in equation.inputs]
             self._run_work(at)
             if equation.is_all_to_all:
-                # the rows that an all-to-all sends are its first operand
-                waiting = self._smallest_array(operands) if equation.is_loop else 0
-                can_start = order.markers_of(operands[waiting])
-                operands[waiting] = order.after_last_collective(operands[waiting])
+                # its rows, and the buffer that a ragged one writes, which should not be made early
+                waiting = [self._smallest_array(operands)] if equation.is_loop else [0, 1]
+                can_start = order.markers_of(operands[waiting[0]])
+                for i in waiting[: len(operands)]:
+                    operands[i] = order.after_last_collective(operands[i])
             if equation.deferred:
                 smallest = self._smallest_array(operands)
                 operands[smallest] = order.delay_until(operands[smallest], can_start)
