@@ -1,10 +1,10 @@
 """The ragged exchange of training: nothing is padded or dropped, and no step runs twice.
 
-A receive buffer has `BUFFER` times the rows of an even load, not the R times of the worst case. If
-a device gets more, the experts run in rounds: each round fills the buffers once, and its outputs
-return to the rows that sent their inputs. The number of rounds is known only when the step runs,
-so the rounds after the first are a loop that ends at once when the load is even; its backward pass
-computes its rounds anew.
+A receive buffer has `RAGGED_BUFFER` times the rows of an even load, not the R times of the worst
+case. If a device gets more, the experts run in rounds: each round fills the buffers once, and its
+outputs return to the rows that sent their inputs. The number of rounds is known only when the step
+runs, so the rounds after the first are a loop that ends at once when the load is even; its backward
+pass computes its rounds anew.
 
 Legend: T local tokens, D hidden, K choices per token, N = T K assignments, E experts, L experts of
 this device, R devices, M rows of the receive buffer.
