@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jmoe.memory import pinned
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.record_store import HostRecords
 from jmoe.memory.tiered_store import TieredStore
@@ -110,6 +111,30 @@ def test_a_failed_copy_and_too_few_slots(monkeypatch: pytest.MonkeyPatch) -> Non
         chosen.begin_step(whole_layers=False)
         with pytest.raises(OSError, match="the link is down"):
             chosen.acquire(0, np.array([[0, 4]]))
+
+
+def test_too_little_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second device gets none: the log says so, and experts come from ordinary memory."""
+    make = pinned.PinnedSlots
+
+    def make_one(num_slots: int, slot_bytes: int, device: jax.Device) -> pinned.PinnedSlots:
+        if device != jax.devices()[0]:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no room")
+        return make(num_slots, slot_bytes, device)
+
+    monkeypatch.setattr(pinned, "PinnedSlots", make_one)
+    mesh = expert_mesh(4)
+    store = open_store(mesh, pins=True)
+    assert "of pinned host memory cannot be had, ordinary memory is used" in caplog.text
+    with store, contextlib.closing(MeshChosenExperts(mesh, INDEX, FIELDS, 2, store)) as chosen:
+        with store.get(0) as record:
+            assert not record.is_pinned
+        chosen.begin_step(whole_layers=False)
+        chosen.acquire(0, np.arange(5)[None])
+        check_operands(chosen, 0, list(range(5)))
+        chosen.release()
 
 
 def test_a_device_without_experts() -> None:
