@@ -381,7 +381,7 @@ def flip(path: Path, rng: random.Random) -> str:
     return f"bit {bit} of {path}"
 
 
-@pytest.mark.parametrize("kind", ["device", "nvme, gradients too"])
+@pytest.mark.parametrize("kind", ["device", "nvme, gradients too", "nvme, updated on the host"])
 def test_a_flipped_bit_in_every_kind_of_file(
     runs: TrainRuns, tmp_path: Path, run_python: Run, kind: str
 ) -> None:

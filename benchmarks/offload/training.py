@@ -21,6 +21,8 @@ room                bytes on the device, and seconds of a step, with slots for a
                     MoESys' alpha); the losses are the same to the bit
 updates             seconds and bytes of a step with AdamW on the device and on the host
                     (`tiers.update`), in turn
+limited_link        step / max(computing, link) with a link limited to an H100's ratio of bytes to
+                    products, and to multiples of it, with AdamW on the host
 replay              seconds to replay 1, 10 and 100 missed steps of an expert, beside its fetch
 retention           tokens/s with experts in host memory over tokens/s with all of them on the
                     device, by tokens of a step
@@ -56,7 +58,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import fio, report
 from benchmarks.lib.report import JsonObject
 from benchmarks.lib.slow_disk import SlowDisk
-from benchmarks.offload import copies, room, two_nodes, updates
+from benchmarks.offload import copies, limited_link, room, two_nodes, updates
 from benchmarks.offload.session import (
     Session,
     StepCost,
@@ -337,6 +339,7 @@ def main() -> None:
         "replicas": copies.measure_replicas,
         "room": room.measure,
         "updates": updates.measure,
+        "limited_link": limited_link.measure,
         "replay": measure_replay,
         "retention": measure_retention,
         "two_nodes": two_nodes.measure,
@@ -356,6 +359,13 @@ def main() -> None:
     parser.add_argument("--accumulation-steps", type=int, default=1, help="of expected")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention"
+    )
+    parser.add_argument(
+        "--link-shares",
+        type=float,
+        nargs="+",
+        default=[1, 16],
+        help="bandwidths of limited_link, as shares of that of an H100's ratio",
     )
     two_nodes.add_options(parser)
     a = parser.parse_args()

@@ -1,0 +1,113 @@
+"""Steps whose experts cross a link of limited bandwidth, beside max(computing, link).
+
+The host updates the experts (`tiers.update`), so that weights go to the device and gradients
+return. Each direction of the link is limited. A row has its limit as a share of the bytes that an
+H100's link (54 GB/s) moves in the time of its products (790 TFLOP/s): at 1, bytes and products take
+as long beside each other as on an H100. computing_s: a step with all experts on the device, which
+has both cores to itself; in the other rows AdamW and the copies take their share of them.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.lib import report
+from benchmarks.lib.report import JsonObject
+from benchmarks.offload.session import Session, config_of
+from jmoe.memory.link import Link
+from jmoe.offload.expert_updates import HostUpdate
+from jmoe.training.trainer import make_trainer
+
+H100_BYTES_PER_FLOP = 54e9 / 790e12
+WARM_UP = 2  # steps, in which programs are compiled and caches are filled
+SIZE = 1024  # of the products that rate this device
+
+
+def product_rate(rounds: int = 5) -> float:
+    """Return the FLOP/s of a large float32 product, the median of `rounds`."""
+    square = jnp.ones((SIZE, SIZE), jnp.float32)
+    product = jax.jit(lambda x: (x @ square) / SIZE)
+    product(square).block_until_ready()
+    rates = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        product(square).block_until_ready()
+        rates.append(2 * SIZE**3 / (time.perf_counter() - begun))
+    return report.median(rates, digits=0)
+
+
+def limit_links(session: Session, bytes_per_s: float) -> None:
+    """Limit each direction of every device's link of a run whose experts the host updates."""
+    experts = session.program._open_experts
+    update = cast(HostUpdate, experts._update)
+    update.links.update({device: Link(bytes_per_s) for device in update.links})
+    experts._gradients.links = [Link(bytes_per_s) for _ in experts._gradients.links]
+
+
+def take_steps(session: Session, numbers: Sequence[int]) -> tuple[list[float], int, int]:
+    """Return (seconds of each step, bytes to the device, bytes from it, of one step)."""
+    before = session.program.expert_stats()
+    seconds = [session.step(number).seconds for number in numbers]
+    after = session.program.expert_stats()
+    if after is None:
+        return seconds, 0, 0
+    to, back = np.subtract(after.link, before.link) // len(numbers)
+    return seconds, int(to), int(back)
+
+
+def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
+    """Return, by share of an H100's ratio and tier, step / max(computing, link)."""
+    on_device = Session(
+        config_of(a, folder, experts="device", optimizer="device", gradients="host"),
+        make=make_trainer,
+    )
+    take_steps(on_device, range(WARM_UP))
+    computing = take_steps(on_device, range(WARM_UP, WARM_UP + a.rounds))[0]
+    on_device.program.close()
+    computing_s, rate = report.median(computing), product_rate()
+    parameters = 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts
+    rows = []
+    for tier in ("host", "nvme"):
+        config = config_of(
+            a,
+            folder / tier,
+            experts=tier,
+            optimizer=tier,
+            gradients=tier,
+            gradient_dtype="bfloat16",
+            update="host",
+        )
+        session = Session(config)
+        take_steps(session, range(WARM_UP))
+        for share in a.link_shares:
+            limit = share * H100_BYTES_PER_FLOP * rate
+            limit_links(session, limit)
+            take_steps(session, [WARM_UP])  # begins with what the limit did not delay
+            first = WARM_UP + 1
+            seconds, to, back = take_steps(session, range(first, first + a.rounds))
+            step_s, link_s = report.median(seconds), max(to, back) / limit
+            row = {
+                "records": tier,
+                "share_of_h100_ratio": share,
+                "link_mb_per_s": round(limit / 1e6, 2),
+                "step_s": step_s,
+                "link_s": round(link_s, 4),
+                "bytes_per_parameter": round((to + back) / parameters, 2),
+                "step_against_bound": round(step_s / max(computing_s, link_s), 3),
+            }
+            rows.append(report.progress(row))
+        session.program.close()
+    return {
+        "tokens": a.batch_size * a.sequence_length,
+        "parameters_of_experts": parameters,
+        "product_gflops": round(rate / 1e9, 1),
+        "computing_s": computing_s,
+        "options": report.options(a),
+        "rows": rows,
+    }
