@@ -1,5 +1,10 @@
 """Steps whose experts cross a link of limited bandwidth, beside max(computing, link).
 
+link_s is the time of the bytes on the link: those of the forward pass (weights go to the device),
+then the longer direction of the backward pass (weights of all but the last layers go again,
+gradients return). The passes cannot overlap: no weight of a step is known before the last gradient
+of the step before, because the clipping factor takes all of them.
+
 The host updates the experts (`tiers.update`), so that weights go to the device and gradients
 return. Each direction of the link is limited. A row has its limit as a share of the bytes that an
 H100's link (54 GB/s) moves in the time of its products (790 TFLOP/s): at 1, bytes and products take
@@ -91,7 +96,8 @@ def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
             take_steps(session, [WARM_UP])  # begins with what the limit did not delay
             first = WARM_UP + 1
             seconds, to, back = take_steps(session, range(first, first + a.rounds))
-            step_s, link_s = report.median(seconds), max(to, back) / limit
+            forward = to / (2 - min(1, config.tiers.device_layers / a.layers))
+            step_s, link_s = report.median(seconds), (forward + max(to - forward, back)) / limit
             row = {
                 "records": tier,
                 "share_of_h100_ratio": share,
