@@ -177,7 +177,7 @@ def known_options(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
         with pytest.raises(SystemExit):
             parse([*arguments, "--help"])
         yield from OPTION.findall(capsys.readouterr().out)
-    for folder in ("jmoe", "benchmarks", "kernels_pallas"):
+    for folder in ("jmoe", "benchmarks", "kernels_pallas", "launch"):
         for source in (ROOT / folder).rglob("*.py"):
             yield from re.findall(r'add_argument\(\s*"(--[\w-]+)"', source.read_text())
 
