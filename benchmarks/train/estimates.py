@@ -38,9 +38,11 @@ if __name__ == "__main__":
 from benchmarks.lib import ahead_of_time, report
 from benchmarks.lib.published import published
 from jmoe.config import CommConfig, MachineConfig, MeshConfig, TrainConfig
+from jmoe.config.parallel import ExpertSharding, ScheduleKind
 from jmoe.configs import PRESETS
 from jmoe.models.huggingface import model_config
 from jmoe.planning.gpu_estimate import GpuKernel
+from jmoe.planning.gpu_links import GPUS_PER_NODE
 from jmoe.run.planner import training_plan
 from jmoe.training.fused.step_estimate import StepEstimate, estimate_step
 
@@ -63,6 +65,20 @@ def on_eight_gpus(model: str, layers: int) -> TrainConfig:
     return replace(run, mesh=MeshConfig(expert_intra=8))
 
 
+def on_64_gpus(
+    preset: str, sharding: ExpertSharding, schedule: ScheduleKind = "chunks"
+) -> TrainConfig:
+    """Return a preset's run on eight hosts that each have all experts, with a sequence of 4,096
+    tokens a device.
+    """
+    return replace(
+        PRESETS[preset][1],
+        mesh=MeshConfig(data=8, expert_intra=8),
+        batch_size=64,
+        comm=CommConfig(shard_experts=sharding, schedule=schedule),
+    )
+
+
 SHAPES = {
     "olmoe": on_one_gpu("olmoe", 6, 4),
     "olmoe, 16,384 tokens": on_one_gpu("olmoe", 6, 8),
@@ -83,6 +99,12 @@ SHAPES = {
     "olmoe, 8 devices, pipelined": replace(
         on_eight_gpus("olmoe", 16), comm=CommConfig(schedule="pipelined")
     ),
+    "mixtral-8x7b, 64 devices, weights split": on_64_gpus("mixtral-8x7b", "weights"),
+    "mixtral-8x7b, 64 devices, optimizer split": on_64_gpus("mixtral-8x7b", "optimizer"),
+    "mixtral-8x7b, 64 devices, weights split, in any order": on_64_gpus(
+        "mixtral-8x7b", "weights", "none"
+    ),
+    "qwen3-30b-a3b, 64 devices, weights split": on_64_gpus("qwen3-30b-a3b", "weights"),
 }
 
 OTHERS_RUN = "olmoe"  # what GPUs other than an H100 are estimated for
@@ -121,6 +143,9 @@ def kernel_text(kernel: GpuKernel) -> str:
 def row_of(name: str, step: StepEstimate) -> JsonObject:
     """Return a step's estimate, and its bytes beside the planner's."""
     run, gpu, planned = step.config, step.gpu, planned_bytes(step.config)
+    collectives = {}
+    if step.num_devices > GPUS_PER_NODE:
+        collectives = {"collectives": [str(each) for each in gpu.communication]}
     return {
         "shape": name,
         "gpu": run.estimate,
@@ -137,6 +162,7 @@ def row_of(name: str, step: StepEstimate) -> JsonObject:
         "planned_gb": round(planned / 1e9, 2),
         "compiled_gb": round(step.memory.num_bytes / 1e9, 2),
         "planned_of_compiled": round(planned / step.memory.num_bytes, 3),
+        **collectives,
         "slowest": [kernel_text(kernel) for kernel in gpu.kernels[:5]],
         "date": f"{date.today()}",
     }
@@ -169,6 +195,9 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
             "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "
             "may change: gpt-moe-8e 82.4, olmoe 707.1, pipelined 645.1, mixtral 872.8, qwen3 529.2",
+            "64 devices: eight hosts of eight, a replica of all experts each; the layers' gathers "
+            "and reductions go in chunks, one after the other, which hides less of them than whole "
+            "collectives in any order",
             "gpt-oss, 6 layers: does not fit an H100, so that XLA computes the logits four times "
             "there",
         ],
