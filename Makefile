@@ -1,4 +1,4 @@
-# make train | decode | serve | test | bench: each sets up .venv by itself.
+# make train | fine-tune | decode | serve | test | bench: each sets up .venv by itself.
 #
 #   PYTHON=python3.13   the interpreter of .venv (remembered; another one makes .venv anew)
 #   EXTRA=cuda12        also install this extra of pyproject.toml (remembered): cuda12 or cuda13 for NVIDIA GPUs
@@ -15,12 +15,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train decode serve test test-all lint bench gpu gpu-estimate docs kernels-aot
+.PHONY: help setup train fine-tune decode serve test test-all lint bench gpu gpu-estimate docs kernels-aot
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make setup      make .venv and install jmoe into it (EXTRA=cuda12 for NVIDIA GPUs)'
 	@echo 'make train      train a small language model on real text (preset tiny); ARGS="--num-steps 100" adds options'
+	@echo 'make fine-tune  tune a small model on chats, with all parameters and with adapters, and ask the results'
 	@echo 'make decode     continue a line with what `make train` left, half of its layers on the device at a time'
 	@echo 'make serve      serve what `make train` left, as OpenAI'"'"'s API; ARGS="--port 8080" adds options'
 	@echo 'make test       lint and the tests'
@@ -37,6 +38,9 @@ setup: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python train.py $(PRESET) $(ARGS)
+
+fine-tune: $(STAMP)
+	$(BIN)/python benchmarks/train/fine_tune.py $(ARGS)
 
 serve: $(STAMP)
 	@test -d runs/tiny/checkpoints || { echo 'There is nothing to serve yet: runs/tiny has no checkpoint. Run `make train` first.'; exit 1; }
