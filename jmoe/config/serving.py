@@ -116,6 +116,8 @@ class ServeConfig:
                 [item.name for item in fields(self.machine)],
                 "without dry_run, which plans for another machine",
             )
+        unused = ["nvme_bytes", "nvme_write_bytes_per_s"]
+        check_unset(self.machine, "machine", unused, "in a plan for serving, which does not use it")
         one = not self.estimate or self.engine.mesh.devices == 1
         devices = self.engine.mesh.devices
         check_field(

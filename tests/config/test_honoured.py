@@ -32,7 +32,7 @@ from jmoe.config import (
 from jmoe.config.model import MODEL_LIMITS
 from jmoe.config.serving import ServeConfig
 from jmoe.config.supervise import SuperviseConfig
-from jmoe.config.tiers import TiersConfig
+from jmoe.config.tiers import MachineConfig, TiersConfig
 
 EXPERTS = "describes experts, of which a dense model has none, as configurations of Hugging Face do"
 NO_TRAFFIC = "the form and order of traffic between devices: one device has none"
@@ -153,6 +153,10 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "engine.mesh.segments": ("segments.json", {}),
         "engine.mesh.dense": ("tensor", {}),
         "estimate": ("h100", {"dry_run": True}),
+        **{f"machine.{f.name}": (1, {}) for f in dataclasses.fields(MachineConfig)},
+        "machine.accelerator": ("h100", {}),
+        "machine.nvme_bytes": (1, {"dry_run": True}),
+        "machine.nvme_write_bytes_per_s": (1.0, {"dry_run": True}),
         "distributed.heartbeat_folder": ("beats", {}),
         "distributed.stopped_exit_code": (75, {}),
     },
