@@ -149,7 +149,8 @@ def step_programs(
     positions_PC = batch.positions_PC
     x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
     variant = runner.LayerProgramOptions(False, context)
-    inputs = *layer, caches[0], x, batch.blocks_PW, positions_PC, None
+    places = runner.CachePlaces(batch.blocks_PW, positions_PC, None)
+    inputs = *layer, caches[0], x, places
     x_PCD, _, routed = do(
         f"layer but for experts, {what}", runner._attend_program, variant, *inputs
     )
@@ -192,12 +193,11 @@ def decode_program(
         f"all layers, resident, {batch.blocks_PW.shape[0]} x 1 tokens",
         runner._apply_layers,
         static,
-        (arrays,) * count,
+        (runner._LayerOperands(arrays, None, None),) * count,
         (shapes.caches[0],) * count,
         shapes.outside[1],
         None,
         batch,
-        (None,) * count,
         (
             shapes.slots["resident"],
             programs.of(jnp.int32, config.num_moe_layers, config.num_experts),
