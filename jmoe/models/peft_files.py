@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 
 import numpy as np
 
@@ -197,10 +198,20 @@ def read_adapter_folder(folder: Path, config: ModelConfig, family: str) -> Adapt
         sorted(stored)[:1],
         "fit no part of the model",
     )
-    rank, alpha, rslora = fields.get("r"), fields.get("lora_alpha"), fields.get("use_rslora", False)
-    lora = LoraConfig(rank, float(alpha), bool(rslora), targets)  # type: ignore[arg-type]
+    lora = _read_options(file, fields, targets)
     parameters = adapted_parameters(config, family, targets)
     return AdapterFolder(lora, parameters, _read_adapters(folder, stored, parameters, lora))
+
+
+def _read_options(file: Path, fields: JsonObject, targets: tuple[str, ...]) -> LoraConfig:
+    """Return the rank and scale of an `adapter_config.json`. Raises ValueError naming the field."""
+    rank, alpha, rslora = fields.get("r"), fields.get("lora_alpha"), fields.get("use_rslora")
+    check(type(rank) is int, f"{file}: r", rank, "must be a whole number")
+    known = isinstance(rslora, bool | NoneType)
+    check(known, f"{file}: use_rslora", rslora, "must be true or false")
+    if not isinstance(alpha, int | float):
+        raise ValueError(f"{file}: lora_alpha = {alpha!r}: must be a number")
+    return LoraConfig(rank, float(alpha), bool(rslora), targets)
 
 
 def _stored_targets(
@@ -276,6 +287,8 @@ def _read_tensor(
     out = np.empty(shape, np.float32)
     for first, end, values in reader.read_chunks(tensor, 0, shape[0]):
         out[first:end] = values
+    if not np.isfinite(out).all():
+        raise tensor.error("has values that are not finite")
     return out
 
 

@@ -73,6 +73,9 @@ def test_what_is_written_are_the_tensors_of_peft(name: str, tmp_path: Path) -> N
         ),
         ({"r": 3}, r"has shape \[\d+, \d+\], must have"),
         ({"r": 0}, "lora.rank = 0: must be at least 1"),
+        ({"r": None}, "adapter_config.json: r = None: must be a whole number"),
+        ({"lora_alpha": None}, "adapter_config.json: lora_alpha = None: must be a number"),
+        ({"use_rslora": "no"}, "use_rslora = 'no': must be true or false"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern = .* is not supported"),
     ],
 )
@@ -91,4 +94,13 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must have .* the adapter is of another model"):
         read(LORA / "mixtral" / "first", "qwen3_moe")
     with pytest.raises(ValueError, match=f"must be a folder with {CONFIG}"):
+        read(tmp_path, "mixtral")
+
+
+def test_values_that_are_not_finite(tmp_path: Path) -> None:
+    """One adapter's NaN would reach the other rows of a batch: 0 x NaN is NaN."""
+    own = read(LORA / "mixtral" / "first", "mixtral")
+    own.adapters["moe_layers"]["attention"]["w_qkv"]["b"][0, 0, 0] = np.nan
+    write_adapter_folder(tmp_path, own.parameters, own.adapters, own.lora, "base")
+    with pytest.raises(ValueError, match=r"lora_B.weight' has values that are not finite"):
         read(tmp_path, "mixtral")
