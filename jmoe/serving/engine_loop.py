@@ -154,11 +154,11 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        self.on_end()
         self._owner._abort_sequences(self.sequences)
         self._owner._unsent.remove(self)
         if any(sequence.constraint is not None for sequence in self.sequences):
             self._owner._commands.put(partial(_drop_constraints, self.sequences))
+        self.on_end()
 
 
 class EngineLoop:

@@ -49,11 +49,12 @@ class Tracer:
         """
         check_package(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        resource = Resource({SERVICE_NAME: "jmoe"}).merge(Resource.create())
+        # the variables' name goes first
+        resource = Resource.create({SERVICE_NAME: "jmoe"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("jmoe.serving")
@@ -74,13 +75,14 @@ class Tracer:
         now_s, now_ns = time.monotonic(), time.time_ns()
         sequences = generation.sequences
         arrived_s = min(sequence.arrived_s for sequence in sequences)
+        model = sequences[0].adapter or self._model
         span = self._tracer.start_span(
             SPAN,
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
             start_time=now_ns - round((now_s - arrived_s) * 1e9),
             attributes=_attributes(generation, now_s)
-            | {"gen_ai.request.id": request_id, "gen_ai.response.model": self._model},
+            | {"gen_ai.request.id": request_id, "gen_ai.response.model": model},
         )
         span.end(now_ns)
 

@@ -5,13 +5,16 @@
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jmoe.config.serving import ServeConfig
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.sequence import Sequence
 from jmoe.serving import tracing
-from jmoe.serving.tracing import check_package, has_package
+from jmoe.serving.tracing import Tracer, check_package, has_package
 from tests.http_servers import HttpProcess
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -93,3 +96,30 @@ def test_a_span_for_each_request(start: Callable[..., HttpProcess], collector: C
     assert whole == pytest.approx(
         (spans[0].end_time_unix_nano - spans[0].start_time_unix_nano) / 1e9
     )
+
+
+@NEEDS_OTEL
+def test_names_of_the_service_and_of_an_adapter(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the SDK's variables the service is jmoe; a request's model is its adapter."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    tracer = Tracer(f"http://127.0.0.1:{collector.server_port}/v1/traces", "model")
+    for adapter in ("", "a"):
+        sequences = [Sequence([1], SamplingParams(), adapter=adapter)]
+        tracer.record(SimpleNamespace(sequences=sequences, num_tokens=0), "r", {})  # type: ignore[arg-type]
+    tracer.close()
+    (data,) = collector.bodies
+    (resource,) = ExportTraceServiceRequest.FromString(data).resource_spans
+    named = {a.key: a.value.string_value for a in resource.resource.attributes}
+    assert named["service.name"] == "jmoe"
+    models = [
+        attribute.value.string_value
+        for span in resource.scope_spans[0].spans
+        for attribute in span.attributes
+        if attribute.key == "gen_ai.response.model"
+    ]
+    assert models == ["model", "a"]
