@@ -14,7 +14,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,18 +68,34 @@ class EngineActor:
         return line
 
 
-def describe_node(model: str) -> dict[str, str]:
-    """Return {name: value} of what must be the same on every node that has an engine."""
-    folder = Path(model)
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    files = [(path.name, path.stat().st_size) for path in paths]
+def describe_node(model: str, adapters: Sequence[str] = ()) -> dict[str, str]:
+    """Return {name: value} of what must be the same on every node that has an engine.
+
+    adapters: folders of LoRA adapters.
+    """
+    sizes = {f"{path} (names and sizes of its files)": _file_sizes(path) for path in adapters}
     return {
         "jmoe": jmoe_version(),
         "jax": version("jax"),
-        f"model {model} (names and sizes of its files)": (
-            hashlib.sha256(repr(files).encode()).hexdigest()[:12] if files else "no such folder"
-        ),
-    }
+        f"model {model} (names and sizes of its files)": _file_sizes(model),
+    } | sizes
+
+
+def _file_sizes(path: str) -> str:
+    """Return a digest of the names and sizes of a folder's files, or of one file."""
+    root = Path(path)
+    paths = sorted(root.iterdir()) if root.is_dir() else [root] * root.is_file()
+    files = [(path.name, path.stat().st_size) for path in paths]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:12] if files else "nothing"
+
+
+def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
+    """Return `config` for processes of another working directory."""
+    absolute = lambda path: str(Path(path).expanduser().resolve())  # noqa: E731
+    pairs = (option.partition("=") for option in config.engine.lora)
+    lora = tuple(f"{name}={absolute(folder)}" for name, _, folder in pairs)
+    engine = dataclasses.replace(config.engine, lora=lora)
+    return dataclasses.replace(config, model=absolute(config.model), engine=engine)
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,10 +116,10 @@ class ClusterBatch:
 
     def __init__(self, config: ServeConfig, address: str, num_engines: int | None) -> None:
         """Connect to the cluster at `address`. Raises ValueError that names what is wrong."""
-        model = str(Path(config.model).expanduser().resolve())
-        self._config = dataclasses.replace(config, model=model)
+        self._config = config = _with_absolute_paths(config)
         self._ray = connect(address)
-        check_same_everywhere(self._ray, address, describe_node, model)
+        adapters = [option.partition("=")[2] for option in config.engine.lora]
+        check_same_everywhere(self._ray, address, describe_node, config.model, adapters)
         self._gpus = config.engine.mesh.devices if has_gpus(self._ray) else 0
         self._num_engines = num_engines or count_places(self._ray, self._gpus)
         if not self._num_engines:

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from jmoe.command_line import BatchOptions
+from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.programs import batch_on_ray
-from jmoe.programs.batch_on_ray import ClusterBatch
+from jmoe.programs.batch_on_ray import ClusterBatch, describe_node
 from jmoe.ray_cluster import ActorLostError
 from jmoe.serving.batch import EngineFailedError
 from jmoe.serving.batch_files import AnswersFile, BatchRequest, read_keys, read_requests
@@ -131,3 +132,28 @@ def test_the_number_of_engines_needs_a_cluster() -> None:
     with pytest.raises(ValueError, match=r"ray_engines = 2: must be positive, and needs --ray"):
         BatchOptions("in", "out", "model", ray_engines=2)
     assert BatchOptions("in", "out", "model", ray="auto", ray_engines=2).ray_engines == 2
+
+
+def test_what_must_be_the_same_on_every_node(tmp_path: Path) -> None:
+    """A model of one file is compared too, and every adapter's folder."""
+    model, adapter = tmp_path / "model.gguf", tmp_path / "adapter"
+    missing = describe_node(str(model), [str(adapter)])
+    assert "nothing" in missing.values()
+    adapter.mkdir()
+    for changed in (model, adapter / "adapter_model.safetensors"):
+        before = describe_node(str(model), [str(adapter)])
+        changed.write_bytes(b"x")
+        assert describe_node(str(model), [str(adapter)]) != before
+
+
+def test_engines_elsewhere_get_absolute_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(batch_on_ray, "connect", lambda address: None)
+    monkeypatch.setattr(batch_on_ray, "check_same_everywhere", lambda *args: asked.extend(args))
+    monkeypatch.setattr(batch_on_ray, "has_gpus", lambda ray: False)
+    config = ServeConfig("model", engine=EngineConfig(lora=("a=b/c",)))
+    ClusterBatch(config, "auto", 1)
+    assert asked[-2:] == [str(tmp_path / "model"), [str(tmp_path / "b/c")]]
