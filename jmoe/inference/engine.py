@@ -99,6 +99,7 @@ class Engine(Closing):
         self.on_prepared: Callable[[], object] = lambda: None
         # whether a thread that could not be ended still runs the engine, which then stays open
         self.is_in_use = False
+        self._is_loaded = False  # False for good if neither other weights nor the old ones load
         self._has_answered = False
         self._load_model = partial(
             LoadedModel,
@@ -136,6 +137,7 @@ class Engine(Closing):
         self._is_measured = model.on_one is None or memory.policy != "auto"
         self._log_plan()
         self._reset_counters_and_choices()
+        self._is_loaded = True
 
     def reload(self, folder: str | os.PathLike[str]) -> None:
         """Replace the weights by those of another checkpoint of the same configuration and
@@ -161,6 +163,7 @@ class Engine(Closing):
     def _unload(self) -> None:
         """Close the model and let go of its arrays."""
         self.close()
+        self._is_loaded = False
         del self._model, self._store, self._runner, self.residency
         del self._sampler, self._collector, self._preparation
         gc.unfreeze()  # a server freezes what it has loaded, so that no collection would free it
@@ -466,7 +469,7 @@ class Engine(Closing):
 
         Does nothing if `is_in_use` is set: a thread that could not be stopped still runs steps.
         """
-        if self.is_in_use:
+        if self.is_in_use or not self._is_loaded:
             return
         if self.plan.calibration is not None:
             for name, phase in (

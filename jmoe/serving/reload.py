@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
 from jmoe.serving.engine_loop import EngineLoop
 from jmoe.serving.errors import ApiError
 
+log = logging.getLogger(__name__)
+
+EXPECTED = ValueError, OSError, ReloadError, ApiError  # which say all in their message
 OpenFolder = Callable[[], contextlib.AbstractContextManager[Path]]
 
 
@@ -78,7 +82,11 @@ class Reloader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def request(self) -> None:
-        """Begin to reload; after the reload under way, if there is one."""
+        """Begin to reload; after the reload under way, if there is one. Nothing if another already
+        waits for that: it will load the same weights.
+        """
+        if len(self._tasks) > 1:
+            return
         task = asyncio.create_task(self.reload())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -90,8 +98,10 @@ class Reloader:
             try:
                 folder = await asyncio.to_thread(self._open_newest, opened)
                 await self._loop.reload(folder)
-            except (ValueError, OSError, ReloadError, ApiError) as error:
+            except Exception as error:
                 opened.close()
+                if not isinstance(error, EXPECTED):
+                    log.exception("the reload has failed")
                 self._say(f"the weights stay as they were: {error}")
                 return
             self._in_use.close()

@@ -867,3 +867,6 @@ def test_other_weights(policy: str, tmp_path: Path) -> None:
         with pytest.raises(ReloadError):
             engine.reload(tmp_path / "damaged")
         assert same(engine.generate(prompts, **asked), expected)
+        shutil.rmtree(tmp_path / "1")
+        with pytest.raises(ValueError, match=r"config.json: is missing"):
+            engine.reload(tmp_path / "damaged")  # and the old ones are gone: the engine has ended

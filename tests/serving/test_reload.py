@@ -1,13 +1,19 @@
 """SIGHUP to a real server: newer weights, and no request is dropped."""
 
+import asyncio
+import contextlib
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from jmoe.config.engine import EngineConfig
+from jmoe.serving.reload import Reloader
 from tests.agent_model import byte_tokenizer
 from tests.http_servers import HttpProcess
 from tests.scripted_model import describe, save_scripted_model
@@ -48,7 +54,7 @@ def point_to(folders: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(serve: Callable[..., HttpProcess], folders: Path) -> Iterator[HttpProcess]:
+def server(serve: Callable[..., HttpProcess], folders: Path) -> HttpProcess:
     options = ("--max-batch", 1, "--max-seq-len", POSITIONS, "--policy", "resident")
     return serve(*options, folder=folders / "model")
 
@@ -99,3 +105,44 @@ def test_what_cannot_be_loaded(server: HttpProcess, folders: Path, name: str, wo
 
 def test_the_end_still_drains(server: HttpProcess) -> None:
     assert server.terminate() == 0
+
+
+def run_reloader(folder: Path, signals: int, error: Exception | None = None) -> list[str]:
+    """Return what `signals` requests at once make a `Reloader` say and do, without an engine."""
+    did: list[str] = []
+
+    @contextlib.contextmanager
+    def open_folder() -> Iterator[Path]:
+        did.append("opened")
+        yield folder
+        did.append("closed")
+
+    async def load(newest: Path) -> None:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+
+    async def run() -> None:
+        loop: Any = SimpleNamespace(reload=load)
+        reloader = Reloader(loop, folder, EngineConfig(), open_folder, did.append)
+        for _ in range(signals):
+            reloader.request()
+        await asyncio.gather(*reloader._tasks)
+
+    asyncio.run(run())
+    return did
+
+
+def test_many_signals_are_two_reloads(folders: Path) -> None:
+    """The one under way, and one that finds what is new since."""
+    did = run_reloader(folders / "1", 9)
+    assert [what.split()[0] for what in did] == ["opened", "reloaded"] + [
+        "opened",
+        "closed",
+        "reloaded",
+    ]
+
+
+def test_an_error_of_any_kind_is_said(folders: Path) -> None:
+    did = run_reloader(folders / "1", 1, KeyError("x"))
+    assert did == ["opened", "closed", "the weights stay as they were: 'x'"]
