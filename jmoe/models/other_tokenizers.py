@@ -28,8 +28,16 @@ def write_missing_tokenizer(folder: Path, say: Callable[[str], None]) -> None:
     if name is None:
         return
     try:
-        replace_text_durably(folder / TOKENIZER, READERS[name](folder).to_str())
+        text = READERS[name](folder).to_str()
     except (ValueError, OSError) as error:
         say(f"no {TOKENIZER} can be made from {name}: {error}")
+        return
+    try:
+        replace_text_durably(folder / TOKENIZER, text)
+    except OSError as error:
+        say(
+            f"{folder / TOKENIZER} cannot be written: {error.strerror}; give a folder of links to"
+            " the files of this one (cp -rs) instead"
+        )
     else:
         say(f"{folder / TOKENIZER} was made from {name}")

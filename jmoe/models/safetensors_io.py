@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -375,19 +376,27 @@ def _unused_file_names(folder: Path, count: int) -> list[str]:
 
 
 def replace_text_durably(path: Path, text: str) -> None:
-    """Replace the content of a file atomically and durably; an error leaves the old content."""
-    new = path.with_name(f".{path.name}.new")
+    """Replace the content of a file atomically and durably; an error leaves the old content.
+
+    Several processes may replace the same file at a time: the last one's content stays.
+    """
+    new = unused_name_beside(path)
     try:
         _write_durably(new, text)
+        new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    new.rename(path)
     fsync(path.parent)
 
 
+def unused_name_beside(path: Path) -> Path:
+    """Return a hidden name in the folder of `path`, which no other process or thread takes."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
+
+
 def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as stream:
+    with path.open("w", encoding="utf-8", newline="") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -61,9 +61,17 @@ def read_tiktoken(folder: Path) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     named = settings.get("added_tokens_decoder") or {}
-    for number in range(len(ranks), len(ranks) + NUM_SPECIAL):
+    numbers = range(len(ranks), len(ranks) + NUM_SPECIAL)
+    field = f"{folder / SETTINGS}: added_tokens_decoder"
+    for number in named:
+        words = f"must be in {numbers}, behind the {len(ranks)} tokens of {FILE}: is it cut off?"
+        check(number in map(str, numbers), field, number, words)
+    for number in numbers:
         content = (named.get(str(number)) or {}).get("content", f"<|reserved_token_{number}|>")
         tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+        own = tokenizer.token_to_id(content)
+        words = f"must name a token of its own, and {content!r} is {own}"
+        check(own == number, field, number, words)
     return tokenizer
 
 

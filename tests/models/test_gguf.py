@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from jmoe.models.gguf.file import GgufFile, part_files, read_gguf  # noqa: E402
 from jmoe.models.gguf.folder import gguf_folder  # noqa: E402
 from jmoe.models.gguf.formats import GgufBlocks, block_bytes  # noqa: E402
 from jmoe.models.gguf.names import layer_source  # noqa: E402
-from jmoe.models.gguf.tokenizer import gguf_tokenizer  # noqa: E402
+from jmoe.models.gguf.tokenizer import gguf_tokenizer, tokenizer_settings  # noqa: E402
 from jmoe.models.weight_files import read_weight_headers  # noqa: E402
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "gguf"
@@ -127,8 +129,56 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path: Path) -> None:
     folder = gguf_folder(tmp_path / "x.gguf")
     assert folder == tmp_path / "x.gguf.jmoe"
     assert (folder / "tokenizer.json").read_text() == text + "\n"
-    assert not (folder / "tokenizer_config.json").exists()
-    assert gguf_folder(tmp_path / "x.gguf") == folder  # written once
+    # the file's chat template and end tokens stay, unless other files beside it have them
+    templates = read_templates(folder)
+    assert templates is not None and "<|im_start|>" in templates["templates"]["default"]
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    (tmp_path / "chat_template.jinja").write_text("{{ 'own' }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("{{ 'rag' }}")
+    gguf_folder(tmp_path / "x.gguf")
+    templates = read_templates(folder)
+    assert templates is not None and set(templates["templates"]) == {"default", "rag"}
+    assert templates["templates"]["default"] == "{{ 'own' }}"
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).unlink()
+    gguf_folder(tmp_path / "x.gguf")  # nothing of the files that are gone stays
+    templates = read_templates(folder)
+    assert templates is not None and set(templates["templates"]) == {"default"}
+    assert "<|im_start|>" in templates["templates"]["default"]
+
+
+def test_a_folder_that_is_written_once(tmp_path: Path) -> None:
+    """Of a file in a folder that cannot be written, it is read as it is, or the error says where
+    else; files of the same name have folders of their own in a cache.
+    """
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        shutil.copy(FIXTURES / "olmoe" / "model.gguf", tmp_path / name / "x.gguf")
+    cache = tmp_path / "cache"
+    folders = [gguf_folder(tmp_path / name / "x.gguf", cache) for name in ("a", "b")]
+    assert folders[0] != folders[1] and {folder.parent for folder in folders} == {cache}
+    folder = gguf_folder(tmp_path / "a" / "x.gguf")
+    times = {path: path.lstat().st_mtime_ns for path in [folder, *folder.iterdir()]}
+    assert gguf_folder(tmp_path / "a" / "x.gguf") == folder
+    assert {path: path.lstat().st_mtime_ns for path in [folder, *folder.iterdir()]} == times
+    (tmp_path / "b" / "x.gguf.jmoe").write_text("no folder")
+    with pytest.raises(OSError, match=r"x\.gguf\.jmoe: cannot be written: .* --cache-dir, or give"):
+        gguf_folder(tmp_path / "b" / "x.gguf")
+
+
+def test_processes_that_write_one_folder(tmp_path: Path) -> None:
+    """Each finds a whole folder after its call, whatever the others do."""
+    shutil.copy(FIXTURES / "olmoe" / "model.gguf", tmp_path / "x.gguf")
+    read_gguf(tmp_path / "x.gguf")
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "x.gguf.jmoe", ignore_errors=True)
+        with ThreadPoolExecutor(8) as threads:
+            folders = list(threads.map(lambda _: gguf_folder(tmp_path / "x.gguf"), range(8)))
+        assert len(set(folders)) == 1
+        assert json.loads((folders[0] / "config.json").read_text())["model_type"] == "olmoe"
+        assert (folders[0] / "model.gguf").samefile(tmp_path / "x.gguf")
+        assert not list(folders[0].glob(".*"))
 
 
 def changed(name: str, **changes: Any) -> GgufFile:
@@ -169,6 +219,72 @@ def test_tokenizers_that_are_refused(changes: dict[str, Any], message: str) -> N
         gguf_tokenizer(changed("olmoe", **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": ...}, r"tokenizer\.ggml\.tokens = None: must be a list"),
+        ({"tokens": ["a", "b", "a"]}, r"tokenizer\.ggml\.tokens = 3: has 1 tokens twice"),
+        ({"token_type": [1, 3]}, r"tokenizer\.ggml\.token_type = 2: must be as many as tokens"),
+        ({"merges": ["a"]}, r"tokenizer\.ggml\.merges = 'a ': must be two tokens whose"),
+        ({"merges": ["a 漢"]}, r"tokenizer\.ggml\.merges = 'a 漢': must be two tokens whose"),
+        ({"eos_token_id": 10**6}, r"eos_token_id = 1000000: must be below \d+, the tokens"),
+    ],
+)
+def test_damaged_tokenizers(changes: dict[str, Any], message: str) -> None:
+    if "tokens" in changes:
+        changes = {"token_type": ..., **changes}
+    file = changed("olmoe", **{f"tokenizer.ggml.{key}": v for key, v in changes.items()})
+    read = tokenizer_settings if "eos_token_id" in changes else gguf_tokenizer
+    with pytest.raises(ValueError, match=message):
+        read(file)
+
+
+def packed_gguf(counts: tuple[int, int], metadata: bytes, tensors: bytes = b"") -> bytes:
+    """A GGUF file of version 3 with these counts (tensors, metadata) and descriptions."""
+    return b"GGUF" + struct.pack("<IQQ", 3, *counts) + metadata + tensors
+
+
+def packed_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def packed_tensor(shape: tuple[int, ...], kind: int, offset: int = 0) -> bytes:
+    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return packed_text("x") + dims + struct.pack("<IQ", kind, offset)
+
+
+DAMAGED = {
+    # a list of 2**60 bytes: gguf's own reader fills memory with empty arrays
+    "list": packed_gguf((0, 1), packed_text("a") + struct.pack("<IIQ", 9, 0, 2**60)),
+    "text": packed_gguf((0, 1), packed_text("a") + struct.pack("<IQ", 8, 2**62)),
+    "counts": packed_gguf((2**62, 2**62), b""),
+    "no bytes": packed_gguf((1, 0), b"", packed_tensor((8, 0), 0)),
+    "no shape": packed_gguf((1, 0), b"", packed_tensor((), 2)),
+    # 2**64 elements are 0 in 64 bits
+    "elements": packed_gguf((1, 0), b"", packed_tensor((2**32, 2**32), 0)),
+    "offset": packed_gguf((1, 0), b"", packed_tensor((8,), 0, 2**64 - 64) + bytes(256)),
+    "type": packed_gguf((1, 0), b"", packed_tensor((32,), 999) + bytes(256)),
+    "not decoded": packed_gguf((1, 0), b"", packed_tensor((32,), 9) + bytes(256)),  # Q8_1
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_damaged_files(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(DAMAGED[name])
+    with pytest.raises(ValueError, match=r"x\.gguf: |type Q8_1 is not decoded"):
+        read_gguf(file)
+
+
+def test_the_other_byte_order(tmp_path: Path) -> None:
+    """The package gguf reads its header, and the weights' bytes would be taken as they are."""
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64))
+    with pytest.raises(ValueError, match=r"x\.gguf: is in the other byte order"):
+        read_gguf(file)
+
+
 def test_files_that_are_refused(tmp_path: Path) -> None:
     source = FIXTURES / "olmoe" / "model.gguf"
     short = tmp_path / "short.gguf"
@@ -195,9 +311,25 @@ def test_tensors_of_a_split_model(tmp_path: Path) -> None:
         shutil.copy(source, tmp_path / f"m-0000{i}-of-00002.gguf")
     file = read_gguf(tmp_path / "m-00002-of-00002.gguf")
     assert file.tensors.keys() == read_gguf(source).tensors.keys()
-    folder = gguf_folder(tmp_path / "m-00001-of-00002.gguf", tmp_path / "cache")
+    parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    # as a download cache has them: links to files whose names say nothing
+    for i, part in enumerate(parts):
+        part.rename(tmp_path / f"{i}")
+        part.symlink_to(f"{i}")
+    folder = gguf_folder(parts[0], tmp_path / "cache")
+    parts[1].unlink()
+    with pytest.raises(ValueError, match=r"m-00002-of-00002\.gguf: is missing"):
+        read_weight_headers(folder)
+    parts[1].symlink_to("1")
     assert read_weight_headers(folder).keys() == file.tensors.keys()
     assert json.loads((folder / "config.json").read_text())["model_type"] == "olmoe"
+
+
+def test_parts_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, tensors = {"split.tensors.count": 5}, read_gguf(FIXTURES / "olmoe/model.gguf").tensors
+    monkeypatch.setattr("jmoe.models.gguf.file._read_part", lambda *_: (metadata, tensors))
+    with pytest.raises(ValueError, match=r"split\.tensors\.count is 5, and its 1 files hold \d+"):
+        read_gguf(FIXTURES / "olmoe" / "model.gguf")
 
 
 def test_blocks_of_a_type() -> None:

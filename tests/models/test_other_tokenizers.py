@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,14 @@ def test_kimis_special_tokens_have_their_numbers(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"tokenizer_class": "QWenTokenizer"}, "tokenizer_class = 'QWenTokenizer': must be TikTok"),
+        (
+            {"added_tokens_decoder": {"400": {"content": "[A]"}, "9999": {"content": "[BOS]"}}},
+            r"added_tokens_decoder = '9999': must be in range\(307, 565\), behind the 307 tokens",
+        ),
+        (
+            {"added_tokens_decoder": {"400": {"content": "[A]"}, "401": {"content": "[A]"}}},
+            r"added_tokens_decoder = 401: must name a token of its own, and '\[A\]' is 400",
+        ),
         ("YQ== x\n", r"tiktoken\.model: must have a token in base64 and its rank a line"),
         ("YQ== 0\nYg== 2\n", r"tiktoken\.model: must number its tokens from 0"),
     ],
@@ -110,3 +121,26 @@ def test_spaces_of_transformers_4(tmp_path: Path) -> None:
     assert old.encode("the end").ids == new.encode("the end", add_special_tokens=False).ids
     assert old.encode("<s>the").ids != new.encode("<s>the", add_special_tokens=False).ids
     assert old.encode("<s>the").ids[1:] == old.encode("the").ids
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied("kimi", tmp_path / "model")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    said: list[str] = []
+    write_missing_tokenizer(folder, said.append)
+    assert len(said) == 1 and "tokenizer.json cannot be written: Read-only file system" in said[0]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"tiktoken.model", "tokenizer_config.json"}
+
+
+def test_commands_that_make_one_tokenizer_at_a_time(tmp_path: Path) -> None:
+    folder, said = copied("kimi", tmp_path / "model"), list[str]()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: write_missing_tokenizer(folder, said.append), range(8)))
+    assert said and all(line.endswith("was made from tiktoken.model") for line in said)
+    assert open_tokenizer(folder / "tokenizer.json").get_vocab_size() == 307 + 258
+    assert not list(folder.glob(".*"))

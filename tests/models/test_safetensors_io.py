@@ -5,13 +5,20 @@ one or the new one.
 import errno
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jmoe.models.safetensors_io import NewTensor, TensorReader, read_headers, write_safetensors
+from jmoe.models.safetensors_io import (
+    NewTensor,
+    TensorReader,
+    read_headers,
+    replace_text_durably,
+    write_safetensors,
+)
 
 SHAPE = (10, 10)
 TENSOR_BYTES = 400
@@ -134,3 +141,12 @@ def test_a_full_disk_leaves_the_old_model_and_nothing_else(
     (tmp_path / ".model-00001-of-00002.safetensors.new").write_text("of a writer that was killed")
     write(tmp_path, 3.0, after)
     assert model(tmp_path) == {3.0} and not list(tmp_path.glob(".*"))
+
+
+def test_writers_of_one_text(tmp_path: Path) -> None:
+    """One of them wins, none fails, and nothing else stays."""
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: replace_text_durably(tmp_path / "x", f"é{i}" * 99), range(64)))
+    text = (tmp_path / "x").read_text(encoding="utf-8")
+    assert text in [f"é{i}" * 99 for i in range(64)]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -5,6 +5,7 @@ bfloat16; all other types are widened while they are read, by the package gguf.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -23,18 +24,25 @@ class GgufTensor(StoredTensor):
     quant: str = ""
 
 
+@cache
 def block_bytes(quant: str) -> tuple[int, int]:
-    """Return (values of a block, its bytes) of a quantized type. Raises ValueError if it is
-    unknown.
+    """Return (values of a block, its bytes) of a quantized type.
+
+    Raises ValueError if the package gguf does not know it, or cannot decode it.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
 
     try:
-        values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[quant]]
+        kind = GGMLQuantizationType[quant]
+        values, num_bytes = GGML_QUANT_SIZES[kind]
+        dequantize(np.zeros((1, num_bytes), np.uint8), kind)
     except KeyError as error:
         raise ValueError(
             f"GGUF's type {quant} is not known to the installed package gguf"
         ) from error
+    except NotImplementedError as error:
+        raise ValueError(f"GGUF's type {quant} is not decoded by the package gguf") from error
     return int(values), int(num_bytes)
 
 

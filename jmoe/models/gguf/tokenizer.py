@@ -46,11 +46,11 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     check(kind == "gpt2", "tokenizer.ggml.model", kind, words)
     words = f"must be one of {', '.join(PATTERNS)}: put the model's tokenizer.json beside the file"
     check(cut in PATTERNS, "tokenizer.ggml.pre", cut, words)
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.merges", [])
+    tokens = _tokens(file)
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocabulary, pairs))
+    words = f"must be as many as tokens, {len(tokens)}"
+    check(len(types) == len(tokens), "tokenizer.ggml.token_type", len(types), words)
+    tokenizer = Tokenizer(_byte_pair_model(tokens, metadata.get("tokenizer.ggml.merges", [])))
     pattern = PATTERNS[str(cut)]
     if pattern is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,16 +69,39 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     return tokenizer
 
 
+def _tokens(file: GgufFile) -> list[str]:
+    """Return the tokens in the order of their ids."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    check(isinstance(tokens, list), "tokenizer.ggml.tokens", tokens, "must be a list of tokens")
+    assert isinstance(tokens, list)
+    return tokens
+
+
+def _byte_pair_model(tokens: list[str], merges: list[str]) -> BPE:
+    """Return the model of tokens and of merges "LEFT RIGHT", first merges first."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    repeated = len(tokens) - len(vocabulary)
+    check(not repeated, "tokenizer.ggml.tokens", len(tokens), f"has {repeated} tokens twice")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for left, right in pairs:
+        is_known = left in vocabulary and right in vocabulary and left + right in vocabulary
+        words = "must be two tokens whose concatenation is a token"
+        check(is_known, "tokenizer.ggml.merges", f"{left} {right}", words)
+    return BPE(vocabulary, pairs)
+
+
 def tokenizer_settings(file: GgufFile) -> JsonObject:
     """Return the `tokenizer_config.json` of a GGUF file: special tokens and the chat template."""
-    metadata, tokens = file.metadata, file.metadata["tokenizer.ggml.tokens"]
+    metadata, tokens = file.metadata, _tokens(file)
     settings: JsonObject = {
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
         "tokenizer_class": "LlamaTokenizer",  # a class that honours add_bos_token
     }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        field = f"tokenizer.ggml.{key}_token_id"
+        number = metadata.get(field)
         if number is not None:
+            check(number < len(tokens), field, number, f"must be below {len(tokens)}, the tokens")
             settings[f"{name}_token"] = tokens[number]
     if "tokenizer.chat_template" in metadata:
         settings["chat_template"] = metadata["tokenizer.chat_template"]
