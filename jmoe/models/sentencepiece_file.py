@@ -84,7 +84,8 @@ def _read_model(file: Path) -> Any:
     except ImportError as error:
         words = "needs sentencepiece and protobuf: pip install 'jmoe[sentencepiece]'"
         raise ValueError(f"{file}: {words}") from error
-    model = sentencepiece_model_pb2.ModelProto()
+    messages: Any = sentencepiece_model_pb2  # its classes are made at import
+    model = messages.ModelProto()
     try:
         with name_file_in_errors(file):
             model.ParseFromString(file.read_bytes())

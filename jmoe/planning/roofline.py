@@ -55,7 +55,7 @@ def busiest_device_experts(
     for _ in range(ROUTING_DRAWS):
         order_TE = rng.random((num_tokens, num_experts)).argsort(axis=1)
         chosen = np.unique(order_TE[:, :num_experts_per_tok])
-        total += int(np.bincount(chosen // share).max())
+        total += int(np.max(np.bincount(chosen // share)))
     return total / ROUTING_DRAWS
 
 
