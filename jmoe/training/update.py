@@ -7,7 +7,7 @@ Legend: N MoE layers, E experts.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,12 @@ from jax.typing import ArrayLike
 from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import LossTokens, balance_loss_local, updated_bias
-from jmoe.mesh import ALL, REPLICATED
+from jmoe.mesh import ALL, REPLICATED, path_names
 from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_decay
 from jmoe.optim.learning_rate import learning_rate_schedule
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, undo_loss_scale
 from jmoe.training.state import TrainState
-from jmoe.training.trained_parts import subtree, with_subtree
+from jmoe.training.trained_parts import is_trained, subtree, with_subtree
 from jmoe.types import PyTree
 
 T = TypeVar("T")
@@ -169,9 +169,13 @@ def finish_step(
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
         params = with_subtree(state.params, params)
     speed = config.model.router.bias_update_speed
-    bias = jax.tree.map(
-        lambda b: jnp.where(ok, updated_bias(b, metrics["counts"], speed), b), state.router_bias
-    )
+
+    def moved(path: Any, bias: jax.Array) -> jax.Array:
+        if not is_trained(config, path_names(path)):  # as its router
+            return bias
+        return jnp.where(ok, updated_bias(bias, metrics["counts"], speed), bias)
+
+    bias = jax.tree_util.tree_map_with_path(moved, state.router_bias)
     metrics = metrics | {
         "grad_norm": norm,
         "grad_norms": jax.tree.map(jnp.sqrt, squares),

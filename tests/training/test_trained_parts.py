@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jmoe.config import LoraConfig, OptimizerConfig, TiersConfig, TrainConfig
+from jmoe.config import LoraConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.training.fused.step import FusedTrainer
@@ -115,6 +115,19 @@ def test_frozen_parameters_stay_and_the_norm_is_that_of_the_others() -> None:
     clipping = dataclasses.replace(freezing, optimizer=dataclasses.replace(adamw, clip_norm=1e-3))
     _, (clipped,) = run(clipping, mesh_of(1, 1, 1))
     assert clipped["clip"] == pytest.approx(1e-3 / metrics["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("parts", "moves"),
+    [({}, True), ({"freeze": ("router",)}, False), ({"train": ("experts",)}, False)],
+)
+def test_the_bias_of_a_frozen_router_stays(parts: dict[str, object], moves: bool) -> None:
+    config = config_of(**parts)
+    router = RouterConfig("sigmoid", bias_update_speed=0.5)
+    model = dataclasses.replace(config.model, router=router)
+    state, _ = run(dataclasses.replace(config, model=model), mesh_of(1, 1, 1))
+    (bias,) = jax.tree.leaves(state.router_bias)
+    assert bias.any() == moves
 
 
 def test_several_devices_train_the_same_parts() -> None:
