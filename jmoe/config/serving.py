@@ -118,6 +118,11 @@ class ServeConfig:
             )
         unused = ["nvme_bytes", "nvme_write_bytes_per_s"]
         check_unset(self.machine, "machine", unused, "in a plan for serving, which does not use it")
+        if not (self.machine.accelerator or self.machine.device_bytes):
+            why = (
+                "without machine.accelerator or machine.device_bytes: the plan is for this machine"
+            )
+            check_unset(self.machine, "machine", ["host_bytes"], why)
         one = not self.estimate or self.engine.mesh.devices == 1
         devices = self.engine.mesh.devices
         check_field(

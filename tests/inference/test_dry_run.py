@@ -10,6 +10,7 @@ import pytest
 import serve
 from benchmarks.serve.machines import MODELS
 from jmoe.config import MachineConfig
+from jmoe.config.serving import ServeConfig
 from jmoe.inference.dry_run import described_memory
 from jmoe.planning.memory_plan import FreeMemory
 from tests.model_configs import CHECKPOINTS
@@ -77,6 +78,13 @@ def test_this_machine_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture
     empty.mkdir()
     with pytest.raises((ValueError, OSError), match=r"config.json: is missing"):
         serve.run([str(empty), "--dry-run"])
+
+
+def test_a_host_without_a_device() -> None:
+    """The plan is for this machine, whose memory it takes."""
+    with pytest.raises(ValueError, match=r"machine.host_bytes = 1000: must be 0 without"):
+        ServeConfig("m", dry_run=True, machine=MachineConfig(host_bytes=1000))
+    ServeConfig("m", dry_run=True, machine=MachineConfig("h100", host_bytes=1000))
 
 
 def test_described_memory(monkeypatch: pytest.MonkeyPatch) -> None:
