@@ -404,10 +404,10 @@ class EngineLoop:
     def _run_thread(self) -> None:
         try:
             while self._run_commands():
+                if self._newer is not None:
+                    self._reload_once_idle(*self._newer)
                 if self._newer is None:
                     self._admit_waiting()
-                elif not self.engine.has_unfinished:
-                    self._reload_engine(*self._newer)
                 outputs = self.engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
@@ -444,18 +444,26 @@ class EngineLoop:
             if self._commands.empty():
                 self.snapshot = self._take_snapshot()
 
-    def _reload_engine(self, folder: Path, loaded: asyncio.Future[None]) -> None:
-        """Load the weights of a folder. Raises an error if the engine has none afterwards."""
+    def _reload_once_idle(self, folder: Path, loaded: asyncio.Future[None]) -> None:
+        """Load the weights of a folder if no sequence runs; none if the server is shutting down,
+        where waiting sequences still have time to run. Raises an error if the engine has no weights
+        afterwards.
+        """
+        if self.engine.has_unfinished and not self.draining:
+            return
         self._newer = None
+        if self.draining:
+            error = ReloadError("the server is shutting down")
+            self._loop.call_soon_threadsafe(_end_wait, loaded, error)
+            return
         try:
             self.engine.reload(folder)
         except BaseException as error:
-            told = ReloadError(str(error))
-            self._loop.call_soon_threadsafe(loaded.set_exception, told)
+            self._loop.call_soon_threadsafe(_end_wait, loaded, ReloadError(str(error)))
             if not isinstance(error, ReloadError):
                 raise
         else:
-            self._loop.call_soon_threadsafe(loaded.set_result, None)
+            self._loop.call_soon_threadsafe(_end_wait, loaded)
         gc.freeze()  # as `HttpServer` does once the first ones are loaded
 
     def _admit_waiting(self) -> None:
@@ -502,3 +510,13 @@ def _drop_constraints(sequences: list[Sequence]) -> None:
     """
     for sequence in sequences:
         sequence.constraint = None
+
+
+def _end_wait(loaded: asyncio.Future[None], error: ReloadError | None = None) -> None:
+    """End the wait for other weights, unless it was cancelled."""
+    if loaded.done():
+        return
+    if error is None:
+        loaded.set_result(None)
+    else:
+        loaded.set_exception(error)

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models
 
 from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
-from jmoe.inference.engine import Engine
+from jmoe.inference.engine import Engine, ReloadError
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Output, Sequence
 from jmoe.serving import engine_loop
@@ -107,6 +107,29 @@ def test_a_panic_in_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
 
     asyncio.run(check())
     engine.abort(sequence)
+
+
+def test_a_server_that_shuts_down_loads_no_other_weights(engine: Engine) -> None:
+    """What runs and what waits has its time; the reload, which may take minutes, has none."""
+    long, short = (SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (50, 2))
+
+    async def check() -> None:
+        loop = EngineLoop(engine, Metrics("x"), ServeConfig("x"))
+        loop.start()
+        with loop.submit([Sequence([1], long)], "a") as running:
+            await anext(running)
+            reload = asyncio.create_task(loop.reload(Path("nowhere")))
+            await asyncio.sleep(0)
+            with loop.submit([Sequence([2], short)], "b") as waiting:
+                loop.drain(60.0)
+                async with asyncio.timeout(60):
+                    while (await anext(waiting)).finish_reason is None:
+                        pass
+                    with pytest.raises(ReloadError, match="the server is shutting down"):
+                        await reload
+        await loop.stop()
+
+    asyncio.run(check())
 
 
 def test_priorities(serve: Callable[..., HttpProcess]) -> None:
