@@ -475,6 +475,9 @@ class Attention(nnx.Module):
             raise NotImplementedError("rotary positions of a part of a head, or interleaved")
         if any(norm is not None and (norm.axes or norm.bias is not None) for norm in norms):
             raise NotImplementedError("norms over the heads of several devices")
+        # the kernel takes a norm over all heads of one head for a norm of each, which clips first
+        if config.qk_norm == "full" and config.clip_qkv and config.num_key_value_heads == 1:
+            raise NotImplementedError("clipping after a norm over a single head")
         q_norm, k_norm = (
             None if norm is None else rotary_write.HeadNorm(norm.scale[...], norm.eps)
             for norm in norms

@@ -34,10 +34,9 @@ def attention_of(**changes: Any) -> Attention:
     config = ModelConfig(
         hidden_size=32,
         num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
         head_dim=SIZE,
         initializer_range=0.5,
-        **changes,
+        **{"num_key_value_heads": GROUPS, **changes},
     )
     attention = Attention(config, 0.5, rngs=nnx.Rngs(0))
     for seed, norm in enumerate((attention.q_norm, attention.k_norm)):
@@ -99,6 +98,7 @@ def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
     [
         ({"partial_rotary_factor": 0.5}, "of a part of a head"),
         ({"rope_interleave": True}, "interleaved"),
+        ({**OLMOE, "num_key_value_heads": 1}, "clipping after a norm over a single head"),
     ],
 )
 def test_what_it_does_not_rotate_is_left_to_xla(changes: dict[str, Any], match: str) -> None:
