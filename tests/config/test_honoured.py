@@ -155,6 +155,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "estimate": ("h100", {"dry_run": True}),
         **{f"machine.{f.name}": (1, {}) for f in dataclasses.fields(MachineConfig)},
         "machine.accelerator": ("h100", {}),
+        "machine.host_bytes": (1, {"dry_run": True}),
         "machine.nvme_bytes": (1, {"dry_run": True}),
         "machine.nvme_write_bytes_per_s": (1.0, {"dry_run": True}),
         "distributed.heartbeat_folder": ("beats", {}),
