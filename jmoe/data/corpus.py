@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from jmoe.config import DataConfig
 from jmoe.config.checks import check, check_unset
 from jmoe.data.chat_files import write_chat_files
-from jmoe.data.record_shards import MANIFEST, check_preparation_finished, open_token_shard
+from jmoe.data.record_shards import MANIFEST, open_token_shard, read_manifest_hashes
 from jmoe.data.sample_encoder import (
     EncodedSample,
     SampleEncoder,
@@ -452,11 +452,17 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[Shard]:
-    for folder in sorted({file.path.parent for file in entry.files}):
-        check_preparation_finished(folder)
+    folders = sorted({file.path.parent for file in entry.files})
+    listed = {folder: read_manifest_hashes(folder) for folder in folders}
     train = []
     for file in entry.files:
         shard = open_token_shard(file.path)
+        expected = listed[file.path.parent].get(file.path.name, shard.header.sha256)
+        if shard.header.sha256 != expected:
+            raise ValueError(
+                f"{file.path}: is of another preparation than the {MANIFEST} beside it; copy the"
+                " whole folder"
+            )
         made_for = shard.header.vocab_size
         if made_for > vocab_size:
             raise ValueError(

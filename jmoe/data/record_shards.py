@@ -72,25 +72,32 @@ def write_as_records(shard: Shard, path: Path) -> None:
         raise
 
 
-def check_preparation_finished(folder: Path) -> None:
-    """Raise ValueError if `folder` is the output of `python -m jmoe.data.prepare` that was
-    interrupted, or lacks a shard that its manifest lists.
+def read_manifest_hashes(folder: Path) -> dict[str, str]:
+    """Return {file name: SHA-256 of its ids} of the shards that a folder's manifest lists; empty if
+    `folder` is no output of `python -m jmoe.data.prepare`.
+
+    Raises ValueError if the preparation was interrupted, the manifest is damaged, or a shard that
+    it lists is missing.
     """
     if not (folder / PLAN).is_file():
-        return
+        return {}
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
+        listed = {str(entry["file"]): str(entry["sha256"]) for entry in manifest["shards"]}
     except FileNotFoundError as error:
         raise ValueError(
             f"data.path = {str(folder)!r}: its preparation was interrupted; run the same"
             " python -m jmoe.data.prepare again, which goes on where it stopped"
         ) from error
-    for entry in manifest["shards"]:
-        if not (folder / entry["file"]).is_file():
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / MANIFEST}: is damaged: {error!r}; copy it again") from error
+    for name in listed:
+        if not (folder / name).is_file():
             raise ValueError(
-                f"data.path = {str(folder)!r}: lacks {entry['file']}, which its {MANIFEST} lists;"
+                f"data.path = {str(folder)!r}: lacks {name}, which its {MANIFEST} lists;"
                 " copy the whole folder"
             )
+    return listed
 
 
 class _RecordIds:
@@ -153,6 +160,11 @@ def _open_records(path: Path) -> Shard:
     def read(records: list[int]) -> list[bytes]:
         with _naming_damage(path):
             data: list[bytes] = reader.read(records)
+        for number, record in zip(records, data, strict=True):
+            num_bytes = min(RECORD_BYTES, ids_bytes - number * RECORD_BYTES)
+            if len(record) != num_bytes:
+                why = f"its record {number} has {len(record)} bytes, not {num_bytes}"
+                raise _damage_error(path, why)
         return data
 
     ids = _RecordIds(header, read)

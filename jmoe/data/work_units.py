@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +23,7 @@ from jmoe.config import DataConfig
 from jmoe.config.checks import check
 from jmoe.data.record_shards import PLAN
 from jmoe.data.sample_encoder import fingerprint_of_encoding
-from jmoe.data.shards import replace_content_durably
+from jmoe.data.shards import TEMPORARY, replace_content_durably
 from jmoe.data.text_files import (
     InputFile,
     Report,
@@ -283,26 +285,39 @@ def claim_folder(out: Path, key: str, begun: str) -> str:
 
     Raises ValueError if it holds anything but an earlier start of the same job.
     """
-    plan = out / PLAN
-    try:
-        earlier = json.loads(plan.read_text())
-    except FileNotFoundError:
-        if out.exists() and not (out.is_dir() and all(map(_is_of_claim, out.iterdir()))):
+    if not (out / PLAN).is_file():
+        is_new = not out.exists() or (out.is_dir() and all(map(_is_of_claim, out.iterdir())))
+        if not is_new and not (out / PLAN).is_file():  # another process may have written it
             raise ValueError(
                 f"--out = {str(out)!r}: must be a new or empty folder, or one that an earlier start"
                 " of the same preparation left"
-            ) from None
-    else:
-        if earlier.get("key") != key:
-            raise ValueError(
-                f"--out = {str(out)!r}: holds shards made from other inputs or settings"
             )
-        return str(earlier["begun"])
-    (out / UNITS).mkdir(parents=True, exist_ok=True)
-    replace_content_durably(plan, json.dumps({"key": key, "begun": begun}).encode())
+        (out / UNITS).mkdir(parents=True, exist_ok=True)
+        _write_plan(out / PLAN, json.dumps({"key": key, "begun": begun}).encode())
+    try:
+        plan = json.loads((out / PLAN).read_text())
+        claimed_key, begun = str(plan["key"]), str(plan["begun"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{out / PLAN}: is damaged: {error!r}; prepare anew") from error
+    if claimed_key != key:
+        raise ValueError(f"--out = {str(out)!r}: holds shards made from other inputs or settings")
     return begun
 
 
+def _write_plan(plan: Path, content: bytes) -> None:
+    """Write a plan, unless another process that began at the same time has written one."""
+    new = plan.with_name(f".{plan.name}.{secrets.token_hex(8)}{TEMPORARY}")
+    replace_content_durably(new, content)
+    try:
+        os.link(new, plan)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links
+        replace_content_durably(plan, content)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def _is_of_claim(path: Path) -> bool:
-    """Return whether an interrupted `claim_folder` may have left the file."""
-    return path.name == UNITS or path.name.startswith(f".{PLAN}.")
+    """Return whether `claim_folder` of this or another process makes such a file."""
+    return path.name == UNITS or path.name.lstrip(".").startswith(PLAN)

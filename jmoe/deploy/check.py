@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from jmoe.config import ModelConfig
+from jmoe.config import ModelConfig, check
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.inference.loading import (
@@ -249,8 +249,11 @@ def _measure_loaded(
 def named_machine(gpu: str, num_devices: int, host_gb: float | None) -> EngineMachine:
     """Return the memory of a machine with these GPUs, of which JAX takes its usual fraction.
 
-    gpu: a name of `ACCELERATORS`. host_gb: free host memory; None for what is free here.
+    gpu: a name of `ACCELERATORS`. host_gb: free host memory; None for what is free here. Raises
+    ValueError if it is negative or not finite.
     """
+    is_size = host_gb is None or 0 <= host_gb < math.inf
+    check(is_size, "--host-gb", host_gb, "must be a number of gigabytes, 0 or more")
     host_bytes = available_bytes() if host_gb is None else int(host_gb * 1e9)
     device_bytes = int(gpu_memory_fraction() * ACCELERATORS[gpu].device_bytes)
     return EngineMachine(FreeMemory(device_bytes, host_bytes, shared=False), num_devices)
@@ -287,8 +290,9 @@ def main(arguments: list[str]) -> int:
     )
     engine = replace(engine, mesh=replace(engine.mesh, devices=options.devices))
     if options.gpu is None:
-        for name, value in (("--devices", options.devices != 1), ("--host-gb", options.host_gb)):
-            if value:
+        given = {"--devices": options.devices != 1, "--host-gb": options.host_gb is not None}
+        for name, is_given in given.items():
+            if is_given:
                 raise ValueError(f"{name}: needs --gpu")
         machine = this_machine()
     else:

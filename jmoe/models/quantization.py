@@ -207,7 +207,7 @@ def _or(values: tuple[Json, ...]) -> str:
 
 def _check_compressed_tensors(fields: JsonObject, prefix: str) -> None:
     chosen, known = fields.get("format"), ", ".join(_COMPRESSED_TENSORS)
-    check(chosen in _COMPRESSED_TENSORS, prefix + "format", chosen, f"must be {known}")
+    check(str(chosen) in _COMPRESSED_TENSORS, prefix + "format", chosen, f"must be {known}")
     kind, usable = _COMPRESSED_TENSORS[str(chosen)]
     for field, harmless in _OTHER_CHANGES.items():
         value = fields.get(field)
@@ -223,6 +223,13 @@ def _check_compressed_tensors(fields: JsonObject, prefix: str) -> None:
     check(isinstance(groups, dict), prefix + "config_groups", groups, "must be a table")
     assert isinstance(groups, dict)
     for name, group in groups.items():
+        tables = group or {}, (group or {}).get("weights") if isinstance(group, dict) else None
+        check(
+            all(isinstance(table or {}, dict) for table in tables),
+            f"{prefix}config_groups.{name}",
+            group,
+            "must be a table with a table of weights",
+        )
         weights, at = (group or {}).get("weights") or {}, f"{prefix}config_groups.{name}.weights."
         own = (group or {}).get("format") or chosen
         check(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from prepared_shards import run
 from text_corpus import config
 
-from jmoe.data.work_units import find_pieces, open_piece, plan_units
+from jmoe.data.work_units import claim_folder, find_pieces, open_piece, plan_units
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 50, 1000, 10**9])
@@ -52,3 +53,24 @@ def test_a_changed_file_is_named(tmp_path: Path) -> None:
     path.write_text('{"text": "xy"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl: has changed"), open_piece(piece, "text"):
         pass
+
+
+def test_two_preparations_that_claim_one_folder(tmp_path: Path) -> None:
+    """All starts of one preparation take the time of the first; another one is refused."""
+    out = tmp_path / "shards"
+    with ThreadPoolExecutor(8) as threads:
+        begun = set(threads.map(lambda i: claim_folder(out, "key", str(i)), range(8)))
+    assert len(begun) == 1 and not [path for path in out.iterdir() if path.name.startswith(".")]
+
+    def claim(key: str) -> str:
+        try:
+            return claim_folder(tmp_path / "other", key, "now")
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(claim, "abcdefgh"))
+    assert answers.count("now") == 1 and sum("holds shards made from" in a for a in answers) == 7
+    (out / "plan.json").write_text("{")
+    with pytest.raises(ValueError, match=r"plan\.json: is damaged"):
+        claim_folder(out, "key", "now")

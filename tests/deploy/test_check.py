@@ -160,7 +160,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write_config(tmp_path, model_type="phimoe"))]) == 1
     assert "refused: model_type = 'phimoe'" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--host-gb: needs --gpu"):
-        main([str(folder), "--host-gb", "64"])
+        main([str(folder), "--host-gb", "0"])
+    for size in ("-1", "nan", "inf"):
+        with pytest.raises(
+            ValueError, match=f"--host-gb = {size}.*: must be a number of gigabytes"
+        ):
+            main([str(folder), "--gpu", "h100", "--host-gb", size])
     with pytest.raises(ValueError, match=r"config\.json"):
         main([str(tmp_path / "missing")])
 

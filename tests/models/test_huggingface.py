@@ -669,6 +669,22 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ),
         (
             "mixtral",
+            changed_quantization({"format": []}),
+            r"quantization_config.format = \[\]: must",
+        ),
+        (
+            "mixtral",
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "format": "pack-quantized",
+                    "config_groups": {"group_0": {"weights": True}},
+                }
+            },
+            "config_groups.group_0 = .*: must be a table with a table of weights",
+        ),
+        (
+            "mixtral",
             packed("mxfp4-pack-quantized"),
             "group_0.weights.type = 'int': must be 'float'",
         ),
