@@ -290,8 +290,8 @@ def main(arguments: list[str]) -> int:
     )
     engine = replace(engine, mesh=replace(engine.mesh, devices=options.devices))
     if options.gpu is None:
-        given = {"--devices": options.devices != 1, "--host-gb": options.host_gb is not None}
-        for name, is_given in given.items():
+        options_set = {"--devices": options.devices != 1, "--host-gb": options.host_gb is not None}
+        for name, is_given in options_set.items():
             if is_given:
                 raise ValueError(f"{name}: needs --gpu")
         machine = this_machine()
