@@ -91,6 +91,10 @@ class Fork:
         # kills the process even if it hangs
         self.end = weakref.finalize(self, _kill_and_close, connection, exit_status, self._number)
 
+    def name_in_errors(self, what: str) -> None:
+        """Begin the messages of this fork's errors with `what`, a request's field."""
+        self._what = what
+
     async def ask(self, question: bytes) -> bytes:
         """Send `question` and return the answer.
 

@@ -179,6 +179,7 @@ class Grammars:
             if self._server is None:
                 self._server = await start_in_thread(self._start_fork_server, WHAT)
         fork = await self._server.fork_after_restart_if_killed()
+        fork.name_in_errors(what)
         question = {"form": source.form, "text": source.text, "count": count}
         answer = await fork.ask(json.dumps(question).encode())
         _, _, kind = HEAD.unpack_from(answer)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from test_one_client import SCHEMAS
 
 from tests.agent_model import POSITIONS, Scene, save_agent_model
 from tests.http_servers import HttpProcess
@@ -73,3 +74,33 @@ def test_health_never_waits_a_second(server: HttpProcess) -> None:
     print(json.dumps({"longest_s": max(waited), "asked": len(waited), "statuses": statuses}))
     assert statuses == [200] * REQUESTS
     assert len(waited) > REQUESTS and max(waited) < LIMIT_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_of_messages(server: HttpProcess, name: str) -> None:
+    """Schemas that take long, as the input of a tool that `/v1/messages` must call: refused, or
+    answered while everyone else is.
+    """
+    inputs = {"type": "object", "properties": {"x": SCHEMAS[name]}, "required": ["x"]}
+    body = {
+        "model": server.get("/v1/models").json()["data"][0]["id"],
+        "messages": [{"role": "user", "content": "Go."}],
+        "max_tokens": 40,
+        "tools": [{"name": "f", "input_schema": inputs}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    }
+    longest_s = 0.0
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        asked = [threads.submit(server.post, "/v1/messages", **body) for _ in range(CLIENTS)]
+        while not all(answer.done() for answer in asked):
+            begun = time.monotonic()
+            assert server.get("/health").status_code == 200
+            longest_s = max(longest_s, time.monotonic() - begun)
+    print(f"the longest of /health took {longest_s:.3f} s")
+    for answer in (answer.result() for answer in asked):
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            message = answer.json()["error"]["message"]
+            assert message.startswith("tools"), message
+    assert longest_s < 3.0

@@ -106,16 +106,17 @@ def check_schema(server: HttpProcess, name: str, requests: int, **body: Any) -> 
     """The tokens of another client come all the while; such a schema is refused, or its own
     answer is slow.
     """
+    bodies = [{"prompt": "x", "response_format": schema(name)} | body] * requests
+    check_bodies(server, COMPLETIONS, bodies, "response_format")
+
+
+def check_bodies(server: HttpProcess, path: str, bodies: list[dict[str, Any]], field: str) -> None:
     with Reader(server) as reader:
-        answers = post_together(
-            server,
-            COMPLETIONS,
-            [{"prompt": "x", "response_format": schema(name)} | body] * requests,
-        )
+        answers = post_together(server, path, bodies)
     for answer in answers:
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
-            assert answer.json()["error"]["message"].startswith("response_format")
+            assert answer.json()["error"]["message"].startswith(field)
     assert reader.worst_s < 3.0
 
 
@@ -127,6 +128,15 @@ def test_a_schema(server: HttpProcess) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_schemas(server: HttpProcess, name: str) -> None:
     check_schema(server, name, 2, n=16, max_tokens=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_of_responses(server: HttpProcess, name: str) -> None:
+    """The same schemas as the format of an answer of `/v1/responses`."""
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMAS[name]}}
+    body = {"input": "x", "text": text, "max_output_tokens": 4}
+    check_bodies(server, "/v1/responses", [body] * 2, "text.format")
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
