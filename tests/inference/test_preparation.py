@@ -1,5 +1,6 @@
 """Programs that are compiled between requests, and the machine measured after the first answer."""
 
+import dataclasses
 import threading
 from concurrent.futures import wait
 from typing import Any
@@ -51,7 +52,9 @@ def test_preparing_leaves_no_trace(options: dict[str, Any]) -> None:
         first = engine.generate([PROMPTS[0]], max_new_tokens=6, ignore_eos=True, logprobs=1)
         stats, use = engine.stats(), engine.tokens_per_expert()
         prepare(engine)
-        assert engine.stats() == stats
+        # a copy ahead of the next step may end after the statistics were read
+        times = {"streamed_s": 0.0, "roofline_fraction": 0.0}
+        assert dataclasses.replace(engine.stats(), **times) == dataclasses.replace(stats, **times)
         np.testing.assert_array_equal(engine.tokens_per_expert(), use)
         again = engine.generate([PROMPTS[0]], max_new_tokens=6, ignore_eos=True, logprobs=1)
         assert engine.scheduler_stats().reused_tokens == len(PROMPTS[0]) - 1
