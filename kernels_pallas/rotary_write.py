@@ -40,7 +40,7 @@ class HeadNorm(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """What happens to queries and keys before the cache holds them.
+    """Operations on queries and keys before keys are written to the cache.
 
     frequencies: float32 [d / 2], radians per position; None for no rotation. factor: of the
     result. clip: limit of the magnitudes, None for no limit; norms over all heads come before it,

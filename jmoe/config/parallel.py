@@ -176,8 +176,8 @@ class CommConfig:
 
     @property
     def expert_sharding(self) -> ExpertSharding:
-        """What the data axis splits of experts: `shard_experts`; none while `auto` is not yet
-        chosen (`run.planner.with_chosen_expert_sharding`).
+        """The part of expert states that the data axis splits: `shard_experts`; none while `auto`
+        is not yet chosen (`run.planner.with_chosen_expert_sharding`).
         """
         return "none" if self.shard_experts == "auto" else self.shard_experts
 

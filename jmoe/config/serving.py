@@ -168,5 +168,5 @@ class ServeConfig:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The name by which requests choose the model."""
         return self.served_model_name or Path(self.model).expanduser().resolve().name

@@ -85,7 +85,7 @@ class LoadedSizes:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What would load of a folder.
+    """A folder's model: what loads of it, and what is refused.
 
     family: "" if it is unknown. refused: messages that name the field or tensor. notes: what loads,
     with a difference that a user should know. config, size, loaded: None if that is refused.

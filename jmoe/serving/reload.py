@@ -26,7 +26,7 @@ OpenFolder = Callable[[], contextlib.AbstractContextManager[Path]]
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What the served model and one with newer weights must have in common.
+    """Configuration and files that a model with newer weights must share with the served one.
 
     files: SHA-256 of the tokenizer and of the files beside it, of which the server has made its
         template and defaults.

@@ -1,4 +1,4 @@
-"""What one step of the grouped matmul in Triton reads: a tile of rows, and a tile of the weights in
+"""Tiles that a step of the grouped matmul in Triton reads: of rows, and of the weights in
 the dtype that is multiplied.
 
 `DenseTiles` reads weights as they are, or int8. `CompressedTiles` reads blocks of 4 or 8 bits
