@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from jmoe.config.checks import (
@@ -258,6 +259,12 @@ class EngineConfig:
     def draft_width(self) -> int:
         """The tokens of a step's chunk of one sequence with a draft; 1 without speculation."""
         return 1 if self.speculation == "off" else 1 + self.num_speculative_tokens
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """The folders of the LoRA adapters by name, in the order of `lora`."""
+        pairs = (option.partition("=") for option in self.lora)
+        return {name: Path(folder).expanduser() for name, _, folder in pairs}
 
     def _check_speculation(self) -> None:
         """Reject sizes of drafts that nothing would use, or that contradict each other."""

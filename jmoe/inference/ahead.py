@@ -80,7 +80,7 @@ class StepAhead:
         tokens_P = (
             tokens_B if tokens_B.size == group.num_rows else _first_rows(tokens_B, group.num_rows)
         )
-        adapter_P = runner.adapters.of_rows(group)
+        adapter_P = runner.adapters.number_rows(group)
         output = runner.run_batch(TokenBatch(tokens_P, blocks_PW, positions_P1, adapter_P))
         logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))
         return cls(places, output._replace(logits_PV=logits_PV))

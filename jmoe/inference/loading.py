@@ -160,7 +160,7 @@ def _make_runner_on_one_device(
     assert options.max_seq_len is not None, "the model's positions say it"
     config, dtype = checkpoint.config, checkpoint.dtype
     family = family_of(checkpoint.fields)
-    adapters = ServedAdapters.load(options.lora, config, family, dtype)
+    adapters = ServedAdapters.load(options.adapter_folders, config, family, dtype)
     residency, store = open_experts(
         checkpoint,
         memory,
@@ -276,6 +276,7 @@ def segment_placements(checkpoint: LazyCheckpoint, options: EngineConfig) -> lis
 def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes:
     """Return the bytes that an engine needs per device, from the checkpoint's headers alone."""
     config, devices = checkpoint.config, options.mesh.devices
+    family = family_of(checkpoint.fields)
     caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     weights = ExpertWeightSizes(
         config.num_moe_layers,
@@ -289,7 +290,7 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
         dense_bytes=checkpoint.dense_bytes_per_device(
             devices if options.mesh.dense == "tensor" else 1
         )
-        + adapter_bytes(options.lora, checkpoint.dtype),
+        + adapter_bytes(options.adapter_folders, config, family, checkpoint.dtype),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
         // devices,
         draft_bytes=_draft_logits_bytes(options, config.vocab_size),

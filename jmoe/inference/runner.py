@@ -541,7 +541,7 @@ class ModelRunner:
             tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
         return TokenBatch(
-            tokens_PC.reshape(-1), blocks_PW, positions_PC, self.adapters.of_rows(group)
+            tokens_PC.reshape(-1), blocks_PW, positions_PC, self.adapters.number_rows(group)
         )
 
     def padding_batches(self, num_rows: int, width: int) -> list[TokenBatch]:
@@ -650,7 +650,7 @@ class ModelRunner:
                     self.caches[i],
                     xs[n],
                     CachePlaces(g.blocks_PW, g.positions_PC, self._windows[i]),
-                    self.adapters.of_layer(i, g.adapter_P),
+                    self.adapters.bind_layer(i, g.adapter_P),
                 )
                 x_PCD, self.caches[i], y = _attend_program(variants[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
@@ -694,7 +694,8 @@ class ModelRunner:
             for start in range(0, len(self._layers), size):
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
-                adapters = self.adapters.of_layers(some, g.adapter_P, len(arrays))
+                numbers = range(start, start + len(arrays))
+                adapters = [self.adapters.bind_layer(i, g.adapter_P) for i in numbers]
                 place = embed_and_head, start == 0, start + size >= len(self._layers)
                 static = _LayerGroupOptions(
                     structures, layout, self.config.hidden_act, self.dtype, *place, finds, context

@@ -167,13 +167,13 @@ class Scheduler:
     Prompt and output together have at most `max_seq_len` tokens. Each prompt chunk is padded to one
     of `prefill_widths`; the split into chunks does not depend on other sequences.
 
-    A sequence shares the full blocks of the longest prefix that the cache has of its prompt,
-    computed with the same adapter. The
-    part of a block that goes on from there is copied to a block of its own (if no running sequence
-    has the block and the prompt continues it, the block itself is taken). Only the remaining tokens
-    run. The sequence waits while an earlier prompt is computing at least half of the tokens that it
-    needs. At least the last prompt token always runs, for its logits, and all of them if
-    `prompt_logprobs` are requested. Blocks of finished sequences stay until their memory is needed.
+    A sequence shares the full blocks of the longest prefix of its prompt that the cache has,
+    computed with the same adapter. The part of a block that goes on from there is copied to a block
+    of its own (if no running sequence has the block and the prompt continues it, the block itself
+    is taken). Only the remaining tokens run. The sequence waits while an earlier prompt is
+    computing at least half of the tokens that it needs. At least the last prompt token always runs,
+    for its logits, and all of them if `prompt_logprobs` are requested. Blocks of finished sequences
+    stay until their memory is needed.
 
     A sequence enters once there are blocks for its prompt, and one more for each running sequence
     that may need one. If a decoding sequence needs a block and all are in use, the sequence that

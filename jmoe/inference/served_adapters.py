@@ -5,6 +5,7 @@ The adapters of a weight are one `LowRank`; see `jmoe.layers.low_rank`.
 Legend: P rows of a step, E experts, I inputs, O outputs, r rank of an adapter, R of all together.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.layers.low_rank import BASE, LayerAdapters, LowRank
 from jmoe.models.lora import get_at_path
-from jmoe.models.peft_files import AdapterFolder, read_adapter_folder, stored_elements
+from jmoe.models.peft_files import AdapterFolder, read_adapter_folder, read_adapter_header
 from jmoe.models.weights import Parameter
 
 # the weights of one layer by path, each with (A [.., I, r], B [.., r, O], adapter) of its adapters
@@ -42,13 +43,16 @@ class ServedAdapters:
         self._layers = layers
 
     @classmethod
-    def load(cls, lora: Sequence[str], config: ModelConfig, family: str, dtype: DTypeLike) -> Self:
-        """Return the adapters of `EngineConfig.lora` on the default device, in the model's dtype.
+    def load(
+        cls, folders: Mapping[str, Path], config: ModelConfig, family: str, dtype: DTypeLike
+    ) -> Self:
+        """Return adapters on the default device, in the model's dtype.
+
+        folders: by the adapters' names (`EngineConfig.adapter_folders`).
 
         Raises ValueError naming the option for an adapter of another model, or with parts that are
         not served.
         """
-        folders = split_options(lora)
         layers: list[_LayerParts] = [{} for _ in config.layers]
         for number, (name, folder) in enumerate(folders.items(), 1):
             with _option_in_errors(name, folder):
@@ -69,7 +73,7 @@ class ServedAdapters:
         known = f"must be one of {', '.join(self.names)}" if self.names else "must be empty"
         check(name in self._numbers, "adapter", name, known)
 
-    def of_rows(self, group: ChunkGroup) -> NDArray[np.int32] | None:
+    def number_rows(self, group: ChunkGroup) -> NDArray[np.int32] | None:
         """Return int32 [P], the number of each row's adapter; None if there are no adapters."""
         if not self.names:
             return None
@@ -78,33 +82,40 @@ class ServedAdapters:
             adapter_P[row] = self._numbers[chunk.sequence.adapter]
         return adapter_P
 
-    def of_layer(self, layer: int, adapter_P: jax.Array | None) -> LayerAdapters | None:
+    def bind_layer(self, layer: int, adapter_P: jax.Array | None) -> LayerAdapters | None:
         """Return a layer's adapters for the rows of a step; None if there are no adapters."""
         return None if adapter_P is None else LayerAdapters(self._layers[layer], adapter_P)
-
-    def of_layers(
-        self, some: slice, adapter_P: jax.Array | None, count: int
-    ) -> list[LayerAdapters | None]:
-        """Return `of_layer` for the `count` layers of a slice."""
-        return [self.of_layer(some.start + i, adapter_P) for i in range(count)]
 
 
 NO_ADAPTERS = ServedAdapters()
 
 
-def split_options(lora: Sequence[str]) -> dict[str, Path]:
-    """Return the folder of each adapter, by name, of options that read NAME=FOLDER."""
-    pairs = (option.partition("=") for option in lora)
-    return {name: Path(folder).expanduser() for name, _, folder in pairs}
-
-
-def adapter_bytes(lora: Sequence[str], dtype: DTypeLike) -> int:
-    """Return the bytes of these adapters' stored elements in `dtype`. Reads headers only."""
-    elements = 0
-    for name, folder in split_options(lora).items():
+def adapter_bytes(
+    folders: Mapping[str, Path], config: ModelConfig, family: str, dtype: DTypeLike
+) -> int:
+    """Return the bytes of device memory that `ServedAdapters.load` takes at most: less if a stored
+    B is zero. Reads headers only, and raises as `load` does for these.
+    """
+    num_bytes = 0
+    for name, folder in folders.items():
         with _option_in_errors(name, folder):
-            elements += stored_elements(folder)
-    return elements * jnp.dtype(dtype).itemsize
+            header = read_adapter_header(folder, config, family)
+        assert header.lora.rank is not None
+        for parameter in header.parameters:
+            ranks = header.lora.rank * header.count_tensors(parameter)  # R of this adapter
+            elements = ranks * math.prod(parameter.shape[:-2]) * sum(parameter.matrix_shape)
+            num_bytes += elements * _device_dtype(_path_in_layer(parameter), dtype).itemsize
+            num_bytes += ranks * len(parameter.layers) * np.dtype(np.int32).itemsize  # owner_R
+    return num_bytes
+
+
+def _path_in_layer(parameter: Parameter) -> str:
+    return "/".join(parameter.path[1:])
+
+
+def _device_dtype(path: str, dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of a weight's adapters: float32 for routers, the model's for others."""
+    return jnp.dtype(jnp.float32 if path == "moe/router/kernel" else dtype)
 
 
 @contextmanager
@@ -131,17 +142,18 @@ def _check_served(option: str, parameter: Parameter, own: AdapterFolder) -> None
 def _append_parts(
     layers: Sequence[_LayerParts], parameter: Parameter, own: AdapterFolder, number: int
 ) -> None:
-    """Add an adapter's arrays of one parameter to those of its layers; nothing if B is zero."""
+    """Add an adapter's arrays of one parameter to those of its layers: A and B of each tensor that
+    fills some of the parameter's columns, unless B is zero in all layers.
+    """
     adapter = get_at_path(own.adapters, parameter.path)
-    if not adapter["b"].any():
-        return
-    spans = parameter.source.column_spans(parameter.shape[-1])
-    for entry, layer in enumerate(parameter.layers):
-        parts = layers[layer].setdefault("/".join(parameter.path[1:]), [])
-        a, b = adapter["a"][entry], own.lora.scale * adapter["b"][entry]
-        for piece, (low, high) in enumerate(spans):
+    for piece, (low, high) in enumerate(parameter.source.column_spans(parameter.shape[-1])):
+        if not adapter["b"][..., low:high].any():
+            continue
+        for entry, layer in enumerate(parameter.layers):
+            a, b = adapter["a"][entry], adapter["b"][entry]
             inside = np.zeros_like(b)
-            inside[..., low:high] = b[..., low:high]
+            inside[..., low:high] = own.lora.scale * b[..., low:high]
+            parts = layers[layer].setdefault(_path_in_layer(parameter), [])
             parts.append((a[..., piece, :, :], inside, number))
 
 
@@ -150,9 +162,9 @@ def _joined(
     path: str,
     dtype: DTypeLike,
 ) -> LowRank:
-    """Return the adapters of a weight side by side. Those of routers stay float32."""
-    kind = jnp.float32 if path == "moe/router/kernel" else dtype
+    """Return the adapters of a weight side by side."""
+    kept = _device_dtype(path, dtype)
     owner_R = np.concatenate([np.full(a.shape[-1], number, np.int32) for a, _, number in parts])
-    a = np.concatenate([a for a, _, _ in parts], axis=-1).astype(kind)
-    b = np.concatenate([b for _, b, _ in parts], axis=-2).astype(kind)
+    a = np.concatenate([a for a, _, _ in parts], axis=-1).astype(kept)
+    b = np.concatenate([b for _, b, _ in parts], axis=-2).astype(kept)
     return LowRank(*jax.device_put((a, b, owner_R), jax.devices()[0]))

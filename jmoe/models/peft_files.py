@@ -10,7 +10,6 @@ Legend: N layers of a kind, E experts, P tensors of a weight, I inputs, O output
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,6 +70,24 @@ class AdapterFolder:
 
 
 @dataclass(frozen=True)
+class AdapterHeader:
+    """An adapter's options, and its tensors without their values.
+
+    parameters: those of the parts of a layer of which the file has tensors.
+    """
+
+    lora: LoraConfig
+    parameters: Sequence[Parameter]
+    stored: Mapping[str, StoredTensor]
+
+    def count_tensors(self, parameter: Parameter) -> int:
+        """Return how many of the tensors that fill the parameter's columns have an adapter."""
+        return len(
+            {p.number for p in _pieces(parameter) if not self.stored.keys().isdisjoint(p.names)}
+        )
+
+
+@dataclass(frozen=True)
 class _Piece:
     """The two PEFT tensors of one Hugging Face tensor, and their place in the parameter's adapter.
 
@@ -81,6 +98,11 @@ class _Piece:
     layer: int
     number: int
     columns: tuple[int, int]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of A and B in the file."""
+        return f"{self.name}.lora_A.weight", f"{self.name}.lora_B.weight"
 
 
 def _pieces(parameter: Parameter) -> Iterator[_Piece]:
@@ -119,8 +141,7 @@ def write_adapter_folder(
             if parameter.source.interleaved:
                 b = b[..., _column_order(parameter)]
             a, b = (_joined_a(a), _joined_b(b)) if parameter.experts else (a.T, b.T)
-            for side, x in (("A", a), ("B", b)):
-                name = f"{piece.name}.lora_{side}.weight"
+            for name, x in zip(piece.names, (a, b), strict=True):
                 tensors.append(NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)))
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
@@ -168,17 +189,21 @@ def adapter_config(parameters: Sequence[Parameter], lora: LoraConfig, base: str)
     }
 
 
-def stored_elements(folder: Path) -> int:
-    """Return the number of elements of an adapter's tensors, from the header of its file."""
-    with name_file_in_errors(folder / WEIGHTS):
-        return sum(math.prod(tensor.shape) for tensor in read_header(folder / WEIGHTS).values())
-
-
 def read_adapter_folder(folder: Path, config: ModelConfig, family: str) -> AdapterFolder:
     """Return the adapters in a folder that PEFT or `write_adapter_folder` wrote for this model.
 
     Raises ValueError naming the file and the option that is not supported, or the tensor that is
     missing, unexpected or of another shape, as in an adapter of another model.
+    """
+    header = read_adapter_header(folder, config, family)
+    return AdapterFolder(header.lora, header.parameters, _read_adapters(folder, header))
+
+
+def read_adapter_header(folder: Path, config: ModelConfig, family: str) -> AdapterHeader:
+    """Return the header of an adapter's folder; reads no values.
+
+    Raises ValueError naming the file and the option that is not supported, or if no tensor fits the
+    model.
     """
     file = folder / CONFIG
     check(file.is_file(), "adapter", str(folder), f"must be a folder with {CONFIG}")
@@ -199,8 +224,7 @@ def read_adapter_folder(folder: Path, config: ModelConfig, family: str) -> Adapt
         "fit no part of the model",
     )
     lora = _read_options(file, fields, targets)
-    parameters = adapted_parameters(config, family, targets)
-    return AdapterFolder(lora, parameters, _read_adapters(folder, stored, parameters, lora))
+    return AdapterHeader(lora, adapted_parameters(config, family, targets), stored)
 
 
 def _read_options(file: Path, fields: JsonObject, targets: tuple[str, ...]) -> LoraConfig:
@@ -226,32 +250,27 @@ def _stored_targets(
     return tuple(name for name in LORA_TARGETS if name in stored_parts)
 
 
-def _read_adapters(
-    folder: Path,
-    stored: Mapping[str, StoredTensor],
-    parameters: Sequence[Parameter],
-    lora: LoraConfig,
-) -> PyTree:
+def _read_adapters(folder: Path, header: AdapterHeader) -> PyTree:
     """Return all adapters of a file. Projections of a part that the file lacks have B = 0."""
     tree: dict[str, PyTree] = {}
     used: set[str] = set()
-    assert lora.rank is not None
+    stored, rank = header.stored, header.lora.rank
+    assert rank is not None
     with TensorReader() as reader:
-        for parameter in parameters:
-            shapes = adapter_shapes(parameter, lora.rank)
+        for parameter in header.parameters:
+            shapes = adapter_shapes(parameter, rank)
             own = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
             for piece in _pieces(parameter):
-                names = [f"{piece.name}.lora_{side}.weight" for side in "AB"]
-                if not any(name in stored for name in names):
+                if stored.keys().isdisjoint(piece.names):
                     continue
                 a, b = (
                     _read_tensor(folder, reader, stored, name, shape)
                     for name, shape in zip(
-                        names, _stored_shapes(parameter, piece, lora.rank), strict=True
+                        piece.names, _stored_shapes(parameter, piece, rank), strict=True
                     )
                 )
-                used |= set(names)
-                _put(own, parameter, piece, a, b, lora.rank)
+                used |= set(piece.names)
+                _put(own, parameter, piece, a, b, rank)
             set_at_path(tree, parameter.path, own)
     for name in sorted(stored.keys() - used):
         raise stored[name].error("is unexpected: the model has no place for it")

@@ -425,9 +425,7 @@ class _Pricing:
         kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
         if kernel and kernel[1] == "paged_attention":
             return _paged_attention_work(operation, arrays, self.facts)
-        if (
-            kernel and kernel[1] == "rotate_and_write"
-        ):  # all but the cache, which it writes a bit of
+        if kernel and kernel[1] == "rotate_and_write":  # moves one token of the cache it is given
             moved = 2 * arrays[0].num_bytes
             return _KernelWork("rotate_and_write in Triton", scope, "pass", moved)
         if kernel and kernel[1] == "combine_splits":

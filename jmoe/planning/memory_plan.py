@@ -138,8 +138,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     needed = (
         f"must hold the {e} experts of a layer, of {model.weights.expert_bytes} bytes each; other"
         f" weights take {model.dense_bytes} bytes, keys and values"
-        f" {model.cache_bytes}{_drafts_text(model)}, of"
-        f" {free.device_bytes} free"
+        f" {model.cache_bytes}{_drafts_text(model)}, of {free.device_bytes} free"
     )
     check(fit >= e, "device_bytes", device_bytes, needed)
     if policy == "ring" or ring_slots is not None:
@@ -254,7 +253,13 @@ def plan_mesh_memory(
     moves = mesh.placement != "even"
     host_bytes = model.num_experts * model.record_bytes if moves else 0
     plan = MemoryPlan(
-        *("resident", "host" if moves else None, model, expert_slots, 0, host_bytes, 0),
+        "resident",
+        "host" if moves else None,
+        model,
+        expert_slots,
+        ring_slots=0,
+        host_bytes=host_bytes,
+        nvme_bytes=0,
         num_devices=mesh.devices,
     )
     free_bytes = int(free.device_bytes * (1 - RESERVE))
@@ -332,11 +337,8 @@ def _mesh_slots(
     cache. shared: records in host memory need a part of them. Raises ValueError if one layer's do
     not fit.
     """
-    layers, ring_slots, for_slots = (
-        model.weights.num_layers,
-        options.ring_slots,
-        options.device_bytes,
-    )
+    layers, ring_slots = model.weights.num_layers, options.ring_slots
+    for_slots = options.device_bytes  # bytes of a device
     layer_bytes = share * model.weights.expert_bytes
     if for_slots is None and options.policy != "auto":
         for_slots = (ring_slots or max(1, layers // 2)) * layer_bytes

@@ -92,8 +92,8 @@ def _file_sizes(path: str) -> str:
 def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Return `config` for processes of another working directory."""
     absolute = lambda path: str(Path(path).expanduser().resolve())  # noqa: E731
-    pairs = (option.partition("=") for option in config.engine.lora)
-    lora = tuple(f"{name}={absolute(folder)}" for name, _, folder in pairs)
+    folders = config.engine.adapter_folders.items()
+    lora = tuple(f"{name}={absolute(folder)}" for name, folder in folders)
     engine = dataclasses.replace(config.engine, lora=lora)
     return dataclasses.replace(config, model=absolute(config.model), engine=engine)
 
@@ -118,7 +118,7 @@ class ClusterBatch:
         """Connect to the cluster at `address`. Raises ValueError that names what is wrong."""
         self._config = config = _with_absolute_paths(config)
         self._ray = connect(address)
-        adapters = [option.partition("=")[2] for option in config.engine.lora]
+        adapters = list(map(str, config.engine.adapter_folders.values()))
         check_same_everywhere(self._ray, address, describe_node, config.model, adapters)
         self._gpus = config.engine.mesh.devices if has_gpus(self._ray) else 0
         self._num_engines = num_engines or count_places(self._ray, self._gpus)

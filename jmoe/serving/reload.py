@@ -20,7 +20,7 @@ from jmoe.serving.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-EXPECTED = ValueError, OSError, ReloadError, ApiError  # which say all in their message
+EXPECTED = ValueError, OSError, ReloadError, ApiError  # their messages need no traceback
 OpenFolder = Callable[[], contextlib.AbstractContextManager[Path]]
 
 
@@ -45,7 +45,7 @@ class ModelIdentity:
         return cls(config, digests)
 
     def check_same(self, newer: Self, folder: Path) -> None:
-        """Raise ValueError if a newer model, that of `folder`, is another."""
+        """Raise ValueError if the model in `folder`, whose identity is `newer`, is another."""
         words = "must be as of the served model; start the server again for another one"
         if newer.config != self.config:
             raise ValueError(f"config.json of {folder}: {words}")
@@ -82,8 +82,8 @@ class Reloader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def request(self) -> None:
-        """Begin to reload; after the reload under way, if there is one. Nothing if another already
-        waits for that: it will load the same weights.
+        """Begin a reload, after the one under way if there is one. Do nothing if a reload already
+        waits: it will load the same weights.
         """
         if len(self._tasks) > 1:
             return
@@ -92,7 +92,7 @@ class Reloader:
         task.add_done_callback(self._tasks.discard)
 
     async def reload(self) -> None:
-        """Load the newest weights; a failure is said and logged, and the old ones stay."""
+        """Load the newest weights. If that fails, report the error and keep the old weights."""
         async with self._lock:
             opened, begun_s = contextlib.ExitStack(), time.monotonic()
             try:

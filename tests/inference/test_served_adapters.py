@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,6 +15,16 @@ from jmoe.config.engine import EngineConfig
 from jmoe.deploy.adapters import merge_adapter_folder
 from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine
+from jmoe.inference.served_adapters import ServedAdapters, adapter_bytes
+from jmoe.models.huggingface import family_of, model_config
+from jmoe.models.peft_files import CONFIG, WEIGHTS
+from jmoe.models.pretrained import read_config
+from jmoe.models.safetensors_io import (
+    NewTensor,
+    TensorReader,
+    read_header,
+    write_safetensors_file,
+)
 from jmoe.offload.slots import DeviceSlots
 from tests.model_configs import CHECKPOINTS
 
@@ -121,6 +133,35 @@ def test_names(options: tuple[str, ...], message: str) -> None:
 def test_what_is_refused_before_weights_are_read(model: str, folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=f"^lora = 'a={folder}': (?s:.*)({message})"):
         Engine(CHECKPOINTS / model, EngineConfig(max_seq_len=32, lora=(f"a={folder}",)))
+
+
+@pytest.mark.parametrize("left_out", [(), ("k_proj", "v_proj")])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_planned_bytes_are_those_on_the_device(
+    name: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Fused weights, whose tensors may have an adapter or none, and routers, which stay float32."""
+    stored = LORA / name / "first"
+    shutil.copy(stored / CONFIG, tmp_path / CONFIG)
+    with TensorReader() as reader:
+        kept = [
+            NewTensor(tensor_name, x.dtype, x.shape, partial(np.asarray, x))
+            for tensor_name, tensor in read_header(stored / WEIGHTS).items()
+            if not any(part in tensor_name for part in left_out)
+            for x in [
+                np.concatenate([x for *_, x in reader.read_chunks(tensor, 0, tensor.shape[0])])
+            ]
+        ]
+    write_safetensors_file(tmp_path / WEIGHTS, kept)
+    fields = read_config(CHECKPOINTS / name)
+    config = model_config(fields)
+    operands = {"a": tmp_path, "b": LORA / name / "last"}, config, family_of(fields), "bfloat16"
+    adapters = ServedAdapters.load(*operands)
+    adapter_P = np.zeros(1, np.int32)
+    layers = [adapters.bind_layer(i, adapter_P) for i in range(len(config.layers))]
+    arrays = jax.tree.leaves([layer.low_rank for layer in layers if layer is not None])
+    assert {str(array.dtype) for array in arrays} == {"bfloat16", "float32", "int32"}
+    assert sum(array.nbytes for array in arrays) == adapter_bytes(*operands)
 
 
 def test_a_request_names_an_adapter_of_the_engine() -> None:
