@@ -78,7 +78,7 @@ def write_unit(job: Job, unit: Unit) -> JsonObject:
 
 
 def write_unit_on_one_core(job: Job, unit: Unit) -> JsonObject:
-    """Return what `write_unit` does, for one process of a process a core."""
+    """Run `write_unit` with a tokenizer of one thread, for as many processes as cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return write_unit(job, unit)
 

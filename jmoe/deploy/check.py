@@ -3,8 +3,8 @@
 FOLDER needs `config.json` alone; with `model.safetensors.index.json` the names of its tensors are
 compared too, and once all weights are there, their headers. It may also be a GGUF file. Prints the
 family, the parameters, what is refused and why, the memory, and where an engine on this machine, or
-on the one that --gpu, --devices and --host-gb describe, would put the experts. Ends with 1 if
-something is refused or does not fit.
+on the one that --machine.accelerator, --machine.host-bytes and --devices describe, would put the
+experts. Ends with 1 if something is refused or does not fit.
 """
 
 import argparse
@@ -18,16 +18,16 @@ from pathlib import Path
 
 import jax
 
-from jmoe.config import ModelConfig, check
+from jmoe.config import MachineConfig, ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
+from jmoe.inference.dry_run import described_memory
 from jmoe.inference.loading import (
     EngineMachine,
     plan_engine_memory,
     this_machine,
     with_sequence_length,
 )
-from jmoe.memory.host_memory import available_bytes
 from jmoe.mesh import is_expert
 from jmoe.models.announced import AnnouncedCheckpoint, has_all_weights, read_announced
 from jmoe.models.config_fields import ignored_training_fields, unsupported_fields
@@ -36,9 +36,10 @@ from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.other_tokenizers import READERS
 from jmoe.models.pretrained import abstract_decoder, read_config_file
+from jmoe.models.quantization import quantized_cache_note
 from jmoe.models.tokenizer_file import TOKENIZER
-from jmoe.planning.memory_plan import FreeMemory, MemoryPlan
-from jmoe.runtime import end_at_once_on_interrupt, gpu_memory_fraction, reexec_with_env
+from jmoe.planning.memory_plan import MemoryPlan
+from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 from jmoe.types import JsonObject
 from kernels_pallas.formats import EXPERT_DTYPES
 
@@ -190,6 +191,8 @@ def _notes(
 ) -> Iterator[str]:
     for name, value in ignored_training_fields(fields, family).items():
         yield f"{name} = {value!r} is not applied in training"
+    if cache_note := quantized_cache_note(fields):
+        yield cache_note
     if not (folder / TOKENIZER).is_file() and not any(
         (folder / name).is_file() for name in READERS
     ):
@@ -246,19 +249,6 @@ def _measure_loaded(
         )
 
 
-def named_machine(gpu: str, num_devices: int, host_gb: float | None) -> EngineMachine:
-    """Return the memory of a machine with these GPUs, of which JAX takes its usual fraction.
-
-    gpu: a name of `ACCELERATORS`. host_gb: free host memory; None for what is free here. Raises
-    ValueError if it is negative or not finite.
-    """
-    is_size = host_gb is None or 0 <= host_gb < math.inf
-    check(is_size, "--host-gb", host_gb, "must be a number of gigabytes, 0 or more")
-    host_bytes = available_bytes() if host_gb is None else int(host_gb * 1e9)
-    device_bytes = int(gpu_memory_fraction() * ACCELERATORS[gpu].device_bytes)
-    return EngineMachine(FreeMemory(device_bytes, host_bytes, shared=False), num_devices)
-
-
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.deploy.check",
@@ -266,9 +256,22 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a Hugging Face folder")
-    parser.add_argument("--gpu", choices=tuple(ACCELERATORS), help="default: this machine")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs of the machine")
-    parser.add_argument("--host-gb", type=float, help="its free host memory; default: as here")
+    parser.add_argument(
+        "--machine.accelerator",
+        dest="accelerator",
+        choices=tuple(ACCELERATORS),
+        default="",
+        help="default: this machine",
+    )
+    parser.add_argument(
+        "--machine.host-bytes",
+        dest="host_bytes",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="its free host memory; default: as here",
+    )
+    parser.add_argument("--devices", type=int, default=1, help="accelerators of the machine")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
     parser.add_argument(
         "--expert-dtype", choices=EXPERT_DTYPES, help="format of the experts; default: as stored"
@@ -289,14 +292,12 @@ def main(arguments: list[str]) -> int:
         expert_dtype=options.expert_dtype,
     )
     engine = replace(engine, mesh=replace(engine.mesh, devices=options.devices))
-    if options.gpu is None:
-        options_set = {"--devices": options.devices != 1, "--host-gb": options.host_gb is not None}
-        for name, is_given in options_set.items():
-            if is_given:
-                raise ValueError(f"{name}: needs --gpu")
-        machine = this_machine()
-    else:
-        machine = named_machine(options.gpu, options.devices, options.host_gb)
+    options_set = {"--devices": options.devices != 1, "--machine.host-bytes": options.host_bytes}
+    for name, is_given in options_set.items():
+        if is_given and not options.accelerator:
+            raise ValueError(f"{name}: needs --machine.accelerator")
+    named = MachineConfig(accelerator=options.accelerator, host_bytes=options.host_bytes)
+    machine = described_memory(named, options.devices) or this_machine()
     folder = options.folder.expanduser()
     if folder.suffix == ".gguf" and folder.is_file():
         folder = gguf_folder(folder)

@@ -29,6 +29,7 @@ from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.mesh import expert_mesh
 from jmoe.models.huggingface import family_of
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.quantization import quantized_cache_note
 from jmoe.offload.residency import open_experts, open_placed_experts
 from jmoe.offload.segments import read_segments
 from jmoe.planning.memory_plan import (
@@ -99,8 +100,9 @@ class LoadedModel(Closing):
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_activations(checkpoint, options, use_native)
-            if conversion := checkpoint.expert_conversion:
-                say(conversion)
+            notes = checkpoint.expert_conversion, quantized_cache_note(checkpoint.fields)
+            for note in filter(None, notes):
+                say(note)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None

@@ -5,13 +5,10 @@ are named; without it, experts are taken to be in the format that the configurat
 other tensors to be plain numbers of its dtype.
 """
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from jmoe.config import ModelConfig
-from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.models.folder import has_file
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config_file, read_json_object
@@ -93,22 +90,18 @@ def read_announced(folder: Path) -> AnnouncedCheckpoint:
                 tensors[name] = StoredTensor(name, files[file], dtype, shape, 0, NO_STAMP)
     if places is None:
         return AnnouncedCheckpoint(fields, tensors)
+    others = places.keys() - tensors.keys()
     return AnnouncedCheckpoint(
         fields,
         tensors,
         tuple(name for name in tensors if name not in places),
-        tuple(sorted(_unexpected_names(places.keys() - tensors.keys(), config))),
+        tuple(sorted(name for name in others if not name_may_be_ignored(name, config))),
         _total_size(folder),
     )
 
 
-def _unexpected_names(names: Collection[str], config: ModelConfig) -> list[str]:
-    return [name for name in names if not name_may_be_ignored(name, config)]
-
-
 def _total_size(folder: Path) -> int | None:
-    with name_file_in_errors(folder / INDEX):
-        metadata = json.loads((folder / INDEX).read_text()).get("metadata")
+    metadata = read_json_object(folder / INDEX).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return int(size) if isinstance(size, int | float) else None
 

@@ -59,8 +59,11 @@ _OTHER_CHANGES: dict[str, tuple[Json, ...]] = {
     "transform_config": (None, {}, {"config_groups": {}}),
     "sparsity_config": (None, {}),
     "moe_sparsity_config": (None, {}),
-    "kv_cache_scheme": (None, {}),
 }
+# The cache's format in FP8: fields of ModelOpt, and of compressed-tensors and ModelOpt. An engine's
+# cache has the compute dtype, which is more exact.
+_CACHE_FIELDS = ("kv_cache_quant_algo", "kv_cache_scheme")
+_CACHE_SCHEME: JsonObject = {"num_bits": 8, "type": "float", "symmetric": True}
 # supported values of the fields of other methods; None where a field may be missing
 _METHOD_FIELDS: dict[str, dict[str, tuple[Json, ...]]] = {
     "fp8": {
@@ -199,6 +202,32 @@ def check_quantization(fields: Json, kind: str, expert_dtype: Json = None) -> No
         check(value in allowed, prefix + name, value, f"must be {_or(allowed)}")
     if method == "compressed-tensors":
         _check_compressed_tensors(fields, prefix)
+    for name in _CACHE_FIELDS:
+        value = fields.get(name)
+        words = "is not supported: must be FP8 with one symmetric scale, or null"
+        check(not value or _is_fp8_cache(value), prefix + name, value, words)
+
+
+def _is_fp8_cache(value: Json) -> bool:
+    """Return whether a field of `_CACHE_FIELDS` asks for FP8, and nothing more."""
+    if not isinstance(value, dict):
+        return value == "FP8"
+    said = {"symmetric": True} | value
+    return all(said.get(name) == wanted for name, wanted in _CACHE_SCHEME.items())
+
+
+def quantized_cache_note(fields: JsonObject) -> str:
+    """Return a sentence if a `config.json` asks for a quantized KV cache, which an engine does not
+    have; "" if not.
+    """
+    quantization = fields.get("quantization_config") or {}
+    for name in _CACHE_FIELDS:
+        if value := quantization.get(name):
+            return (
+                f"quantization_config.{name} = {value!r}: the KV cache is not quantized, it has the"
+                " compute dtype"
+            )
+    return ""
 
 
 def _or(values: tuple[Json, ...]) -> str:

@@ -15,10 +15,15 @@ from tokenizers.models import BPE
 
 from jmoe.config import check
 from jmoe.memory.direct_io import name_file_in_errors
-from jmoe.models.tokenizer_file import SETTINGS, read_json_if_present
+from jmoe.models.tokenizer_file import (
+    SETTINGS,
+    byte_level_characters,
+    read_json_if_present,
+)
 
 FILE = "tiktoken.model"
 TOKENIZER_CLASS = "TikTokenTokenizer"
+_CHARACTERS = byte_level_characters()
 NUM_SPECIAL = 256 + 2  # numbered behind the merged tokens, whether they have a name or not
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -109,13 +114,3 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes] | 
 def _byte_level_text(token: bytes) -> str:
     """Return a token as byte-level BPE writes it: a printable character for each byte."""
     return "".join(_CHARACTERS[byte] for byte in token)
-
-
-def _byte_characters() -> list[str]:
-    """Return GPT-2's character for each byte: its own if it is printable, else one from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-_CHARACTERS = _byte_characters()

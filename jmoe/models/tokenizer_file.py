@@ -200,3 +200,12 @@ def read_json_if_present(path: Path) -> JsonObject:
     if not isinstance(config, dict):
         raise ValueError(f"{path}: must be a JSON object")
     return config
+
+
+def byte_level_characters() -> list[str]:
+    """Return the character that stands for each byte in a byte-level BPE vocabulary: its own if it
+    is printable, else one from 256 on. This is GPT-2's `bytes_to_unicode`.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -9,25 +9,10 @@ import re
 from tokenizers import Tokenizer
 
 from jmoe.inference.sequence import TokenLogprob
+from jmoe.models.tokenizer_file import byte_level_characters
 from jmoe.serving.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return {character: the byte that it stands for} of a byte-level BPE vocabulary.
-
-    The inverse of GPT-2's `bytes_to_unicode`.
-    """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
 
 
 class TokenVocabulary:
@@ -39,7 +24,8 @@ class TokenVocabulary:
         self._added = set(added)
         self._special = {token_id for token_id, token in added.items() if token.special}
         byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
-        self._alphabet = _byte_of_character() if byte_level else None
+        characters = {c: byte for byte, c in enumerate(byte_level_characters())}
+        self._alphabet = characters if byte_level else None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         # Without byte fallback, one unknown token may stand for any number of characters.
         whole = byte_level or "<0x00>" in vocabulary

@@ -42,9 +42,8 @@ PREFIX_CHARACTERS = 512
 # fields of a body in the order in which they become the prompt's text
 PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
 ATTEMPTS = 3  # of a request whose replica was lost before it said anything
-REPLICA_CALLS = (
-    2  # under way in a replica for each sequence of its batch; the next replica is taken
-)
+# calls under way in a replica for each sequence of its batch; further ones go to the next replica
+REPLICA_CALLS = 2
 REPLICA_HEADER = b"x-jmoe-replica"
 LOST = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError)
 

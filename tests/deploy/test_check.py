@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
+from jmoe.config import MachineConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.deploy.check import ModelReport, check_model, main, named_machine
-from jmoe.inference.loading import model_bytes, plan_engine_memory, with_sequence_length
+from jmoe.deploy.check import ModelReport, check_model, main
+from jmoe.inference.dry_run import described_memory
+from jmoe.inference.loading import (
+    EngineMachine,
+    model_bytes,
+    plan_engine_memory,
+    with_sequence_length,
+)
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.model_configs import CHECKPOINTS
 
@@ -21,7 +28,15 @@ RELEASES = json.loads((Path(__file__).parents[1] / "fixtures" / "releases.json")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 COMPRESSED = Path(__file__).parents[1] / "fixtures" / "compressed"
 QUICK = ("DeepSeek-V2-Lite-Chat", "gpt-oss-20b", "Llama-4-Scout-17B-16E-Instruct")
-MACHINE = named_machine("h100", 1, 512)
+
+
+def h100_with(host_bytes: int) -> EngineMachine:
+    machine = described_memory(MachineConfig(accelerator="h100", host_bytes=host_bytes), 1)
+    assert machine is not None
+    return machine
+
+
+MACHINE = h100_with(512_000_000_000)
 
 
 def report_of(name: str, folder: Path) -> ModelReport:
@@ -150,7 +165,8 @@ def test_every_field_that_is_refused_is_named(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_config(tmp_path)
-    machine = ["--gpu", "h100", "--host-gb", "64", "--max-seq-len", "64"]
+    machine = ["--machine.accelerator", "h100", "--machine.host-bytes", "64000000000"]
+    machine += ["--max-seq-len", "64"]
     assert main([str(folder), *machine]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "family: qwen3_moe"
     assert main([str(folder), *machine, "--expert-dtype", "fp8", "--json"]) == 0
@@ -159,20 +175,22 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said["loaded"]["plan"]["policy"] == "resident"
     assert main([str(write_config(tmp_path, model_type="phimoe"))]) == 1
     assert "refused: model_type = 'phimoe'" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--host-gb: needs --gpu"):
-        main([str(folder), "--host-gb", "0"])
-    for size in ("-1", "nan", "inf"):
-        with pytest.raises(
-            ValueError, match=f"--host-gb = {size}.*: must be a number of gigabytes"
-        ):
-            main([str(folder), "--gpu", "h100", "--host-gb", size])
+    for option in ("--machine.host-bytes", "--devices"):
+        with pytest.raises(ValueError, match=f"{option}: needs --machine.accelerator"):
+            main([str(folder), option, "2"])
+    with pytest.raises(ValueError, match="host_bytes = -1: must not be negative"):
+        main([str(folder), "--machine.accelerator", "h100", "--machine.host-bytes", "-1"])
+    for size in ("nan", "inf"):
+        with pytest.raises(SystemExit):
+            main([str(folder), "--machine.accelerator", "h100", "--machine.host-bytes", size])
+        assert f"--machine.host-bytes: invalid int value: '{size}'" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"config\.json"):
         main([str(tmp_path / "missing")])
 
 
 def test_a_model_that_does_not_fit_says_why(tmp_path: Path) -> None:
     folder = write_config(tmp_path)
-    report = check_model(folder, EngineConfig(max_seq_len=64), named_machine("h100", 1, 0.0))
+    report = check_model(folder, EngineConfig(max_seq_len=64), h100_with(1))
     assert report.fits  # resident
     engine = EngineConfig(max_seq_len=64, device_bytes=1)
     report = check_model(folder, engine, MACHINE)

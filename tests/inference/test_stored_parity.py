@@ -100,6 +100,7 @@ def test_logits_of_a_streamed_release(name: str) -> None:
         logits = logits_of(model, ref["input_ids"])
         config, slots = model.runner.config, model.runner.residency.num_bytes
     np.testing.assert_allclose(logits, ref["logits"], rtol=0, atol=TOLERANCE)
+    assert any("the KV cache is not quantized" in line for line in said) == (name == "nvfp4")
     if name in KEPT_TOO:
         assert slots == config.num_experts * sum(expert_arrays(config, KEPT_TOO[name]))
         assert not any("experts are stored in" in line for line in said)

@@ -200,11 +200,27 @@ def changed(name: str, **changes: Any) -> GgufFile:
         ),
         ({"qwen3moe.attention.value_length": 8}, "value_length = 8: must be attention.key_length"),
         ({"qwen3moe.expert_count": ...}, "qwen3moe.expert_count = None: is missing"),
+        (
+            {"qwen3moe.rope.scaling.type": "yarn"},
+            "qwen3moe.rope.scaling.factor = None: is missing",
+        ),
+        (
+            {"qwen3moe.rope.scaling.type": "yarn", "qwen3moe.rope.scaling.factor": 2.0},
+            "qwen3moe.rope.scaling.original_context_length = None: is missing",
+        ),
     ],
 )
 def test_metadata_that_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_fields(changed("qwen3moe", **changes))
+
+
+@pytest.mark.parametrize("key", ["rope.dimension_count", "attention.key_length"])
+def test_glm_needs_the_sizes_of_a_head(key: str) -> None:
+    with pytest.raises(ValueError, match=f"glm4moe.{key} = None: is missing"):
+        config_fields(
+            changed("glm4moe", **{f"glm4moe.{key}": ..., "glm4moe.attention.value_length": ...})
+        )
 
 
 @pytest.mark.parametrize(

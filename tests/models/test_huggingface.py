@@ -361,6 +361,10 @@ ROTATIONS = {
 }
 
 
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+
+
 def changed_quantization(fields: dict[str, Any], **of_group: Any) -> dict[str, Any]:
     described = packed("pack-quantized")["quantization_config"]
     group = described["config_groups"]["group_0"] | of_group
@@ -397,6 +401,9 @@ def changed_quantization(fields: dict[str, Any], **of_group: Any) -> dict[str, A
             "quantization_config": FP8
             | {"scale_fmt": "float", "activation_scheme": "static", "dequantize": False}
         },
+        changed_quantization({"kv_cache_scheme": FP8_CACHE}),
+        {"quantization_config": MODELOPT | {"kv_cache_scheme": FP8_CACHE}},
+        {"quantization_config": MODELOPT | {"kv_cache_quant_algo": "FP8"}},
     ],
 )
 def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None:
@@ -499,6 +506,11 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             "deepseek_v3",
             {"rope_parameters": LINEAR | {"mscale_all_dim": 1.0}},
             "rope_parameters.mscale_all_dim = 1.0: is not supported, only 0",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_type": [0]}},
+            r"rope_parameters.rope_type = \[0\]: is not supported, only default, linear,",
         ),
         (
             "mixtral",
@@ -656,6 +668,16 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             "mixtral",
             changed_quantization({"kv_cache_scheme": {"num_bits": 8}}),
             "kv_cache_scheme = .*: is not supported",
+        ),
+        (
+            "mixtral",
+            {"quantization_config": MODELOPT | {"kv_cache_quant_algo": "INT8"}},
+            "kv_cache_quant_algo = 'INT8': is not supported: must be FP8",
+        ),
+        (
+            "mixtral",
+            {"quantization_config": MODELOPT | {"kv_cache_scheme": FP8_CACHE | {"num_bits": 4}}},
+            "kv_cache_scheme = .*'num_bits': 4.*: is not supported: must be FP8",
         ),
         (
             "mixtral",

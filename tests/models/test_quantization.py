@@ -10,7 +10,12 @@ import pytest
 
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config_file
-from jmoe.models.quantization import announced_format, announced_group, format_of_matrix
+from jmoe.models.quantization import (
+    announced_format,
+    announced_group,
+    format_of_matrix,
+    quantized_cache_note,
+)
 from jmoe.models.safetensors_io import read_headers
 from jmoe.models.weights import list_parameters
 
@@ -49,3 +54,12 @@ def test_plain_numbers_have_no_format() -> None:
 )
 def test_inputs_that_share_a_scale(quantization: dict[str, object] | None, group: int) -> None:
     assert announced_group({"quantization_config": quantization}, 512) == group
+
+
+def test_a_quantized_cache_is_named() -> None:
+    note = quantized_cache_note(read_config_file(FIXTURES / "nvfp4"))
+    assert note.startswith("quantization_config.kv_cache_quant_algo = 'FP8': the KV cache is not")
+    scheme = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
+    assert "kv_cache_scheme = {'num_bits': 8" in quantized_cache_note(scheme)
+    for fields in ({}, {"quantization_config": {"kv_cache_scheme": None}}):
+        assert quantized_cache_note(fields) == ""

@@ -96,12 +96,9 @@ def _read_scaling(fields: ConfigFields, rope: ConfigFields, name: str) -> RopeSc
     """Return how the table `rope`, called `name`, scales positions; None if it does not."""
     kind = rope.value("rope_type", rope.value("type", "default"))
     why = UNSUPPORTED_FORMS.get(kind, "") if isinstance(kind, str) else ""
-    check(
-        kind == "default" or kind in ROPE_SCALINGS,
-        f"{name}.rope_type",
-        kind,
-        f"is not supported, only default, {', '.join(ROPE_SCALINGS)}{why}",
-    )
+    known = ("default", *ROPE_SCALINGS)
+    words = f"is not supported, only {', '.join(known)}{why}"
+    check(kind in known, f"{name}.rope_type", kind, words)
     if kind == "default":
         return None
     if kind != "yarn" and fields.value("kv_lora_rank") is not None:

@@ -64,9 +64,10 @@ def _glm_fields(file: GgufFile) -> JsonObject:
         value.get("expert_gating_func"),
         f"must be {_SIGMOID}, sigmoid",
     )
-    head_dim = value.get("attention.key_length")
+    head_dim = _required_value(value, "attention.key_length", "glm4moe")
+    rotated = _required_value(value, "rope.dimension_count", "glm4moe")
     return {
-        "partial_rotary_factor": value["rope.dimension_count"] / head_dim,
+        "partial_rotary_factor": rotated / head_dim,
         "num_hidden_layers": value["block_count"] - value.get("nextn_predict_layers", 0),
         "num_nextn_predict_layers": value.get("nextn_predict_layers", 0),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
@@ -128,7 +129,7 @@ def config_fields(file: GgufFile) -> JsonObject:
     for key in sorted(values.keys() - keys.keys() - _OTHER):
         check(False, f"{name}.{key}", values[key], "is not known: it may change the answers")
     for key in ("context_length", "block_count", "embedding_length", "expert_count"):
-        check(key in values, f"{name}.{key}", None, "is missing")
+        _required_value(values, key, name)
     fields = {to: values[key] for key, to in keys.items() if to and key in values}
     same = values.get("attention.value_length", fields.get("head_dim")) == fields.get("head_dim")
     words = "must be attention.key_length"
@@ -159,16 +160,24 @@ def _values(file: GgufFile) -> JsonObject:
     }
 
 
+def _required_value(values: JsonObject, key: str, name: str) -> Json:
+    """Return the value of a key of the architecture `name`. Raises ValueError if it is missing."""
+    check(key in values, f"{name}.{key}", None, "is missing")
+    return values[key]
+
+
 def _rope_fields(values: JsonObject, name: str) -> JsonObject:
     """Return `rope_scaling`, if the file scales positions."""
     kind: Json = values.get("rope.scaling.type", "none")
-    check(kind in ("none", "linear", "yarn"), f"{name}.rope.scaling.type", kind, "must be yarn")
+    is_known = kind in ("none", "linear", "yarn")
+    check(is_known, f"{name}.rope.scaling.type", kind, "must be yarn, linear or none")
     if kind == "none":
         return {}
-    table = {"rope_type": kind, "factor": values["rope.scaling.factor"]}
+    table = {"rope_type": kind, "factor": _required_value(values, "rope.scaling.factor", name)}
     if kind == "yarn":
+        original = _required_value(values, "rope.scaling.original_context_length", name)
         table |= {
-            "original_max_position_embeddings": values["rope.scaling.original_context_length"],
+            "original_max_position_embeddings": original,
             "beta_fast": values.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": values.get("rope.scaling.yarn_beta_slow", 1.0),
             "truncate": name != "gpt-oss",

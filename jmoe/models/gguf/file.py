@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# how gguf's types of plain numbers are called in safetensors files
-PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "I32": "I32"}
+PLAIN = ("F32", "F16", "BF16", "I32")  # types of plain numbers, with the names of safetensors
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _read_part(
         at = reader.data_offset + int(entry.field.parts[-1][0])
         tensor: StoredTensor
         if kind in PLAIN:
-            tensor = StoredTensor(entry.name, file, PLAIN[kind], shape, at, stamp)
+            tensor = StoredTensor(entry.name, file, kind, shape, at, stamp)
         else:
             values, block = block_bytes(kind)
             row = (*shape[:-1], shape[-1] // values * block)
