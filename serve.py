@@ -259,7 +259,7 @@ def serve(
         app = make_app(service, api_keys, jmoe.__version__)
         newest = partial(open_newest, config, one_process=leader is None, bundle=programs)
         reloader = Reloader(service.loop, folder, engine_config, newest, say)
-        announce = lambda: say(f"serving {url} (the API under {url}/v1)")  # noqa: E731
+        announce = partial(say, f"serving {url} (the API under {url}/v1)")
         server = HttpServer(app, service.loop, config, announce, reloader.request)
         with call_repeatedly(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
             server.run(sockets=[listening])

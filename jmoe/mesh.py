@@ -210,6 +210,17 @@ def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
+def shapes_with_shardings(shapes: PyTree, placements: PyTree) -> PyTree:
+    """Return the `ShapeDtypeStruct`s of arrays with `placements`, a pytree of shardings like
+    `shapes`.
+    """
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        placements,
+    )
+
+
 def split_over(axes: tuple[str, ...], dim: int = 0) -> PartitionSpec:
     """Return the spec of an array sharded over `axes` in dimension `dim`. `axes` may be of a mesh
     with other axis names.

@@ -66,7 +66,7 @@ def make_program(
     import jax.numpy as jnp
 
     from jmoe.collectives.exchange import TokenChoices
-    from jmoe.collectives.planned_exchange import make_exchange
+    from jmoe.collectives.planned_exchange import exchange_unchanged, make_exchange
     from jmoe.collectives.ragged import RaggedExchange
     from jmoe.collectives.ragged_rounds import RoundsExchange
     from jmoe.mesh import BATCH, EXPERT
@@ -80,13 +80,8 @@ def make_program(
 
         def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             chosen = TokenChoices(idx, weights, counts)
-            dispatched = exchange.dispatch(x, chosen, full_capacity)
-            if isinstance(exchange, RoundsExchange):
-                unchanged = lambda params, others, arrived: arrived.rows_MD  # noqa: E731
-                y = exchange.run_experts(dispatched.handle, unchanged, (), ())
-                return y, dispatched.dropped[None]
-            outs = [arrived.rows_MD for arrived in dispatched.chunks]
-            return exchange.combine(outs, dispatched.handle), dispatched.dropped[None]
+            y, dropped = exchange_unchanged(exchange, x, chosen, full_capacity)
+            return y, dropped[None]
 
         if direction == "forward":
             return there_and_back(x, weights)

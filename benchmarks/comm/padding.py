@@ -22,6 +22,7 @@ from benchmarks.lib.linked_nodes import ADDRESSES
 from benchmarks.lib.ranks import Clock, Rounds
 from benchmarks.lib.report import JsonObject
 from benchmarks.lib.socket_rows import SocketRows
+from jmoe.config.parallel import ExchangeKind
 from jmoe.planning.exchange import (
     ExchangePlan,
     exchange_traffic,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {"padding": "padded and ragged rows"}
 LOADS = ("balanced", "skewed")
-KINDS = ("flat", "dedup", "ragged")
+KINDS: tuple[ExchangeKind, ...] = ("flat", "dedup", "ragged")
 WORST = 1e9  # a capacity factor that no load exceeds
 
 
@@ -116,10 +117,10 @@ def measure(a: argparse.Namespace, mesh: "Mesh", clock: Clock) -> list[JsonObjec
     return [row for shape in shapes for row in measure_shape(a, mesh, clock, shape, sockets)]
 
 
-def plan_of(a: argparse.Namespace, shape: Shape, kind: str) -> ExchangePlan:
+def plan_of(a: argparse.Namespace, shape: Shape, kind: ExchangeKind) -> ExchangePlan:
     """Return the plan of an exchange of this kind."""
     return plan_exchange(
-        kind,  # type: ignore[arg-type]
+        kind,
         num_nodes=a.nodes,
         devices_per_node=a.ranks_per_node,
         num_experts=shape.num_experts,
@@ -149,7 +150,12 @@ def programs_of(
 
 
 def formula_bytes(
-    a: argparse.Namespace, shape: Shape, kind: str, runs: int, counts_RE: np.ndarray, rows: int
+    a: argparse.Namespace,
+    shape: Shape,
+    kind: ExchangeKind,
+    runs: int,
+    counts_RE: np.ndarray,
+    rows: int,
 ) -> int:
     """Return the bytes that the first node sends. rows: of a ragged exchange's receive buffer."""
     if kind == "ragged":

@@ -25,7 +25,6 @@ if __name__ == "__main__":
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.lib.report import JsonObject
 from jmoe.runtime import hide_devices
@@ -36,6 +35,7 @@ if __name__ == "__main__":
 from benchmarks.lib import ahead_of_time, report
 from benchmarks.train.estimates import estimated_for, on_eight_gpus, planned_bytes
 from jmoe.config import CommConfig
+from jmoe.config.parallel import ExchangeKind
 from jmoe.training.fused.step_estimate import StepEstimate, estimate_step
 
 GPU = "h100"
@@ -45,7 +45,7 @@ SHAPES = {
     "mixtral": on_eight_gpus("mixtral", 8),
     "qwen3": on_eight_gpus("qwen3", 12),
 }
-KINDS = ("flat", "ragged")
+KINDS: tuple[ExchangeKind, ...] = ("flat", "ragged")
 
 
 def parse() -> argparse.Namespace:
@@ -83,8 +83,7 @@ def main() -> None:
     rows = []
     for name in a.shapes:
         for kind in a.kinds:
-            kinds: Any = kind
-            run = replace(SHAPES[name], comm=CommConfig(exchange=kinds))
+            run = replace(SHAPES[name], comm=CommConfig(exchange=kind))
             step = estimate_step(estimated_for(run, GPU))
             rows.append(report.progress(row_of(name, kind, step)))
     result = {"benchmark": "padding_aot", "gpu": GPU, "rows": rows}

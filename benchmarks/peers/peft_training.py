@@ -7,39 +7,34 @@ A step is forward, backward, clipping and AdamW of the adapters, on one batch of
 matrices as `target_parameters`.
 """
 
-import argparse
-import json
-import os
-import resource
-import statistics
-import sys
-import time
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
+from benchmarks.lib import report
+from benchmarks.lib.transformers_runs import (
+    add_training_options,
+    time_training_steps,
+    use_all_cores,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--model", required=True, help="folder of a model")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument(
-        "--experts", default="grouped_mm", help="how it computes experts: grouped_mm or eager"
-    )
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    add_training_options(parser, warmup=2)
     a = parser.parse_args()
-    threads = len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    use_all_cores()
     import peft
     import torch
     import transformers
 
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         a.model, dtype=getattr(torch, a.dtype), attn_implementation="sdpa"
     )
@@ -54,35 +49,15 @@ def main() -> None:
     model = peft.get_peft_model(model, lora).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, foreach=True)
-    ids = torch.randint(3, model.config.vocab_size, (a.batch, a.seq))
-    seconds, losses = [], []
-    for step in range(a.warmup + a.steps):
-        begun = time.perf_counter()
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step >= a.warmup:
-            seconds.append(time.perf_counter() - begun)
-        losses.append(float(loss.detach()))
-    result = {
-        "system": "transformers + PEFT",
-        "args": {name: value for name, value in vars(a).items() if name != "model"},
-        "tokens_per_s": round(ids.numel() / statistics.median(seconds), 2),
-        "seconds": [round(s, 5) for s in seconds],
-        "first_loss": round(losses[0], 4),
-        "last_loss": round(losses[-1], 4),
-        "trained_parameters": sum(p.numel() for p in trained),
-        "peak_rss_bytes": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024],
-        "versions": {
-            "transformers": transformers.__version__,
-            "peft": peft.__version__,
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-        },
-    }
-    print(json.dumps(result), flush=True)
+    report.finish(
+        {
+            "system": "transformers + PEFT",
+            "args": report.options(a, "model"),
+            **time_training_steps(a, model, trained, optimizer),
+            "trained_parameters": sum(p.numel() for p in trained),
+            "versions": report.versions("transformers", "peft") | {"torch": torch.__version__},
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -7,19 +7,26 @@ figure. Decoding is the bare loop over the model's forward, without `generate` a
 visit of each is not measured.
 """
 
-import argparse
-import json
-import os
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
 import statistics
 import time
+
+from benchmarks.lib import report
+from benchmarks.lib.transformers_runs import use_all_cores
 
 PROMPT = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), required=True)
     parser.add_argument("--experts", nargs="+", default=["grouped_mm", "batched_mm", "eager"])
@@ -28,14 +35,10 @@ def main() -> None:
     parser.add_argument("--long-prompt", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
-    threads = len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    use_all_cores()
     import torch
     import transformers
 
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         a.model, dtype=getattr(torch, a.dtype)
     ).eval()
@@ -68,14 +71,12 @@ def main() -> None:
                 seconds = [prefill_s() for _ in range(a.rounds + 1)][1:]
                 prefilled = max(prefilled, a.long_prompt / statistics.median(seconds))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(
-        json.dumps(
-            {
-                "decode_tokens_per_s": decoded,
-                "long_prefill_tokens_per_s": prefilled,
-                "versions": versions,
-            }
-        )
+    report.finish(
+        {
+            "decode_tokens_per_s": decoded,
+            "long_prefill_tokens_per_s": prefilled,
+            "versions": versions,
+        }
     )
 
 

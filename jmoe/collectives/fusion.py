@@ -25,6 +25,11 @@ from jmoe.types import PyTree
 Hierarchy = tuple[tuple[str, ...], ...]  # the axes of each level, the slowest level first
 
 
+def axis_names(hierarchy: Hierarchy) -> tuple[str, ...]:
+    """Return the axes of all levels, the slowest level's first."""
+    return tuple(axis for axes in hierarchy for axis in axes)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_parameter_local(
     shard: jax.Array, dim: int, dtype: DTypeLike, axes: tuple[str, ...]

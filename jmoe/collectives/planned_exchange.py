@@ -1,4 +1,6 @@
-"""The exchange of tokens that a plan names, and its all-to-alls alone, for measuring."""
+"""The exchange of tokens that a plan names; for measuring, its all-to-alls alone, and an exchange
+without experts.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -7,6 +9,7 @@ import jax
 
 from jmoe.collectives.all_to_all import AllToAll, make_all_to_all
 from jmoe.collectives.exchange import (
+    ArrivedRows,
     Exchange,
     OneDeviceExchange,
     PerDeviceExchange,
@@ -56,6 +59,28 @@ def make_exchange(
     return PerNodeExchange(
         make_all_to_all(axes[:1]), inside, plan.num_nodes, plan.nodes_per_token, capacity_factor
     )
+
+
+def exchange_unchanged(
+    exchange: Exchange | RoundsExchange,
+    x_TD: jax.Array,
+    chosen: TokenChoices,
+    full_capacity: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (float32 y_TD, this device's dropped assignments) of a dispatch and a combine between
+    which experts change nothing. full_capacity: as for `dispatch`.
+    """
+
+    def return_rows(params: PyTree, others: PyTree, arrived: ArrivedRows) -> jax.Array:
+        return arrived.rows_MD
+
+    dispatched = exchange.dispatch(x_TD, chosen, full_capacity)
+    if isinstance(exchange, RoundsExchange):
+        y_TD = exchange.run_experts(dispatched.handle, return_rows, (), ())
+    else:
+        rows = [arrived.rows_MD for arrived in dispatched.chunks]
+        y_TD = exchange.combine(rows, dispatched.handle)
+    return y_TD, dispatched.dropped
 
 
 def trace_dispatch_all_to_alls(

@@ -135,8 +135,8 @@ def move_rows(
     """Return `buffer_MD` with the rows written that the other devices send here.
 
     blocks, reverse: offsets and sizes of this move and of the one that brings the rows back, by
-    which their gradient travels. The gradient of `buffer_MD` is that of the result, also in the
-    rows that the move has overwritten: whoever gives a buffer with rows must not read it there.
+    which the gradient of `rows_ND` travels. The gradient of `buffer_MD` is that of the result, not
+    zeroed in overwritten rows: the caller must ignore it there.
     """
     return move(rows_ND, buffer_MD, *blocks)
 
@@ -148,15 +148,16 @@ def _move_rows_fwd(
     blocks: Blocks,
     reverse: Blocks,
 ) -> tuple[jax.Array, tuple[Blocks, jax.Array]]:
-    of_rows_N = jnp.zeros((rows_ND.shape[0], 0), rows_ND.dtype)
-    return move_rows(move, rows_ND, buffer_MD, blocks, reverse), (reverse, of_rows_N)
+    # a residual without elements: only its shape is read
+    empty_N0 = jnp.zeros((rows_ND.shape[0], 0), rows_ND.dtype)
+    return move_rows(move, rows_ND, buffer_MD, blocks, reverse), (reverse, empty_N0)
 
 
 def _move_rows_bwd(
     move: RaggedAllToAll, residuals: tuple[Blocks, jax.Array], dy_MD: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    reverse, of_rows_N = residuals
-    empty_ND = jnp.zeros((of_rows_N.shape[0], dy_MD.shape[1]), dy_MD.dtype)
+    reverse, empty_N0 = residuals
+    empty_ND = jnp.zeros((empty_N0.shape[0], dy_MD.shape[1]), dy_MD.dtype)
     return move(dy_MD, empty_ND, *reverse), dy_MD, None, None
 
 
@@ -174,7 +175,7 @@ class SortedChoices(NamedTuple):
     row_TK: jax.Array
 
     @classmethod
-    def of(cls, chosen: TokenChoices) -> "SortedChoices":
+    def sort(cls, chosen: TokenChoices) -> "SortedChoices":
         """Return the choices of this device's tokens, sorted."""
         (num_tokens, k), num_experts = chosen.topk_idx_TK.shape, chosen.counts_E.size
         order_N, rank_N = sort_by_expert(chosen.topk_idx_TK.reshape(-1), num_experts)
@@ -238,7 +239,7 @@ class RaggedExchange:
         device receives when the load is balanced.
         """
         with jax.named_scope("dispatch"):
-            choices = SortedChoices.of(chosen)
+            choices = SortedChoices.sort(chosen)
             send_ND = choices.gather_rows(x_TD)
             offsets = block_offsets(self.gather_counts(chosen.counts_E), lax.axis_index(self.axes))
         empty_MD = jnp.zeros((rows, send_ND.shape[1]), send_ND.dtype)

@@ -117,20 +117,24 @@ def _run_later_rounds(
 
 def _run_later_rounds_fwd(run: _Round, params: PyTree, x_TD: jax.Array, *rest: PyTree) -> PyTree:
     arrays, _, buffer_MD = rest
-    of_buffer_M = jnp.zeros((buffer_MD.shape[0], 0), buffer_MD.dtype)
-    return _run_later_rounds(run, params, x_TD, *rest), (params, x_TD, arrays, of_buffer_M)
+    # a residual without elements: only its shape is read
+    empty_M0 = jnp.zeros((buffer_MD.shape[0], 0), buffer_MD.dtype)
+    return _run_later_rounds(run, params, x_TD, *rest), (params, x_TD, arrays, empty_M0)
 
 
 def _run_later_rounds_bwd(run: _Round, residuals: PyTree, gradients: PyTree) -> PyTree:
-    params, x_TD, arrays, of_buffer_M = residuals
+    params, x_TD, arrays, empty_M0 = residuals
     dback_ND, _, dparams, dx_TD = gradients
-    buffer_MD = jnp.zeros((of_buffer_M.shape[0], x_TD.shape[1]), x_TD.dtype)
+    buffer_MD = jnp.zeros((empty_M0.shape[0], x_TD.shape[1]), x_TD.dtype)
     last = _num_rounds(arrays.counts_RE, buffer_MD.shape[0])
 
     def add_next(carry: PyTree) -> PyTree:
         *sums, number = carry
         empty_ND = jnp.zeros_like(dback_ND)
-        outputs = lambda x_TD, params: run(params, x_TD, arrays, number, empty_ND, buffer_MD)[0]  # noqa: E731
+
+        def outputs(x_TD: jax.Array, params: PyTree) -> jax.Array:
+            return run(params, x_TD, arrays, number, empty_ND, buffer_MD)[0]
+
         gradients = jax.vjp(outputs, x_TD, params)[1](dback_ND)
         return *jax.tree.map(jnp.add, tuple(sums), gradients), number + 1
 
@@ -166,7 +170,7 @@ class RoundsExchange:
         if num_chunks != 1:
             raise ValueError(f"num_chunks = {num_chunks}: must be 1 for a ragged exchange")
         with jax.named_scope("dispatch"):
-            choices = SortedChoices.of(chosen)
+            choices = SortedChoices.sort(chosen)
             counts_RE = self.ragged.gather_counts(chosen.counts_E)
         handle = RoundsHandle(x_TD, chosen.topk_weights_TK, choices, counts_RE)
         return DispatchedTokens((), jnp.zeros((), jnp.int32), handle)

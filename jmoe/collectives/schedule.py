@@ -200,7 +200,10 @@ class _Program:
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             names[var] = name = next(self._names)
             self.constants[name] = value
-        read = lambda v: v if isinstance(v, Literal) else names[v]  # noqa: E731
+
+        def read(v: Var | Literal) -> Operand:
+            return v if isinstance(v, Literal) else names[v]
+
         for eqn in jaxpr.eqns:
             read_by = [read(v) for v in eqn.invars]
             inner = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
@@ -342,7 +345,10 @@ class _Program:
         """Return the indices of the equations on which equation `index` depends, directly or
         through others.
         """
-        names_of = lambda i: {x for x in self.equations[i].inputs if not isinstance(x, Literal)}  # noqa: E731
+
+        def names_of(i: int) -> set[Operand]:
+            return {x for x in self.equations[i].inputs if not isinstance(x, Literal)}
+
         names, needed = names_of(index), set()
         for i in reversed(range(index)):
             if names.intersection(self.equations[i].outputs):

@@ -113,6 +113,13 @@ class TiersConfig:
         """Whether weights and optimizer state of all experts stay on the device."""
         return (self.experts, self.optimizer) == ("device", "device")
 
+    @property
+    def any_off_device(self) -> bool:
+        """Whether weights or optimizer state of some experts are placed off the device by name,
+        not by `auto`.
+        """
+        return bool({"host", "nvme"} & {self.experts, self.optimizer})
+
 
 # GPUs for which `--estimate` can compile programs
 EstimatedGpu = Literal["", "a100", "h100", "h200", "b200", "rtx-4090", "rtx-5090"]

@@ -359,14 +359,14 @@ class TrainConfig:
         check(has_experts, "tiers", tiers, "must be device for a model without experts")
         if not self.init_from:  # whose model is not known here
             self.check_chosen_share()
-        whole = self.comm.expert_sharding == "none" or not {"host", "nvme"} & {*tiers}
+        whole = self.comm.expert_sharding == "none" or not self.tiers.any_off_device
         check(
             whole,
             "comm.shard_experts",
             self.comm.shard_experts,
             f"must be none {_offloaded_phrase(self.tiers)}",
         )
-        stays = self.comm.packing != "auto" or not {"host", "nvme"} & {*tiers}
+        stays = self.comm.packing != "auto" or not self.tiers.any_off_device
         check(
             stays,
             "comm.packing",
@@ -389,13 +389,12 @@ class TrainConfig:
         """Whether the step can split experts over the data axis (`comm.shard_experts`): not with
         experts named for other tiers, and not with LoRA.
         """
-        offloaded = {"host", "nvme"} & {self.tiers.experts, self.tiers.optimizer}
         one_by_one = self.comm.shard_dense and not self.comm.fuse_dense
-        return not offloaded and not one_by_one and self.lora.rank is None
+        return not self.tiers.any_off_device and not one_by_one and self.lora.rank is None
 
     def _check_memory_dir(self) -> None:
-        memory_dir, tiers = self.checkpoint.memory_dir, (self.tiers.experts, self.tiers.optimizer)
-        alone = memory_dir is None or not {"host", "nvme"} & {*tiers}
+        memory_dir = self.checkpoint.memory_dir
+        alone = memory_dir is None or not self.tiers.any_off_device
         check(
             alone,
             "checkpoint.memory_dir",

@@ -32,7 +32,7 @@ from kernels_pallas.saved import mark_saved, mark_saved_residual
 QUERY_BLOCK = 128
 PACKED_IN_XLA = (
     "attention: rows of several documents run in XLA, not in the native operation;"
-    " data.pack_samples = False has one sample a row"
+    " data.mask_documents = False or data.pack_samples = False avoids such rows"
 )
 
 
@@ -270,7 +270,10 @@ def _cudnn_attention(
     kernel for.
     """
     if documents_BS is not None:
-        raise NotImplementedError("several documents in a row; data.pack_samples = False has one")
+        raise NotImplementedError(
+            "several documents in a row; data.mask_documents = False or data.pack_samples = False"
+            " avoids such rows"
+        )
     cudnn.check_attention_supported(q_BSHd, k_BSGd, v_BSGe)
     kernel = FlashKernel(
         partial(cudnn.attention, scale=scale, window=window),
@@ -409,12 +412,11 @@ class Attention(nnx.Module):
         heads = config.num_attention_heads
         groups = config.num_key_value_heads
         q, k, v = jnp.split(qkv, [heads * dh, (heads + groups) * dh], axis=-1)
-        split = lambda y: y.reshape(*y.shape[:-1], -1, dh)  # noqa: E731
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(y, -config.clip_qkv, config.clip_qkv) for y in (q, k, v))
-        q, k, v = split(q), split(k), split(v)
+        q, k, v = (y.reshape(*y.shape[:-1], -1, dh) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "head":
             q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
         if config.position == "rope":

@@ -45,8 +45,8 @@ class LowRank(NamedTuple):
 
     def of_expert(self, expert: jax.Array) -> "LowRank":
         """Return the adapters of one expert's weight."""
-        pick = lambda w: lax.dynamic_index_in_dim(w, expert, 0, keepdims=False)  # noqa: E731
-        return LowRank(pick(self.a), pick(self.b), self.owner_R)
+        a, b = (lax.dynamic_index_in_dim(w, expert, 0, keepdims=False) for w in (self.a, self.b))
+        return LowRank(a, b, self.owner_R)
 
     def change_of_groups(
         self, x_NI: jax.Array, adapter_N: jax.Array, group_sizes_E: jax.Array

@@ -32,7 +32,7 @@ from jmoe.config import ModelConfig, check
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import Routing
 from jmoe.memory.direct_io import name_file_in_errors
-from jmoe.mesh import ALL, EXPERT, param_specs, shardings
+from jmoe.mesh import ALL, EXPERT, param_specs, shapes_with_shardings, shardings
 from jmoe.models.decoder import Decoder
 from jmoe.models.folder import has_file
 from jmoe.models.gguf.folder import gguf_folder
@@ -319,9 +319,7 @@ def load_pretrained(
             f"must be a multiple of {experts}",
         )
         places = shardings(param_specs(shapes, mesh, shard_dense=True), mesh)
-        shapes = jax.tree.map(
-            lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places
-        )
+        shapes = shapes_with_shardings(shapes, places)
     arrays = load_arrays(folder, config, family_of(fields), shapes, dtype)
     return LanguageModel(
         build_decoder(config, arrays),

@@ -6,6 +6,7 @@ collectives, the links choose the expert exchange.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -137,7 +138,7 @@ def measure_links(mesh: Mesh) -> LinksConfig:
             for node in range(num_nodes)
             for place in range(per_node)
         ]
-        send = lambda x: lax.ppermute(x, EXPERT, to)  # noqa: E731
+        send = partial(lax.ppermute, axis_name=EXPERT, perm=to)
         latency_s, size = _time_collective_s(mesh, send, small), small
         seconds = latency_s
         while seconds < max(LONG_S, 2 * latency_s) and 4 * size < MOST_BYTES:
@@ -161,7 +162,10 @@ def _time_collective_s(
     """Return the seconds of one call of `collective` on `num_floats` float32 values per device,
     averaged over `REPEATS` dependent calls in one program.
     """
-    body = lambda x: lax.fori_loop(0, REPEATS, lambda _, x: collective(x), x)  # noqa: E731
+
+    def body(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, REPEATS, lambda _, x: collective(x), x)
+
     program = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=BATCH, out_specs=BATCH, check_vma=False)
     )

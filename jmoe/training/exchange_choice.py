@@ -16,9 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jmoe.collectives.exchange import TokenChoices
-from jmoe.collectives.planned_exchange import make_exchange
+from jmoe.collectives.planned_exchange import exchange_unchanged, make_exchange
 from jmoe.collectives.ragged import supports_ragged_exchange
-from jmoe.collectives.ragged_rounds import RoundsExchange
 from jmoe.config import TrainConfig
 from jmoe.config.parallel import ExchangeKind
 from jmoe.data.shards import replace_content_durably
@@ -127,12 +126,7 @@ def time_rows_s(config: TrainConfig, mesh: Mesh, kind: ExchangeKind) -> float:
         idx_TK = (number_TK % model.num_experts).reshape(tokens, -1)
         weights_TK = jnp.full(idx_TK.shape, 1 / model.num_experts_per_tok, jnp.float32)
         chosen = TokenChoices.from_topk(idx_TK, weights_TK, model.num_experts)
-        dispatched = exchange.dispatch(x_TD, chosen)
-        if isinstance(exchange, RoundsExchange):
-            unchanged = lambda params, others, arrived: arrived.rows_MD  # noqa: E731
-            y_TD = exchange.run_experts(dispatched.handle, unchanged, (), ())
-        else:
-            y_TD = exchange.combine([dispatched.chunks[0].rows_MD], dispatched.handle)
+        y_TD, _ = exchange_unchanged(exchange, x_TD, chosen)
         return y_TD.astype(x_TD.dtype)
 
     program = jax.jit(

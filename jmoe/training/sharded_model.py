@@ -30,6 +30,7 @@ from jmoe.mesh import (
     num_stack_dims,
     param_specs,
     path_names,
+    shapes_with_shardings,
     shard_dim,
     shardings,
     split_over,
@@ -232,10 +233,9 @@ class ShardedModel(ABC):
     @cached_property
     def state_shape(self) -> TrainState:
         """Shapes, dtypes and shardings of the training state."""
-        place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
-        state: TrainState = jax.eval_shape(self.initial_state)
-        placed: TrainState = jax.tree.map(place, state, shardings(self.state_specs, self.mesh))
-        return placed
+        placements = shardings(self.state_specs, self.mesh)
+        shape: TrainState = shapes_with_shardings(jax.eval_shape(self.initial_state), placements)
+        return shape
 
     @property
     def saved_shape(self) -> TrainState:

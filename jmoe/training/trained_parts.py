@@ -60,9 +60,11 @@ def describe_parts(config: TrainConfig, shapes: PyTree) -> list[str]:
     """Return a line with the numbers of trained and frozen parameters; none if all are trained."""
     if not (config.train or config.freeze):
         return []
-    count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
-    trained = count(trained_part(config, shapes))
-    return [f"{trained:,} parameters are trained, {count(shapes) - trained:,} frozen"]
+    trained, total = (
+        sum(x.size for x in jax.tree.leaves(tree))
+        for tree in (trained_part(config, shapes), shapes)
+    )
+    return [f"{trained:,} parameters are trained, {total - trained:,} frozen"]
 
 
 def subtree(tree: PyTree, like: PyTree) -> PyTree:

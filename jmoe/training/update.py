@@ -7,12 +7,13 @@ Legend: N MoE layers, E experts.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
 from jmoe.config import ModelConfig, TrainConfig
@@ -170,12 +171,12 @@ def finish_step(
         params = with_subtree(state.params, params)
     speed = config.model.router.bias_update_speed
 
-    def moved(path: Any, bias: jax.Array) -> jax.Array:
-        if not is_trained(config, path_names(path)):  # as its router
+    def update_bias(path: KeyPath, bias: jax.Array) -> jax.Array:
+        if not is_trained(config, path_names(path)):  # frozen with its router
             return bias
         return jnp.where(ok, updated_bias(bias, metrics["counts"], speed), bias)
 
-    bias = jax.tree_util.tree_map_with_path(moved, state.router_bias)
+    bias = jax.tree_util.tree_map_with_path(update_bias, state.router_bias)
     metrics = metrics | {
         "grad_norm": norm,
         "grad_norms": jax.tree.map(jnp.sqrt, squares),

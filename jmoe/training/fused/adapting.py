@@ -224,11 +224,12 @@ class AdapterTrainer(FusedTrainer):
         """Return the state of step 0: new adapters of the model in `init_from`."""
         frozen, bias = self._load_frozen()
         adapters, shape = self._init_adapters(), self.saved_shape
-        zeros = lambda: jax.tree.map(  # noqa: E731
-            lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shape.m
+        m, v = (
+            jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shape.m)
+            for _ in range(2)
         )
         step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
-        return TrainState(adapters, zeros(), zeros(), bias, step, frozen=frozen)
+        return TrainState(adapters, m, v, bias, step, frozen=frozen)
 
     def load_state(
         self,

@@ -19,6 +19,7 @@ from jmoe.collectives.fusion import (
     BufferLayout,
     Hierarchy,
     ShardInBuffer,
+    axis_names,
     flatten_gradients,
     flatten_shards,
     unflatten_gradient_shards,
@@ -126,10 +127,7 @@ class LayerBuffers:
         """Return the elements of both of a layer's buffers on all devices that share them. Call
         this inside `shard_map`.
         """
-        sizes = (
-            lax.axis_size(tuple(axis for axes in hierarchy for axis in axes))
-            for hierarchy in self._hierarchies
-        )
+        sizes = (lax.axis_size(axis_names(hierarchy)) for hierarchy in self._hierarchies)
         return sum(n * size for n, size in zip(self.num_shard_elements(), sizes, strict=True))
 
 

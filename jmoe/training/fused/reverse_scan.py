@@ -34,6 +34,7 @@ from jmoe.collectives.fusion import (
     Hierarchy,
     all_gather_buffer_local,
     all_reduce_buffer_local,
+    axis_names,
     reduce_scatter_buffer_local,
 )
 from jmoe.collectives.schedule import (
@@ -69,10 +70,6 @@ from jmoe.types import PyTree
 
 Tree = TypeVar("Tree")  # a pytree of arrays, or of stacks of them
 Keys = jax.Array | None  # a layer's PRNG key for router noise, or a stack of these
-
-
-def _axis_names(hierarchy: Hierarchy) -> tuple[str, ...]:
-    return tuple(axis for axes in hierarchy for axis in axes)
 
 
 def layer_slice(tree: Tree, index: Index) -> Tree:
@@ -155,7 +152,7 @@ class ReverseScan:
 
     def _chunks(self, row_C: jax.Array, hierarchy: Hierarchy) -> list[tuple[int, int]]:
         """Return the chunks (start, end) in which a row is gathered."""
-        num_devices = lax.axis_size(_axis_names(hierarchy))
+        num_devices = lax.axis_size(axis_names(hierarchy))
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
         return list(cut_ranges(row_C.size, num_devices * row_C.dtype.itemsize, limit))
 
@@ -165,7 +162,7 @@ class ReverseScan:
         """Return a layer's buffer [R, C] from the gathered chunks of `row_C`; C is 0 if no
         parameter of the layer is in that buffer. hierarchy: as for `all_gathers_by_chunk`.
         """
-        num_devices = lax.axis_size(_axis_names(hierarchy or self.hierarchy))
+        num_devices = lax.axis_size(axis_names(hierarchy or self.hierarchy))
         empty = jnp.zeros((num_devices, 0), row_C.dtype)
         return jnp.concatenate([empty, *gathered], axis=1)
 
@@ -237,7 +234,7 @@ class ReverseScan:
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        return _axis_names(self.hierarchy)
+        return axis_names(self.hierarchy)
 
     def __call__(
         self,
@@ -461,8 +458,8 @@ class _BoundReverseScan:
         return y, stats, replace_known_residuals(vjp, self._known_residuals(params, key))
 
     def _known_residuals(self, params: ParamsByBuffer, key: Keys) -> list[PyTree]:
-        """Return a layer's arrays that the backward pass has without residuals. They keep their
-        places if the experts, as residuals, are not among them.
+        """Return a layer's arrays that the backward pass has without residuals. With
+        `keeps_experts` it has no experts; these come last, so that the other positions stay.
         """
         experts = [None] * len(params.experts) if self.config.keeps_experts else params.experts
         return [*params.dense, *params.others, *jax.tree.leaves(key), *experts]
@@ -514,11 +511,17 @@ class _BoundReverseScan:
             ahead = last_row(repeats - 2) if repeats > 1 else before
             state = run(pattern, repeats - 1, last, state, ahead)
             if repeats > 2:
-                step = lambda state, i, pattern=pattern, early=early, last_row=last_row: (  # noqa: E731
-                    run(pattern, i, layer_slice(early, i), state, last_row(i - 1)),
-                    None,
-                )
-                state, _ = lax.scan(step, state, jnp.arange(1, repeats - 1), reverse=True)
+
+                def run_repeat(
+                    state: _BackwardState,
+                    i: jax.Array,
+                    pattern: LayerPattern = pattern,
+                    early: PyTree = early,
+                    last_row: Callable[[Index], BufferPair] = last_row,
+                ) -> tuple[_BackwardState, None]:
+                    return run(pattern, i, layer_slice(early, i), state, last_row(i - 1)), None
+
+                state, _ = lax.scan(run_repeat, state, jnp.arange(1, repeats - 1), reverse=True)
             if repeats > 1:
                 state = run(pattern, 0, layer_slice(early, 0), state, before)
         works = self._bucket_reductions(state.pending)
@@ -643,6 +646,8 @@ class _BoundReverseScan:
 
 def _without_experts(tree: PyTree) -> PyTree:
     """Return a tree in which the experts' buffer of each `BufferPair` has no columns."""
-    is_pair = lambda x: isinstance(x, BufferPair)  # noqa: E731
-    cut = lambda pair: pair._replace(experts=pair.experts[:, :0])  # noqa: E731
-    return jax.tree.map(cut, tree, is_leaf=is_pair)
+
+    def cut(pair: BufferPair) -> BufferPair:
+        return pair._replace(experts=pair.experts[:, :0])
+
+    return jax.tree.map(cut, tree, is_leaf=lambda x: isinstance(x, BufferPair))

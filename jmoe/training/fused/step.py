@@ -29,7 +29,7 @@ from jmoe.config.cluster import LinksConfig
 from jmoe.data.sample_rows import SampleRows
 from jmoe.layers.documents import Documents
 from jmoe.memory.record_checkpoint import RecordCheckpoints
-from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shardings
+from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shapes_with_shardings, shardings
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
 from jmoe.training.fused.reverse_scan import ReverseScan
@@ -84,9 +84,8 @@ class FusedTrainer:
         on_one: PyTree = tuple(REPLICATED for _ in copies)
         state = self.state_specs = replace(model.state_specs, cast=on_one)
         places = shardings(state, mesh)
-        placed = lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)  # noqa: E731
-        self.state_shape: TrainState = jax.tree.map(
-            placed, replace(model.state_shape, cast=copies), places
+        self.state_shape: TrainState = shapes_with_shardings(
+            replace(model.state_shape, cast=copies), places
         )
         self.init = jax.jit(
             lambda: self.refresh_cast_copies(model.initial_state()), out_shardings=places

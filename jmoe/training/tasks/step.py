@@ -42,6 +42,7 @@ from jmoe.mesh import (
     REPLICATED,
     is_expert,
     path_names,
+    shapes_with_shardings,
     shardings,
     split_over,
 )
@@ -223,11 +224,10 @@ class ShardedVision(ShardedModel):
         """Shapes, dtypes and shardings of a checkpoint's state; the shapes are the same for every
         mesh and layout.
         """
-        place = lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding)  # noqa: E731
         specs, specs_now = self._saved_specs, self.state_specs
         saved = TrainState(specs, specs, specs, specs_now.router_bias, specs_now.step)
-        shape: TrainState = jax.tree.map(
-            place, jax.eval_shape(self.initial_saved_state), shardings(saved, self.mesh)
+        shape: TrainState = shapes_with_shardings(
+            jax.eval_shape(self.initial_saved_state), shardings(saved, self.mesh)
         )
         return shape
 

@@ -64,6 +64,7 @@ def test_a_program_of_a_peer() -> None:
         "deepspeed_training",
         "nvme_training",
         "oversized",
+        "peft_training",
         "to_gguf",
         "transformers_side",
         "transformers_training",
