@@ -34,10 +34,10 @@ from jmoe.cluster import distributed
 from jmoe.cluster.job import describe_hosts
 from jmoe.config import TrainConfig, VisionTrainConfig, check
 from jmoe.config.cluster import read_cluster
-from jmoe.data.chat_files import with_chat_files
+from jmoe.data.chat_files import replace_chat_files
 from jmoe.data.corpus import (
-    OtherTextError,
     PreparationRole,
+    TextChangedError,
     discard_staged,
     prepare_corpus,
     publish_staged,
@@ -296,14 +296,14 @@ def prepare_text_data(
         )
         try:
             corpus = prepare_corpus(config.data, config.model.vocab_size, cache, role)
-        except OtherTextError:
+        except TextChangedError:
             raise_data_changed(config, resolved)
             raise
     files = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     if config.init_from:
         files |= companion_files(config.init_from, files.get(TOKENIZER))
     if corpus.held_out_samples is not None:
-        files = with_chat_files(files, config.data, corpus.shard_folders)
+        files = replace_chat_files(files, config.data, corpus.shard_folders)
         why = "must not be set with samples, such as chats, in data.path: it takes text alone"
         check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
         why = (
@@ -311,8 +311,8 @@ def prepare_text_data(
         )
         check(not config.data.mask_documents, "data.mask_documents", True, why)
     print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")
-    if config.init_from and corpus.describe_control_texts():
-        print_on_rank_0(corpus.describe_control_texts())
+    if config.init_from and corpus.describe_control_token_texts():
+        print_on_rank_0(corpus.describe_control_token_texts())
     batches = train_batches(
         corpus,
         batch_size=config.batch_size,

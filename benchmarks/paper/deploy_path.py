@@ -42,7 +42,7 @@ from benchmarks.lib import report
 from benchmarks.lib.deployed import portable_loss, served, served_loss, wheel_environment
 from benchmarks.lib.report import JsonObject
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
-from jmoe.deploy.calibration_text import CalibrationText, overlapping_windows
+from jmoe.deploy.calibration_text import CalibrationText, windows_with_next_token
 from jmoe.deploy.cut import weight_bytes
 from jmoe.deploy.expert_layouts import LAYOUTS
 from jmoe.deploy.layerwise import mean_loss
@@ -122,7 +122,7 @@ def unseen_text(model: Path, unseen: Path, length: int, most: int) -> Calibratio
         loaded = load_tokenizer(model / "tokenizer.json", checkpoint.config.vocab_size)
     texts = [(path.read_text(errors="replace"), True) for path in sorted(unseen.iterdir())]
     tokens = np.array([i for ids, _ in encode_pieces(loaded, texts) for i in ids][:most], np.int32)
-    windows = overlapping_windows(tokens, length)
+    windows = windows_with_next_token(tokens, length)
     text = loaded.tokenizer.decode(windows[:, 1:].reshape(-1).tolist(), skip_special_tokens=True)
     return CalibrationText(windows, windows, len(text.encode()))
 

@@ -21,7 +21,7 @@ def chat_files(config: DataConfig) -> dict[str, bytes]:
     """
     files = {}
     if config.tokenizer is not None:
-        files = _read_files(Path(config.tokenizer).expanduser().parent)
+        files = _read_companion_files(Path(config.tokenizer).expanduser().parent)
     if config.chat_template is not None:
         files = {name: content for name, content in files.items() if not _is_template(name)}
         files[TEMPLATE_FILE] = Path(config.chat_template).expanduser().read_bytes()
@@ -35,7 +35,7 @@ def write_chat_files(config: DataConfig, folder: Path) -> None:
         replace_content_durably(folder / name, content)
 
 
-def with_chat_files(
+def replace_chat_files(
     files: Mapping[str, bytes], config: DataConfig, folders: Sequence[Path]
 ) -> dict[str, bytes]:
     """Return `files` (those of a checkpoint, {name: content}) with the chat files of its training
@@ -45,10 +45,10 @@ def with_chat_files(
     has none. Raises ValueError if two folders' samples were made with different templates.
     """
     own = chat_files(config)
-    by_folder = {folder: _read_files(folder) or own for folder in folders}
+    by_folder = {folder: _read_companion_files(folder) or own for folder in folders}
     first, chosen = next(iter(by_folder.items()))
     for folder, others in by_folder.items():
-        if _deciding(others) != _deciding(chosen):
+        if _select_tokenizing_files(others) != _select_tokenizing_files(chosen):
             raise ValueError(
                 f"data.path: the samples of {folder} have another chat template or {SETTINGS} than"
                 f" those of {first}; make their shards again, with one --tokenizer and"
@@ -59,11 +59,11 @@ def with_chat_files(
     return {**files, **chosen}
 
 
-def _read_files(folder: Path) -> dict[str, bytes]:
+def _read_companion_files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in companion_file_names(folder)}
 
 
-def _deciding(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _select_tokenizing_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return those of `files`, {name: content}, that decide how chats become tokens: the chat
     templates and tokenizer_config.json.
     """

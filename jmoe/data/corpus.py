@@ -37,8 +37,8 @@ from jmoe.data.sample_encoder import (
     EncodedSample,
     SampleEncoder,
     encode_in_batches,
-    fingerprint_of_encoding,
     make_sample_encoder,
+    sample_encoding_fingerprint,
 )
 from jmoe.data.shards import (
     IdChecks,
@@ -47,10 +47,10 @@ from jmoe.data.shards import (
     SampleShardWriter,
     Shard,
     ShardWriter,
-    open_lengths,
+    open_sample_lengths,
     remove_stale_temporaries,
     replace_content_durably,
-    writing_samples,
+    writing_sample_shard,
     writing_shard,
 )
 from jmoe.data.text_files import (
@@ -65,11 +65,11 @@ from jmoe.data.text_files import (
     describe_position,
     describe_problems,
     find_text_input,
-    mark_samples,
+    mark_inputs_with_samples,
+    pick_training_texts,
     read_lines,
     read_pieces,
     read_samples,
-    sample_texts,
     split_off_held_out,
     standard_library_files,
 )
@@ -176,7 +176,7 @@ class Corpus:
             words += f", {skipped.total():,} skipped that are no text ({', '.join(kinds)}{more})"
         return words
 
-    def describe_control_texts(self) -> str:
+    def describe_control_token_texts(self) -> str:
         """Return a sentence with the number of training documents in which control tokens were
         kept as text; "" if none.
         """
@@ -252,7 +252,7 @@ def prepare_corpus(
         for i, entry in enumerate(inputs)
         if entry.is_shards
     }
-    tokenizer = _given_tokenizer(config, inputs, shards, vocab_size)
+    tokenizer = _existing_tokenizer(config, inputs, shards, vocab_size)
     targets = _held_out_target_bytes(config, inputs, shards)
     texts = [i for i in range(len(inputs)) if i not in shards]
     held_out: list[_HeldOutTokens] = []
@@ -264,7 +264,7 @@ def prepare_corpus(
             vocab_size=vocab_size,
             directory=cache_dir,
             config=config,
-            content=_text_identity([inputs[i] for i in texts], role.report),
+            content=_text_hash([inputs[i] for i in texts], role.report),
         )
         finished = job.verified_manifest() is not None
         if role.is_main and not finished and job.read_own_manifest() is not None:
@@ -280,18 +280,18 @@ def prepare_corpus(
             else _wait_for_manifest(job, role)
         )
         tokenizer = load_tokenizer(
-            cache_dir / TOKENIZER, vocab_size, encode_control=job.encodes_control
+            cache_dir / TOKENIZER, vocab_size, encode_control=job.encodes_control_tokens
         )
         for number, i in enumerate(texts):
             shards[i] = [open_token_shard(cache_dir / manifest["train"][number]["file"])]
         held_out.append(_read_held_out(cache_dir, tokenizer))
     shard_inputs = [i for i, entry in enumerate(inputs) if entry.is_shards]
-    _check_shards([shard for i in shard_inputs for shard in shards[i]], role.report)
+    _check_shard_hashes([shard for i in shard_inputs for shard in shards[i]], role.report)
     held_out += _take_held_out_of_shards(inputs, shards, shard_inputs, targets, tokenizer)
     return _assemble_corpus(inputs, [shards[i] for i in range(len(inputs))], held_out, tokenizer)
 
 
-def _check_shards(shards: Sequence[Shard], report: Report) -> None:
+def _check_shard_hashes(shards: Sequence[Shard], report: Report) -> None:
     """Raise ValueError naming a shard whose ids have another SHA-256 than its header says.
 
     All shards without CRC-32s are read, and others up to `HASHED_BYTES` in total; the rest is
@@ -310,7 +310,7 @@ def _check_shards(shards: Sequence[Shard], report: Report) -> None:
         report("checking token shards", done_bytes, total_bytes)
 
 
-class OtherTextError(ValueError):
+class TextChangedError(ValueError):
     """The text differs from the cached text that `PreparationRole.keep` protects."""
 
 
@@ -365,10 +365,10 @@ def write_shards(config: DataConfig, vocab_size: int, out: Path, report: Report)
                 f"data.path = {entry.pattern!r}: already token shards; only text can be written as"
                 " shards"
             )
-    tokenizer = _given_tokenizer(config, inputs, {}, vocab_size)
+    tokenizer = _existing_tokenizer(config, inputs, {}, vocab_size)
     targets = tuple(_held_out_target_bytes(config, inputs, {}))
     job = _TokenizingJob(
-        tuple(inputs), targets, tokenizer, vocab_size, out, config, _text_identity(inputs, report)
+        tuple(inputs), targets, tokenizer, vocab_size, out, config, _text_hash(inputs, report)
     )
     if _has_shards(out) and job.verified_manifest() is None:
         raise ValueError(
@@ -388,7 +388,7 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
         find_text_input(*pair, config.field, report)
         for pair in zip(config.path, weights, strict=True)
     ]
-    texts = iter(mark_samples([entry for entry in inputs if not entry.is_shards]))
+    texts = iter(mark_inputs_with_samples([entry for entry in inputs if not entry.is_shards]))
     inputs = [entry if entry.is_shards else next(texts) for entry in inputs]
     owner: dict[Path, tuple[TextInput, Path]] = {}
     for entry in inputs:
@@ -482,7 +482,7 @@ def _open_shards(entry: TextInput, vocab_size: int, config: DataConfig) -> list[
     return train
 
 
-def _given_tokenizer(
+def _existing_tokenizer(
     config: DataConfig, inputs: Sequence[TextInput], shards: dict[int, list[Shard]], vocab_size: int
 ) -> CorpusTokenizer | None:
     """Return the tokenizer of `data.tokenizer`, or else of the shards' folder.
@@ -544,7 +544,7 @@ def _held_out_target_bytes(
     ]
 
 
-def _text_identity(inputs: Sequence[TextInput], report: Report) -> str:
+def _text_hash(inputs: Sequence[TextInput], report: Report) -> str:
     """Return an identity (hash) of the content of all text files."""
     files = {
         f"{i}/{file.name}": file.path for i, entry in enumerate(inputs) for file in entry.files
@@ -570,15 +570,15 @@ class _TokenizingJob:
         return _has_samples(self.inputs[0])
 
     @property
-    def encodes_control(self) -> bool:
+    def encodes_control_tokens(self) -> bool:
         """Whether text that spells a control token is that token."""
         return self.config.control_tokens or self.has_samples
 
     @functools.cached_property
-    def _encoding_of_samples(self) -> Json:
+    def _sample_encoding_settings(self) -> Json:
         """The settings that determine the tokens of samples, read once."""
         assert self.tokenizer is not None
-        return fingerprint_of_encoding(self.config, self.tokenizer.path)
+        return sample_encoding_fingerprint(self.config, self.tokenizer.path)
 
     def cache_key(self) -> str:
         """Return a hash of everything that the result depends on: settings and each file's name,
@@ -606,7 +606,7 @@ class _TokenizingJob:
         if self.config.encoding != DataConfig().encoding:
             what["encoding"] = self.config.encoding
         if self.has_samples:
-            what["samples"] = self._encoding_of_samples
+            what["samples"] = self._sample_encoding_settings
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def read_own_manifest(self) -> JsonObject | None:
@@ -629,7 +629,7 @@ class _TokenizingJob:
                 if shard.header.sha256 != part["sha256"]:
                     return None
                 if self.has_samples:
-                    open_lengths(self.directory / part["file"], shard.header)
+                    open_sample_lengths(self.directory / part["file"], shard.header)
                 if shard.blocks.num_bytes <= HASHED_BYTES or not shard.blocks.has_sums:
                     shard.blocks.check_all(shard.header)
             with name_file_in_errors(self.directory / HELD_OUT_TEXT):
@@ -645,7 +645,7 @@ class _TokenizingJob:
     ) -> JsonObject:
         """Tokenise the text unless that has been done; return the manifest, which is written last.
 
-        expected_manifest: of the text with which the run began. Raises `OtherTextError` if the
+        expected_manifest: of the text with which the run began. Raises `TextChangedError` if the
         held-out text differs from that manifest's, before the tokenizer is trained and the text
         tokenised.
         """
@@ -657,7 +657,7 @@ class _TokenizingJob:
         parts = self._split_held_out(report)
         expected = None if expected_manifest is None else expected_manifest["held_out_text"]
         if expected is not None and self._held_out_sha256(parts) != expected:
-            raise OtherTextError("data.path: names other text than the run began with")
+            raise TextChangedError("data.path: names other text than the run began with")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / MANIFEST).unlink(missing_ok=True)
         remove_stale_temporaries(self.directory)
@@ -687,12 +687,12 @@ class _TokenizingJob:
             parts.append(
                 split_off_held_out(list(itertools.islice(files, len(entry.files))), target)
             )
-            if not any(_has_content(file, 0, file.train_bytes) for file in parts[-1]):
+            if not any(_has_text_or_samples(file, 0, file.train_bytes) for file in parts[-1]):
                 raise ValueError(
                     f"data.path = {entry.pattern!r}: too little text to train on and to hold out"
                 )
         files_of_parts = itertools.chain.from_iterable(parts)
-        if not any(_has_content(f, f.train_bytes, f.size_bytes) for f in files_of_parts):
+        if not any(_has_text_or_samples(f, f.train_bytes, f.size_bytes) for f in files_of_parts):
             raise ValueError(
                 f"data.path: the {len(parts)} inputs hold too little text to hold any of it out"
             )
@@ -711,7 +711,7 @@ class _TokenizingJob:
             pairs = zip(self.inputs, sizes, strict=True)
             weights = [size if entry.weight is None else entry.weight for entry, size in pairs]
             limits = [int(BPE_SAMPLE_BYTES * weight / (sum(weights) or 1)) for weight in weights]
-            texts = itertools.chain.from_iterable(map(sample_texts, parts, limits))
+            texts = itertools.chain.from_iterable(map(pick_training_texts, parts, limits))
             # the trainer reports no progress
             with call_repeatedly(lambda: report("training the tokenizer", 0, 0), 1.0):
                 trained = train_bpe(texts, self.vocab_size)
@@ -727,7 +727,7 @@ class _TokenizingJob:
         )
 
     def _load_tokenizer(self, path: Path) -> CorpusTokenizer:
-        return load_tokenizer(path, self.vocab_size, encode_control=self.encodes_control)
+        return load_tokenizer(path, self.vocab_size, encode_control=self.encodes_control_tokens)
 
     def _write_shards(
         self, tokenizer: CorpusTokenizer, parts: list[list[InputFile]], report: Report
@@ -739,7 +739,7 @@ class _TokenizingJob:
             vocab_size=tokenizer.vocab_size,
             eot=tokenizer.eot,
             tokenizer=tokenizer.fingerprint,
-            control="tokens" if tokenizer.encodes_control else "text",
+            control="tokens" if tokenizer.encodes_control_tokens else "text",
         )
         encoder = _ShardEncoder(
             tokenizer, sum(file.size_bytes for part in parts for file in part), report
@@ -780,7 +780,7 @@ class _TokenizingJob:
         assert self.tokenizer is not None
         tokenizer = load_tokenizer(self.tokenizer.path, self.vocab_size, encode_control=True)
         writer = partial(
-            writing_samples,
+            writing_sample_shard,
             vocab_size=tokenizer.vocab_size,
             eot=tokenizer.eot,
             tokenizer=tokenizer.fingerprint,
@@ -799,7 +799,7 @@ class _TokenizingJob:
                     for file in part:
                         encoder.encode_into_shard(file, 0, file.train_bytes, shard)
                         encoder.encode_into_shard(file, file.train_bytes, file.size_bytes, held_out)
-                    encoder.raise_problems(len(files))
+                    encoder.raise_if_problems(len(files))
                 train.append(_manifest_entry(name, shard.ids))
         held_out_content = b"".join(map(_held_out_content, files))
         replace_content_durably(self.directory / HELD_OUT_TEXT, held_out_content)
@@ -810,7 +810,7 @@ class _TokenizingJob:
         }
 
 
-def _has_content(file: InputFile, start: int, stop: int) -> bool:
+def _has_text_or_samples(file: InputFile, start: int, stop: int) -> bool:
     """Return whether bytes `start` up to `stop` of a file hold any text, or any sample."""
     if file.has_samples:
         return any(line.strip() for _, line in read_lines(file, start, stop))
@@ -837,7 +837,7 @@ class _SampleShardEncoder:
         self, file: InputFile, start: int, stop: int, shard: SampleShardWriter
     ) -> None:
         """Append the samples in bytes `start` up to `stop` of a file, and remember those that
-        cannot be trained on, for `raise_problems`; stop early after `MAX_PROBLEMS` of these.
+        cannot be trained on, for `raise_if_problems`; stop early after `MAX_PROBLEMS` of these.
         """
         before = self._done_bytes - start
         samples = read_samples(file, start, stop)
@@ -851,7 +851,7 @@ class _SampleShardEncoder:
             self._report("tokenising", before + position, self._all_bytes)
         self._done_bytes = before + stop
 
-    def raise_problems(self, num_files: int) -> None:
+    def raise_if_problems(self, num_files: int) -> None:
         """Raise ValueError that lists the samples that cannot be trained on, if there are any."""
         if not self._problems:
             return
@@ -874,7 +874,7 @@ class _ShardEncoder:
         """Append the tokens of pieces of text to a shard, and count control tokens kept as text."""
         tokenizer = self._tokenizer
         kept_as_text = ControlTextCounter(
-            () if tokenizer.encodes_control else tokenizer.control_tokens
+            () if tokenizer.encodes_control_tokens else tokenizer.control_tokens
         )
         for ids, size in encode_pieces(tokenizer, kept_as_text.yield_and_count(texts)):
             shard.append(ids, text_bytes=size)
@@ -1025,7 +1025,9 @@ def _assemble_corpus(
     sources = tuple(starmap(_make_source, zip(inputs, shards, strict=True)))
     if any(source.lengths is not None for source in sources):
         lengths = [
-            open_lengths(s.blocks.path, s.header).header.sha256 for group in shards for s in group
+            open_sample_lengths(s.blocks.path, s.header).header.sha256
+            for group in shards
+            for s in group
         ]
         what["lengths"] = lengths
         held_out_shards = [part.samples for part in held_out if part.samples is not None]
@@ -1070,7 +1072,8 @@ def _make_source(entry: TextInput, shards: Sequence[Shard]) -> TextSource:
         control_texts=sum(s.header.control_texts for s in shards),
         lengths=(
             tuple(
-                np.asarray(open_lengths(s.blocks.path, s.header).ids[:], np.uint32) for s in shards
+                np.asarray(open_sample_lengths(s.blocks.path, s.header).ids[:], np.uint32)
+                for s in shards
             )
             if samples
             else None

@@ -188,11 +188,11 @@ def _render_characters(label_of: Callable[[int, int], int]) -> list[SourceImage]
     return images
 
 
-def _glyph_images(setting: str) -> tuple[list[str], list[SourceImage]]:
+def _images_labelled_by_glyph(setting: str) -> tuple[list[str], list[SourceImage]]:
     return list(GLYPHS), _render_characters(lambda font, character: character)
 
 
-def _font_images(setting: str) -> tuple[list[str], list[SourceImage]]:
+def _images_labelled_by_font(setting: str) -> tuple[list[str], list[SourceImage]]:
     return list(FONTS), _render_characters(lambda font, character: font)
 
 
@@ -225,7 +225,7 @@ def _photograph_patches(setting: str) -> tuple[list[str], list[SourceImage]]:
 
 BUILT_IN: dict[str, Callable[[str], tuple[list[str], list[SourceImage]]]] = {
     "digits": _digit_images,
-    "glyphs": _glyph_images,
-    "fonts": _font_images,
+    "glyphs": _images_labelled_by_glyph,
+    "fonts": _images_labelled_by_font,
     "photographs": _photograph_patches,
 }

@@ -32,7 +32,7 @@ from jmoe.data.shards import remove_stale_temporaries, replace_content_durably
 from jmoe.data.text_options import add_text_options, data_config
 from jmoe.data.tokenizer import load_tokenizer
 from jmoe.data.unit_writer import MAX_VOCAB_SIZE, write_unit, write_unit_on_one_core
-from jmoe.data.work_units import Job, Unit, claim_folder, find_pieces, job_key, plan_units
+from jmoe.data.work_units import Job, Unit, claim_folder, find_file_pieces, job_key, plan_units
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.ray_cluster import check_same_everywhere, connect, jmoe_version, run_tasks
 from jmoe.runtime import end_at_once_on_interrupt
@@ -71,7 +71,7 @@ def prepare(options: argparse.Namespace) -> str:
     if is_finished(job, units):
         return f"{options.out}: has been prepared from these inputs; nothing is left to do"
     if ray is not None:
-        check_same_everywhere(ray, options.ray, describe_machine, job.out, job.key)
+        check_same_everywhere(ray, options.ray, describe_node_environment, job.out, job.key)
     left = [unit for unit in units if job.read_result(unit) is None]
     if len(left) < len(units):
         _say(f"{options.out}: {len(units) - len(left)} of {len(units)} units were done before")
@@ -84,10 +84,12 @@ def prepare(options: argparse.Namespace) -> str:
     else:
         work = functools.partial(write_unit_on_one_core, job)
         results = run_on_cores(work, left, options.workers)
-    written = _follow(results, sum(p.num_bytes for unit in left for p in unit.pieces), report)
+    written = _report_and_sum_tokens(
+        results, sum(p.num_bytes for unit in left for p in unit.pieces), report
+    )
     manifest = finish_folder(job, units)
     seconds = time.monotonic() - begun
-    return f"{_describe(options.out, manifest)}; {written / seconds:,.0f} tokens/s"
+    return f"{_describe_prepared(options.out, manifest)}; {written / seconds:,.0f} tokens/s"
 
 
 def _say(line: str) -> None:
@@ -100,7 +102,7 @@ def _make_job(
     """Claim the folder `out`; return the job with its units."""
     assert config.tokenizer is not None
     source = Path(config.tokenizer).expanduser()
-    pieces, has_samples = find_pieces(config, report)
+    pieces, has_samples = find_file_pieces(config, report)
     encode_control = config.control_tokens or has_samples
     tokenizer = load_tokenizer(source, MAX_VOCAB_SIZE, encode_control=encode_control)
     key = job_key(pieces, unit_bytes, config, tokenizer)
@@ -124,8 +126,10 @@ def _make_job(
     return job, plan_units(pieces, unit_bytes, config)
 
 
-def describe_machine(out: Path, key: str) -> dict[str, str]:
-    """Return {name: value} of what must be the same on every node that writes shards."""
+def describe_node_environment(out: Path, key: str) -> dict[str, str]:
+    """Return {name: value} of this node's versions and shared folder, which must be equal on all
+    nodes that write shards.
+    """
     plan = out / PLAN
     return {
         "jmoe": jmoe_version(),
@@ -166,7 +170,7 @@ def run_on_cores(
             pool.shutdown(cancel_futures=True)
 
 
-def _follow(
+def _report_and_sum_tokens(
     results: Iterable[JsonObject], all_bytes: int, report: Callable[[str, int, int], None]
 ) -> int:
     """Report progress until all units are done; return the number of tokens written."""
@@ -178,7 +182,7 @@ def _follow(
     return tokens
 
 
-def _describe(out: Path, manifest: JsonObject) -> str:
+def _describe_prepared(out: Path, manifest: JsonObject) -> str:
     words = (
         f"{out}: {manifest['tokens']:,} tokens of {manifest['documents']:,} documents in"
         f" {len(manifest['shards']):,} shards, {manifest['held_out_documents']:,} documents held"

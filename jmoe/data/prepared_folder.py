@@ -16,9 +16,14 @@ from jmoe.data.corpus import HELD_OUT, HELD_OUT_TEXT
 from jmoe.data.record_shards import MANIFEST
 from jmoe.data.sample_encoder import EncodedSample
 from jmoe.data.samples import parse_sample
-from jmoe.data.shards import ShardWriter, replace_content_durably, writing_samples, writing_shard
+from jmoe.data.shards import (
+    ShardWriter,
+    replace_content_durably,
+    writing_sample_shard,
+    writing_shard,
+)
 from jmoe.data.tokenizer import encode_pieces
-from jmoe.data.unit_writer import encoder_of, tokenizer_of
+from jmoe.data.unit_writer import sample_encoder_of, tokenizer_of
 from jmoe.data.work_units import FORMAT, Job, Unit
 from jmoe.memory.direct_io import fsync
 from jmoe.types import JsonObject
@@ -54,7 +59,7 @@ def finish_folder(job: Job, units: Sequence[Unit]) -> JsonObject:
     header = _write_held_out(job, held_out)
     manifest: JsonObject = {
         "format": FORMAT,
-        "fingerprint": _fingerprint(shards, header),
+        "fingerprint": _manifest_fingerprint(shards, header),
         "tokenizer": tokenizer_of(job).fingerprint,
         "tokens": sum(shard["count"] for shard in shards),
         **{name: sum(result[name] for result in done) for name in COUNTS},
@@ -70,7 +75,7 @@ def finish_folder(job: Job, units: Sequence[Unit]) -> JsonObject:
     return manifest
 
 
-def _fingerprint(shards: Sequence[JsonObject], held_out: JsonObject | None) -> str:
+def _manifest_fingerprint(shards: Sequence[JsonObject], held_out: JsonObject | None) -> str:
     """Return the hash of all ids, by the hashes of the shards."""
     parts = [shard["sha256"] for shard in shards] + [held_out["sha256"] if held_out else ""]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -101,7 +106,7 @@ def _write_held_out_text(job: Job, documents: Sequence[str]) -> ShardWriter:
         eot=tokenizer.eot,
         tokenizer=tokenizer.fingerprint,
         split="held_out",
-        control="tokens" if tokenizer.encodes_control else "text",
+        control="tokens" if tokenizer.encodes_control_tokens else "text",
     ) as shard:
         for ids, size in encode_pieces(tokenizer, ((text, True) for text in documents)):
             shard.append(ids, text_bytes=size)
@@ -109,7 +114,7 @@ def _write_held_out_text(job: Job, documents: Sequence[str]) -> ShardWriter:
 
 
 def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
-    encoder = encoder_of(job)
+    encoder = sample_encoder_of(job)
     assert job.config.field is not None
     samples = encoder.encode([parse_sample(json.loads(s), job.config.field) for s in documents])
     if not samples:
@@ -117,7 +122,7 @@ def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
             f"data.held_out_fraction = {job.config.held_out_fraction}: holds none of the samples"
             " out; raise it, or --held-out-bytes"
         )
-    with writing_samples(
+    with writing_sample_shard(
         job.out / HELD_OUT,
         vocab_size=encoder.tokenizer.vocab_size,
         eot=encoder.tokenizer.eot,

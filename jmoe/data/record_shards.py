@@ -58,7 +58,7 @@ def write_as_records(shard: Shard, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     record_ids = RECORD_BYTES // DTYPES[shard.header.dtype].itemsize
     try:
-        with _naming_damage(path):
+        with _damage_as_value_error(path):
             writer = ArrayRecordWriter(str(temporary), _WRITER_OPTIONS)
             for start in range(0, len(shard.ids), record_ids):
                 shard.blocks.check_ids(start, min(start + record_ids, len(shard.ids)))
@@ -146,7 +146,7 @@ def _open_records(path: Path) -> Shard:
 
     with name_file_in_errors(path), open(path, "rb"):
         pass  # array_record names no file that is missing or may not be read
-    with _naming_damage(path):
+    with _damage_as_value_error(path):
         reader: Any = ArrayRecordReader(str(path), _READER_OPTIONS)
         # a file that was cut has lost its index, and reads as one without records
         num_records = reader.num_records()
@@ -158,7 +158,7 @@ def _open_records(path: Path) -> Shard:
         raise _damage_error(path, f"its {num_records} records do not hold {header.count} tokens")
 
     def read(records: list[int]) -> list[bytes]:
-        with _naming_damage(path):
+        with _damage_as_value_error(path):
             data: list[bytes] = reader.read(records)
         for number, record in zip(records, data, strict=True):
             num_bytes = min(RECORD_BYTES, ids_bytes - number * RECORD_BYTES)
@@ -173,7 +173,7 @@ def _open_records(path: Path) -> Shard:
 
 
 @contextlib.contextmanager
-def _naming_damage(path: Path) -> Iterator[None]:
+def _damage_as_value_error(path: Path) -> Iterator[None]:
     """Turn the errors of array_record into a ValueError that names the file."""
     try:
         yield

@@ -77,12 +77,14 @@ class SampleEncoder:
         self.tokenizer.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
 
     @functools.cached_property
-    def _stripping_tokens(self) -> dict[int, str]:
+    def _tokens_that_strip_space(self) -> dict[int, str]:
         """The added tokens, by id, that also cover white space beside their own text."""
         added = self.tokenizer.tokenizer.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items() if token.lstrip or token.rstrip}
 
-    def _for_template(self, messages: Sequence[JsonObject]) -> tuple[JsonObject, ...]:
+    def _convert_content_for_template(
+        self, messages: Sequence[JsonObject]
+    ) -> tuple[JsonObject, ...]:
         """Return the messages with their content in the form that the template takes, as the server
         gives it.
         """
@@ -99,7 +101,7 @@ class SampleEncoder:
         self.tokenizer.check_characters_known(texts)
         encodings = iter(self.tokenizer.encode_with_offsets(texts))
         return [
-            self._with_trained_tokens(one, *next(encodings))
+            self._mark_trained_tokens(one, *next(encodings))
             if isinstance(one, _RenderedSample)
             else one
             for one in rendered
@@ -111,7 +113,7 @@ class SampleEncoder:
         except ValueError as error:
             return error
 
-    def _with_trained_tokens(
+    def _mark_trained_tokens(
         self, rendered: _RenderedSample, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> EncodedSample | ValueError:
         """Return the sample with the tokens to learn: those that hold a character of a span."""
@@ -139,7 +141,7 @@ class SampleEncoder:
 
         Such white space may belong to an answer while the token marks the next role.
         """
-        stripping = self._stripping_tokens
+        stripping = self._tokens_that_strip_space
         if not stripping:
             return offsets
         own = list(offsets)
@@ -159,7 +161,7 @@ class SampleEncoder:
                 "messages: the tokenizer's folder has no chat template; give data.chat_template, or"
                 " write prompt and completion as text"
             )
-        sample = replace(sample, messages=self._for_template(sample.messages))
+        sample = replace(sample, messages=self._convert_content_for_template(sample.messages))
         if self.train_on == "all":
             text = self.template.render(
                 sample.messages, add_generation_prompt=False, **sample.variables
@@ -175,10 +177,14 @@ class SampleEncoder:
                 sample, messages=sample.messages[:last], is_answer=sample.is_answer[:last]
             )
         if self.template.marks_answers:
-            return _RenderedSample(*self._marked_answers(self.template, sample, answers), False)
-        return _RenderedSample(*self._answers_by_prefixes(self.template, sample, answers), False)
+            return _RenderedSample(
+                *self._render_marked_answers(self.template, sample, answers), False
+            )
+        return _RenderedSample(
+            *self._render_and_find_answers(self.template, sample, answers), False
+        )
 
-    def _marked_answers(
+    def _render_marked_answers(
         self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
     ) -> RenderedAnswers:
         """Return the conversation's text, and of the spans that the template marks with `{%
@@ -199,7 +205,7 @@ class SampleEncoder:
             )
         return RenderedAnswers(text, [spans[written.index(i)] for i in answers])
 
-    def _answers_by_prefixes(
+    def _render_and_find_answers(
         self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
     ) -> RenderedAnswers:
         """Return the conversation's text and the span of each answer: from the end of the prompt
@@ -250,7 +256,7 @@ def _no_prefix_error(i: int, *, is_last: bool) -> ValueError:
     return ValueError(f"messages[{i}]: {why}")
 
 
-def fingerprint_of_encoding(config: DataConfig, tokenizer_path: Path) -> Json:
+def sample_encoding_fingerprint(config: DataConfig, tokenizer_path: Path) -> Json:
     """Return what decides how samples become tokens, besides the content of the tokenizer's file:
     the chat template, and what the files beside the tokenizer add to it. No path is part of it.
     """
@@ -267,11 +273,11 @@ def fingerprint_of_encoding(config: DataConfig, tokenizer_path: Path) -> Json:
         "template": digest,
         "train_on": config.train_on,
         "added_tokens": hashlib.sha256(json.dumps(added).encode()).hexdigest(),
-        "first_tokens": _first_tokens(tokenizer),
+        "first_tokens": _leading_token_ids(tokenizer),
     }
 
 
-def _first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+def _leading_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids with which the tokenizer begins every text; () for most tokenizers."""
     encoding = tokenizer.encode("a")
     is_own = [sequence is not None for sequence in encoding.sequence_ids]
@@ -307,7 +313,7 @@ def make_sample_encoder(
     begun = begun or datetime.now()
     setup = read_template_settings(config, tokenizer.path.parent)
     template = None if setup is None else ChatTemplate(**setup, now=lambda: begun)
-    first = _first_tokens(tokenizer.tokenizer)
+    first = _leading_token_ids(tokenizer.tokenizer)
     return SampleEncoder(tokenizer, template, config.train_on, first)
 
 

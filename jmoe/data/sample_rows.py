@@ -92,7 +92,7 @@ class _ShardRows:
             kept[is_long] = False
         else:
             for i in np.flatnonzero(is_long):
-                kept[i] = self._learns_within_row(int(starts[i]))
+                kept[i] = self._row_has_trained_token(int(starts[i]))
         self._starts = starts[kept]
         self._lengths = np.minimum(lengths[kept], self._row_tokens)
         self._first = _first_samples_of_rows(
@@ -103,7 +103,7 @@ class _ShardRows:
             len(self._lengths), len(self), int(self._lengths.sum()), int(is_long.sum()), cut_away
         )
 
-    def _learns_within_row(self, start: int) -> bool:
+    def _row_has_trained_token(self, start: int) -> bool:
         self._blocks.check_ids(start, start + self._row_tokens)
         return bool((self._ids[start + 1 : start + self._row_tokens] & TRAINED).any())
 

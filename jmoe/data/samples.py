@@ -76,7 +76,7 @@ def parse_sample(record: Json, text_field: str) -> Sample:
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, not an object")
     if isinstance(record.get(text_field), str):
-        return PlainText("", _filled(_text(record, text_field), text_field))
+        return PlainText("", _check_not_empty(_required_text(record, text_field), text_field))
     reader = _reader_of(record, text_field)
     if reader is None:
         if {"chosen", "rejected"} <= record.keys():
@@ -89,48 +89,53 @@ def _reader_of(record: JsonObject, text_field: str) -> Callable[[JsonObject], Sa
     """Return the function that reads a record of this form; None for an unknown form."""
     for name in (text_field, *CONVERSATION_FIELDS):
         if isinstance(record.get(name), list):
-            return lambda record: _conversation(record, name)
+            return lambda record: _read_conversation(record, name)
     if "prompt" in record and "completion" in record:
-        return _completion
+        return _read_completion
     if "instruction" in record and "output" in record:
-        return _alpaca
+        return _read_alpaca
     return None
 
 
-def _conversation(record: JsonObject, name: str) -> Conversation:
-    messages, is_answer = _messages(record[name], name)
+def _read_conversation(record: JsonObject, name: str) -> Conversation:
+    messages, is_answer = _read_messages(record[name], name)
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages, is_answer = [_message("system", system), *messages], [False, *is_answer]
-    return Conversation(tuple(messages), tuple(is_answer), _variables(record))
+        messages, is_answer = [_make_message("system", system), *messages], [False, *is_answer]
+    return Conversation(tuple(messages), tuple(is_answer), _template_variables(record))
 
 
-def _completion(record: JsonObject) -> Sample:
+def _read_completion(record: JsonObject) -> Sample:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, _ = _messages(prompt, "prompt")
-        after, is_answer = _messages(completion, "completion")
+        before, _ = _read_messages(prompt, "prompt")
+        after, is_answer = _read_messages(completion, "completion")
         known = (*[False] * len(before), *is_answer)
-        return Conversation((*before, *after), known, _variables(record))
-    return PlainText(_text(record, "prompt"), _filled(_text(record, "completion"), "completion"))
+        return Conversation((*before, *after), known, _template_variables(record))
+    return PlainText(
+        _required_text(record, "prompt"),
+        _check_not_empty(_required_text(record, "completion"), "completion"),
+    )
 
 
-def _alpaca(record: JsonObject) -> Conversation:
-    asked = _text(record, "instruction")
+def _read_alpaca(record: JsonObject) -> Conversation:
+    asked = _required_text(record, "instruction")
     if record.get("input"):
-        asked += "\n\n" + _text(record, "input")
-    messages = [_message("user", asked)]
+        asked += "\n\n" + _required_text(record, "input")
+    messages = [_make_message("user", asked)]
     if record.get("system"):
-        messages.insert(0, _message("system", _text(record, "system")))
-    answer = _message("assistant", _filled(_text(record, "output"), "output"))
+        messages.insert(0, _make_message("system", _required_text(record, "system")))
+    answer = _make_message(
+        "assistant", _check_not_empty(_required_text(record, "output"), "output")
+    )
     return Conversation((*messages, answer), (*[False] * len(messages), True))
 
 
-def _message(role: str, content: str) -> JsonObject:
+def _make_message(role: str, content: str) -> JsonObject:
     return {"role": role, "content": content}
 
 
-def _text(record: JsonObject, name: str) -> str:
+def _required_text(record: JsonObject, name: str) -> str:
     text = record[name]
     if not isinstance(text, str):
         raise ValueError(f"{name}: is a {type(text).__name__}, not text")
@@ -146,13 +151,14 @@ def check_encodable(text: str, name: str) -> None:
         raise ValueError(f"{name}: half a surrogate pair at character {error.start}") from error
 
 
-def _filled(text: str, name: str) -> str:
+def _check_not_empty(text: str, name: str) -> str:
+    """Return the text. Raises ValueError naming the field if it is blank."""
     if not text.strip():
         raise ValueError(f"{name}: is empty, so there is nothing to learn")
     return text
 
 
-def _variables(record: JsonObject) -> JsonObject:
+def _template_variables(record: JsonObject) -> JsonObject:
     """Return the variables of the chat template that a record gives beside its messages. Raises
     ValueError naming a field of the wrong type.
     """
@@ -161,7 +167,7 @@ def _variables(record: JsonObject) -> JsonObject:
         raise ValueError(f"chat_template_kwargs: is a {type(extra).__name__}, not an object")
     variables = dict(extra)
     for name in ("tools", "documents"):
-        value = _parsed_if_text(record.get(name))
+        value = _parse_if_json_text(record.get(name))
         if value:
             if not isinstance(value, list):
                 raise ValueError(f"{name}: must be a list, or the JSON text of one")
@@ -169,7 +175,7 @@ def _variables(record: JsonObject) -> JsonObject:
     return variables
 
 
-def _parsed_if_text(value: Json) -> Json:
+def _parse_if_json_text(value: Json) -> Json:
     """Return the JSON value in a text, as some data sets write nested fields; `value` itself if it
     is none.
     """
@@ -181,7 +187,7 @@ def _parsed_if_text(value: Json) -> Json:
         return value
 
 
-def _messages(entries: Json, name: str) -> tuple[list[JsonObject], list[bool]]:
+def _read_messages(entries: Json, name: str) -> tuple[list[JsonObject], list[bool]]:
     """Return (messages for a chat template, for each whether it is an answer to learn). Raises
     ValueError naming the message at fault.
     """
@@ -192,9 +198,9 @@ def _messages(entries: Json, name: str) -> tuple[list[JsonObject], list[bool]]:
         where = f"{name}[{i}]"
         if not isinstance(entry, dict):
             raise ValueError(f"{where}: is a {type(entry).__name__}, not an object")
-        message = _with_known_role(entry, where)
-        learned = message["role"] == "assistant" and _weight(message, where) > 0
-        if learned and not _says_something(message):
+        message = _normalize_message(entry, where)
+        learned = message["role"] == "assistant" and _pop_weight(message, where) > 0
+        if learned and not _has_content(message):
             raise ValueError(
                 f"{where}: the answer is empty; leave the record out, or give it weight 0"
             )
@@ -203,7 +209,7 @@ def _messages(entries: Json, name: str) -> tuple[list[JsonObject], list[bool]]:
     return messages, is_answer
 
 
-def _with_known_role(entry: JsonObject, where: str) -> JsonObject:
+def _normalize_message(entry: JsonObject, where: str) -> JsonObject:
     """Return a message with role and content in OpenAI's form, without fields that are None. Raises
     ValueError for an unknown role or a content that is no text.
     """
@@ -251,13 +257,13 @@ def _tool_calls(calls: Json, where: str) -> Sequence[Json]:
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict) and "arguments" in function:
-            own = function | {"arguments": _parsed_if_text(function["arguments"])}
+            own = function | {"arguments": _parse_if_json_text(function["arguments"])}
             call = call | {"function": own}
         parsed.append(call)
     return parsed
 
 
-def _weight(message: JsonObject, where: str) -> int:
+def _pop_weight(message: JsonObject, where: str) -> int:
     """Return the message's `weight`, which it loses: 1 to learn an answer, 0 not to. Raises
     ValueError for any other value.
     """
@@ -267,6 +273,6 @@ def _weight(message: JsonObject, where: str) -> int:
     return int(weight)
 
 
-def _says_something(message: JsonObject) -> bool:
+def _has_content(message: JsonObject) -> bool:
     reasoning = [message.get(name) for name in REASONING_FIELDS]
     return bool(message["content"].strip() or message.get("tool_calls") or any(reasoning))

@@ -293,7 +293,7 @@ def writing_shard(
 
 
 class SampleShardWriter:
-    """Writes a shard of samples and the file of their lengths; created by `writing_samples`."""
+    """Writes a shard of samples and the file of their lengths; see `writing_sample_shard`."""
 
     def __init__(self, ids: ShardWriter, lengths: ShardWriter) -> None:
         self.ids, self.lengths = ids, lengths
@@ -308,37 +308,41 @@ class SampleShardWriter:
         self.lengths.append([len(ids)], text_bytes=0)
 
 
-def lengths_path(path: Path) -> Path:
+def sample_lengths_path(path: Path) -> Path:
     """Return the file of lengths beside a shard of samples."""
     return path.with_suffix(LENGTHS_SUFFIX)
 
 
 @contextlib.contextmanager
-def writing_samples(
+def writing_sample_shard(
     path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str
 ) -> Iterator[SampleShardWriter]:
     """Yield a writer of a shard of samples, as `writing_shard` of a shard of text."""
     fields: JsonObject = {"vocab_size": vocab_size, "eot": eot, "tokenizer": tokenizer}
     fields |= {"split": split, "control": "tokens"}
     with (
-        writing_shard(lengths_path(path), **fields, layout="lengths") as lengths,
+        writing_shard(sample_lengths_path(path), **fields, layout="lengths") as lengths,
         writing_shard(path, **fields, layout="samples") as ids,
     ):
         yield SampleShardWriter(ids, lengths)
 
 
-def open_lengths(path: Path, header: ShardHeader) -> Shard:
+def open_sample_lengths(path: Path, header: ShardHeader) -> Shard:
     """Return the lengths of the samples in the shard `path`, all read and checked. header: of that
     shard.
 
     Raises ValueError if the file beside it is missing, damaged, or of another shard.
     """
-    if not lengths_path(path).is_file():
-        raise ValueError(f"{path}: lacks {lengths_path(path).name} beside it; copy both files")
-    lengths = open_shard(lengths_path(path))
+    if not sample_lengths_path(path).is_file():
+        raise ValueError(
+            f"{path}: lacks {sample_lengths_path(path).name} beside it; copy both files"
+        )
+    lengths = open_shard(sample_lengths_path(path))
     lengths.blocks.check_all(lengths.header)
     if int(lengths.ids[:].sum(dtype=np.int64)) != header.count:
-        raise ValueError(f"{lengths_path(path)}: belongs to another shard; copy both files again")
+        raise ValueError(
+            f"{sample_lengths_path(path)}: belongs to another shard; copy both files again"
+        )
     return lengths
 
 

@@ -27,7 +27,7 @@ from jmoe.data.text_files import (
     check_and_detect_encodings,
     describe_position,
     find_text_input,
-    mark_samples,
+    mark_inputs_with_samples,
     read_samples,
 )
 from jmoe.data.tokenizer import load_tokenizer
@@ -50,16 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chat_template=options.chat_template,
             train_on=options.train_on,
         )
-        file = _checked_samples(config)
+        file = _find_and_check_sample_file(config)
         path = tokenizer_file(Path(options.model).expanduser(), "--model")
         encoder = make_sample_encoder(config, load_tokenizer(path, 2**31, encode_control=True))
         status = 0
-        for position, sample in _first_samples(encoder, file, options.samples):
+        for position, sample in _encode_first_samples(encoder, file, options.samples):
             where = describe_position(file, position)
             if isinstance(sample, EncodedSample):
-                end = "" if _learns_to_end(encoder, sample) else ", none of them ends an answer"
+                end = (
+                    ""
+                    if _ends_in_trained_control_token(encoder, sample)
+                    else ", none of them ends an answer"
+                )
                 print(f"{where}: {len(sample.ids)} tokens, {sample.num_trained} learned{end}")
-                print(_marked_text(encoder, sample, options.ids))
+                print(_text_with_marked_tokens(encoder, sample, options.ids))
             else:
                 print(f"{where}: {sample}")
                 status = 1
@@ -69,21 +73,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _checked_samples(config: DataConfig) -> InputFile:
+def _find_and_check_sample_file(config: DataConfig) -> InputFile:
     """Return the one file of samples. Raises ValueError that lists its bad records."""
-    (entry,) = mark_samples([_find_file(config)])
+    (entry,) = mark_inputs_with_samples([_find_sample_file(config)])
     (file,) = check_and_detect_encodings(entry.files, config.encoding, lambda *_: None)
     return file
 
 
-def _find_file(config: DataConfig) -> TextInput:
+def _find_sample_file(config: DataConfig) -> TextInput:
     """Return the file of `data.path`. Raises ValueError for several files, and for text without
     samples.
     """
     entry = find_text_input(config.path[0], None, config.field, lambda *_: None)
     if len(entry.files) != 1 or entry.is_shards:
         raise ValueError(f"FILE = {config.path[0]!r}: must be one file of samples")
-    if not mark_samples([entry])[0].files[0].has_samples:
+    if not mark_inputs_with_samples([entry])[0].files[0].has_samples:
         raise ValueError(
             f"FILE = {config.path[0]!r}: must hold samples, such as chats; every token of a text is"
             " learned"
@@ -91,20 +95,20 @@ def _find_file(config: DataConfig) -> TextInput:
     return entry
 
 
-def _first_samples(
+def _encode_first_samples(
     encoder: SampleEncoder, file: InputFile, count: int
 ) -> Iterator[tuple[int, EncodedSample | ValueError]]:
     samples = itertools.islice(read_samples(file, 0, file.size_bytes), count)
     yield from encode_in_batches(encoder, samples)
 
 
-def _learns_to_end(encoder: SampleEncoder, sample: EncodedSample) -> bool:
+def _ends_in_trained_control_token(encoder: SampleEncoder, sample: EncodedSample) -> bool:
     """Return whether the last token to learn is a control token, at which a server may stop."""
     last = int(sample.ids[sample.trained][-1])
     return encoder.tokenizer.tokenizer.id_to_token(last) in encoder.tokenizer.control_tokens
 
 
-def _marked_text(encoder: SampleEncoder, sample: EncodedSample, with_ids: bool) -> str:
+def _text_with_marked_tokens(encoder: SampleEncoder, sample: EncodedSample, with_ids: bool) -> str:
     """Return the sample's tokens, separated by `|`, with marks around those that are learned."""
     begin, end = COLORS if sys.stdout.isatty() else PLAIN
     tokenizer, text = encoder.tokenizer.tokenizer, ""

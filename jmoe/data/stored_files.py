@@ -37,7 +37,7 @@ FREE_FORM = ("tools", "tool_calls", "documents", "chat_template_kwargs")
 MAX_WINDOW_BYTES = 1 << 31  # of zstd --ultra --long=31
 
 
-def storage_of(path: Path) -> Storage:
+def detect_storage(path: Path) -> Storage:
     """Return how a file is stored, by its first bytes. A file that cannot be read counts as plain:
     the reader of its text names the fault.
     """
@@ -103,7 +103,7 @@ class _RestartingStream(io.RawIOBase):
         try:
             with name_file_in_errors(self._path):
                 data = self._stream.read(len(buffer))
-        except _damage_errors() as error:
+        except _damaged_file_error_types() as error:
             raise ValueError(f"{self._path}: damaged, or cut: {error}") from error
         buffer[: len(data)] = data
         self._position += len(data)
@@ -130,7 +130,7 @@ class _RestartingStream(io.RawIOBase):
         super().close()
 
 
-def _damage_errors() -> tuple[type[Exception], ...]:
+def _damaged_file_error_types() -> tuple[type[Exception], ...]:
     """Return the errors that damaged files raise, with those of installed libraries."""
     errors: list[type[Exception]] = [EOFError, zlib.error, gzip.BadGzipFile]
     with contextlib.suppress(ImportError):
@@ -171,7 +171,7 @@ def _open_parquet(path: Path) -> BinaryIO:
             " records as JSONL: pandas.read_parquet(FILE).to_json(OUT, orient='records',"
             " lines=True)"
         ) from error
-    damage: tuple[type[Exception], ...] = (OSError, *_damage_errors())
+    damage: tuple[type[Exception], ...] = (OSError, *_damaged_file_error_types())
     try:
         file = parquet.ParquetFile(path)
     except damage as error:
@@ -183,15 +183,15 @@ def _open_parquet(path: Path) -> BinaryIO:
                 for batch in file.iter_batches(batch_size=ROWS):
                     for record in batch.to_pylist():
                         # dates, decimals and the like are texts in JSON
-                        own = _without_filled_nulls(record)
+                        own = _drop_parquet_nulls(record)
                         yield json.dumps(own, default=str).encode() + b"\n"
         except damage as error:
             raise ValueError(f"{path}: not readable Parquet: {error}") from error
 
-    return _LineStream(lines())
+    return _IteratorStream(lines())
 
 
-def _without_filled_nulls(value: Any, *, inside: bool = False) -> Any:
+def _drop_parquet_nulls(value: Any, *, inside: bool = False) -> Any:
     """Return a value of a Parquet file without the null keys of objects under the fields
     `FREE_FORM`.
 
@@ -200,16 +200,16 @@ def _without_filled_nulls(value: Any, *, inside: bool = False) -> Any:
     """
     if isinstance(value, dict):
         return {
-            name: _without_filled_nulls(entry, inside=inside or name in FREE_FORM)
+            name: _drop_parquet_nulls(entry, inside=inside or name in FREE_FORM)
             for name, entry in value.items()
             if not (inside and entry is None)
         }
     if isinstance(value, list):
-        return [_without_filled_nulls(entry, inside=inside) for entry in value]
+        return [_drop_parquet_nulls(entry, inside=inside) for entry in value]
     return value
 
 
-class _LineStream(io.BytesIO):
+class _IteratorStream(io.BytesIO):
     """A stream of the bytes of an iterator, to be read forwards."""
 
     def __init__(self, lines: Iterator[bytes]) -> None:

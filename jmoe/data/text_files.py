@@ -30,8 +30,8 @@ from jmoe.data.samples import Sample, holds_sample, parse_sample
 from jmoe.data.stored_files import (
     STORED_SUFFIXES,
     Storage,
+    detect_storage,
     open_text,
-    storage_of,
     text_suffix,
 )
 from jmoe.memory.direct_io import name_file_in_errors
@@ -105,12 +105,12 @@ class InputFile:
         skipped_bytes = len(codecs.BOM_UTF8) if self.has_mark else 0
         in_place = self.storage == "plain" or not skipped_bytes
         if self.encoding == "utf-8" and not self.is_array and in_place:
-            return self.open_unpacked(skipped_bytes)
-        with self.open_unpacked() as file:
+            return self.open_uncompressed(skipped_bytes)
+        with self.open_uncompressed() as file:
             text = file.read().decode(self.encoding).removeprefix(MARK)
         return io.BytesIO(_json_array_to_jsonl(text) if self.is_array else text.encode())
 
-    def open_unpacked(self, skipped_bytes: int = 0) -> BinaryIO:
+    def open_uncompressed(self, skipped_bytes: int = 0) -> BinaryIO:
         """Return a binary stream of the file's text in its own encoding, from byte `skipped_bytes`
         on if the file is not compressed.
         """
@@ -176,7 +176,7 @@ def make_input_file(path: Path, root: Path, field: str) -> InputFile:
         raise ValueError(
             f"{wrong}must be a file, and is a pipe, a socket or a device; leave it out"
         )
-    storage = storage_of(path)
+    storage = detect_storage(path)
     has_records = text_suffix(path, storage) in RECORD_SUFFIXES
     return InputFile(
         path,
@@ -196,7 +196,7 @@ def _has_text_name(path: Path) -> bool:
     return suffix in TEXT_SUFFIXES
 
 
-def mark_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
+def mark_inputs_with_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
     """Return the inputs with `has_samples` set on every file if the first record of any file is a
     sample for fine-tuning.
 
@@ -225,7 +225,7 @@ def begins_with_sample(file: InputFile) -> bool:
     """Return whether the first record of a file is a sample for fine-tuning."""
     if file.field is None:
         return False
-    with file.open_unpacked() as f:
+    with file.open_uncompressed() as f:
         first = next((line for line in f if line.strip()), b"")
         text = first.decode("utf-8-sig", errors="replace").lstrip()
         if text.startswith("[") and file.suffix == JSON_SUFFIX:
@@ -363,7 +363,7 @@ def _check_and_detect_encoding(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, list[str]]:
     """Return (file with its encoding, problems). The file is None if no encoding fits."""
-    fitting, problem = detect_form(file, encodings, report)
+    fitting, problem = detect_encoding_and_layout(file, encodings, report)
     by_line = not problem or (fitting is None and file.suffix != JSON_SUFFIX)
     if file.field is not None and by_line:
         problems = list(itertools.islice(_find_bad_records(fitting or file, report), MAX_PROBLEMS))
@@ -371,7 +371,7 @@ def _check_and_detect_encoding(
     return fitting, [problem] if problem else []
 
 
-def detect_form(
+def detect_encoding_and_layout(
     file: InputFile, encodings: Sequence[str], report: Callable[[int], None]
 ) -> tuple[InputFile | None, str]:
     """Read a file once; return (the file with encoding, UTF-8 size and layout, its problem or "").
@@ -380,7 +380,7 @@ def detect_form(
     case the file is None; records in UTF-8 may then still be read line by line.
     """
     try:
-        with file.open_unpacked() as f:
+        with file.open_uncompressed() as f:
             binary = binary_format_advice(f)
         if binary is not None:
             return file, f"{file.path}: is {binary}"
@@ -450,7 +450,7 @@ def _with_fitting_encoding(
         position = utf8_bytes = pending = 0
         has_mark: bool | None = None  # not known before the first character
         try:
-            with file.open_unpacked() as f:
+            with file.open_uncompressed() as f:
                 while data := f.read(PIECE_BYTES):
                     pending = len(decoder.getstate()[0])
                     text = decoder.decode(data)
@@ -527,11 +527,11 @@ def split_off_held_out(files: Sequence[InputFile], target_bytes: int) -> list[In
     if left_bytes > target_bytes / 2:
         split = next((f for f in in_order if offsets[f.name]), None)
         if split is not None:
-            offsets[split.name] = _last_part_start(split, max(1, left_bytes))
+            offsets[split.name] = _find_tail_start(split, max(1, left_bytes))
     return [dataclasses.replace(file, train_bytes=offsets[file.name]) for file in files]
 
 
-def _last_part_start(file: InputFile, last_bytes: int) -> int:
+def _find_tail_start(file: InputFile, last_bytes: int) -> int:
     """Return the byte position where the file's last `last_bytes` begin, moved to the next line
     start.
 
@@ -563,11 +563,11 @@ def read_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, b
     unreadable text.
     """
     if file.field is None:
-        return _text_pieces(file, start, stop)
-    return _record_pieces(file, start, stop)
+        return _read_text_pieces(file, start, stop)
+    return _read_record_pieces(file, start, stop)
 
 
-def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+def _read_text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     with file.open() as f:
         f.seek(start)
@@ -588,7 +588,7 @@ def _text_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, 
             yield text, position >= stop
 
 
-def _record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
+def _read_record_pieces(file: InputFile, start: int, stop: int) -> Iterator[tuple[str, bool]]:
     for position, line in read_lines(file, start, stop):
         if line.strip():
             try:
@@ -691,7 +691,7 @@ def _line_number(file: InputFile, position: int) -> int:
     return line
 
 
-def sample_texts(files: Sequence[InputFile], limit_bytes: int) -> Iterator[str]:
+def pick_training_texts(files: Sequence[InputFile], limit_bytes: int) -> Iterator[str]:
     """Yield about `limit_bytes` of the training text, from all files in proportion to size."""
     share = min(1.0, limit_bytes / max(1, sum(file.train_bytes for file in files)))
     left = limit_bytes

@@ -42,8 +42,8 @@ class CorpusTokenizer:
 
     eot: id of the token that ends a document. vocab_size: exclusive upper bound of the ids.
     fingerprint: SHA-256 of tokenizer.json, by which a shard names its tokenizer. control_tokens:
-    texts of the special tokens. encodes_control: whether such text in a document is encoded as the
-    special token instead of as plain text.
+    texts of the special tokens. encodes_control_tokens: whether such text in a document is encoded
+    as the special token instead of as plain text.
     """
 
     tokenizer: Tokenizer
@@ -52,7 +52,7 @@ class CorpusTokenizer:
     vocab_size: int
     fingerprint: str
     control_tokens: tuple[str, ...]
-    encodes_control: bool
+    encodes_control_tokens: bool
     known: set[str] = field(default_factory=set)  # characters known to have a token
 
     @functools.cached_property
@@ -208,7 +208,7 @@ def encode_pieces(
     batch: list[tuple[str, bool]] = []
     characters = 0
     for piece in (
-        _join_cut_tokens(texts, loaded.control_tokens) if loaded.encodes_control else texts
+        _join_cut_tokens(texts, loaded.control_tokens) if loaded.encodes_control_tokens else texts
     ):
         batch.append(piece)
         characters += len(piece[0])

@@ -25,17 +25,17 @@ from jmoe.data.sample_encoder import (
 from jmoe.data.samples import Sample
 from jmoe.data.shards import (
     LENGTHS_SUFFIX,
-    lengths_path,
     open_shard,
     replace_content_durably,
-    writing_samples,
+    sample_lengths_path,
+    writing_sample_shard,
     writing_shard,
 )
 from jmoe.data.text_files import (
     RECORD_SHARD_SUFFIX,
     SHARD_SUFFIX,
     InputFile,
-    detect_form,
+    detect_encoding_and_layout,
     read_lines,
     read_pieces,
     sample_of_record,
@@ -47,7 +47,7 @@ from jmoe.data.tokenizer import (
     encode_pieces,
     load_tokenizer,
 )
-from jmoe.data.work_units import Job, Piece, Unit, open_piece
+from jmoe.data.work_units import FilePiece, Job, Unit, open_piece
 from jmoe.models.tokenizer_file import TOKENIZER
 from jmoe.types import JsonObject
 
@@ -87,27 +87,29 @@ def _write_text(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
     tokenizer = tokenizer_of(job)
     with tempfile.TemporaryDirectory(prefix="jmoe-unit-") as folder:
         path = Path(folder) / f"shard{SHARD_SUFFIX}"
-        counter = ControlTextCounter(() if tokenizer.encodes_control else tokenizer.control_tokens)
+        counter = ControlTextCounter(
+            () if tokenizer.encodes_control_tokens else tokenizer.control_tokens
+        )
         with writing_shard(
             path,
             vocab_size=tokenizer.vocab_size,
             eot=tokenizer.eot,
             tokenizer=tokenizer.fingerprint,
             split="train",
-            control="tokens" if tokenizer.encodes_control else "text",
+            control="tokens" if tokenizer.encodes_control_tokens else "text",
         ) as shard:
             pieces = counter.yield_and_count(reader.text_pieces())
             for ids, size in encode_pieces(tokenizer, pieces):
                 shard.append(ids, text_bytes=size)
             shard.control_texts = counter.documents
-        return _publish(job, unit, path) if shard.count > 1 else None
+        return _copy_shard_to_job_folder(job, unit, path) if shard.count > 1 else None
 
 
 def _write_samples(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
-    encoder = encoder_of(job)
+    encoder = sample_encoder_of(job)
     with tempfile.TemporaryDirectory(prefix="jmoe-unit-") as folder:
         path = Path(folder) / f"shard{SHARD_SUFFIX}"
-        with writing_samples(
+        with writing_sample_shard(
             path,
             vocab_size=encoder.tokenizer.vocab_size,
             eot=encoder.tokenizer.eot,
@@ -116,10 +118,10 @@ def _write_samples(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | Non
         ) as shard:
             for sample in reader.encoded_samples(encoder):
                 shard.append(sample.ids, sample.trained, text_bytes=sample.text_bytes)
-        return _publish(job, unit, path) if shard.ids.count else None
+        return _copy_shard_to_job_folder(job, unit, path) if shard.ids.count else None
 
 
-def _publish(job: Job, unit: Unit, path: Path) -> JsonObject:
+def _copy_shard_to_job_folder(job: Job, unit: Unit, path: Path) -> JsonObject:
     """Copy a finished shard of this machine to the job's folder; return its entry of the
     manifest.
     """
@@ -127,7 +129,7 @@ def _publish(job: Job, unit: Unit, path: Path) -> JsonObject:
     entry: JsonObject = {"file": target.name}
     if job.has_samples:
         lengths = job.shard_path(unit, LENGTHS_SUFFIX)
-        replace_content_durably(lengths, lengths_path(path).read_bytes())
+        replace_content_durably(lengths, sample_lengths_path(path).read_bytes())
         entry["lengths"] = lengths.name
     shard = open_shard(path)
     write_as_records(shard, target)
@@ -142,7 +144,7 @@ def tokenizer_of(job: Job) -> CorpusTokenizer:
 
 
 @functools.lru_cache(1)
-def encoder_of(job: Job) -> SampleEncoder:
+def sample_encoder_of(job: Job) -> SampleEncoder:
     """Return the encoder of the job's samples, by the chat template in the job's folder."""
     return make_sample_encoder(job.config, tokenizer_of(job), datetime.fromisoformat(job.begun))
 
@@ -174,56 +176,60 @@ class UnitReader:
         """Yield (text, whether it ends its document) of the documents to train on."""
         for piece in self._unit.pieces:
             with open_piece(piece, self._job.config.field) as file:
-                readable = self._readable(piece, file)
+                readable = self._detect_encoding_or_record_bad(piece, file)
                 if readable is None:
                     continue
                 if readable.field is None:
-                    yield from self._whole_file(piece, readable)
+                    yield from self._read_whole_file_pieces(piece, readable)
                     continue
-                for position, line in _records(piece, readable):
-                    text = self._text_of(piece, readable, position, line)
+                for position, line in _read_records_of_piece(piece, readable):
+                    text = self._text_of_record_or_empty(piece, readable, position, line)
                     if not text:
                         continue
                     if self._is_held_out(piece, position, len(line)):
                         self.held_out.append(text)
                     else:
                         self._documents += 1
-                        yield from _cut(text)
+                        yield from _cut_into_pieces(text)
 
     def encoded_samples(self, encoder: SampleEncoder) -> Iterator[EncodedSample]:
         """Yield the samples to train on."""
         for piece in self._unit.pieces:
             with open_piece(piece, self._job.config.field) as file:
-                readable = self._readable(piece, file)
+                readable = self._detect_encoding_or_record_bad(piece, file)
                 if readable is None:
                     continue
-                samples = self._samples(piece, readable)
+                samples = self._read_training_samples(piece, readable)
                 for position, sample in encode_in_batches(encoder, samples):
                     held_line = self._held_lines.pop(position, None)
                     if isinstance(sample, ValueError):
-                        self._add_bad(piece, position, sample)
+                        self._add_bad_document(piece, position, sample)
                     elif held_line is not None:
                         self.held_out.append(held_line)
                     else:
                         self._documents += 1
                         yield sample
 
-    def _readable(self, piece: Piece, file: InputFile) -> InputFile | None:
+    def _detect_encoding_or_record_bad(self, piece: FilePiece, file: InputFile) -> InputFile | None:
         """Return the file with its encoding and layout; None if it is bad as a whole."""
         file = dataclasses.replace(file, has_samples=self._job.has_samples)
         if piece.stop is not None:  # plain UTF-8, as `plan_units` has seen
             return file
-        fitting, problem = detect_form(file, self._job.config.encoding, lambda position: None)
+        fitting, problem = detect_encoding_and_layout(
+            file, self._job.config.encoding, lambda position: None
+        )
         if fitting is None and file.field is not None:
             return file  # line by line
         if not problem and self._job.has_samples and file.field is None:
             problem = f"{file.path}: is text beside samples"
         if problem:
-            self._add_bad(piece, None, problem.removeprefix(f"{file.path}: "))
+            self._add_bad_document(piece, None, problem.removeprefix(f"{file.path}: "))
             return None
         return fitting
 
-    def _whole_file(self, piece: Piece, file: InputFile) -> Iterator[tuple[str, bool]]:
+    def _read_whole_file_pieces(
+        self, piece: FilePiece, file: InputFile
+    ) -> Iterator[tuple[str, bool]]:
         pieces = read_pieces(file, 0, file.size_bytes)
         if not file.size_bytes:
             self._empty += 1
@@ -233,40 +239,44 @@ class UnitReader:
             self._documents += 1
             yield from pieces
 
-    def _text_of(self, piece: Piece, file: InputFile, position: int, line: bytes) -> str:
+    def _text_of_record_or_empty(
+        self, piece: FilePiece, file: InputFile, position: int, line: bytes
+    ) -> str:
         """Return the text of a record, "" if it is bad or empty."""
         try:
             text = text_of_record(line, file)
         except ValueError as error:
-            self._add_bad(piece, position, error)
+            self._add_bad_document(piece, position, error)
             return ""
         self._empty += not text
         return text
 
-    def _samples(self, piece: Piece, file: InputFile) -> Iterator[tuple[int, Sample]]:
-        for position, line in _records(piece, file):
+    def _read_training_samples(
+        self, piece: FilePiece, file: InputFile
+    ) -> Iterator[tuple[int, Sample]]:
+        for position, line in _read_records_of_piece(piece, file):
             try:
                 sample = sample_of_record(line, file)
             except ValueError as error:
-                self._add_bad(piece, position, error)
+                self._add_bad_document(piece, position, error)
                 continue
             if self._is_held_out(piece, position, len(line)):
                 self._held_lines[position] = line.decode()
             yield position, sample
 
-    def _is_held_out(self, piece: Piece, position: int, size_bytes: int) -> bool:
+    def _is_held_out(self, piece: FilePiece, position: int, size_bytes: int) -> bool:
         """Return whether a hash of the document's place chooses it, and it is small enough."""
         digest = hashlib.blake2b(f"{piece.name}:{position}".encode(), digest_size=8).digest()
         chosen = int.from_bytes(digest, "big") < self._job.held_out_share * 2**64
         return chosen and size_bytes <= self._job.config.held_out_bytes
 
-    def _add_bad(self, piece: Piece, position: int | None, problem: object) -> None:
+    def _add_bad_document(self, piece: FilePiece, position: int | None, problem: object) -> None:
         self._num_bad += 1
         if len(self.bad) < MAX_LISTED:
             self.bad.append({"file": piece.location, "byte": position, "problem": str(problem)})
 
 
-def _records(piece: Piece, file: InputFile) -> Iterator[tuple[int, bytes]]:
+def _read_records_of_piece(piece: FilePiece, file: InputFile) -> Iterator[tuple[int, bytes]]:
     """Yield (byte position, line) of the records that begin in a piece, without blank lines."""
     start, stop = piece.start, NO_END if piece.stop is None else piece.stop
     if start:  # the piece before has the record that goes on here
@@ -278,7 +288,7 @@ def _records(piece: Piece, file: InputFile) -> Iterator[tuple[int, bytes]]:
             yield position, line
 
 
-def _cut(text: str) -> Iterator[tuple[str, bool]]:
+def _cut_into_pieces(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the pieces of a document, with whether they end it."""
     for first in range(0, len(text), PIECE_CHARACTERS):
         end = first + PIECE_CHARACTERS

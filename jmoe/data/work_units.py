@@ -22,7 +22,7 @@ from typing import Any
 from jmoe.config import DataConfig
 from jmoe.config.checks import check
 from jmoe.data.record_shards import PLAN
-from jmoe.data.sample_encoder import fingerprint_of_encoding
+from jmoe.data.sample_encoder import sample_encoding_fingerprint
 from jmoe.data.shards import TEMPORARY, replace_content_durably
 from jmoe.data.text_files import (
     InputFile,
@@ -42,7 +42,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A range of an input file, in bytes of the stored file: the records that begin in it.
 
     location: a path, or the URL of an object. name: its name inside the input, the same on every
@@ -63,10 +63,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """The pieces that become shard `number`."""
+    """A unit of work: the ranges of files that one worker writes to shard `number`."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,25 @@ class Job:
         return result if done else None
 
 
-def find_pieces(config: DataConfig, report: Report) -> tuple[list[Piece], bool]:
+def find_file_pieces(config: DataConfig, report: Report) -> tuple[list[FilePiece], bool]:
     """Return (the files of `config.path`, each as one piece, whether they hold samples for
     fine-tuning).
 
     Raises ValueError naming a path that holds no text, or a file that is in two.
     """
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     for number, pattern in enumerate(config.path):
         if "://" in pattern:
-            pieces += _remote_pieces(pattern, number)
+            pieces += _list_remote_objects(pattern, number)
             continue
         entry = find_text_input(pattern, None, config.field, report)
         _check_is_text(entry)
         pieces += [
-            Piece(
-                str(file.path.resolve()), f"{number}/{file.name}", file.size_bytes, _version(file)
+            FilePiece(
+                str(file.path.resolve()),
+                f"{number}/{file.name}",
+                file.size_bytes,
+                _file_version(file),
             )
             for file in entry.files
         ]
@@ -155,13 +158,13 @@ def _check_is_text(entry: TextInput) -> None:
         )
 
 
-def _version(file: InputFile) -> str:
+def _file_version(file: InputFile) -> str:
     return str(file.mtime_ns)
 
 
-def _remote_pieces(pattern: str, number: int) -> list[Piece]:
+def _list_remote_objects(pattern: str, number: int) -> list[FilePiece]:
     """Return the objects of a URL: an object, a folder or a glob."""
-    fs, root = _file_system(pattern)
+    fs, root = _open_file_system(pattern)
     try:
         paths = fs.find(root) if fs.isdir(root) else fs.glob(root)
         infos = [fs.info(path) for path in sorted(paths)]
@@ -171,7 +174,7 @@ def _remote_pieces(pattern: str, number: int) -> list[Piece]:
         raise ValueError(f"data.path = {pattern!r}: no such object, and none matches it as a glob")
     base = root if fs.isdir(root) else str(Path(infos[0]["name"]).parent)
     return [
-        Piece(
+        FilePiece(
             fs.unstrip_protocol(info["name"]),
             f"{number}/{str(info['name']).removeprefix(base).lstrip('/')}",
             int(info["size"]),
@@ -181,7 +184,7 @@ def _remote_pieces(pattern: str, number: int) -> list[Piece]:
     ]
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _open_file_system(url: str) -> tuple[Any, str]:
     """Return (the fsspec file system, the path in it) of a URL."""
     try:
         from fsspec.core import url_to_fs
@@ -198,7 +201,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def open_piece(piece: Piece, field: str) -> Iterator[InputFile]:
+def open_piece(piece: FilePiece, field: str) -> Iterator[InputFile]:
     """Yield a piece's file on this machine; an object is copied into a temporary folder.
 
     Raises ValueError if the file has changed since it was listed.
@@ -206,10 +209,10 @@ def open_piece(piece: Piece, field: str) -> Iterator[InputFile]:
     if "://" not in piece.location:
         path = Path(piece.location)
         file = make_input_file(path, path.parent, field)
-        _check_unchanged(piece, file.size_bytes, _version(file))
+        _check_unchanged(piece, file.size_bytes, _file_version(file))
         yield file
         return
-    fs, remote = _file_system(piece.location)
+    fs, remote = _open_file_system(piece.location)
     with tempfile.TemporaryDirectory(prefix="jmoe-object-") as folder:
         path = Path(folder) / Path(remote).name
         try:
@@ -221,7 +224,7 @@ def open_piece(piece: Piece, field: str) -> Iterator[InputFile]:
         yield make_input_file(path, path.parent, field)
 
 
-def _check_unchanged(piece: Piece, size_bytes: int, version: str) -> None:
+def _check_unchanged(piece: FilePiece, size_bytes: int, version: str) -> None:
     if (size_bytes, version) != (piece.size_bytes, piece.version):
         raise ValueError(
             f"{piece.location}: has changed since the preparation began; prepare its text anew,"
@@ -229,14 +232,14 @@ def _check_unchanged(piece: Piece, size_bytes: int, version: str) -> None:
         )
 
 
-def plan_units(pieces: Sequence[Piece], unit_bytes: int, config: DataConfig) -> list[Unit]:
+def plan_units(pieces: Sequence[FilePiece], unit_bytes: int, config: DataConfig) -> list[Unit]:
     """Return the units of about `unit_bytes` stored bytes.
 
     Larger files of lines of JSON are divided; other files, compressed ones and objects are whole.
     """
     units: list[Unit] = []
-    group: list[Piece] = []
-    ranges = (part for piece in pieces for part in _ranges(piece, unit_bytes, config))
+    group: list[FilePiece] = []
+    ranges = (part for piece in pieces for part in _split_into_ranges(piece, unit_bytes, config))
     for piece in ranges:
         if group and sum(p.num_bytes for p in group) + piece.num_bytes > unit_bytes:
             units.append(Unit(len(units), tuple(group)))
@@ -245,16 +248,16 @@ def plan_units(pieces: Sequence[Piece], unit_bytes: int, config: DataConfig) -> 
     return [*units, Unit(len(units), tuple(group))] if group else units
 
 
-def _ranges(piece: Piece, unit_bytes: int, config: DataConfig) -> list[Piece]:
+def _split_into_ranges(piece: FilePiece, unit_bytes: int, config: DataConfig) -> list[FilePiece]:
     if piece.size_bytes <= unit_bytes or not _is_divisible(piece, config):
         return [piece]
     count = -(-piece.size_bytes // unit_bytes)
     ends = [piece.size_bytes * i // count for i in range(count + 1)]
     fields = asdict(piece)
-    return [Piece(**(fields | {"start": ends[i], "stop": ends[i + 1]})) for i in range(count)]
+    return [FilePiece(**(fields | {"start": ends[i], "stop": ends[i + 1]})) for i in range(count)]
 
 
-def _is_divisible(piece: Piece, config: DataConfig) -> bool:
+def _is_divisible(piece: FilePiece, config: DataConfig) -> bool:
     if "://" in piece.location or config.encoding != ("utf-8",):
         return False
     path = Path(piece.location)
@@ -265,7 +268,7 @@ def _is_divisible(piece: Piece, config: DataConfig) -> bool:
 
 
 def job_key(
-    pieces: Sequence[Piece], unit_bytes: int, config: DataConfig, tokenizer: CorpusTokenizer
+    pieces: Sequence[FilePiece], unit_bytes: int, config: DataConfig, tokenizer: CorpusTokenizer
 ) -> str:
     """Return the hash of everything that decides the shards' bytes."""
     what: JsonObject = {
@@ -273,7 +276,7 @@ def job_key(
         "pieces": [[p.name, p.size_bytes, p.version] for p in pieces],
         "unit_bytes": unit_bytes,
         "tokenizer": tokenizer.fingerprint,
-        "encoding": fingerprint_of_encoding(config, tokenizer.path),
+        "encoding": sample_encoding_fingerprint(config, tokenizer.path),
     }
     names = ("field", "encoding", "control_tokens", "held_out_fraction", "held_out_bytes")
     what |= {name: getattr(config, name) for name in names}
@@ -286,7 +289,7 @@ def claim_folder(out: Path, key: str, begun: str) -> str:
     Raises ValueError if it holds anything but an earlier start of the same job.
     """
     if not (out / PLAN).is_file():
-        is_new = not out.exists() or (out.is_dir() and all(map(_is_of_claim, out.iterdir())))
+        is_new = not out.exists() or (out.is_dir() and all(map(_is_claim_file, out.iterdir())))
         if not is_new and not (out / PLAN).is_file():  # another process may have written it
             raise ValueError(
                 f"--out = {str(out)!r}: must be a new or empty folder, or one that an earlier start"
@@ -318,6 +321,6 @@ def _write_plan(plan: Path, content: bytes) -> None:
         new.unlink(missing_ok=True)
 
 
-def _is_of_claim(path: Path) -> bool:
+def _is_claim_file(path: Path) -> bool:
     """Return whether `claim_folder` of this or another process makes such a file."""
     return path.name == UNITS or path.name.lstrip(".").startswith(PLAN)

@@ -31,7 +31,7 @@ def merge_adapter_folder(adapter: Path, base: Path, out_dir: Path) -> None:
     """
     fields = read_config(base)
     own = read_adapter_folder(adapter, model_config(fields), family_of(fields))
-    _write_merged(own, base, out_dir)
+    _write_merged_model(own, base, out_dir)
     _copy_tokenizer(base, out_dir)
 
 
@@ -40,7 +40,7 @@ def merge_adapter_run(checkpoints: Checkpoints, step: int, saved: JsonObject, ou
     step. saved: the step's configuration.
     """
     base = _base_of_run(saved)
-    _write_merged(_saved_adapters(checkpoints, step, saved, base), base, out_dir)
+    _write_merged_model(_saved_adapters(checkpoints, step, saved, base), base, out_dir)
     _copy_tokenizer(checkpoints.directory / str(step), out_dir)
     return step
 
@@ -88,7 +88,7 @@ def _saved_adapters(
     return AdapterFolder(lora, parameters, jax.tree.map(np.asarray, state.params[ADAPTERS]))
 
 
-def _write_merged(own: AdapterFolder, base: Path, out_dir: Path) -> None:
+def _write_merged_model(own: AdapterFolder, base: Path, out_dir: Path) -> None:
     """Write the model `base`, with adapters added, in the dtypes in which it is stored."""
     fields = read_config(base)
     config = model_config(fields)

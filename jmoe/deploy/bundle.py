@@ -113,7 +113,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
                 "native": native.sources_digest() if options.native == "on" else None,
                 "versions": _jax_versions(),
                 "device": _describe_device(),
-                "engine": asdict(_without_paths(options)),
+                "engine": asdict(_without_machine_paths(options)),
                 "segments": segments,
                 "files": file_sizes_and_hashes(partly),
             }
@@ -121,7 +121,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
         return len(list((partly / PROGRAMS).glob("*-cache")))
 
 
-def _without_paths(options: EngineConfig) -> EngineConfig:
+def _without_machine_paths(options: EngineConfig) -> EngineConfig:
     """Return the options without paths of this machine."""
     return replace(options, cache_dir=None, mesh=replace(options.mesh, segments=None))
 
@@ -231,7 +231,7 @@ class OpenBundle(Closing):
             ) from error
         self.model, self.engine = path / MODEL, _combine_options(engine, kept)
         check(
-            kept == _without_paths(kept),
+            kept == _without_machine_paths(kept),
             f"{path / PLAN}: engine",
             plan["engine"],
             "must name no place on a machine",

@@ -38,7 +38,7 @@ class CalibrationText:
         return mean_loss * predicted / math.log(2) / self.held_out_bytes
 
 
-def overlapping_windows(tokens: Tokens, length: int) -> Tokens:
+def windows_with_next_token(tokens: Tokens, length: int) -> Tokens:
     """Return [B, length + 1]. Neighbouring windows share one token; a last partial window is
     dropped.
     """
@@ -76,11 +76,11 @@ def read_calibration_text(
     tokens = np.array(ids[:max_tokens], np.int32)
     check(len(tokens) >= needed, "text", pattern, f"has {len(tokens)} tokens: {constraint}")
     held_out = max(length + 1, int(HELD_OUT_SHARE * len(tokens)))
-    tail = overlapping_windows(tokens[-held_out:], length)
+    tail = windows_with_next_token(tokens[-held_out:], length)
     predicted = tail[:, 1:].reshape(-1).tolist()
     text = loaded.tokenizer.decode(predicted, skip_special_tokens=True)
     return CalibrationText(
-        overlapping_windows(tokens[:-held_out], length), tail, max(1, len(text.encode()))
+        windows_with_next_token(tokens[:-held_out], length), tail, max(1, len(text.encode()))
     )
 
 

@@ -115,7 +115,7 @@ class ModelReport:
                 f" {self.size.active_parameters:,}",
             ]
         if self.loaded is not None:
-            lines += _loaded_lines(self.loaded)
+            lines += _describe_loaded(self.loaded)
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"refused: {message}" for message in self.refused]
         lines.append("loads: " + ("no" if self.refused else "yes"))
@@ -140,7 +140,7 @@ class ModelReport:
         }
 
 
-def _loaded_lines(loaded: LoadedSizes) -> Iterator[str]:
+def _describe_loaded(loaded: LoadedSizes) -> Iterator[str]:
     yield (
         f"experts: stored in {loaded.stored_experts}, in memory {loaded.experts_in_memory}:"
         f" {loaded.expert_bytes / 1e9:,.1f} GB; other weights {loaded.other_bytes / 1e9:,.1f} GB"
@@ -175,8 +175,8 @@ def check_model(folder: Path, engine: EngineConfig, machine: EngineMachine) -> M
             refused.append(str(error))
         return ModelReport(family, tuple(refused))
     announced = None if has_all_weights(folder) else read_announced(folder)
-    notes = list(_notes(folder, fields, family, announced))
-    refused += _refused_tensors(announced)
+    notes = list(_report_notes(folder, fields, family, announced))
+    refused += _describe_refused_tensors(announced)
     size = ModelSize.measure(config)
     try:
         loaded = _measure_loaded(folder, engine, machine, announced)
@@ -186,7 +186,7 @@ def check_model(folder: Path, engine: EngineConfig, machine: EngineMachine) -> M
     return ModelReport(family, tuple(refused), tuple(notes), config, size, loaded)
 
 
-def _notes(
+def _report_notes(
     folder: Path, fields: JsonObject, family: str, announced: AnnouncedCheckpoint | None
 ) -> Iterator[str]:
     for name, value in ignored_training_fields(fields, family).items():
@@ -206,7 +206,7 @@ def _notes(
         yield f"the files named by the index have {announced.file_bytes / 1e9:,.1f} GB"
 
 
-def _refused_tensors(announced: AnnouncedCheckpoint | None) -> Iterator[str]:
+def _describe_refused_tensors(announced: AnnouncedCheckpoint | None) -> Iterator[str]:
     if announced is None:
         return
     for names, problem in (
@@ -242,7 +242,7 @@ def _measure_loaded(
             experts_in_memory=wide if kept is None else kept.name,
             expert_bytes=config.num_moe_layers * config.num_experts * checkpoint.expert_bytes,
             other_bytes=checkpoint.dense_bytes_per_device(),
-            conversion=checkpoint.expert_conversion,
+            conversion=checkpoint.expert_conversion_note,
             engine=engine,
             plan=plan,
             no_plan=no_plan,

@@ -73,11 +73,11 @@ class _CompressedMatrix:
         Write each once, in this order.
         """
         return [
-            NewTensor(self._piece.name + end, dtype, shape, partial(self._take_tensor, end))
+            NewTensor(self._piece.name + end, dtype, shape, partial(self._pop_computed_tensor, end))
             for end, (shape, dtype) in self._fields.items()
         ]
 
-    def _take_tensor(self, suffix: str) -> np.ndarray:
+    def _pop_computed_tensor(self, suffix: str) -> np.ndarray:
         if not self._made:
             self._made = self._compute_tensors()
         return self._made.pop(suffix)
@@ -195,7 +195,7 @@ class _SourceModel:
                 raise tensor.error("is compressed already: must be a wide matrix")
 
 
-def check_sizes(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
+def check_expert_sizes_fit_blocks(config: ModelConfig, layout: ExpertLayout, experts: str) -> None:
     """Raise ValueError naming the field if the model has no experts, or if their sizes are not
     multiples of the format's block.
     """
@@ -240,7 +240,7 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
     with TensorReader() as reader:
         source = _SourceModel(stored, reader)
         source.check_uncompressed(fields, matrices, experts)
-        check_sizes(config, layout, experts)
+        check_expert_sizes_fit_blocks(config, layout, experts)
         by_tensor = {
             source.first_tensor_name(piece): (piece, parameter) for piece, parameter in matrices
         }

@@ -25,7 +25,7 @@ from jmoe.models.huggingface import updated_hf_config
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import write_pretrained
 from jmoe.models.quantization import MODELOPT_FILE
-from jmoe.models.tokenizer_file import find_chat_templates
+from jmoe.models.tokenizer_file import find_additional_chat_templates
 from jmoe.models.weights import Names, StoredExperts
 
 # (name of an array, layer among those with experts, expert), numbered in the larger model -> array
@@ -125,10 +125,10 @@ def creating_model_folder(out: Path, source: Path) -> Iterator[Path]:
     """
     with creating_folder(out) as partial:
         yield partial
-        copy_beside_weights(source, partial)
+        copy_files_beside_weights(source, partial)
 
 
-def copy_beside_weights(source: Path, target: Path) -> None:
+def copy_files_beside_weights(source: Path, target: Path) -> None:
     """Copy a Hugging Face folder's files except weights and what describes them, such as the
     tokenizer.
     """
@@ -143,7 +143,7 @@ def model_file_names(folder: Path) -> list[str]:
     templates.
     """
     files = [file for file in folder.iterdir() if file.is_file()]
-    files += find_chat_templates(folder).values()
+    files += find_additional_chat_templates(folder).values()
     return [file.relative_to(folder).as_posix() for file in files]
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import ModelConfig, check
 from jmoe.deploy.expert_scores import best_experts
-from jmoe.deploy.similar import MergedExperts
+from jmoe.deploy.similar import ExpertMerger
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 Arrays = Mapping[str, np.ndarray]
@@ -59,7 +59,7 @@ def make_dense_mlp(
     into the most similar of these first (`similar.py`).
     """
     kept_Nn = best_experts(use_NE.astype(np.float64), num_experts)
-    merged = MergedExperts(source, kept_Nn, use_NE) if made_from == "average" else None
+    merged = ExpertMerger(source, kept_Nn, use_NE) if made_from == "average" else None
     parts: list[Arrays] = []
     for expert in kept_Nn[layer].tolist():
         own = source.read_expert(layer, expert)

@@ -104,7 +104,7 @@ def _compressed_tensors_config(layout: str, **weights: Json) -> JsonObject:
 _GROUPS: JsonObject = {"strategy": "group", "group_size": MXFP4.block}
 
 
-def _packed_fields(kind: Format) -> Fields:
+def _packed_integer_fields(kind: Format) -> Fields:
     """Return `ExpertLayout.fields` of a layout that packs integers into 32-bit words."""
     per_word = 4 * kind.per_byte
     return lambda n, k: {
@@ -126,14 +126,14 @@ _LAYOUTS = (
     ),
     ExpertLayout(
         INT4,
-        _packed_fields(INT4),
+        _packed_integer_fields(INT4),
         _arrange_int4,
         _compressed_tensors_config("pack-quantized", num_bits=4, type="int", **_GROUPS),
         "ignore",
     ),
     ExpertLayout(
         INT8,
-        _packed_fields(INT8),
+        _packed_integer_fields(INT8),
         _arrange_int8,
         _compressed_tensors_config("pack-quantized", num_bits=8, type="int", **_GROUPS),
         "ignore",

@@ -86,7 +86,9 @@ def _token_losses(
     return jax.nn.logsumexp(logits_TV, axis=1) - label_T1[:, 0]
 
 
-def _expert_outputs(checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats) -> Floats:
+def _compute_expert_outputs(
+    checkpoint: LazyCheckpoint, layer: int, expert: int, h_RD: Floats
+) -> Floats:
     arrays = {name: jnp.asarray(a) for name, a in checkpoint.read_expert(layer, expert).items()}
     weights = MLPWeights(arrays["w_up"], arrays["w_down"], arrays.get("b_up"), arrays.get("b_down"))
     padded = np.pad(h_RD, ((0, -len(h_RD) % TILE_ROWS), (0, 0)))
@@ -151,7 +153,7 @@ def hidden_states(
                 expert,
                 tokens_R,
                 weights_TK[tokens_R, choice_R],
-                _expert_outputs(checkpoint, layer.record, expert, h_TD[tokens_R]),
+                _compute_expert_outputs(checkpoint, layer.record, expert, h_TD[tokens_R]),
             )
             _check_finite(checkpoint, f"expert {expert} of layer {number}", use.outputs_RD)
             y_TD[tokens_R] += use.weights_R[:, None] * use.outputs_RD

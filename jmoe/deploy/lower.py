@@ -27,7 +27,7 @@ import numpy as np
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy import portable
-from jmoe.deploy.cut import check_empty_or_new, copy_beside_weights, creating_folder
+from jmoe.deploy.cut import check_empty_or_new, copy_files_beside_weights, creating_folder
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.inference.runner import CachePlaces, Hidden, attend_local, embed_local
@@ -249,7 +249,7 @@ def lower(
                 entries[name] = _write_program(partly, name, shape, program)
             with status("writing the weights", say):
                 write_safetensors(partly, programs.weight_tensors(), MAX_SHARD_BYTES)
-            copy_beside_weights(folder, partly)
+            copy_files_beside_weights(folder, partly)
             if (folder / TOKENIZER).is_file():  # with the fixes of `open_tokenizer`
                 open_tokenizer(folder / TOKENIZER).save(str(partly / TOKENIZER))
             shutil.copyfile(portable.__file__, partly / RUNNER)

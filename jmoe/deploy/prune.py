@@ -20,7 +20,7 @@ from jmoe.deploy.cut import check_empty_or_new, cut_config, weight_bytes, write_
 from jmoe.deploy.expert_scores import ScoreKind, best_experts, check_num_kept, measure_experts
 from jmoe.deploy.layerwise import mean_loss
 from jmoe.deploy.model_folder import hugging_face_folder
-from jmoe.deploy.similar import MergedExperts
+from jmoe.deploy.similar import ExpertMerger
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.runtime import end_at_once_on_interrupt
 from jmoe.status import status
@@ -86,7 +86,7 @@ def prune(
             scores.scores_of(options.score), options.experts, config.router.n_group
         )
         small = cut_config(config, layers, num_experts=options.experts)
-        read = MergedExperts(source, kept_Nn, scores.use) if options.merge_similar else None
+        read = ExpertMerger(source, kept_Nn, scores.use) if options.merge_similar else None
         write_cut_model(source, out, small, layers, kept_Nn, read)
     with (
         LazyCheckpoint(out, "float32", "wide") as pruned,

@@ -58,7 +58,7 @@ def align_hidden_units(expert: Arrays, other: Arrays) -> Arrays:
     return moved
 
 
-class MergedExperts:
+class ExpertMerger:
     """Returns kept experts' arrays averaged with the experts merged into them: `merged(name, layer,
     expert)`.
     """

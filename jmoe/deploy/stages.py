@@ -19,7 +19,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.configs import PRESETS
 from jmoe.deploy.bundle import bundle
 from jmoe.deploy.calibration_text import calibration_text_for
-from jmoe.deploy.compress import check_sizes, compress_model
+from jmoe.deploy.compress import check_expert_sizes_fit_blocks, compress_model
 from jmoe.deploy.cut import check_empty_or_new, cut_config, scratch_folder, weight_bytes
 from jmoe.deploy.distil import (
     StudentOptions,
@@ -223,16 +223,18 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
         config = cut_config(config, range(config.num_hidden_layers), num_experts=stages.experts)
         updated_hf_config(fields, config)
     if stages.weights is not None:
-        check_sizes(config, expert_layout(stages.weights, family_of(fields)), stages.weights)
+        check_expert_sizes_fit_blocks(
+            config, expert_layout(stages.weights, family_of(fields)), stages.weights
+        )
     if stages.machines is not None:
-        devices, here = _num_devices(stages.machines), jax.device_count()
+        devices, here = _count_devices_in_file(stages.machines), jax.device_count()
         check(devices > 1, "machines", str(stages.machines), "has one device: must have several")
         most = f"must have at most the {here} of this process{cpu_devices_hint(devices)}"
         constraint = f"has {devices} devices: {most}"
         check(devices <= here, "machines", str(stages.machines), constraint)
 
 
-def _num_devices(machines: Path) -> int:
+def _count_devices_in_file(machines: Path) -> int:
     return sum(one.devices for one in read_machines(machines).machines)
 
 
@@ -299,7 +301,7 @@ def _segment_over_machines(
     bytes of weights on a device).
     """
     assert stages.machines is not None
-    devices = _num_devices(stages.machines)
+    devices = _count_devices_in_file(stages.machines)
     changes: dict[str, Any] = {"mesh": EngineMesh(devices=devices)}
     if engine.max_batch % devices:  # every device has the same number of cache rows
         changes["max_batch"] = -(-engine.max_batch // devices) * devices

@@ -100,7 +100,7 @@ class LoadedModel(Closing):
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_activations(checkpoint, options, use_native)
-            notes = checkpoint.expert_conversion, quantized_cache_note(checkpoint.fields)
+            notes = checkpoint.expert_conversion_note, quantized_cache_note(checkpoint.fields)
             for note in filter(None, notes):
                 say(note)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 from jmoe.models.folder import has_file
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config_file, read_json_object
-from jmoe.models.quantization import announced_format, announced_group
+from jmoe.models.quantization import announced_format, announced_group_size
 from jmoe.models.safetensors_io import INDEX, SINGLE, StoredTensor
 from jmoe.models.stored_formats import StoredFormat
 from jmoe.models.weight_files import GGUF_LINK
@@ -85,7 +85,7 @@ def read_announced(folder: Path) -> AnnouncedCheckpoint:
     tensors: dict[str, StoredTensor] = {}
     for parameter in list_parameters(shapes, config, family, names or ()):
         for piece in parameter.pieces():
-            for name, dtype, shape in _tensors_of(piece, parameter, fields, form, names):
+            for name, dtype, shape in _tensors_of_piece(piece, parameter, fields, form, names):
                 file = SINGLE if places is None else places.get(name, SINGLE)
                 tensors[name] = StoredTensor(name, files[file], dtype, shape, 0, NO_STAMP)
     if places is None:
@@ -96,17 +96,17 @@ def read_announced(folder: Path) -> AnnouncedCheckpoint:
         tensors,
         tuple(name for name in tensors if name not in places),
         tuple(sorted(name for name in others if not name_may_be_ignored(name, config))),
-        _total_size(folder),
+        _total_bytes_in_index(folder),
     )
 
 
-def _total_size(folder: Path) -> int | None:
+def _total_bytes_in_index(folder: Path) -> int | None:
     metadata = read_json_object(folder / INDEX).get("metadata")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return int(size) if isinstance(size, int | float) else None
 
 
-def _tensors_of(
+def _tensors_of_piece(
     piece: ParameterPiece,
     parameter: Parameter,
     fields: JsonObject,
@@ -137,7 +137,7 @@ def _tensors_of(
     *experts_dim, n, k = piece.shape
     result = []
     for name, (dtypes, shapes) in zip(parts, form.expected_tensors(n, k), strict=True):
-        group = announced_group(fields, k)
+        group = announced_group_size(fields, k)
         shape = next((s for s in shapes if len(s) == 2 and s[1] * group == k), shapes[0])
         dtype = plain if plain in dtypes else dtypes[0]
         result.append((name, dtype, (*experts_dim, *shape)))

@@ -1,6 +1,6 @@
 """Renders chat messages to a prompt with the model's Jinja template, as transformers does.
 
-Template code is untrusted: the server runs `begin_rendering` in the forks of a `ForkServer`.
+Template code is untrusted: the server runs `make_fork_renderer` in the forks of a `ForkServer`.
 `render_with_answers` also says which text the assistant wrote, for training.
 """
 
@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 from jmoe.models.folder import has_file, read_text
 from jmoe.models.tokenizer_file import (
     SETTINGS,
-    find_chat_templates,
+    find_additional_chat_templates,
     read_json_if_present,
     special_token_texts,
 )
@@ -41,7 +41,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
-# the question that returns `ChatTemplate.content_form`, `reads_developer` and `call_form`
+# the question that returns `ChatTemplate.content_form`, `renders_developer_role` and `call_form`
 FORMS = b""
 _TEXT, _REFUSED = b"=", b"!"  # first byte of a fork's answer
 
@@ -149,7 +149,7 @@ class ChatTemplate:
         return next(filter(self._renders_call, forms), DEFAULT_CALL_FORM)
 
     @cached_property
-    def reads_developer(self) -> bool:
+    def renders_developer_role(self) -> bool:
         """Whether the template writes messages of the role "developer", found by a probe: most
         drop or refuse them.
         """
@@ -268,7 +268,8 @@ class ChatTemplate:
             raise ValueError("messages = []: must not be empty")
         context = {
             "messages": [
-                _with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages
+                _copy_reasoning_for_templates({k: v for k, v in m.items() if v is not None})
+                for m in messages
             ],
             **variables,
         }
@@ -327,7 +328,7 @@ def read_templates(folder: Path) -> JsonObject | None:
     "template": ...}`. Raises ValueError for damaged files.
     """
     config = read_json_if_present(folder / SETTINGS)
-    templates = find_chat_templates(folder)
+    templates = find_additional_chat_templates(folder)
     if has_file(folder / TEMPLATE_FILE):
         if DEFAULT in templates:
             raise ValueError(
@@ -347,7 +348,7 @@ def read_templates(folder: Path) -> JsonObject | None:
     )
 
 
-def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
+def make_fork_renderer(**setup: Json) -> Callable[[bytes], bytes]:
     """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).
 
     A question is `FORMS`, or the arguments of `ChatTemplate.render` as JSON.
@@ -359,7 +360,7 @@ def begin_rendering(**setup: Json) -> Callable[[bytes], bytes]:
 
     def answer_question(question: bytes) -> bytes:
         if question == FORMS:
-            forms = template.content_form, template.reads_developer, *template.call_form
+            forms = template.content_form, template.renders_developer_role, *template.call_form
             return _TEXT + json.dumps(forms).encode()
         try:
             return _TEXT + template.render(**json.loads(question)).encode("utf-8", "surrogatepass")
@@ -417,7 +418,7 @@ class _MarkingGenerationTag(_GenerationTag):
         return _BEGIN + caller() + _END
 
 
-class _Namespace(Namespace):
+class _SandboxedNamespace(Namespace):
     """Jinja's `namespace`, but attributes with a leading underscore are an error.
 
     Python looks up special methods by such names, so they could be a way out of the sandbox.
@@ -427,15 +428,15 @@ class _Namespace(Namespace):
         self, *rest = args  # so that `namespace(self=...)` works, as with Jinja's own
         values = dict(*rest, **attributes)
         for name in values:
-            _refuse_underscore(name)
+            _refuse_underscore_name(name)
         Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: object) -> None:
-        _refuse_underscore(name)
+        _refuse_underscore_name(name)
         super().__setitem__(name, value)
 
 
-def _refuse_underscore(name: object) -> None:
+def _refuse_underscore_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace may not have an attribute {name!r}")
 
@@ -451,7 +452,7 @@ def _jinja_environment(
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: now().strftime(form),
-        "namespace": _Namespace,
+        "namespace": _SandboxedNamespace,
     }
     return environment
 
@@ -473,7 +474,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _with_reasoning(message: JsonObject) -> JsonObject:
+def _copy_reasoning_for_templates(message: JsonObject) -> JsonObject:
     """Return the message with its reasoning, from the first of `REASONING_FIELDS` that it has,
     copied to `thinking` and `reasoning_content`, which templates read; unchanged if it has none.
     """
@@ -494,7 +495,7 @@ def _templates_from_config(entry: Json, folder: Path) -> dict[str, str]:
         return {}
     if isinstance(entry, str):
         return {DEFAULT: entry}
-    if _is_named_list(entry):
+    if _is_list_of_named_templates(entry):
         names = [one["name"] for one in entry]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -508,7 +509,7 @@ def _templates_from_config(entry: Json, folder: Path) -> dict[str, str]:
     )
 
 
-def _is_named_list(entry: Json) -> bool:
+def _is_list_of_named_templates(entry: Json) -> bool:
     return isinstance(entry, list) and all(
         isinstance(one, dict)
         and isinstance(one.get("name"), str)

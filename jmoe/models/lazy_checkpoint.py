@@ -110,7 +110,7 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
     return EmbedAndHead(decoder), blocks
 
 
-def _on_default_device(module: Module) -> Module:
+def _copy_to_default_device(module: Module) -> Module:
     """Return a module whose arrays are in host memory, with copies of them on the default
     device.
     """
@@ -159,11 +159,11 @@ class LazyCheckpoint(Closing):
         self.dtype = self._dtypes[("embedding",)]
         self._stored_formats: dict[Names, Format | None] = {}
         self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
-        self.stored_format = self._format_on_disk(stored)
+        self.stored_format = self._common_stored_format(stored)
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
-        self._check_expert_inputs(expert_dtype)
+        self._check_inputs_fill_blocks(expert_dtype)
 
-    def _check_expert_inputs(self, expert_dtype: str | None) -> None:
+    def _check_inputs_fill_blocks(self, expert_dtype: str | None) -> None:
         """Raise ValueError if the experts' inputs do not fill the blocks of their format."""
         kind = self.expert_format
         if kind is None or kind.partial_block:
@@ -178,7 +178,7 @@ class LazyCheckpoint(Closing):
                 )
                 check(p.matrix_shape[0] % kind.block == 0, "expert_dtype", expert_dtype, words)
 
-    def _format_on_disk(self, stored: Mapping[str, StoredTensor]) -> Format | None:
+    def _common_stored_format(self, stored: Mapping[str, StoredTensor]) -> Format | None:
         """Return the compressed format in which all experts' matrices are stored and can be kept
         exactly.
 
@@ -191,7 +191,7 @@ class LazyCheckpoint(Closing):
         return kinds.pop() if len(kinds) == 1 else None
 
     @property
-    def expert_conversion(self) -> str:
+    def expert_conversion_note(self) -> str:
         """A sentence if experts stored in a compressed format are held in another one; "" if not.
 
         Experts that were asked for wide are not mentioned.
@@ -410,12 +410,12 @@ class LazyCheckpoint(Closing):
         The stacks of layers are split in host memory, which needs no programs.
         """
         arrays: dict[Names, PyTree] = {
-            p.path: self._read_unless_experts(p) for p in self._parameters
+            p.path: self._read_dense_or_empty(p) for p in self._parameters
         }
         embed_and_head, layers = split_decoder(build_decoder(self.config, arrays))
-        return _on_default_device(embed_and_head), list(map(_on_default_device, layers))
+        return _copy_to_default_device(embed_and_head), list(map(_copy_to_default_device, layers))
 
-    def _read_unless_experts(self, p: Parameter) -> np.ndarray:
+    def _read_dense_or_empty(self, p: Parameter) -> np.ndarray:
         """Return a parameter in host memory, empty if it holds experts."""
         dtype = self._dtypes[p.path]
         if p.experts:

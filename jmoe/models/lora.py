@@ -35,7 +35,7 @@ DROPOUT_KEY = 0x6C6F7261  # makes the keys of dropout others than those of the r
 Adapter = dict[str, jax.Array]  # {"a": [N, E?, P, I, r], "b": [N, E?, r, O]}, or of one layer
 
 
-def target_of(path: Names) -> str | None:
+def lora_target_of(path: Names) -> str | None:
     """Return the name in `LORA_TARGETS` of the part that a parameter belongs to; None if adapters
     do not apply to it.
     """
@@ -54,7 +54,7 @@ def adapted_parameters(config: ModelConfig, family: str, targets: Sequence[str])
     """
     adapted = list[Parameter]()
     for path, leaf in flatten_by_path(abstract_decoder(config)[2]).items():
-        if target_of(path) in targets:
+        if lora_target_of(path) in targets:
             source = parameter_source(path, config, family, fused=True)
             layers = tuple(i for i, x in enumerate(config.layers) if x.stack_name == path[0])
             experts = config.num_experts if EXPERTS_PATH in path else 0
@@ -98,13 +98,13 @@ def get_at_path(tree: PyTree, path: Names) -> PyTree:
     return tree
 
 
-def num_elements(parameters: Sequence[Parameter], rank: int) -> int:
+def num_adapter_elements(parameters: Sequence[Parameter], rank: int) -> int:
     """Return the number of elements of all adapters."""
     return sum(math.prod(s) for p in parameters for s in adapter_shapes(p, rank).values())
 
 
 @dataclass(frozen=True)
-class AppliedAdapters:
+class AdapterApplier:
     """Adds adapters to the weights of one layer.
 
     spans: the columns of the tensors that fill a weight, by the weight's path in a layer, which is
@@ -116,7 +116,7 @@ class AppliedAdapters:
 
     @classmethod
     def make(cls, parameters: Sequence[Parameter], scale: float) -> Self:
-        """Return the places of these parameters' adapters."""
+        """Return the applier for adapters of these parameters. scale: factor of A B."""
         return cls({p.path[1:]: p.source.column_spans(p.shape[-1]) for p in parameters}, scale)
 
     def add_to_layer(self, layer: PyTree, adapters: PyTree) -> PyTree:
@@ -140,7 +140,7 @@ class AppliedAdapters:
             return jax.tree_util.tree_map_with_path(add, layer)
 
 
-class DroppedParam(AdaptedParam):
+class DropoutAdaptedParam(AdaptedParam):
     """A weight to whose products an adapter adds its own, of an input with dropped elements.
 
     Its metadata: `adapter`, an `Adapter` of one layer; `spans`, `scale` and `dropout`; `key`, the
@@ -163,17 +163,17 @@ class DroppedParam(AdaptedParam):
         return change
 
 
-def drop_inputs(
-    block: nnx.Module, adapters: PyTree, applied: AppliedAdapters, dropout: float, key: jax.Array
+def install_dropout_adapters(
+    block: nnx.Module, adapters: PyTree, applied: AdapterApplier, dropout: float, key: jax.Array
 ) -> None:
-    """Replace each weight of a block that has an adapter by a `DroppedParam`."""
+    """Replace each weight of a block that has an adapter by a `DropoutAdaptedParam`."""
     for number, (path, spans) in enumerate(applied.spans.items()):
         module: Any = block
         for name in path[:-1]:
             module = getattr(module, name)
         if module is None:
             continue  # a weight of another kind of layer
-        own = DroppedParam(
+        own = DropoutAdaptedParam(
             getattr(module, path[-1])[...],
             adapter=get_at_path(adapters, path),
             spans=tuple(spans),
@@ -197,7 +197,7 @@ def weight_change(adapter: Adapter, spans: Sequence[tuple[int, int]], scale: flo
 def merged_weight(
     w: np.ndarray, adapter: Mapping[str, np.ndarray], spans: Sequence[tuple[int, int]], scale: float
 ) -> np.ndarray:
-    """Return W + scale x A B in W's dtype, on the host: `AppliedAdapters.add_to_layer` for one
+    """Return W + scale x A B in W's dtype, on the host: `AdapterApplier.add_to_layer` for one
     weight.
     """
     a, b = adapter["a"], adapter["b"]

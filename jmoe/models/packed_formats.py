@@ -46,7 +46,7 @@ def _unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return values.reshape(whole).astype(np.uint8)
 
 
-class _GroupedIntegers(StoredFormat):
+class _IntegersWithZeroPoints(StoredFormat):
     """Unsigned integers with a zero point for each group of inputs, stored by input.
 
     Stays compressed in memory if all zero points are the middle of the range, inputs are in order,
@@ -58,21 +58,24 @@ class _GroupedIntegers(StoredFormat):
     def tensor_names(self, name: str) -> tuple[str, ...]:
         return tuple(name.removesuffix("weight") + suffix for suffix in self.suffixes)
 
-    def rows_at_once(self, rows: int, step: int) -> int:
+    def rows_per_chunk(self, rows: int, step: int) -> int:
         return rows  # rows are columns of the stored tensors, which are read whole
 
     def memory_format(self, stored: Stored, name: str) -> Format | None:
-        scales = self._part(stored, name, "scales")
-        return self.rounded_format(stored, name) if scales.dtype == "BF16" else None
+        scales = self._tensor_with_suffix(stored, name, "scales")
+        return self.format_with_rounded_scales(stored, name) if scales.dtype == "BF16" else None
 
-    def rounded_format(self, stored: Stored, name: str) -> Format | None:
-        scales, kind = self._part(stored, name, "scales"), INT4 if self.bits == 4 else INT8
+    def format_with_rounded_scales(self, stored: Stored, name: str) -> Format | None:
+        scales, kind = (
+            self._tensor_with_suffix(stored, name, "scales"),
+            INT4 if self.bits == 4 else INT8,
+        )
         num_inputs = self.num_inputs(stored, name)
         if num_inputs % scales.shape[0] or num_inputs // scales.shape[0] % kind.block:
             return None
         return kind if self._is_symmetric(stored, name) else None
 
-    def _part(self, stored: Stored, name: str, suffix: str) -> StoredTensor:
+    def _tensor_with_suffix(self, stored: Stored, name: str, suffix: str) -> StoredTensor:
         return stored[name.removesuffix("weight") + suffix]
 
     def num_inputs(self, stored: Stored, name: str) -> int:
@@ -83,14 +86,14 @@ class _GroupedIntegers(StoredFormat):
         """Return the unsigned integers, uint8 [K, N]."""
         raise NotImplementedError
 
-    def read_zeros(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+    def read_zero_points(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
         """Return the zero points, uint8 [groups, N]."""
         raise NotImplementedError
 
-    def read_groups(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+    def read_input_groups(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
         """Return each input's group, [K]."""
         groups, num_inputs = (
-            self._part(stored, name, "scales").shape[0],
+            self._tensor_with_suffix(stored, name, "scales").shape[0],
             self.num_inputs(stored, name),
         )
         return np.arange(num_inputs) // -(-num_inputs // groups)
@@ -100,27 +103,27 @@ class _GroupedIntegers(StoredFormat):
 
         A checkpoint whose files are not there is taken to be so.
         """
-        if not self._part(stored, name, "qzeros").file.is_file():
+        if not self._tensor_with_suffix(stored, name, "qzeros").file.is_file():
             return True
         with TensorReader() as reader:
-            read = _read_rows_of(reader)
-            groups = self.read_groups(read, stored, name)
+            read = _make_read_rows(reader)
+            groups = self.read_input_groups(read, stored, name)
             in_order = np.array_equal(
-                groups, _GroupedIntegers.read_groups(self, read, stored, name)
+                groups, _IntegersWithZeroPoints.read_input_groups(self, read, stored, name)
             )
             middle = 2 ** (self.bits - 1)
-            return in_order and bool((self.read_zeros(read, stored, name) == middle).all())
+            return in_order and bool((self.read_zero_points(read, stored, name) == middle).all())
 
     def read_compressed(
         self, read: ReadRows, stored: Stored, name: str, start: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (integers less their zero points, int16 [n, K]; their scales, float32 [n, K])."""
-        scales = self._part(stored, name, "scales")
-        groups = self.read_groups(read, stored, name)
+        scales = self._tensor_with_suffix(stored, name, "scales")
+        groups = self.read_input_groups(read, stored, name)
         if groups.min() < 0 or groups.max() >= scales.shape[0]:
             raise scales.error(f"has {scales.shape[0]} groups, and g_idx names others")
         codes = self.read_codes(read, stored, name)[:, start:end].astype(np.int16)
-        zeros = self.read_zeros(read, stored, name)[:, start:end].astype(np.int16)
+        zeros = self.read_zero_points(read, stored, name)[:, start:end].astype(np.int16)
         by_group = read(scales, 0, scales.shape[0])[:, start:end].astype(np.float32)
         return (codes - zeros[groups]).T, by_group[groups].T
 
@@ -135,13 +138,13 @@ class _GroupedIntegers(StoredFormat):
             values = codes[0::2] | codes[1::2] << 4
         else:
             values = (codes ^ 128).view(np.int8)
-        scales = self._part(stored, name, "scales")
+        scales = self._tensor_with_suffix(stored, name, "scales")
         by_group = read(scales, 0, scales.shape[0]).astype(jnp.bfloat16)
         repeats = codes.shape[0] // kind.block // scales.shape[0]
         return values, np.repeat(by_group, repeats, axis=0).view(kind.scales)
 
 
-def _read_rows_of(reader: TensorReader) -> ReadRows:
+def _make_read_rows(reader: TensorReader) -> ReadRows:
     def read(tensor: StoredTensor, start: int, end: int) -> np.ndarray:
         parts = [rows.copy() for _, _, rows in reader.read_chunks(tensor, start, end)]
         return np.concatenate(parts)
@@ -149,12 +152,12 @@ def _read_rows_of(reader: TensorReader) -> ReadRows:
     return read
 
 
-def _possible_groups(k: int) -> list[int]:
+def _possible_group_counts(k: int) -> list[int]:
     """Return the numbers of groups that K inputs may have."""
     return [-(-k // group) for group in (k, *GROUPS)]
 
 
-class Gptq(_GroupedIntegers):
+class Gptq(_IntegersWithZeroPoints):
     """Integers of 4 or 8 bits as AutoGPTQ and GPTQModel write them (format `gptq`)."""
 
     label = "GPTQ"
@@ -166,7 +169,7 @@ class Gptq(_GroupedIntegers):
     def expected_tensors(
         self, n: int, k: int
     ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        groups, per_word = _possible_groups(k), WORD // self.bits
+        groups, per_word = _possible_group_counts(k), WORD // self.bits
         return [
             (("I32",), [(k // per_word, n)]),
             (("I32",), [(g, n // per_word) for g in groups]),
@@ -175,23 +178,23 @@ class Gptq(_GroupedIntegers):
         ]
 
     def num_inputs(self, stored: Stored, name: str) -> int:
-        return self._part(stored, name, "qweight").shape[0] * (WORD // self.bits)
+        return self._tensor_with_suffix(stored, name, "qweight").shape[0] * (WORD // self.bits)
 
     def read_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
-        words = self._part(stored, name, "qweight")
+        words = self._tensor_with_suffix(stored, name, "qweight")
         return _unpack_words(read(words, 0, words.shape[0]), self.bits, axis=0)
 
-    def read_zeros(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
-        words = self._part(stored, name, "qzeros")
+    def read_zero_points(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+        words = self._tensor_with_suffix(stored, name, "qzeros")
         stored_zeros = _unpack_words(read(words, 0, words.shape[0]), self.bits, axis=1)
         return (stored_zeros + np.uint8(1)) & np.uint8(2**self.bits - 1)
 
-    def read_groups(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
-        groups: np.ndarray = read(self._part(stored, name, "g_idx"), 0, 1)[0]
+    def read_input_groups(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+        groups: np.ndarray = read(self._tensor_with_suffix(stored, name, "g_idx"), 0, 1)[0]
         return groups
 
 
-class Awq(_GroupedIntegers):
+class Awq(_IntegersWithZeroPoints):
     """Integers of 4 bits as AutoAWQ writes them (version gemm)."""
 
     label = "AWQ"
@@ -201,7 +204,7 @@ class Awq(_GroupedIntegers):
     def expected_tensors(
         self, n: int, k: int
     ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        groups, words = _possible_groups(k), n // 8
+        groups, words = _possible_group_counts(k), n // 8
         return [
             (("I32",), [(k, words)]),
             (("I32",), [(g, words) for g in groups]),
@@ -209,15 +212,15 @@ class Awq(_GroupedIntegers):
         ]
 
     def num_inputs(self, stored: Stored, name: str) -> int:
-        return self._part(stored, name, "qweight").shape[0]
+        return self._tensor_with_suffix(stored, name, "qweight").shape[0]
 
     def read_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
-        return self._read_in_order(read, self._part(stored, name, "qweight"))
+        return self._unpack_in_column_order(read, self._tensor_with_suffix(stored, name, "qweight"))
 
-    def read_zeros(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
-        return self._read_in_order(read, self._part(stored, name, "qzeros"))
+    def read_zero_points(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+        return self._unpack_in_column_order(read, self._tensor_with_suffix(stored, name, "qzeros"))
 
-    def _read_in_order(self, read: ReadRows, words: StoredTensor) -> np.ndarray:
+    def _unpack_in_column_order(self, read: ReadRows, words: StoredTensor) -> np.ndarray:
         packed = _unpack_words(read(words, 0, words.shape[0]), self.bits, axis=1)
         by_word = packed.reshape(packed.shape[0], -1, len(AWQ_ORDER))
         values = np.empty_like(by_word)
@@ -250,9 +253,9 @@ class Nvfp4(StoredFormat):
         """Return (values uint8 [n, K / 2], the product of both scales, float32 [n, K / 16])."""
         values, scales, whole = (stored[part] for part in self.tensor_names(name))
         by_block = read(scales, start, end).astype(np.float32)
-        return read(values, start, end), self.with_whole_scale(by_block, read(whole, 0, 1)[0, 0])
+        return read(values, start, end), self.combine_scales(by_block, read(whole, 0, 1)[0, 0])
 
-    def with_whole_scale(self, by_block: np.ndarray, whole: np.float32) -> np.ndarray:
+    def combine_scales(self, by_block: np.ndarray, whole: np.float32) -> np.ndarray:
         return by_block * whole
 
     def decompress(self, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -266,5 +269,5 @@ class PackedNvfp4(Nvfp4):
 
     suffixes = ("_packed", "_scale", "_global_scale")
 
-    def with_whole_scale(self, by_block: np.ndarray, whole: np.float32) -> np.ndarray:
+    def combine_scales(self, by_block: np.ndarray, whole: np.float32) -> np.ndarray:
         return by_block / whole

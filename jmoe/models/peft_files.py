@@ -20,7 +20,13 @@ import numpy as np
 
 from jmoe.config import LORA_TARGETS, LoraConfig, ModelConfig, check
 from jmoe.memory.direct_io import name_file_in_errors
-from jmoe.models.lora import adapted_parameters, adapter_shapes, get_at_path, set_at_path, target_of
+from jmoe.models.lora import (
+    adapted_parameters,
+    adapter_shapes,
+    get_at_path,
+    lora_target_of,
+    set_at_path,
+)
 from jmoe.models.pretrained import read_json_object
 from jmoe.models.safetensors_io import (
     DTYPES,
@@ -83,12 +89,16 @@ class AdapterHeader:
     def count_tensors(self, parameter: Parameter) -> int:
         """Return how many of the tensors that fill the parameter's columns have an adapter."""
         return len(
-            {p.number for p in _pieces(parameter) if not self.stored.keys().isdisjoint(p.names)}
+            {
+                p.number
+                for p in _peft_tensor_pairs(parameter)
+                if not self.stored.keys().isdisjoint(p.names)
+            }
         )
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _PeftTensorPair:
     """The two PEFT tensors of one Hugging Face tensor, and their place in the parameter's adapter.
 
     number: the place of the Hugging Face tensor in the parameter's columns.
@@ -105,7 +115,7 @@ class _Piece:
         return f"{self.name}.lora_A.weight", f"{self.name}.lora_B.weight"
 
 
-def _pieces(parameter: Parameter) -> Iterator[_Piece]:
+def _peft_tensor_pairs(parameter: Parameter) -> Iterator[_PeftTensorPair]:
     spans = parameter.source.column_spans(parameter.shape[-1])
     for entry, layer in enumerate(parameter.layers):
         for number, (name, span) in enumerate(zip(parameter.source.names, spans, strict=True)):
@@ -113,10 +123,10 @@ def _pieces(parameter: Parameter) -> Iterator[_Piece]:
             if parameter.experts:
                 module, _, matrix = module.rpartition(".")
                 module += ".base_layer" * (matrix == "gate_up_proj")
-            yield _Piece(f"{PREFIX}{module}", entry, number, span)
+            yield _PeftTensorPair(f"{PREFIX}{module}", entry, number, span)
 
 
-def _column_order(parameter: Parameter) -> np.ndarray:
+def _stored_column_order(parameter: Parameter) -> np.ndarray:
     """Return the column of the parameter at each output of the stored tensor: its columns
     alternate between the parameter's halves if it is interleaved.
     """
@@ -134,13 +144,13 @@ def write_adapter_folder(
     tensors = []
     for parameter in parameters:
         own = {name: np.asarray(x) for name, x in get_at_path(adapters, parameter.path).items()}
-        for piece in _pieces(parameter):
+        for piece in _peft_tensor_pairs(parameter):
             a, b = own["a"][piece.layer], own["b"][piece.layer]
             low, high = piece.columns
             a, b = a[..., piece.number, :, :], b[..., low:high]
             if parameter.source.interleaved:
-                b = b[..., _column_order(parameter)]
-            a, b = (_joined_a(a), _joined_b(b)) if parameter.experts else (a.T, b.T)
+                b = b[..., _stored_column_order(parameter)]
+            a, b = (_expert_a_to_peft(a), _expert_b_to_peft(b)) if parameter.experts else (a.T, b.T)
             for name, x in zip(piece.names, (a, b), strict=True):
                 tensors.append(NewTensor(name, x.dtype, x.shape, partial(np.asarray, x)))
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,12 +159,12 @@ def write_adapter_folder(
     replace_text_durably(folder / CONFIG, text)
 
 
-def _joined_a(a: np.ndarray) -> np.ndarray:
+def _expert_a_to_peft(a: np.ndarray) -> np.ndarray:
     """Return [E r, I] of an expert layer's A [E, I, r]."""
     return np.ascontiguousarray(a.transpose(0, 2, 1)).reshape(-1, a.shape[1])
 
 
-def _joined_b(b: np.ndarray) -> np.ndarray:
+def _expert_b_to_peft(b: np.ndarray) -> np.ndarray:
     """Return [O, r E] of an expert layer's B [E, r, O]."""
     return np.ascontiguousarray(b.transpose(2, 1, 0)).reshape(b.shape[2], -1)
 
@@ -169,7 +179,7 @@ def adapter_config(parameters: Sequence[Parameter], lora: LoraConfig, base: str)
     for parameter in parameters:
         for name in parameter.source.names:
             inside = name.partition("{layer}.")[2]
-            if target_of(parameter.path) == "attention":
+            if lora_target_of(parameter.path) == "attention":
                 modules.add(inside.removesuffix(".weight"))
             else:
                 weights.add(inside)
@@ -245,7 +255,9 @@ def _stored_targets(
     names = {name.rpartition(".lora_")[0] for name in stored}
     parameters = adapted_parameters(config, family, LORA_TARGETS)
     stored_parts = {
-        target_of(p.path) for p in parameters if names & {piece.name for piece in _pieces(p)}
+        lora_target_of(p.path)
+        for p in parameters
+        if names & {piece.name for piece in _peft_tensor_pairs(p)}
     }
     return tuple(name for name in LORA_TARGETS if name in stored_parts)
 
@@ -260,25 +272,25 @@ def _read_adapters(folder: Path, header: AdapterHeader) -> PyTree:
         for parameter in header.parameters:
             shapes = adapter_shapes(parameter, rank)
             own = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-            for piece in _pieces(parameter):
+            for piece in _peft_tensor_pairs(parameter):
                 if stored.keys().isdisjoint(piece.names):
                     continue
                 a, b = (
                     _read_tensor(folder, reader, stored, name, shape)
                     for name, shape in zip(
-                        piece.names, _stored_shapes(parameter, piece, rank), strict=True
+                        piece.names, _peft_shapes(parameter, piece, rank), strict=True
                     )
                 )
                 used |= set(piece.names)
-                _put(own, parameter, piece, a, b, rank)
+                _store_pair_in_adapter(own, parameter, piece, a, b, rank)
             set_at_path(tree, parameter.path, own)
     for name in sorted(stored.keys() - used):
         raise stored[name].error("is unexpected: the model has no place for it")
     return tree
 
 
-def _stored_shapes(
-    parameter: Parameter, piece: _Piece, rank: int
+def _peft_shapes(
+    parameter: Parameter, piece: _PeftTensorPair, rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     inputs, outputs = parameter.matrix_shape[0], piece.columns[1] - piece.columns[0]
     rows = rank * max(1, parameter.experts)
@@ -311,10 +323,10 @@ def _read_tensor(
     return out
 
 
-def _put(
+def _store_pair_in_adapter(
     own: dict[str, np.ndarray],
     parameter: Parameter,
-    piece: _Piece,
+    piece: _PeftTensorPair,
     a: np.ndarray,
     b: np.ndarray,
     rank: int,
@@ -325,7 +337,7 @@ def _put(
         a = a.reshape(parameter.experts, rank, -1).transpose(0, 2, 1)
         b = b.reshape(-1, rank, parameter.experts).transpose(2, 1, 0)
         if parameter.source.interleaved:
-            b = b[..., np.argsort(_column_order(parameter))]
+            b = b[..., np.argsort(_stored_column_order(parameter))]
     else:
         a, b = a.T, b.T
     own["a"][piece.layer][..., piece.number, :, :] = a

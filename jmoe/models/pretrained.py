@@ -49,7 +49,7 @@ from jmoe.models.weights import (
     Names,
     StoredExperts,
     flatten_by_path,
-    has_own_head,
+    has_untied_head,
     load_arrays,
     new_tensors,
 )
@@ -214,7 +214,7 @@ def read_config(folder: Path) -> JsonObject:
     if (
         fields.get("tie_word_embeddings") is True
         and has_weights
-        and has_own_head(read_weight_headers(folder))
+        and has_untied_head(read_weight_headers(folder))
     ):
         _warn_once(
             f"{file}: tie_word_embeddings = True, but the weights have a head that differs: it is"

@@ -96,7 +96,7 @@ def format_of_matrix(stored: Stored, name: str, shape: tuple[int, ...]) -> Store
         return _format_of_tensor(stored, name)
     packed = stored.get(name + "_packed")
     if packed is None:
-        return _format_of_words(stored, name, shape)
+        return _gptq_or_awq_format(stored, name, shape)
     if packed.dtype == "U8":
         return PackedNvfp4() if name + "_global_scale" in stored else PackedMxfp4()
     is_wider = len(packed.shape) == len(shape) == 2 and packed.shape[1] == -(-shape[1] // 4)
@@ -120,7 +120,7 @@ def _format_of_tensor(stored: Stored, name: str) -> StoredFormat | None:
     return None
 
 
-def _format_of_words(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
+def _gptq_or_awq_format(stored: Stored, name: str, shape: tuple[int, ...]) -> StoredFormat | None:
     """Return GPTQ or AWQ, whichever has words of this shape; None if the matrix is not there."""
     words = stored.get(name.removesuffix("weight") + "qweight")
     if words is None or not name.endswith(".weight") or len(shape) != 2:
@@ -163,7 +163,7 @@ def _format_of_compressed_tensors(layout: str, bits: int) -> StoredFormat:
     }[layout]
 
 
-def announced_group(fields: JsonObject, num_inputs: int) -> int:
+def announced_group_size(fields: JsonObject, num_inputs: int) -> int:
     """Return how many of a row's inputs share a scale of integers, by the `config.json`."""
     quantization = fields.get("quantization_config") or {}
     sizes = [(g.get("weights") or {}).get("group_size") for g in _config_groups(quantization)]
@@ -199,7 +199,7 @@ def check_quantization(fields: Json, kind: str, expert_dtype: Json = None) -> No
     check(method in known, prefix + "quant_method", method, f"must be {' or '.join(known)}{why}")
     for name, allowed in _METHOD_FIELDS.get(str(method), {}).items():
         value = fields.get(name)
-        check(value in allowed, prefix + name, value, f"must be {_or(allowed)}")
+        check(value in allowed, prefix + name, value, f"must be {_join_with_or(allowed)}")
     if method == "compressed-tensors":
         _check_compressed_tensors(fields, prefix)
     for name in _CACHE_FIELDS:
@@ -230,7 +230,7 @@ def quantized_cache_note(fields: JsonObject) -> str:
     return ""
 
 
-def _or(values: tuple[Json, ...]) -> str:
+def _join_with_or(values: tuple[Json, ...]) -> str:
     return " or ".join("none" if value is None else str(value) for value in values)
 
 

@@ -67,7 +67,7 @@ class StoredTensor:
         return [self.entry(i).offset for i in range(self.shape[0])]
 
     def entry(self, index: int) -> "StoredTensor":
-        """Return entry `index` of the first dimension as a tensor."""
+        """Return the slice at `index` of the first dimension, such as one expert, as a tensor."""
         entry_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
         return replace(self, shape=self.shape[1:], offset=self.offset + index * entry_bytes)
 

@@ -44,7 +44,7 @@ def read_sentencepiece(folder: Path) -> Tokenizer:
     tokenizer = Tokenizer(
         BPE(
             vocabulary,
-            _merges(vocabulary),
+            _merges_of_vocabulary(vocabulary),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=model.trainer_spec.byte_fallback,
@@ -94,7 +94,7 @@ def _read_model(file: Path) -> Any:
     return model
 
 
-def _merges(vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_of_vocabulary(vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Return the pairs of pieces that make a piece, those of the first pieces first."""
     pairs = [
         (number, vocabulary[piece[:i]], vocabulary[piece[i:]], piece[:i], piece[i:])

@@ -87,13 +87,13 @@ class StoredFormat(ABC):
     def memory_format(self, stored: Stored, name: str) -> Format | None:
         """Return the in-memory format that represents the matrix exactly; None if there is none."""
 
-    def rounded_format(self, stored: Stored, name: str) -> Format | None:
+    def format_with_rounded_scales(self, stored: Stored, name: str) -> Format | None:
         """Return the in-memory format that represents the values exactly, and the scales rounded to
         its dtype; None if there is none.
         """
         return self.memory_format(stored, name)
 
-    def rows_at_once(self, rows: int, step: int) -> int:
+    def rows_per_chunk(self, rows: int, step: int) -> int:
         """Return how many of the matrix's rows to decompress at once; `step` bounds the memory."""
         return step
 
@@ -201,9 +201,9 @@ class _Integers(StoredFormat):
 
     def memory_format(self, stored: Stored, name: str) -> Format | None:
         is_exact = stored[name + "_scale"].dtype == "BF16"
-        return self.rounded_format(stored, name) if is_exact else None
+        return self.format_with_rounded_scales(stored, name) if is_exact else None
 
-    def rounded_format(self, stored: Stored, name: str) -> Format | None:
+    def format_with_rounded_scales(self, stored: Stored, name: str) -> Format | None:
         scales, num_inputs = stored[name + "_scale"], self.num_inputs(stored, name)
         group, kind = num_inputs // scales.shape[1], INT4 if self.bits == 4 else INT8
         return kind if num_inputs % kind.block == 0 and group % kind.block == 0 else None
@@ -327,7 +327,7 @@ def decompress_rows(
     """Yield (first row, end row, float32 rows) of rows `span` of a matrix, `step` rows at a
     time.
     """
-    step = form.rows_at_once(span[1] - span[0], step)
+    step = form.rows_per_chunk(span[1] - span[0], step)
     for first in range(*span, step):
         last = min(first + step, span[1])
         yield first, last, form.decompress(*form.read_compressed(read, stored, name, first, last))

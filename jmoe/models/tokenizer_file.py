@@ -42,7 +42,7 @@ ADDING_BOS = tuple(
 )
 
 
-def find_chat_templates(folder: Path) -> dict[str, Path]:
+def find_additional_chat_templates(folder: Path) -> dict[str, Path]:
     """Return {name: file} of a folder's additional chat templates.
 
     Raises ValueError if `TEMPLATE_FOLDER` is not a folder, or an entry of it not a file.
@@ -57,7 +57,9 @@ def companion_file_names(folder: Path) -> list[str]:
     """Return the names, relative to `folder`, of the files of `BESIDE` and the additional chat
     templates that it holds.
     """
-    templates = [f"{TEMPLATE_FOLDER}/{file.name}" for file in find_chat_templates(folder).values()]
+    templates = [
+        f"{TEMPLATE_FOLDER}/{file.name}" for file in find_additional_chat_templates(folder).values()
+    ]
     return [name for name in BESIDE if (folder / name).is_file()] + templates
 
 

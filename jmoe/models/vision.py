@@ -38,7 +38,7 @@ from jmoe.types import PyTree
 SHARED_EXPERT = 0  # in layers with learned paths, each task chooses this one or its own expert
 
 
-class PathDraw(NamedTuple):
+class PathNoise(NamedTuple):
     """Random numbers for a training step that samples the tasks' paths.
 
     Legend:
@@ -50,14 +50,14 @@ class PathDraw(NamedTuple):
     temperature: jax.Array
 
 
-def draw_paths(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -> PathDraw:
-    """Return a training step's `PathDraw`, with noise [tasks, layers with experts per task].
+def draw_path_noise(key: jax.Array, shape: tuple[int, int], temperature: jax.Array) -> PathNoise:
+    """Return a training step's `PathNoise`, with noise [tasks, layers with experts per task].
 
     A task's noise depends on the key and the task's number alone.
     """
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shape[0], dtype=jnp.uint32))
     noise = jax.vmap(lambda own: jax.random.logistic(own, (shape[1],), jnp.float32))(keys)
-    return PathDraw(noise, temperature)
+    return PathNoise(noise, temperature)
 
 
 def likeliest_experts(path: Sequence[int], logits_N: jax.typing.ArrayLike) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class VisionTransformer(nnx.Module):
         train: bool = False,
         full_capacity: bool = False,
         remat: Remat = "none",
-        draw: PathDraw | None = None,
+        draw: PathNoise | None = None,
         slot_NE: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (logits [B, Y], `MoEStats` with a leading [N], or None). Logits of other tasks are
@@ -225,7 +225,7 @@ class VisionTransformer(nnx.Module):
         self,
         layer: int,
         task_B: jax.Array,
-        draw: PathDraw | None = None,
+        draw: PathNoise | None = None,
         slot_NE: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """Return every patch's experts and weights, as keyword arguments of `Block.route`.

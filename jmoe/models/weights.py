@@ -185,7 +185,7 @@ def _missing_tensor_hint(stored: Mapping[str, StoredTensor], piece: ParameterPie
     return f"must have shape {list(piece.shape)}"
 
 
-def has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
+def has_untied_head(stored: Mapping[str, StoredTensor]) -> bool:
     """Return whether the checkpoint has a head, in any format, whose values differ from the
     embedding's.
     """
@@ -258,14 +258,14 @@ def name_may_be_ignored(name: str, config: ModelConfig) -> bool:
     """
     is_tied_head = config.tie_word_embeddings and name == "lm_head.weight"
     return (
-        _is_in_further_layer(name, config)
+        _is_in_mtp_layer(name, config)
         or is_tied_head
         or IGNORED.search(name) is not None
         or name.endswith(ZERO_POINT)
     )
 
 
-def _is_in_further_layer(name: str, config: ModelConfig) -> bool:
+def _is_in_mtp_layer(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek and GLM
     publish them.
     """
@@ -278,7 +278,7 @@ def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
     """Return whether a tensor that belongs to no parameter can be ignored: `name_may_be_ignored`,
     and a zero point's values are all zero.
     """
-    if tensor.name.endswith(ZERO_POINT) and not _is_in_further_layer(tensor.name, config):
+    if tensor.name.endswith(ZERO_POINT) and not _is_in_mtp_layer(tensor.name, config):
         if tensor.dtype not in DTYPES:
             return False
         with TensorReader() as reader:
@@ -341,12 +341,12 @@ class ParameterLoader:
         for piece in parameter.pieces(layers, *leading):
             part = out[tuple(i - spans[axis][0] for axis, i in enumerate(piece.at))]
             if not parameter.source.stacked:
-                self._fill(np.atleast_2d(part), piece, parameter, self._stored, matrix_spans)
+                self._fill_matrix(np.atleast_2d(part), piece, parameter, self._stored, matrix_spans)
                 continue
             for expert in range(*spans[lead - 1]):
                 matrix = np.atleast_2d(part[expert - spans[lead - 1][0]])
                 stored = self._tensors_of_expert(piece, expert)
-                self._fill(matrix, piece, parameter, stored, matrix_spans)
+                self._fill_matrix(matrix, piece, parameter, stored, matrix_spans)
         return out
 
     def _tensors_of_expert(self, piece: ParameterPiece, expert: int) -> Stored:
@@ -356,7 +356,7 @@ class ParameterLoader:
         names = plain if form is None else form.tensor_names(piece.name)
         return {name: self._stored[name].entry(expert) for name in names if name in self._stored}
 
-    def _fill(
+    def _fill_matrix(
         self,
         out: np.ndarray,
         piece: ParameterPiece,
@@ -400,7 +400,7 @@ class ParameterLoader:
             if form is None or not parameter.source.transposed:
                 kinds.add(None)
             elif rounded:
-                kinds.add(form.rounded_format(self._stored, piece.name))
+                kinds.add(form.format_with_rounded_scales(self._stored, piece.name))
             else:
                 kinds.add(form.memory_format(self._stored, piece.name))
             if len(kinds) > 1 or kinds == {None}:
@@ -494,7 +494,7 @@ def load_arrays(
         }
 
 
-def _sort_key(parameter: Parameter, family: str) -> tuple[int, int]:
+def _transformers_sort_key(parameter: Parameter, family: str) -> tuple[int, int]:
     """Return a sort key for transformers' order of parameters: embeddings, layers, norm, head."""
     if not parameter.layers:
         outside = list(OUTSIDE)
@@ -591,7 +591,7 @@ def new_tensors(
         array = arrays[parameter.path]
         whole = "must lie in this process whole to be saved"
         check(array.is_fully_addressable, "model", ".".join(parameter.path), whole)
-        section, place = _sort_key(parameter, family)
+        section, place = _transformers_sort_key(parameter, family)
         for piece in parameter.pieces():
             layer = parameter.layers[piece.at[0]] if parameter.layers else 0
             tensor = NewTensor(

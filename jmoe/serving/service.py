@@ -65,14 +65,14 @@ class Templates:
 
     server: the helper process that renders it.
     takes_parts: it reads a message's content as parts, not as a string.
-    reads_developer: it writes messages of the role "developer".
+    renders_developer_role: it writes messages of the role "developer".
     call_form: the form in which it reads tool calls.
     end_token: the end-of-text token of its settings; "" if there is none.
     """
 
     server: ForkServer
     takes_parts: bool
-    reads_developer: bool
+    renders_developer_role: bool
     call_form: CallForm
     end_token: str
 
@@ -93,16 +93,20 @@ def start_templates(folder: Path, max_body_bytes: int) -> Templates | None:
         (1 << 20) + RENDER_BYTES // 8 * max_body_bytes,
     )
     server = ForkServer(
-        "the model's chat template", "jmoe.models.chat_template.begin_rendering", setup, limits
+        "the model's chat template", "jmoe.models.chat_template.make_fork_renderer", setup, limits
     )
-    form, reads_developer, *call_form = json.loads(decode_rendering(server.ask_blocking(FORMS)))
+    form, renders_developer_role, *call_form = json.loads(
+        decode_rendering(server.ask_blocking(FORMS))
+    )
     if form is None:
         log.warning(
             "the model's chat template shows nothing of a message's content, as a string or in"
             " parts"
         )
     end_token = setup["special_tokens"].get("eos_token", "")
-    return Templates(server, form == "parts", reads_developer, CallForm(*call_form), end_token)
+    return Templates(
+        server, form == "parts", renders_developer_role, CallForm(*call_form), end_token
+    )
 
 
 def choose_output_format(
@@ -303,7 +307,7 @@ class Service:
         forms = self._templates.takes_parts, self._templates.call_form
         try:
             plain = [message.for_template(*forms) for message in messages]
-            if not self._templates.reads_developer:
+            if not self._templates.renders_developer_role:
                 plain = developer_as_system(plain)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error

@@ -61,7 +61,7 @@ def test_tokens_are_those_that_the_model_is_served_with(tokenizer: Path, tmp_pat
     served = open_tokenizer(tokenizer)
     assert documents(corpus) == sorted(served.encode(text).ids for text in CHATS)
     assert documents(corpus)[0].count(START) == documents(corpus)[0].count(END) == 2
-    assert corpus.describe_control_texts() == ""
+    assert corpus.describe_control_token_texts() == ""
     assert corpus.held_out_bytes.decode() == "".join(CHATS)[-len(corpus.held_out_bytes.decode()) :]
 
 
@@ -69,12 +69,12 @@ def test_by_default_they_are_text_and_counted(tokenizer: Path, tmp_path: Path) -
     path = write(tmp_path / "a.jsonl", [*CHATS, *PLAIN])
     kept = prepare_corpus(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
     assert not {START, END} & {i for ids in documents(kept) for i in ids}
-    assert kept.describe_control_texts().startswith(
+    assert kept.describe_control_token_texts().startswith(
         "60 texts hold text of control tokens, kept as text; --data.control-tokens"
     )
     # from the folder of the run
     again = prepare_corpus(config(path, tokenizer=str(tokenizer)), 300, tmp_path / "cache")
-    assert again.describe_control_texts() == kept.describe_control_texts()
+    assert again.describe_control_token_texts() == kept.describe_control_token_texts()
     tokens = prepare_corpus(
         config(path, tokenizer=str(tokenizer), control_tokens=True), 300, tmp_path / "cache"
     )
@@ -82,7 +82,7 @@ def test_by_default_they_are_text_and_counted(tokenizer: Path, tmp_path: Path) -
     assert (
         prepare_corpus(
             config(write(path, PLAIN), tokenizer=str(tokenizer)), 300, tmp_path / "c"
-        ).describe_control_texts()
+        ).describe_control_token_texts()
         == ""
     )
 
@@ -148,7 +148,7 @@ def test_shards(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*command, str(kept)]) == main([*command, str(made), "--control-tokens"]) == 0
     assert (
         prepare_corpus(config(kept), 300, tmp_path / "cache")
-        .describe_control_texts()
+        .describe_control_token_texts()
         .startswith("58 texts hold text of control")
     )
     with pytest.raises(
@@ -156,7 +156,7 @@ def test_shards(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         prepare_corpus(config(kept, control_tokens=True), 300, tmp_path / "cache")
     tokens = prepare_corpus(config(made, control_tokens=True), 300, tmp_path / "cache")
-    assert tokens.describe_control_texts() == "" and START in documents(tokens)[0]
+    assert tokens.describe_control_token_texts() == "" and START in documents(tokens)[0]
     assert main([*command, str(made)]) == 2
     assert (
         "already holds token shards made from other inputs or settings" in capsys.readouterr().err

@@ -805,10 +805,10 @@ def test_standard_library(tmp_path: Path) -> None:
 def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
     files = text_files.find_text_input(str(texts), None, "text", quiet).files
     files = text_files.split_off_held_out(files, 0)
-    assert "".join(sorted(text_files.sample_texts(files, 10**9))) == "".join(
+    assert "".join(sorted(text_files.pick_training_texts(files, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
     )
-    assert sum(map(len, text_files.sample_texts(files, 6000))) < 6000 + max(
+    assert sum(map(len, text_files.pick_training_texts(files, 6000))) < 6000 + max(
         file.size_bytes for file in files
     )
 

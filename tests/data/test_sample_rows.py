@@ -13,11 +13,11 @@ from text_corpus import config, write_shard
 
 from jmoe.config import DataConfig
 from jmoe.data import __main__ as command
-from jmoe.data.chat_files import with_chat_files
+from jmoe.data.chat_files import replace_chat_files
 from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.loader import train_batches
 from jmoe.data.sample_rows import SampleRows, SourceRows, held_out_rows
-from jmoe.data.shards import TRAINED, open_lengths, open_shard
+from jmoe.data.shards import TRAINED, open_sample_lengths, open_shard
 from jmoe.models.chat_template import ChatTemplate
 from tests.chat_models import CHATML, VOCAB_SIZE, say, write_chat_tokenizer, write_jsonl
 
@@ -165,7 +165,7 @@ def test_shards_of_samples_train_as_their_records(
         prepare_corpus(config(out), VOCAB_SIZE, tmp_path / "cache")
     shutil.copy(out / "held_out.lengths", out / "train-00000.lengths")
     with pytest.raises(ValueError, match=r"train-00000.lengths: belongs to another shard"):
-        open_lengths(out / "train-00000.bin", open_shard(out / "train-00000.bin").header)
+        open_sample_lengths(out / "train-00000.bin", open_shard(out / "train-00000.bin").header)
     with pytest.raises(ValueError, match=r"data.train_on = 'all': must be 'answers' without sam"):
         prepare_corpus(config(out, train_on="all"), VOCAB_SIZE, tmp_path / "cache")
 
@@ -225,7 +225,7 @@ def test_shards_carry_the_chat_template_of_their_samples(model: Path, tmp_path: 
     settings = config(out, tokenizer=tokenizer)
     corpus = prepare_corpus(settings, VOCAB_SIZE, tmp_path / "cache")
     of_model = {f"{tools.parent.name}/{tools.name}": b"old", "generation_config.json": b"{}"}
-    files = with_chat_files(of_model, settings, corpus.shard_folders)
+    files = replace_chat_files(of_model, settings, corpus.shard_folders)
     assert files == {
         "chat_template.jinja": mine.encode(),
         "generation_config.json": b"{}",
@@ -233,9 +233,9 @@ def test_shards_carry_the_chat_template_of_their_samples(model: Path, tmp_path: 
     }
     # records beside the shards, by the model's own template
     with pytest.raises(ValueError, match=r"have another chat template or tokenizer_config.json"):
-        with_chat_files({}, settings, [out, tmp_path])
+        replace_chat_files({}, settings, [out, tmp_path])
     # records alone
-    of_records = with_chat_files(of_model, settings, [tmp_path])
+    of_records = replace_chat_files(of_model, settings, [tmp_path])
     assert of_records["additional_chat_templates/tool_use.jinja"] == b"old"
     assert of_records["chat_template.jinja"] == CHATML.encode()
 

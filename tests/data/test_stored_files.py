@@ -11,7 +11,7 @@ import pytest
 from text_corpus import config
 
 from jmoe.data.corpus import Corpus, prepare_corpus
-from jmoe.data.stored_files import Storage, open_text, storage_of, text_suffix
+from jmoe.data.stored_files import Storage, detect_storage, open_text, text_suffix
 
 RECORDS = [{"text": f"record {i}: déjà vu, 漢字 " + "word " * (i % 7)} for i in range(400)]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
@@ -149,7 +149,7 @@ def test_storage(tmp_path: Path) -> None:
     ]
     for content, storage in cases:
         (tmp_path / "a").write_bytes(content)
-        assert storage_of(tmp_path / "a") == storage
-    assert storage_of(tmp_path / "missing") == "plain"
+        assert detect_storage(tmp_path / "a") == storage
+    assert detect_storage(tmp_path / "missing") == "plain"
     assert text_suffix(Path("a.JSONL.gz"), "gzip") == ".JSONL"
     assert text_suffix(Path("a.jsonl"), "gzip") == text_suffix(Path("x"), "parquet") == ".jsonl"

@@ -10,7 +10,7 @@ import pytest
 from prepared_shards import run
 from text_corpus import config
 
-from jmoe.data.work_units import claim_folder, find_pieces, open_piece, plan_units
+from jmoe.data.work_units import claim_folder, find_file_pieces, open_piece, plan_units
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 7, 50, 1000, 10**9])
@@ -18,7 +18,7 @@ def test_units_cover_every_byte_once(unit_bytes: int, tmp_path: Path) -> None:
     for name, count in [("a.jsonl", 9), ("b.jsonl", 1), ("c.txt", 30), ("d.ndjson", 4)]:
         (tmp_path / name).write_text('{"text": "x"}\n' * count)
     settings = config(tmp_path)
-    pieces, has_samples = find_pieces(settings, lambda *progress: None)
+    pieces, has_samples = find_file_pieces(settings, lambda *progress: None)
     assert not has_samples
     units = plan_units(pieces, unit_bytes, settings)
     assert [unit.number for unit in units] == list(range(len(units)))
@@ -49,7 +49,7 @@ def test_a_record_is_in_the_unit_in_which_it_begins(
 def test_a_changed_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n')
-    (piece,), _ = find_pieces(config(path), lambda *progress: None)
+    (piece,), _ = find_file_pieces(config(path), lambda *progress: None)
     path.write_text('{"text": "xy"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl: has changed"), open_piece(piece, "text"):
         pass

@@ -242,7 +242,7 @@ def test_the_form_of_tool_calls(family: str, form: CallForm) -> None:
 )
 def test_whether_a_template_reads_the_developer(family: str, reads: bool) -> None:
     template = ChatTemplate.from_folder(FIXTURES / family)
-    assert template is not None and template.reads_developer == reads
+    assert template is not None and template.renders_developer_role == reads
 
 
 def test_developer_as_system() -> None:

@@ -27,7 +27,7 @@ gguf = pytest.importorskip("gguf")
 from jmoe.models.gguf.config import config_fields  # noqa: E402
 from jmoe.models.gguf.file import GgufFile, part_files, read_gguf  # noqa: E402
 from jmoe.models.gguf.folder import gguf_folder  # noqa: E402
-from jmoe.models.gguf.formats import GgufBlocks, block_bytes  # noqa: E402
+from jmoe.models.gguf.formats import GgufBlocks, block_values_and_bytes  # noqa: E402
 from jmoe.models.gguf.names import layer_source  # noqa: E402
 from jmoe.models.gguf.tokenizer import gguf_tokenizer, tokenizer_settings  # noqa: E402
 from jmoe.models.weight_files import read_weight_headers  # noqa: E402
@@ -77,12 +77,12 @@ def test_experts_stay_compressed(name: str, tmp_path: Path) -> None:
     folder = gguf_folder(FIXTURES / name / "model.gguf", tmp_path)
     with LazyCheckpoint(folder, "float32") as plain:
         assert plain.stored_format is (MXFP4 if kind is MXFP4 else None)
-        assert ("no format in memory holds" in plain.expert_conversion) == (kind is not MXFP4)
+        assert ("no format in memory holds" in plain.expert_conversion_note) == (kind is not MXFP4)
         wide = plain.read_expert(0, 1)
     with LazyCheckpoint(folder, "float32", option) as kept:
         assert kept.expert_format is kind
         rounded = "their scales are rounded to bfloat16"
-        assert kept.expert_conversion.endswith("" if kind is MXFP4 else rounded)
+        assert kept.expert_conversion_note.endswith("" if kind is MXFP4 else rounded)
         views = {n: np.empty(s, d) for n, (s, d) in kept.expert_fields.items()}
         kept.fill_expert(0, 1, views)
     for field in ("w_up", "w_down"):
@@ -315,7 +315,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"m-00002-of-00002\.gguf: is missing, a part of"):
         part_files(part)
     with pytest.raises(ValueError, match="type Q9_9 is not known"):
-        block_bytes("Q9_9")
+        block_values_and_bytes("Q9_9")
     with pytest.raises(ValueError, match=r"no tensor for attention\.w_kv_a of deepseek_v3"):
         layer_source("attention.w_kv_a", "deepseek_v3")
 
@@ -349,6 +349,6 @@ def test_parts_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_blocks_of_a_type() -> None:
-    assert block_bytes("Q4_K") == (256, 144)
+    assert block_values_and_bytes("Q4_K") == (256, 144)
     (values,) = GgufBlocks("Q6_K").expected_tensors(8, 512)
     assert values == (("U8",), [(8, 2 * 210)])

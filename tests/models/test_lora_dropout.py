@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.layers.experts import affine
-from jmoe.models.lora import DroppedParam, weight_change
+from jmoe.models.lora import DropoutAdaptedParam, weight_change
 
 SPANS = ((0, 3), (3, 5))
 
@@ -26,7 +26,7 @@ def test_dropped_products_have_the_mean_of_the_sum() -> None:
 
     def product(key: jax.Array, dropout: float) -> jax.Array:
         options = {"adapter": adapter, "spans": SPANS, "scale": 0.5, "dropout": dropout}
-        return affine(x, DroppedParam(w, **options, key=key))
+        return affine(x, DropoutAdaptedParam(w, **options, key=key))
 
     keys = jax.random.split(jax.random.key(0), 20_000)
     expected = x @ (w + weight_change(adapter, SPANS, 0.5))

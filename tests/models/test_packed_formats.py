@@ -72,19 +72,19 @@ def test_integers_stay_compressed_only_where_that_is_exact(tmp_path: Path) -> No
         return scales.astype(np.float32).astype(np.float16)
 
     with LazyCheckpoint(source) as checkpoint:
-        assert checkpoint.stored_format is INT4 and checkpoint.expert_conversion == ""
+        assert checkpoint.stored_format is INT4 and checkpoint.expert_conversion_note == ""
     uneven = changed(tmp_path / "uneven", source, name + "qzeros", first_zero_is_another)
     with LazyCheckpoint(uneven, "bfloat16") as checkpoint:
         assert checkpoint.stored_format is None
-        assert checkpoint.expert_conversion.startswith("experts are stored in GPTQ, which no")
+        assert checkpoint.expert_conversion_note.startswith("experts are stored in GPTQ, which no")
     with LazyCheckpoint(uneven, "bfloat16", "int4") as checkpoint:
-        assert checkpoint.expert_conversion.endswith("every weight is rounded again")
+        assert checkpoint.expert_conversion_note.endswith("every weight is rounded again")
     rounded = changed(tmp_path / "float16", source, name + "scales", scales_in_float16)
     with LazyCheckpoint(rounded, "bfloat16") as checkpoint:
         assert checkpoint.stored_format is None
     with LazyCheckpoint(rounded, "bfloat16", "int4") as checkpoint, LazyCheckpoint(source) as exact:
         said = "their scales are rounded to bfloat16"
-        assert checkpoint.expert_conversion.endswith(said)
+        assert checkpoint.expert_conversion_note.endswith(said)
         views, same = (
             {n: np.empty(s, d) for n, (s, d) in c.expert_fields.items()}
             for c in (checkpoint, exact)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jmoe.models.huggingface import family_of, model_config
-from jmoe.models.lora import target_of
+from jmoe.models.lora import lora_target_of
 from jmoe.models.peft_files import (
     CONFIG,
     WEIGHTS,
@@ -47,7 +47,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_written_are_the_tensors_of_peft(name: str, tmp_path: Path) -> None:
     own = read(LORA / name / "first", name)
-    assert {target_of(p.path) for p in own.parameters} == set(own.lora.targets)
+    assert {lora_target_of(p.path) for p in own.parameters} == set(own.lora.targets)
     write_adapter_folder(tmp_path, own.parameters, own.adapters, own.lora, "base")
     written, expected = tensors(tmp_path), tensors(LORA / name / "first")
     assert written.keys() == expected.keys()

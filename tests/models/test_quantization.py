@@ -12,7 +12,7 @@ from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config_file
 from jmoe.models.quantization import (
     announced_format,
-    announced_group,
+    announced_group_size,
     format_of_matrix,
     quantized_cache_note,
 )
@@ -53,7 +53,7 @@ def test_plain_numbers_have_no_format() -> None:
     ],
 )
 def test_inputs_that_share_a_scale(quantization: dict[str, object] | None, group: int) -> None:
-    assert announced_group({"quantization_config": quantization}, 512) == group
+    assert announced_group_size({"quantization_config": quantization}, 512) == group
 
 
 def test_a_quantized_cache_is_named() -> None:

@@ -57,7 +57,7 @@ class GgufFamily:
 
 
 def _glm_fields(file: GgufFile) -> JsonObject:
-    value = _values(file)
+    value = _architecture_values(file)
     check(
         value.get("expert_gating_func", _SIGMOID) == _SIGMOID,
         "glm4moe.expert_gating_func",
@@ -75,7 +75,7 @@ def _glm_fields(file: GgufFile) -> JsonObject:
 
 
 def _gpt_oss_fields(file: GgufFile) -> JsonObject:
-    layers = _values(file)["block_count"]
+    layers = _architecture_values(file)["block_count"]
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     return {"layer_types": kinds}
 
@@ -124,7 +124,7 @@ def config_fields(file: GgufFile) -> JsonObject:
     known = ", ".join(GGUF_FAMILIES)
     words = f"must be one of {known}: give the folder of safetensors that it was made from"
     check(name in GGUF_FAMILIES, "general.architecture", name, words)
-    family, values = GGUF_FAMILIES[name], _values(file)
+    family, values = GGUF_FAMILIES[name], _architecture_values(file)
     keys = {**_COMMON, **family.keys}
     for key in sorted(values.keys() - keys.keys() - _OTHER):
         check(False, f"{name}.{key}", values[key], "is not known: it may change the answers")
@@ -150,7 +150,7 @@ def config_fields(file: GgufFile) -> JsonObject:
     }
 
 
-def _values(file: GgufFile) -> JsonObject:
+def _architecture_values(file: GgufFile) -> JsonObject:
     """Return {key below the architecture's name: value}."""
     prefix = f"{file.architecture}."
     return {

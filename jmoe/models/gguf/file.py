@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jmoe.memory.direct_io import name_file_in_errors
-from jmoe.models.gguf.formats import GgufTensor, block_bytes
+from jmoe.models.gguf.formats import GgufTensor, block_values_and_bytes
 from jmoe.models.safetensors_io import DTYPES, StoredTensor
 from jmoe.runtime import first_missing_package
 from jmoe.types import Json
@@ -59,7 +59,7 @@ def read_gguf(file: Path) -> GgufFile:
     """
     if first_missing_package(["gguf"]) is not None:
         raise ValueError(f"{file}: GGUF needs the package gguf: pip install 'jmoe[gguf]'")
-    parts = part_files(_named_file(file))
+    parts = part_files(_follow_links_to_part(file))
     read = [_read_part(part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
     tensors: dict[str, StoredTensor] = {}
     for _, own in read:
@@ -74,8 +74,9 @@ def read_gguf(file: Path) -> GgufFile:
     return GgufFile(file, metadata, tensors)
 
 
-def _named_file(file: Path) -> Path:
-    """Follow links until a name says which part of a split model it is, or to the file itself.
+def _follow_links_to_part(file: Path) -> Path:
+    """Return the first path along the links of `file` whose name numbers a part of a split model,
+    or else the file at their end.
 
     A download cache links `NAME-00001-of-00002.gguf` to a file whose name is a hash.
     """
@@ -107,7 +108,7 @@ def _read_part(
         if kind in PLAIN:
             tensor = StoredTensor(entry.name, file, kind, shape, at, stamp)
         else:
-            values, block = block_bytes(kind)
+            values, block = block_values_and_bytes(kind)
             row = (*shape[:-1], shape[-1] // values * block)
             tensor = GgufTensor(entry.name, file, "U8", row, at, stamp, kind)
         num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

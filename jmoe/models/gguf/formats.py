@@ -25,8 +25,8 @@ class GgufTensor(StoredTensor):
 
 
 @cache
-def block_bytes(quant: str) -> tuple[int, int]:
-    """Return (values of a block, its bytes) of a quantized type.
+def block_values_and_bytes(quant: str) -> tuple[int, int]:
+    """Return (number of values, number of bytes) of one block of a quantized type.
 
     Raises ValueError if the package gguf does not know it, or cannot decode it.
     """
@@ -59,13 +59,13 @@ class GgufBlocks(StoredFormat):
     def expected_tensors(
         self, n: int, k: int
     ) -> list[tuple[tuple[str, ...], list[tuple[int, ...]]]]:
-        values, num_bytes = block_bytes(self.quant)
+        values, num_bytes = block_values_and_bytes(self.quant)
         return [(("U8",), [(n, k // values * num_bytes)])]
 
     def memory_format(self, stored: Stored, name: str) -> Format | None:
         return MXFP4 if self.quant == "MXFP4" else None
 
-    def rounded_format(self, stored: Stored, name: str) -> Format | None:
+    def format_with_rounded_scales(self, stored: Stored, name: str) -> Format | None:
         return {"MXFP4": MXFP4, "Q4_0": INT4, "Q8_0": INT8}.get(self.quant)
 
     def read_compressed(

@@ -9,12 +9,12 @@ OUTSIDE = {
 }
 
 
-def _experts(*names: str) -> TensorSource:
+def _stacked_matrices(*names: str) -> TensorSource:
     """Return the source of tensors that each hold all experts' matrices, as [out, in]."""
     return TensorSource(names, transposed=True, stacked=True)
 
 
-def _biases(*names: str) -> TensorSource:
+def _stacked_vectors(*names: str) -> TensorSource:
     """Return the source of tensors that each hold all experts' vectors."""
     return TensorSource(names, stacked=True)
 
@@ -34,10 +34,10 @@ LAYER = {
     "moe.router.kernel": transposed_source("ffn_gate_inp.weight"),
     "moe.router.bias": as_stored_source("ffn_gate_inp.bias"),
     "moe.router.e_score_correction_bias": as_stored_source("exp_probs_b.bias"),
-    "moe.experts.w_up": _experts("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    "moe.experts.w_down": _experts("ffn_down_exps.weight"),
-    "moe.experts.b_up": _biases("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-    "moe.experts.b_down": _biases("ffn_down_exps.bias"),
+    "moe.experts.w_up": _stacked_matrices("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "moe.experts.w_down": _stacked_matrices("ffn_down_exps.weight"),
+    "moe.experts.b_up": _stacked_vectors("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "moe.experts.b_down": _stacked_vectors("ffn_down_exps.bias"),
     "shared_expert.w_up": transposed_source("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "shared_expert.w_down": transposed_source("ffn_down_shexp.weight"),
 }

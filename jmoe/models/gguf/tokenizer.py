@@ -46,7 +46,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     check(kind == "gpt2", "tokenizer.ggml.model", kind, words)
     words = f"must be one of {', '.join(PATTERNS)}: put the model's tokenizer.json beside the file"
     check(cut in PATTERNS, "tokenizer.ggml.pre", cut, words)
-    tokens = _tokens(file)
+    tokens = _vocabulary(file)
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     words = f"must be as many as tokens, {len(tokens)}"
     check(len(types) == len(tokens), "tokenizer.ggml.token_type", len(types), words)
@@ -69,7 +69,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     return tokenizer
 
 
-def _tokens(file: GgufFile) -> list[str]:
+def _vocabulary(file: GgufFile) -> list[str]:
     """Return the tokens in the order of their ids."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     check(isinstance(tokens, list), "tokenizer.ggml.tokens", tokens, "must be a list of tokens")
@@ -92,7 +92,7 @@ def _byte_pair_model(tokens: list[str], merges: list[str]) -> BPE:
 
 def tokenizer_settings(file: GgufFile) -> JsonObject:
     """Return the `tokenizer_config.json` of a GGUF file: special tokens and the chat template."""
-    metadata, tokens = file.metadata, _tokens(file)
+    metadata, tokens = file.metadata, _vocabulary(file)
     settings: JsonObject = {
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
         "tokenizer_class": "LlamaTokenizer",  # a class that honours add_bos_token

@@ -22,11 +22,11 @@ from jmoe.models.huggingface import family_of
 from jmoe.models.layer_patterns import LayerPattern
 from jmoe.models.lora import (
     DROPOUT_KEY,
-    AppliedAdapters,
+    AdapterApplier,
     adapted_parameters,
-    drop_inputs,
     initial_adapters,
-    num_elements,
+    install_dropout_adapters,
+    num_adapter_elements,
 )
 from jmoe.models.pretrained import read_config
 from jmoe.models.weights import flatten_by_path
@@ -51,7 +51,7 @@ class AdaptedDecoder(ShardedDecoder):
         super().__init__(config, mesh, links)
         self.lora, family = config.lora, family_of(read_config(pretrained_folder(config.init_from)))
         self.adapted = adapted_parameters(config.model, family, config.lora.targets)
-        self._applied = AppliedAdapters.make(self.adapted, config.lora.scale)
+        self._applied = AdapterApplier.make(self.adapted, config.lora.scale)
 
     @property
     def rank(self) -> int:
@@ -63,7 +63,7 @@ class AdaptedDecoder(ShardedDecoder):
     def notes(self) -> list[str]:
         """The notes of `ShardedDecoder`, and the sizes of adapters and frozen parameters."""
         frozen = jax.tree.leaves(self.frozen_shape)
-        trained, gib = num_elements(self.adapted, self.rank), 2**30
+        trained, gib = num_adapter_elements(self.adapted, self.rank), 2**30
         frozen_bytes = sum(w.size * w.dtype.itemsize for w in frozen)
         elements = sum(w.size for w in frozen)
         return [
@@ -193,7 +193,7 @@ class AdaptedDecoder(ShardedDecoder):
         """Give a layer's weights adapters with dropped inputs, where the layer has a key."""
         _, adapters, key = layer
         if key is not None:
-            drop_inputs(block, adapters, self._applied, self.lora.dropout, key)
+            install_dropout_adapters(block, adapters, self._applied, self.lora.dropout, key)
 
     def _dropout_keys(self, kind: LayerKind, stack: PyTree, options: PyTree) -> jax.Array | None:
         """Return a PRNG key for each layer of a stack; None without dropout, as in evaluation."""

@@ -47,7 +47,7 @@ from jmoe.mesh import (
     split_over,
 )
 from jmoe.models.functional import split_parameters
-from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
+from jmoe.models.vision import PathNoise, VisionTransformer, draw_path_noise, likeliest_experts
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.planning.elastic import TaskLayout
 from jmoe.training.expert_packing import ROUNDS, time_call_s
@@ -125,8 +125,8 @@ def restore_ended_tasks(
     return dataclasses.replace(new, params=params, m=m, v=v)
 
 
-def draw_step_paths(config: VisionTrainConfig, step: jax.Array) -> PathDraw | None:
-    """Return the random numbers (`PathDraw`) with which a step samples the tasks' paths; None if
+def draw_step_paths(config: VisionTrainConfig, step: jax.Array) -> PathNoise | None:
+    """Return the random numbers (`PathNoise`) with which a step samples the tasks' paths; None if
     paths are fixed.
 
     The draw depends only on the seed, the step and the numbers of tasks and layers, not on the
@@ -138,7 +138,7 @@ def draw_step_paths(config: VisionTrainConfig, step: jax.Array) -> PathDraw | No
     done = step.astype(jnp.float32) / config.num_steps
     temperature = paths.temperature * (paths.final_temperature / paths.temperature) ** done
     key = jax.random.fold_in(jax.random.key(config.seed), step)
-    return draw_paths(key, (len(config.tasks), len(config.model.task_layers)), temperature)
+    return draw_path_noise(key, (len(config.tasks), len(config.model.task_layers)), temperature)
 
 
 def task_paths(
@@ -427,7 +427,7 @@ class VisionTrainer:
         params: PyTree,
         state: TrainState,
         batch: ImageBatch,
-        draw: PathDraw | None,
+        draw: PathNoise | None,
         *,
         full_capacity: bool,
     ) -> ContrastiveTerms | None:
@@ -463,7 +463,7 @@ class VisionTrainer:
         params: PyTree,
         router_bias: PyTree,
         batch: ImageBatch,
-        draw: PathDraw | None,
+        draw: PathNoise | None,
         contrast: ContrastiveTerms | None,
         *,
         full_capacity: bool,
@@ -545,7 +545,7 @@ class VisionTrainer:
         return [float(value) for value in seconds]
 
     def _placeholder_contrast(
-        self, params: PyTree, router_bias: PyTree, batch: ImageBatch, draw: PathDraw | None
+        self, params: PyTree, router_bias: PyTree, batch: ImageBatch, draw: PathNoise | None
     ) -> ContrastiveTerms:
         """Return placeholder contrastive terms for timing; the embeddings are computed at the same
         cost as in a step.

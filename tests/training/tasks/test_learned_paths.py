@@ -16,7 +16,7 @@ from jmoe.config import TaskConfig, VisionTrainConfig
 from jmoe.config.vision import PathLearningConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.mesh import BATCH
-from jmoe.models.vision import PathDraw, VisionTransformer, draw_paths, likeliest_experts
+from jmoe.models.vision import PathNoise, VisionTransformer, draw_path_noise, likeliest_experts
 from jmoe.training.state import TrainState
 from jmoe.training.tasks.layouts import plan_task_layout
 from jmoe.training.tasks.step import VisionTrainer, draw_step_paths
@@ -69,7 +69,7 @@ def test_a_planted_preference_is_learned() -> None:
     pixels = jnp.asarray(np.random.default_rng(0).random((16, 8, 8, 1), np.float32))
     numbers = jnp.arange(16, dtype=jnp.int32) % len(CLASSES)
 
-    def outputs(logits: Any, draw: PathDraw | None) -> jax.Array:
+    def outputs(logits: Any, draw: PathNoise | None) -> jax.Array:
         own = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(logits))
         scores, _ = nnx.merge(graph, own, rest)(pixels, numbers, draw=draw)
         return jnp.where(jnp.isfinite(scores), scores, 0.0)
@@ -78,7 +78,7 @@ def test_a_planted_preference_is_learned() -> None:
 
     @jax.jit
     def step(logits: Any, number: jax.Array) -> Any:
-        draw = draw_paths(
+        draw = draw_path_noise(
             jax.random.fold_in(jax.random.key(0), number), (len(CLASSES), 2), jnp.float32(1.0)
         )
         grads = jax.grad(lambda logits: jnp.square(outputs(logits, draw) - wanted).sum())(logits)
