@@ -2,10 +2,10 @@
 
 `kernels_pallas/formats.py` lists the formats, and `_CODECS` has the functions of each. `compress`
 is called by deploy's compress command and by an engine that compresses experts while loading;
-programs convert weights back with `load_weight` and `decompress`. A matrix [K, N] is stored as
-values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a byte holds input
-2 i in its low bits and input 2 i + 1 in its high bits. There is one scale per output for each block
-of 32 inputs (fp8: 128):
+programs convert weights back with `decompressed_or_plain_weight` and `decompress`. A matrix [K, N]
+is stored as values and scales. Values are bytes [K, N], or [K / 2, N] for 4-bit values, where a
+byte holds input 2 i in its low bits and input 2 i + 1 in its high bits. There is one scale per
+output for each block of 32 inputs (fp8: 128):
 
 - `mxfp4` (OCP Microscaling Formats 1.0; 4.25 bits per weight): E2M1 values, scales 2^(s - 127)
   stored as bytes s.
@@ -197,7 +197,9 @@ def decode_e2m1(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(sign | jnp.where(exponent == 0, half, normal), jnp.float32)
 
 
-def load_weight(arrays: Mapping[str, jax.Array], name: str, dtype: DTypeLike) -> jax.Array:
+def decompressed_or_plain_weight(
+    arrays: Mapping[str, jax.Array], name: str, dtype: DTypeLike
+) -> jax.Array:
     """Return one expert's array `name` from its stored arrays: a compressed matrix is converted to
     `dtype`, uint16 bits become bfloat16, any other array is returned unchanged.
     """

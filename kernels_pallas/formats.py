@@ -53,6 +53,6 @@ INT8_TAKING: tuple[str, ...] = tuple(name for name, f in FORMATS.items() if f.ta
 EXPERT_DTYPES: tuple[str, ...] = get_args(ExpertDtype)
 
 
-def bits_per_weight_text() -> str:
+def describe_bits_per_weight() -> str:
     """Return the formats with their bits per weight, for the help of an option."""
     return ", ".join(f"{f.name} ({f.bits_per_weight:g} bits a weight)" for f in FORMATS.values())

@@ -27,7 +27,7 @@ _TARGET: ContextVar[jax.Device | None] = ContextVar(
 
 
 @contextlib.contextmanager
-def tracing_for(device: jax.Device) -> Iterator[None]:
+def trace_for_device(device: jax.Device) -> Iterator[None]:
     """Context manager in which programs are traced for `device`, with the kernels that it has; this
     process need not have the device.
     """
@@ -39,7 +39,7 @@ def tracing_for(device: jax.Device) -> Iterator[None]:
 
 
 def target_device() -> jax.Device:
-    """Return the device that programs are traced for: `tracing_for`'s, or this process's first
+    """Return the device that programs are traced for: `trace_for_device`'s, or this process's first
     device.
     """
     return jax.devices()[0] if (device := _TARGET.get()) is None else device

@@ -18,7 +18,7 @@ from jax import lax
 from kernels_pallas.native import few_row_matmul, uses_native_inference
 
 
-def _copied_transpose(x: jax.Array) -> jax.Array:
+def _transpose_by_copy(x: jax.Array) -> jax.Array:
     flipped = (*x.shape[:-2], x.shape[-1], x.shape[-2])
     always = lax.optimization_barrier(jnp.int32(1)) > 0
     return lax.cond(always, lambda a: a.swapaxes(-1, -2), lambda a: a.reshape(flipped), x)
@@ -28,7 +28,7 @@ def transposed(x: jax.Array) -> jax.Array:
     """Return x with its last two dimensions swapped; on a CPU a copy, except for float32."""
     if x.dtype == jnp.float32:
         return x.swapaxes(-1, -2)  # float32 products are as fast either way
-    return lax.platform_dependent(x, cpu=_copied_transpose, default=lambda a: a.swapaxes(-1, -2))
+    return lax.platform_dependent(x, cpu=_transpose_by_copy, default=lambda a: a.swapaxes(-1, -2))
 
 
 def float32_precision(*operands: jax.Array) -> lax.Precision | None:

@@ -121,11 +121,11 @@ def index_range(start: jax.Array | int, count: int) -> jax.Array:
     return start + jnp.arange(count, dtype=jnp.int32)
 
 
-def dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """Return the float32 product of two blocks, summed over dimension `contracted[0]` of a and
-    `contracted[1]` of b; exact for float32.
+def dot(a: jax.Array, b: jax.Array, contracted_dims: tuple[int, int]) -> jax.Array:
+    """Return the float32 product of two blocks, summed over dimension `contracted_dims[0]` of a and
+    `contracted_dims[1]` of b; exact for float32.
     """
-    left, right = contracted
+    left, right = contracted_dims
     return lax.dot_general(
         a,
         b,

@@ -49,7 +49,7 @@ Call = Callable[[], object]
 
 
 def filled(size: int, dtype: np.dtype, rng: np.random.Generator) -> np.ndarray:
-    """Return numbers in page-aligned memory, as records have them."""
+    """Return a random array in page-aligned memory, as an expert record is."""
     num_bytes = size * dtype.itemsize
     (memory,) = allocate_slots(1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     array = memory[:num_bytes].view(dtype)
@@ -101,7 +101,7 @@ def copies(of_call: int, num_bytes: int) -> tuple[Call, int]:
 
 
 def by_xla(elements: int) -> tuple[Call, int]:
-    """Return a call of XLA's update, and the bytes of its arrays."""
+    """Return a call of the AdamW update compiled by XLA, and the bytes that it moves."""
     rng = np.random.default_rng(0)
     arrays = [{"w": filled(elements, np.dtype(np.float32), rng).reshape(-1, 1)} for _ in range(4)]
     (window,) = StepHistory(0, [1e-4], [0.5]).missed_windows(range(1), pending=True)

@@ -50,7 +50,7 @@ class Place:
         return "-" if result is None else self.ours(result)
 
 
-def _row(rows: list[Result], **wanted: Any) -> Result:
+def _first_matching_row(rows: list[Result], **wanted: Any) -> Result:
     return next(
         row for row in rows if all(row.get(name) == value for name, value in wanted.items())
     )
@@ -60,13 +60,15 @@ def _orders(result: Result, rate: float, figure: str) -> dict[str, float]:
     return {row["variant"]: row[figure] for row in result["rows"] if row["mbit_per_s"] == rate}
 
 
-def _shares(result: Result) -> str:
+def _shares_text(result: Result) -> str:
     rates = sorted({row["mbit_per_s"] for row in result["rows"]})
     parts = []
     for rate in rates:
-        row = _row(result["rows"], mbit_per_s=rate, variant="none")
+        row = _first_matching_row(result["rows"], mbit_per_s=rate, variant="none")
         parts.append(f"{row['all_to_alls_s'] / row['seconds']:.0%} at {rate:g} Mbit/s")
-    among, ahead = (_row(result["ddp"]["rows"], variant=name) for name in ("ready", "fixed"))
+    among, ahead = (
+        _first_matching_row(result["ddp"]["rows"], variant=name) for name in ("ready", "fixed")
+    )
     return (
         f"the backward pass waits for all-to-alls {', '.join(parts)} of a step's time; among "
         f"all-reduces of dense "
@@ -76,9 +78,9 @@ def _shares(result: Result) -> str:
     )
 
 
-def _step_times(result: Result) -> str:
+def _step_times_text(result: Result) -> str:
     rates = sorted({row["mbit_per_s"] for row in result["rows"]})
-    newest = _row(result["layers"]["rows"], variant="chunks")
+    newest = _first_matching_row(result["layers"]["rows"], variant="chunks")
     slower = [
         row["ratio_to_ready"]
         for row in result["slower_processor"]["rows"]
@@ -97,30 +99,33 @@ def _step_times(result: Result) -> str:
     )
 
 
-def _ablation(result: Result) -> str:
+def _ablation_text(result: Result) -> str:
     return ", ".join(
         f"{name} {ratio:.2f}" for name, ratio in _orders(result, 200.0, "ratio_to_ready").items()
     )
 
 
-def _ddp(result: Result) -> str:
+def _ddp_text(result: Result) -> str:
     rows = [row for row in result["ddp"]["rows"] if row["variant"] != "ready"]
     parts = [
         f"{row['variant']} {row['ratio_to_ready']:.2f} ({row['ratio_all_to_alls_to_ready']:.1f} "
         f"sooner)"
         for row in rows
     ]
-    slower = _row(result["ddp"]["slower_processor"]["rows"], variant="chunks")["ratio_to_ready"]
+    slower = _first_matching_row(result["ddp"]["slower_processor"]["rows"], variant="chunks")[
+        "ratio_to_ready"
+    ]
     return (
         f"{rows[0]['mbit_per_s']:g} Mbit/s: {', '.join(parts)}; on a slower processor chunks "
         f"{slower:.2f}"
     )
 
 
-def _cutting(result: Result) -> str:
+def _gradient_cutting_text(result: Result) -> str:
     rows = result["overhead_of_cutting"]["rows"]
     chunks, whole = (
-        mean(_row(rows, variant=name)["all_seconds"]) for name in ("chunks", "priority")
+        mean(_first_matching_row(rows, variant=name)["all_seconds"])
+        for name in ("chunks", "priority")
     )
     return (
         f"without a link: a step with chunks takes {chunks / whole:.2f} of one with whole "
@@ -128,7 +133,7 @@ def _cutting(result: Result) -> str:
     )
 
 
-def _partition_sizes(result: Result) -> str:
+def _partition_sizes_text(result: Result) -> str:
     parts = []
     for name in ("chunk_sweep_50", "chunk_sweep"):
         rows = [row for row in result[name]["rows"] if row["variant"] == "chunks"]
@@ -139,7 +144,7 @@ def _partition_sizes(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _simulated(result: Result) -> str:
+def _simulated_text(result: Result) -> str:
     rows = check(result)
     return f"{len(rows)} exchanges, off by {max(abs(row['error']) for row in rows):.1%} at most"
 
@@ -147,7 +152,7 @@ def _simulated(result: Result) -> str:
 SOURCES = {"ready": "a step of the same session", "no link": "a step without a link"}
 
 
-def _simulated_steps(result: Result) -> str:
+def _simulated_steps_text(result: Result) -> str:
     parts = {
         f"orders from {words}": [row for row in result["orders"] if row["compute"] == source]
         for source, words in SOURCES.items()
@@ -167,12 +172,12 @@ def _simulated_steps(result: Result) -> str:
     )
 
 
-def _many_nodes(result: Result) -> str:
+def _many_nodes_text(result: Result) -> str:
     parts = []
     numbers = {row["nodes"] for row in result["rows"]}
     for nodes in (min(numbers), max(numbers)):
         flat, dedup = (
-            _row(result["rows"], what="exchange", kind=kind, nodes=nodes)
+            _first_matching_row(result["rows"], what="exchange", kind=kind, nodes=nodes)
             for kind in ("flat", "dedup")
         )
         part = dedup["across_bytes"] / flat["across_bytes"]
@@ -181,11 +186,13 @@ def _many_nodes(result: Result) -> str:
     return f"simulated, not measured, an exchange of a layer; {'; '.join(parts)}"
 
 
-def _packing(result: Result) -> str:
+def _expert_packing_text(result: Result) -> str:
     parts = []
     for row in (row for row in result["rows"] if row["controller"]):
         same = {name: row[name] for name in ("mbit_per_s", "tokens_per_rank", "intermediate_size")}
-        unpacked = _row(result["rows"], experts_per_device=1, controller=False, **same)
+        unpacked = _first_matching_row(
+            result["rows"], experts_per_device=1, controller=False, **same
+        )
         parts.append(
             f"{row['experts_per_device']} a device: a step takes {row['ratio_to_unpacked']:.2f} "
             f"of unpacked, "
@@ -198,11 +205,14 @@ def _packing(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _inference(result: Result) -> str:
+def _inference_text(result: Result) -> str:
     parts = []
     for name in ("trained", "fixture"):
         rows = result[name]["batches"]
-        lina, ideal = (_row(rows, contestant=contestant) for contestant in ("lina, l = 3", "ideal"))
+        lina, ideal = (
+            _first_matching_row(rows, contestant=contestant)
+            for contestant in ("lina, l = 3", "ideal")
+        )
         parts.append(
             f"{name}: median {lina['ratio']:.2f}, 95th percentile {lina['ratio_p95']:.2f}, "
         )
@@ -213,7 +223,7 @@ def _inference(result: Result) -> str:
     return "; ".join(parts) + f"; 16 devices, simulated: {simulated['ratio']:.2f}"
 
 
-def _skew(result: Result) -> str:
+def _popularity_spread_text(result: Result) -> str:
     parts = []
     for name in ("trained", "fixture"):
         layers = result[name]["most_over_least_popular"]
@@ -223,7 +233,7 @@ def _skew(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _planning(result: Result) -> str:
+def _planning_time_text(result: Result) -> str:
     took = result["trained"]["overhead_ms"]
     return (
         f"plan {took['plan_16_devices']:.2f} ms for 16 devices, {took['nothing_changes']:.2f} "
@@ -231,19 +241,19 @@ def _planning(result: Result) -> str:
     )
 
 
-def _guesses(result: Result) -> str:
+def _path_guesses_text(result: Result) -> str:
     rows = result["text"]["accuracy"]
     return ", ".join(f"{row['estimator']} {row['among_2']:.0%}" for row in rows)
 
 
-def _levels(result: Result) -> str:
+def _exchange_levels_text(result: Result) -> str:
     parts = []
     for nodes, rows in ((2, result["rows"]), (4, result["four_nodes"]["rows"])):
         for row in (
             row for row in rows if row["variant"] == "hierarchical" and row["mbit_per_s"] == 100.0
         ):
             same = {name: row[name] for name in ("experts", "mbit_per_s")}
-            flat = _row(rows, variant="flat", **same)["parts_s"]["all_to_all"]
+            flat = _first_matching_row(rows, variant="flat", **same)["parts_s"]["all_to_all"]
             shorter = 1 - row["parts_s"]["all_to_all"] / flat
             parts.append(
                 f"{nodes} nodes, top-{row['top_k']} of {row['experts']}: "
@@ -253,11 +263,13 @@ def _levels(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _layer_times(result: Result) -> str:
+def _layer_times_text(result: Result) -> str:
     parts = []
     rows = result["layers"]["rows"]
     for rate in sorted({row["mbit_per_s"] for row in rows}):
-        ready, chunks = (_row(rows, mbit_per_s=rate, variant=name) for name in ("ready", "chunks"))
+        ready, chunks = (
+            _first_matching_row(rows, mbit_per_s=rate, variant=name) for name in ("ready", "chunks")
+        )
         ways = [
             f"{way} {ready[f'{way}_layer_s'] / chunks[f'{way}_layer_s']:.2f}"
             for way in ("forward", "backward")
@@ -266,7 +278,7 @@ def _layer_times(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _embedding(result: Result) -> str:
+def _embedding_text(result: Result) -> str:
     parts = []
     for row in result["rows"]:
         if row["mbit_per_s"] > 0 and row["embedding"] != "replicated":
@@ -276,7 +288,7 @@ def _embedding(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _room(result: Result) -> str:
+def _expert_memory_text(result: Result) -> str:
     room = result["room"]
     slots, device, step = (
         room[f"{name}_against_all"] for name in ("slot_bytes", "device_bytes", "step_s")
@@ -290,7 +302,7 @@ def _room(result: Result) -> str:
     )
 
 
-def _second_expert(result: Result) -> str:
+def _second_expert_text(result: Result) -> str:
     curves = result["second_expert"]
     return (
         f"means of {result['losses_of_a_mean']} losses differ by "
@@ -299,7 +311,7 @@ def _second_expert(result: Result) -> str:
     )
 
 
-def _float16(result: Result) -> str:
+def _float16_text(result: Result) -> str:
     curves = result["float16"]
     differ = [curves[f"{name}_differs_at_most_percent"] for name in ("float16", "bfloat16")]
     return (
@@ -309,7 +321,7 @@ def _float16(result: Result) -> str:
     )
 
 
-def _fusion(result: Result) -> str:
+def _fusion_text(result: Result) -> str:
     cells = {"fused_flat": "fused", "one_by_one": "two levels", "fused": "fused in two levels"}
     parts = []
     for one in (row for row in result["rows"] if row["variant"] == "one_by_one_flat"):
@@ -334,34 +346,35 @@ def _fusion(result: Result) -> str:
     return "; ".join(parts)
 
 
-def _beside_deepspeed(result: Result, model: str) -> str:
+def _deepspeed_ratio_text(result: Result, model: str) -> str:
     rows = [row for row in result[model] if row["system"] == "jmoe"]
     return ", ".join(f"{row['ratio']:.2f} times in {row['processes']}" for row in rows)
 
 
-def _dense(result: Result) -> str:
-    return f"tokens/s over DeepSpeed's best, by processes: {_beside_deepspeed(result, 'dense')}"
+def _dense_training_text(result: Result) -> str:
+    return f"tokens/s over DeepSpeed's best, by processes: {_deepspeed_ratio_text(result, 'dense')}"
 
 
-def _gpt_moe(result: Result) -> str:
+def _gpt_moe_text(result: Result) -> str:
     models = [name for name in result if name.endswith(" experts")]
     parts = [
-        f"{model}: {_beside_deepspeed(result, model)}"
+        f"{model}: {_deepspeed_ratio_text(result, model)}"
         for model in sorted(models, key=lambda m: int(m.split()[0]))
     ]
     return f"tokens/s over DeepSpeed's best, by processes: {'; '.join(parts)}"
 
 
-def _ring(result: Result) -> str:
+def _ring_text(result: Result) -> str:
     wide, compressed = (row["speed_of_resident"]["ring"] for row in result["rows"])
     return f"{wide:.2f} of resident with half of the layers; compressed experts {compressed:.2f}"
 
 
-def _table3(result: Result) -> str:
+def _table3_text(result: Result) -> str:
     imbalanced, elastic, even = (
-        _row(result["rows"], layout=name) for name in ("imbalanced", "elastic", "even")
+        _first_matching_row(result["rows"], layout=name)
+        for name in ("imbalanced", "elastic", "even")
     )
-    eight = _row(result["simulated"], devices=8)["compared_to_4_devices"]
+    eight = _first_matching_row(result["simulated"], devices=8)["compared_to_4_devices"]
     before, after = (max(row["traced_idle_by_device"]) for row in (imbalanced, elastic))
     return (
         f"{elastic['speed_up']:.2f} times on two devices (even shares: {even['speed_up']:.2f}), "
@@ -371,12 +384,12 @@ def _table3(result: Result) -> str:
     )
 
 
-def _table6(result: Result) -> str:
+def _table6_text(result: Result) -> str:
     rows = [row for row in result["rows"] if row["model"] == "grown"]
     return ", ".join(f"{row['place']}: {row['tokens_per_s']:g} tokens/s" for row in rows)
 
 
-def _table6_one_device(result: Result) -> str:
+def _table6_one_device_text(result: Result) -> str:
     rows = [row for row in result["rows"] if row["dtype"] == "bfloat16"]
     parts = [
         f"{row['model']} {row['one']['ratio']:.2f} (1 sequence), {row['eight']['ratio']:.2f} (8)"
@@ -385,9 +398,11 @@ def _table6_one_device(result: Result) -> str:
     return f"tokens/s over transformers' in bfloat16: {'; '.join(parts)}"
 
 
-def _ufo(result: Result) -> str:
+def _ufo_text(result: Result) -> str:
     names = ("super-network", "imbalanced", "dense")
-    own, imbalanced, dense = (_row(result["rows"], contestant=name) for name in names)
+    own, imbalanced, dense = (
+        _first_matching_row(result["rows"], contestant=name) for name in names
+    )
     peak, state = (
         [max(row[f"{what}_bytes_by_device"]) / 1e6 for row in (own, dense)]
         for what in ("peak", "state")
@@ -400,9 +415,9 @@ def _ufo(result: Result) -> str:
     )
 
 
-def _served(result: Result) -> str:
+def _served_text(result: Result) -> str:
     rows = [row for row in result["stages"] if row["path"]]
-    first, small, last = rows[0], _row(rows, stage="compressed to mxfp4"), rows[-1]
+    first, small, last = rows[0], _first_matching_row(rows, stage="compressed to mxfp4"), rows[-1]
     return (
         f"{first['mb']:g} to {small['mb']:g} MB of weights, {first['bits_per_byte']:.3f} to "
         f"{last['bits_per_byte']:.3f}"
@@ -410,13 +425,13 @@ def _served(result: Result) -> str:
     )
 
 
-def _deployment(result: Result) -> str:
+def _deployment_text(result: Result) -> str:
     rows = result["stages"]
     whole, narrow, student = (
-        _row(rows, stage=stage) for stage in ("whole", "whole, mxfp4", "distilled")
+        _first_matching_row(rows, stage=stage) for stage in ("whole", "whole, mxfp4", "distilled")
     )
     usage, reap = (
-        _row(rows, stage=f"pruned by {score}", experts=student["experts"])
+        _first_matching_row(rows, stage=f"pruned by {score}", experts=student["experts"])
         for score in ("usage", "reap")
     )
     return (
@@ -457,7 +472,7 @@ PLACES = (
         "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 "
         "--experts 0",
         "training_peers_cpu.json",
-        _dense,
+        _dense_training_text,
         quick="benchmarks/train/step.py --experts 0 --layers 2 --batch 2 --warmup 1 --steps 3",
         lacking="Megatron-Core was not measured: it needs an NVIDIA GPU to start; DeepSpeed is in "
         "its place",
@@ -471,7 +486,7 @@ PLACES = (
         "python benchmarks/peers/training.py --deepspeed ENVIRONMENT/bin/python --dtypes bfloat16 "
         "--experts 8 16 32",
         "training_peers_cpu.json",
-        _gpt_moe,
+        _gpt_moe_text,
         quick="benchmarks/train/step.py --layers 2 --batch 2 --warmup 1 --steps 3",
         lacking="shapes scaled down, two processes at most",
     ),
@@ -483,7 +498,7 @@ PLACES = (
         "1.182 times a GPU: 62.6 to 74.0 samples/s, 4 GPUs 1/1/1/1 to 8 GPUs 4/2/1/1",
         "python benchmarks/paper/moesys_table3.py",
         "moesys_table3_cpu.json",
-        _table3,
+        _table3_text,
         quick="benchmarks/paper/moesys_table3.py --quick",
         limit_s=240,
     ),
@@ -496,7 +511,7 @@ PLACES = (
         "sudo python benchmarks/comm/slow_link.py embedding --rates 1000 --kinds replicated "
         "columns rows",
         "embedding_two_nodes_cpu.json",
-        _embedding,
+        _embedding_text,
         quick="benchmarks/comm/slow_link.py embedding --rates 0 --rounds 1 --vocab-size 4096 "
         "--hidden-sizes 64 "
         "--tokens 128",
@@ -510,7 +525,7 @@ PLACES = (
         "all-to-alls 15.5 % shorter, 1.103 times end to end",
         "sudo python benchmarks/comm/slow_link.py fusion --rates 0 200 --rounds 5",
         "fusion_two_nodes_cpu.json",
-        _fusion,
+        _fusion_text,
         quick="benchmarks/comm/slow_link.py fusion --rates 0 --rounds 1 --shapes experts "
         "--variants one_by_one_flat "
         "fused",
@@ -528,7 +543,7 @@ PLACES = (
         "tokens/s",
         "sudo python benchmarks/paper/moesys_table6.py",
         "moesys_table6_cpu.json",
-        _table6,
+        _table6_text,
         quick="benchmarks/paper/moesys_table6.py --quick --places 1 2",
         limit_s=300,
         lacking=NO_INFERENCE,
@@ -542,7 +557,7 @@ PLACES = (
         "python benchmarks/peers/transformers_decoding.py --python ENVIRONMENT/bin/python "
         "--models MIXTRAL QWEN3",
         "decoding_cpu.json",
-        _table6_one_device,
+        _table6_one_device_text,
         quick="benchmarks/paper/moesys_table6.py --one-device",
         lacking=f"{NO_INFERENCE}; transformers is in its place",
     ),
@@ -555,7 +570,7 @@ PLACES = (
         "15.5 % less communication, 1.103 times end to end on 4 nodes",
         "sudo python benchmarks/comm/slow_link.py levels --rates 100 --rounds 5 --nodes 4",
         "levels_cpu.json",
-        _levels,
+        _exchange_levels_text,
         quick="benchmarks/comm/slow_link.py levels --rates 0 --rounds 1 --shapes top-2",
         limit_s=240,
         lacking="two ranks a node; two nodes: the same without --nodes; two levels alone send as "
@@ -570,7 +585,7 @@ PLACES = (
         "parameters, 16 A100)",
         "python benchmarks/paper/fig12.py --model DIR --batch 8 --prompt 512 --compressed int4",
         "ring_prefill_cpu.json",
-        _ring,
+        _ring_text,
     ),
     Place(
         "moesys-alpha",
@@ -581,7 +596,7 @@ PLACES = (
         "no figures",
         ROOM,
         "training_tiers_cpu.json",
-        _room,
+        _expert_memory_text,
         quick="benchmarks/offload/training.py room --hidden-size 64 --intermediate-size 64 "
         "--layers 2 --top-k 1 "
         "--batch-size 1 --sequence-length 16 --rounds 1",
@@ -594,7 +609,7 @@ PLACES = (
         "no figures",
         "python benchmarks/train/curves.py second_expert",
         "curves_cpu.json",
-        _second_expert,
+        _second_expert_text,
         quick="benchmarks/train/curves.py second_expert --steps 4 --mean 2",
         limit_s=240,
     ),
@@ -606,7 +621,7 @@ PLACES = (
         "no figures",
         "python benchmarks/train/curves.py float16",
         "curves_cpu.json",
-        _float16,
+        _float16_text,
         lacking="smoke test: second-expert",
     ),
     Place(
@@ -617,7 +632,7 @@ PLACES = (
         "697 against 425 images/s of PyTorch 1.10, 18 % less memory (32 A100)",
         "python benchmarks/paper/ufo.py",
         "ufo_cpu.json",
-        _ufo,
+        _ufo_text,
         quick="benchmarks/paper/ufo.py --quick",
         limit_s=480,
         lacking="PyTorch 1.10 was not measured: it does not exist for Python 3.11; the baselines "
@@ -632,7 +647,7 @@ PLACES = (
         "python benchmarks/paper/deploy_path.py --folder DIR --preset small --steps 300 "
         "--student-steps 120",
         "deploy_path_small_cpu.json",
-        _deployment,
+        _deployment_text,
     ),
     Place(
         "moesys-deployment-served",
@@ -645,7 +660,7 @@ PLACES = (
         "--batch-size 4 --unseen-tokens 17000 --calibration-tokens 32768 --path-only --plot "
         "docs/deploy_path.png",
         "deploy_path_served_small_cpu.json",
-        _served,
+        _served_text,
     ),
     Place(
         "lina-share",
@@ -655,7 +670,7 @@ PLACES = (
         NOT_AT_HAND,
         ORDER,
         ORDER_FILE,
-        _shares,
+        _shares_text,
         quick=ORDER_QUICK,
         limit_s=420,
         lacking="two nodes, one shape",
@@ -668,7 +683,7 @@ PLACES = (
         "1.37 to 1.73 times the step time of DeepSpeed, all-to-alls at least 2.21 times",
         ORDER,
         ORDER_FILE,
-        _step_times,
+        _step_times_text,
         lacking=f"{AGAINST_READY}; smoke test: lina-share",
     ),
     Place(
@@ -679,7 +694,7 @@ PLACES = (
         NOT_AT_HAND,
         LAYERS,
         ORDER_FILE,
-        _layer_times,
+        _layer_times_text,
         lacking="smoke test: lina-share",
     ),
     Place(
@@ -690,7 +705,7 @@ PLACES = (
         NOT_AT_HAND,
         ORDER,
         ORDER_FILE,
-        _ablation,
+        _ablation_text,
         lacking="smoke test: lina-share",
     ),
     Place(
@@ -703,7 +718,7 @@ PLACES = (
         "sudo NPROC=4 python benchmarks/comm/slow_link.py ddp --rates 200 --rounds 5 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
-        _ddp,
+        _ddp_text,
         quick="benchmarks/comm/slow_link.py ddp --rates 0 --rounds 1 --variants ready chunks",
         limit_s=240,
         lacking=AGAINST_READY,
@@ -718,7 +733,7 @@ PLACES = (
         "chunks --rounds 5 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
-        _partition_sizes,
+        _partition_sizes_text,
         lacking="one command for each size and rate; smoke test: lina-share",
     ),
     Place(
@@ -731,7 +746,7 @@ PLACES = (
         "pipelined --rounds 15 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
-        _cutting,
+        _gradient_cutting_text,
         lacking="each chunk wakes four threads on two cores; steps alternate between 1.4 and 2.2 "
         "s, more than it costs",
     ),
@@ -743,7 +758,7 @@ PLACES = (
         "pipelining efficiency from 33 to 86 %, GPU utilisation from 66.2 to 83.4 %",
         "sudo python benchmarks/paper/lina_packing.py",
         "lina_packing_two_nodes_cpu.json",
-        _packing,
+        _expert_packing_text,
         quick="benchmarks/paper/lina_packing.py --rates 0 --rounds 1 --shapes 1",
         limit_s=240,
         lacking="utilisation: processor time over wall time and cores, in place of GPUs",
@@ -756,7 +771,7 @@ PLACES = (
         "4.02 with 4 experts, 5.56 with 16",
         "sudo python benchmarks/paper/lina_inference.py --folder DIR",
         "lina_inference_two_nodes_cpu.json",
-        _skew,
+        _popularity_spread_text,
         lacking="smoke test: lina-inference",
     ),
     Place(
@@ -767,7 +782,7 @@ PLACES = (
         "6.2 ms; 1.45 ms where nothing changes",
         "sudo python benchmarks/paper/lina_inference.py --folder DIR",
         "lina_inference_two_nodes_cpu.json",
-        _planning,
+        _planning_time_text,
         lacking="smoke test: lina-inference",
     ),
     Place(
@@ -778,7 +793,7 @@ PLACES = (
         "54 to 58 %; paths of three layers 60 to 64 %",
         "python -m benchmarks.paper.popularity --model DIR --text FILE --other OTHER",
         "popularity_cpu.json",
-        _guesses,
+        _path_guesses_text,
     ),
     Place(
         "lina-inference",
@@ -788,7 +803,7 @@ PLACES = (
         "median 1.36 to 1.54 times, 95th percentile 1.68 and 1.82 (abstract: 1.63 on average)",
         "sudo python benchmarks/paper/lina_inference.py --folder DIR",
         "lina_inference_two_nodes_cpu.json",
-        _inference,
+        _inference_text,
         quick="benchmarks/paper/lina_inference.py --rate 0 --quick",
         limit_s=300,
         lacking="Lina's Table 6 is not shown: the paper could not be read where this index was "
@@ -802,7 +817,7 @@ PLACES = (
         "-",
         "python -m benchmarks.paper.simulator",
         "exchange_two_nodes_cpu.json",
-        _simulated,
+        _simulated_text,
         quick="-m benchmarks.paper.simulator",
     ),
     Place(
@@ -813,7 +828,7 @@ PLACES = (
         "-",
         "python -m benchmarks.paper.step_simulator",
         "steps_simulated.json",
-        _simulated_steps,
+        _simulated_steps_text,
         quick="-m benchmarks.paper.step_simulator --result ''",
         lacking="computing changes from session to session; four nodes share one link and the "
         "cores of two",
@@ -826,7 +841,7 @@ PLACES = (
         "-",
         "python benchmarks/comm/simulate.py",
         "communication_simulated.json",
-        _many_nodes,
+        _many_nodes_text,
         quick="benchmarks/comm/simulate.py --nodes 8 --result '' --plot ''",
         lacking="formulas alone: nothing of it is measured",
     ),

@@ -78,7 +78,7 @@ def predicted(row: Row, names: tuple[str, ...], seconds: float, **known: float |
     return {name: row[name] for name in names} | known
 
 
-def _row(rows: list[Row], **wanted: Any) -> Row:
+def _first_matching_row(rows: list[Row], **wanted: Any) -> Row:
     return next(row for row in rows if all(row[name] == value for name, value in wanted.items()))
 
 
@@ -93,10 +93,14 @@ def orders(measured: Row) -> Iterator[Row]:
         for name, part in measured.items()
         if isinstance(part, dict) and "rows" in part
     }
-    without_link_s = _row(sessions.pop("overhead_of_cutting"), variant="priority")["seconds"]
+    without_link_s = _first_matching_row(sessions.pop("overhead_of_cutting"), variant="priority")[
+        "seconds"
+    ]
     fitted = [row for row in measured["rows"] if row["mbit_per_s"] == 200]
-    ready_s = _computing(_row(fitted, variant="ready"))
-    parts = {name: _computing(_row(fitted, variant=name)) / ready_s for name in OVERLAPPED}
+    ready_s = _computing(_first_matching_row(fitted, variant="ready"))
+    parts = {
+        name: _computing(_first_matching_row(fitted, variant=name)) / ready_s for name in OVERLAPPED
+    }
     names = "mbit_per_s", "variant", "chunk_bytes", "link_s", "seconds"
     for session, rows in ({"rows": measured["rows"]} | sessions).items():
         for row in rows:
@@ -108,7 +112,7 @@ def orders(measured: Row) -> Iterator[Row]:
                 sources["no link"] = without_link_s, row["seconds"]
             if variant != "ready" and not (variant in OVERLAPPED and row in fitted):
                 same = {key: row[key] for key in ("mbit_per_s", "chunk_bytes")}
-                ready = _row(rows, variant="ready", **same)
+                ready = _first_matching_row(rows, variant="ready", **same)
                 sources["ready"] = (
                     _computing(ready),
                     round(ready["seconds"] / row["ratio_to_ready"], 4),
@@ -162,7 +166,7 @@ def four_nodes(measured: Row) -> Iterator[Row]:
     """Yield the steps on four nodes, which share the link and the cores that two had."""
     names = ("mbit_per_s", "experts", "top_k", "variant", "seconds", "sent_bytes")
     for row in measured["four_nodes"]["rows"]:
-        two = _row(measured["rows"], **{name: row[name] for name in names[:4]})
+        two = _first_matching_row(measured["rows"], **{name: row[name] for name in names[:4]})
         sent_bytes, link_s = traffic(two, 4, on_link=4)
         compute_s = (two["seconds"] - traffic(two, NODES, on_link=NODES)[1]) * 4 / NODES
         known = {

@@ -25,7 +25,11 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmoe.types import PyTree
 from kernels_pallas.implementations import target_device
-from kernels_pallas.native import count_multiplications, delay_until_available, runs_in_background
+from kernels_pallas.native import (
+    count_op_multiplications,
+    delay_until_available,
+    runs_in_background,
+)
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
@@ -177,7 +181,7 @@ def _num_multiplications(eqn: JaxprEqn) -> int:
         return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
     if eqn.primitive.name == "ffi_call":
         shapes = [_shape_of(var).shape for var in eqn.invars]
-        return count_multiplications(eqn.params["target_name"], shapes)
+        return count_op_multiplications(eqn.params["target_name"], shapes)
     inner = (sum(map(_num_multiplications, function.eqns)) for function in _inner_functions(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 

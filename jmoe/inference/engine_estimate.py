@@ -43,7 +43,7 @@ from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
 from jmoe.runtime import gpu_memory_fraction
 from jmoe.types import PyTree
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 
 MOST_COSTLY = 5  # number of slowest kernels that an estimate lists
 
@@ -280,7 +280,7 @@ class _StepEstimator:
         parts: list[tuple[str, int, GpuEstimate]] = []
         routed: ExpertInputs | None = None
         length = table_width(self._max_seq_len) * BLOCK
-        with tracing_for(self._device):
+        with trace_for_device(self._device):
             bound = runner.num_positions_read(context + 1, length) if width == 1 else None
         variant = runner.LayerProgramOptions(native=False, context=bound)
         windows = [layer.window for layer in config.layers]

@@ -21,7 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.layers.low_rank import ExpertChanges
-from kernels_pallas.compressed import load_weight
+from kernels_pallas.compressed import decompressed_or_plain_weight
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.api import MODULES
 from kernels_pallas.grouped_mlp.xla import expert_mlp
@@ -309,7 +309,11 @@ def _decode_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dty
 def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
     """Return one expert's weights in `dtype`, decoded from its stored arrays."""
     return MLPWeights(
-        **{name: load_weight(arrays, name, dtype) for name in MLPWeights._fields if name in arrays}
+        **{
+            name: decompressed_or_plain_weight(arrays, name, dtype)
+            for name in MLPWeights._fields
+            if name in arrays
+        }
     )
 
 

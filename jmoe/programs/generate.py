@@ -14,7 +14,7 @@ SHORTEST_CACHE = 512  # positions
 
 
 def parse_arguments() -> argparse.Namespace:
-    from kernels_pallas.formats import EXPERT_DTYPES, bits_per_weight_text
+    from kernels_pallas.formats import EXPERT_DTYPES, describe_bits_per_weight
 
     parser = argparse.ArgumentParser(
         prog="python -m jmoe.programs.generate",
@@ -38,7 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--expert-dtype",
         choices=EXPERT_DTYPES,
-        help=f"of the experts' matrices: wide, {bits_per_weight_text()}; default: as serve.py's",
+        help=f"of the experts' matrices: wide, {describe_bits_per_weight()};"
+        " default: as serve.py's",
     )
     return parser.parse_args()
 

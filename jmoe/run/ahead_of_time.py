@@ -16,7 +16,7 @@ from jax.experimental import topologies
 
 from jmoe.config.checks import check
 from jmoe.types import PyTree
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 
 TARGETS = Path(__file__).with_name("targets")
 INSTALL = "pip install 'jmoe[cuda13]'"
@@ -56,7 +56,7 @@ def lower_for_device(
     """Return (shapes of the results, lowered program) of a jitted function for `device`. The
     program is not compiled yet.
     """
-    with tracing_for(device), _lowering_triton_for(device):
+    with trace_for_device(device), _lowering_triton_for(device):
         traced = function.trace(*operands, **options)
         return traced.out_info, traced.lower(lowering_platforms=("cuda",))
 

@@ -26,7 +26,7 @@ def enable_compile_cache() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    except (native.NoCacheError, OSError) as error:
+    except (native.NoWritableCacheError, OSError) as error:
         log.info("programs are compiled at each start: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -384,7 +384,7 @@ class CompressedWeightsForm(DenseForm):
         """Return the float32 scale of each weight."""
         rows = []
         for b in range(self.blocks_per_step):
-            row = load_row(scales.at[b], NARROW_LAYOUT.reduce(0))
+            row = load_row_unaligned(scales.at[b], NARROW_LAYOUT.reduce(0))
             if self.kind is MXFP4:
                 row = lax.bitcast_convert_type((row.astype(jnp.int32) & 255) << 23, jnp.float32)
             spread = lax.broadcast_in_dim(row.astype(jnp.float32), (INNER, STORED), (1,))
@@ -411,7 +411,7 @@ def _cast_weights(w: jax.Array, dtype: DTypeLike) -> jax.Array:
     return w.astype(dtype)
 
 
-def load_row(ref: Ref, layout: Any) -> jax.Array:
+def load_row_unaligned(ref: Ref, layout: Any) -> jax.Array:
     """Load `ref` in `layout`, without the optimized path, which demands an aligned start."""
     load: Any = plgpu.load
     # required before JAX 0.11, deprecated since
@@ -420,9 +420,11 @@ def load_row(ref: Ref, layout: Any) -> jax.Array:
     return value
 
 
-def num_columns_of_warpgroup(num_columns: int) -> int:
-    """Return the columns of one multiplying warpgroup; a tile has twice as many. Raises
-    NotImplementedError if tiles do not cover `num_columns`.
+def warpgroup_columns_for(num_columns: int) -> int:
+    """Return the number of columns that one multiplying warpgroup computes; a tile has
+    twice as many.
+
+    Raises NotImplementedError if tiles do not cover `num_columns`.
     """
     for columns in (128, 64):
         if num_columns % (2 * columns) == 0:
@@ -476,7 +478,7 @@ def choose_form(
     check_operands((x_ND,) if by_column else (x_ND, w), x_ND.shape[1], INNER)
     tile = TileShape(
         num_columns,
-        tile_columns=128 if gated else 2 * num_columns_of_warpgroup(num_columns),
+        tile_columns=128 if gated else 2 * warpgroup_columns_for(num_columns),
         parts=2 if gated else 1,
         by_rows=gated or src_N is not None,
     )

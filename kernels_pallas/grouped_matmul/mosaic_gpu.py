@@ -32,8 +32,8 @@ from kernels_pallas.grouped_matmul.mosaic_forms import (
     Warpgroup,
     check_operands,
     choose_form,
-    load_row,
-    num_columns_of_warpgroup,
+    load_row_unaligned,
+    warpgroup_columns_for,
 )
 from kernels_pallas.grouped_matmul.mosaic_pipeline import (
     ALIGN,
@@ -167,7 +167,7 @@ def _apply_by_column(
     for part, summed in enumerate(sums):
         at = tile.column_slice(part, first, STORED)
         for operation, ref in terms:
-            row = load_row(ref.at[group, at], plgpu.Layout.WGMMA.reduce(0))
+            row = load_row_unaligned(ref.at[group, at], plgpu.Layout.WGMMA.reduce(0))
             summed = operation(summed, lax.broadcast_in_dim(row, summed.shape, (1,)))
         done.append(summed)
     return done
@@ -224,7 +224,7 @@ def weight_gradient(
         x_ND = gather_rows(x_ND, src_N, launch=launch)
     (_, d), num_columns, num_groups = x_ND.shape, dy_NF.shape[1], group_sizes_E.shape[0]
     check_operands((x_ND, dy_NF), d, ROWS)
-    columns = num_columns_of_warpgroup(num_columns)
+    columns = warpgroup_columns_for(num_columns)
     x_ND, dy_NF = pad_to_whole_tiles(x_ND), pad_to_whole_tiles(dy_NF)
     tiles = _GradientTiles(
         num_groups, x_ND.shape[0], d // ROWS, num_columns // (2 * columns), columns

@@ -143,7 +143,7 @@ class Product:
                 at = columns + part * self.num_columns
                 w_blocks = self.reader.read_weights(stored, k, slot, at, is_column)
                 for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
-                    done = done + dot(x_block, w_block, self.reader.contracted)
+                    done = done + dot(x_block, w_block, self.reader.contracted_dims)
                 sums[part] = done
             return sums
 

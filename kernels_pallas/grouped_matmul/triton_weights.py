@@ -42,7 +42,7 @@ class DenseTiles:
         return pl.cdiv(self.x_TD.shape[1], self.step)
 
     @property
-    def contracted(self) -> tuple[int, int]:
+    def contracted_dims(self) -> tuple[int, int]:
         """The dimensions of the rows and of the weights that a product sums over."""
         return (1, 1) if self.transposed else (1, 0)
 
@@ -57,7 +57,7 @@ class DenseTiles:
 
         refs: to `operands`.
         """
-        at, is_inner = self._inputs(k)
+        at, is_inner = self._input_indices(k)
         return [load(refs[0].at[read[:, None], at[None]], is_row[:, None] & is_inner[None])]
 
     def read_weights(
@@ -69,14 +69,14 @@ class DenseTiles:
         is_column: jax.Array,
     ) -> list[jax.Array]:
         """Return step k of some columns of a slot in x's dtype, one array for each product."""
-        at, is_inner = self._inputs(k)
+        at, is_inner = self._input_indices(k)
         if self.transposed:
             index, mask = (columns[:, None], at[None]), is_column[:, None] & is_inner[None]
         else:
             index, mask = (at[:, None], columns[None]), is_inner[:, None] & is_column[None]
         return [load(refs[1].at[(slot, *index)], mask).astype(self.x_TD.dtype)]
 
-    def _inputs(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _input_indices(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (inputs of step k, which of them exist)."""
         at = index_range(k * self.step, self.step)
         return at, at < self.x_TD.shape[1]
@@ -94,7 +94,7 @@ class CompressedTiles:
     w: jax.Array
     scales: jax.Array
     step: int
-    contracted = (1, 0)
+    contracted_dims = (1, 0)
 
     @property
     def kind(self) -> Format:
@@ -107,7 +107,7 @@ class CompressedTiles:
         return pl.cdiv(self.w.shape[1], self.step)
 
     @property
-    def _reads_pairs(self) -> bool:
+    def _reads_byte_pairs(self) -> bool:
         return self.kind.per_byte == 2 and self.x_TD.dtype in _HALF_DTYPES
 
     def operands(self) -> list[jax.Array]:
@@ -115,7 +115,7 @@ class CompressedTiles:
         the scales.
         """
         x = self.x_TD
-        if self._reads_pairs:
+        if self._reads_byte_pairs:
             x = lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
         return [x, self.w, self.scales]
 
@@ -123,9 +123,9 @@ class CompressedTiles:
         self, refs: list[Ref], k: jax.Array, read: jax.Array, is_row: jax.Array
     ) -> list[jax.Array]:
         """Return step k of the rows `read` of x: one array, or the even and the odd inputs."""
-        at, is_inner = self._places(k)
+        at, is_inner = self._byte_indices(k)
         x, mask = refs[0], is_row[:, None] & is_inner[None]
-        if self._reads_pairs:
+        if self._reads_byte_pairs:
             pairs = load(x.at[read[:, None], at[None]], mask)
             halves = (pairs & 0xFFFF, pairs >> 16)
             return [lax.bitcast_convert_type(h.astype(jnp.uint16), self.x_TD.dtype) for h in halves]
@@ -146,7 +146,7 @@ class CompressedTiles:
         """Return step k of some columns of a slot, decoded to x's dtype: one array, or the even and
         the odd inputs.
         """
-        at, is_inner = self._places(k)
+        at, is_inner = self._byte_indices(k)
         mask = is_inner[:, None] & is_column[None]
         codes = load(refs[1].at[slot, at[:, None], columns[None]], mask).astype(jnp.uint32) & 0xFF
         factors = self._read_factors(refs[2], k, slot, columns, is_column)
@@ -154,7 +154,7 @@ class CompressedTiles:
         halves = [codes] if self.kind.per_byte == 1 else [codes & 15, codes >> 4]
         return [(decode(half) * factors).astype(self.x_TD.dtype) for half in halves]
 
-    def _places(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _byte_indices(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (bytes of a column in step k, which of them exist)."""
         at = index_range(k * self.step, self.step)
         return at, at < self.w.shape[1]
@@ -168,17 +168,17 @@ class CompressedTiles:
         first = k * self.step // block_bytes
         if num_blocks == 1:
             row = load(scales.at[slot, first, columns], is_column)
-            return _factors(row, self.kind)[None]
+            return _scales_to_float32(row, self.kind)[None]
         block = index_range(first, num_blocks)
         mask = (block < self.scales.shape[1])[:, None] & is_column[None]
         rows = load(scales.at[slot, block[:, None], columns[None]], mask)
         shape = num_blocks, block_bytes, columns.shape[0]
-        spread = lax.broadcast_in_dim(_factors(rows, self.kind), shape, (0, 2))
+        spread = lax.broadcast_in_dim(_scales_to_float32(rows, self.kind), shape, (0, 2))
         return spread.reshape(self.step, columns.shape[0])
 
 
-def _factors(scales: jax.Array, kind: Format) -> jax.Array:
-    """Return the float32 factors that stored scales mean."""
+def _scales_to_float32(scales: jax.Array, kind: Format) -> jax.Array:
+    """Return stored scales as float32: MXFP4 exponents and bfloat16 bits are decoded."""
     if kind is MXFP4:
         return lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
     if scales.dtype == jnp.uint16:
@@ -190,7 +190,7 @@ def _factors(scales: jax.Array, kind: Format) -> jax.Array:
 # every code. A whole number below 2^23 is the mantissa of a float32 from 2^23 on.
 
 
-def _whole_number(code: jax.Array, zero: int) -> jax.Array:
+def _small_int_to_float32(code: jax.Array, zero: int) -> jax.Array:
     return lax.bitcast_convert_type(code | 0x4B000000, jnp.float32) - float(2**23 + zero)
 
 
@@ -212,8 +212,8 @@ def _decode_e4m3(code: jax.Array) -> jax.Array:
 
 _DECODERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     MXFP4.name: _decode_e2m1,
-    INT4.name: lambda code: _whole_number(code, 8),
-    INT8.name: lambda code: _whole_number(code ^ 0x80, 128),
+    INT4.name: lambda code: _small_int_to_float32(code, 8),
+    INT8.name: lambda code: _small_int_to_float32(code ^ 0x80, 128),
     FP8.name: _decode_e4m3,
 }
 

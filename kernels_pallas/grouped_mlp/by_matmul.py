@@ -80,7 +80,7 @@ class _Operands(NamedTuple):
     weights: MLPWeights
 
 
-def _keep_from_second_launch(y_NU: jax.Array) -> jax.Array:
+def _prevent_second_launch(y_NU: jax.Array) -> jax.Array:
     """Return a kernel's result so that XLA launches the kernel only once.
 
     A scan over layers stacks residuals; XLA would fuse a second launch of the kernel into the write
@@ -108,11 +108,11 @@ def _mlp_with_saved_preactivations(
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, rows=rows, implementation=matmul)
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
-    h = mark_saved(_keep_from_second_launch(h), "expert_up")
+    h = mark_saved(_prevent_second_launch(h), "expert_up")
     a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
     y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
     return (
-        _keep_from_second_launch(y)
+        _prevent_second_launch(y)
         if b_down_LD is None
         else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
     )

@@ -55,14 +55,14 @@ def _weights_of_group(weights: MLPWeights, group: jax.Array) -> MLPWeights:
     return jax.tree.map(lambda w: pick_in_loop(w, group), weights)
 
 
-def _put_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
+def _write_rows(bits_ND: jax.Array, rows_B: jax.Array, x_BD: jax.Array) -> jax.Array:
     """Return bits_ND with x's rows written at rows_B; rows with an index past the end are
     dropped.
     """
     return bits_ND.at[rows_B].set(bfloat16_as_uint16(x_BD), mode="drop")
 
 
-def _changed_product(
+def _product_with_change(
     x: jax.Array, w: jax.Array, name: str, change: ProductChange | None
 ) -> jax.Array:
     y = dot(x, w)
@@ -73,7 +73,7 @@ def _changed_product(
 def _up_projection(
     x: jax.Array, weights: MLPWeights, change: ProductChange | None = None
 ) -> jax.Array:
-    h = _changed_product(x, weights.w_up, "w_up", change)
+    h = _product_with_change(x, weights.w_up, "w_up", change)
     if weights.b_up is not None:
         h = h + weights.b_up[..., None, :].astype(jnp.float32)
     return h.astype(x.dtype)
@@ -83,7 +83,7 @@ def _activate_and_down(
     h: jax.Array, weights: MLPWeights, activation: str, change: ProductChange | None = None
 ) -> jax.Array:
     a = activate(h.astype(jnp.float32), activation).astype(h.dtype)
-    y = _changed_product(a, weights.w_down, "w_down", change)
+    y = _product_with_change(a, weights.w_down, "w_down", change)
     if weights.b_down is not None:
         y = y + weights.b_down[..., None, :].astype(jnp.float32)
     return y.astype(h.dtype)
@@ -160,7 +160,7 @@ def _grouped_mlp_fwd(
             )
             mine = _weights_of_group(weights, group)
             y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
-            return _put_rows(bits_ND, rows_B, y_BD)
+            return _write_rows(bits_ND, rows_B, y_BD)
 
         bits_ND = lax.fori_loop(
             0, tiles_L.sum(dtype=jnp.int32), write_overflow_tile, bfloat16_as_uint16(y_ND)
@@ -192,7 +192,7 @@ def _grouped_mlp_bwd(
                 x_BD, _up_projection(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
             )
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
-            return _put_rows(bits_ND, rows_B, dx_BD), dweights
+            return _write_rows(bits_ND, rows_B, dx_BD), dweights
 
         bits_ND, dweights = lax.fori_loop(
             0,

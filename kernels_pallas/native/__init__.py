@@ -17,7 +17,7 @@ from kernels_pallas.native.api import (
     cached_attention,
     causal_attention,
     causal_attention_gradient,
-    count_multiplications,
+    count_op_multiplications,
     delay_until_available,
     few_row_matmul,
     find_slots,
@@ -29,8 +29,8 @@ from kernels_pallas.native.api import (
 )
 from kernels_pallas.native.finder import SlotFinder
 from kernels_pallas.native.library import (
-    NoCacheError,
     NotBuiltError,
+    NoWritableCacheError,
     build_in_background,
     cache_folder,
     instruction_set,
@@ -63,7 +63,7 @@ __all__ = [
     "HostAdamWSteps",
     "HostParameter",
     "MLPArrays",
-    "NoCacheError",
+    "NoWritableCacheError",
     "NotBuiltError",
     "SlotFinder",
     "adamw_in_place",
@@ -74,7 +74,7 @@ __all__ = [
     "cached_attention",
     "causal_attention",
     "causal_attention_gradient",
-    "count_multiplications",
+    "count_op_multiplications",
     "delay_until_available",
     "few_row_matmul",
     "find_slots",

@@ -95,7 +95,7 @@ def adamw_in_place(
     set. Raises `ValueError` if an array has another dtype, size or layout than `HostParameter`
     says.
     """
-    arrays = (_Array * len(parameters))(*map(_array_of, parameters))
+    arrays = (_Array * len(parameters))(*map(_adamw_array_struct, parameters))
     steps_W3 = np.stack([steps.lr_W, steps.m_factor_W, steps.v_factor_W], 1).astype(np.float32)
     beta1, beta2, eps, weight_decay = settings
     constants = np.array(
@@ -113,22 +113,26 @@ def round_to_bfloat16(pairs: Sequence[tuple[NDArray[np.float32], np.ndarray]]) -
     """
     arrays = (_Rounded * len(pairs))(
         *(
-            _Rounded(_address(a, (np.float32,), a.size), _address(b, (BFLOAT16,), a.size), a.size)
+            _Rounded(
+                _checked_address(a, (np.float32,), a.size),
+                _checked_address(b, (BFLOAT16,), a.size),
+                a.size,
+            )
             for a, b in pairs
         )
     )
     _load_library().jmoe_round_to_bfloat16(arrays, len(arrays))
 
 
-def _array_of(p: HostParameter) -> _Array:
-    state = (_address(a, (np.float32,), p.w.size) for a in (p.w, p.m, p.v))
-    g = None if p.g is None else _address(p.g, (np.float32, BFLOAT16), p.w.size)
-    copy = None if p.copy is None else _address(p.copy, (BFLOAT16,), p.w.size)
+def _adamw_array_struct(p: HostParameter) -> _Array:
+    state = (_checked_address(a, (np.float32,), p.w.size) for a in (p.w, p.m, p.v))
+    g = None if p.g is None else _checked_address(p.g, (np.float32, BFLOAT16), p.w.size)
+    copy = None if p.copy is None else _checked_address(p.copy, (BFLOAT16,), p.w.size)
     is_wide = p.g is None or p.g.dtype == np.float32
     return _Array(*state, g, copy, p.w.size, is_wide, p.decay)
 
 
-def _address(array: np.ndarray, dtypes: Sequence[type | np.dtype], size: int) -> int:
+def _checked_address(array: np.ndarray, dtypes: Sequence[type | np.dtype], size: int) -> int:
     if array.dtype not in dtypes or array.size != size or not array.flags.c_contiguous:
         raise ValueError(
             f"array = {array.dtype} {array.shape}: must be C-contiguous, of {size} elements and"

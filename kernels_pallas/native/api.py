@@ -267,7 +267,7 @@ def delay_until_available(scalar: jax.Array, arrays: Sequence[jax.Array]) -> jax
     return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(scalar, *arrays)
 
 
-def count_multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
+def count_op_multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
     """Return the number of multiplications in one call of a training operation, from its FFI
     target's name and the shapes of its inputs.
 

@@ -64,7 +64,7 @@ class SlotFinder:
         addresses = slot_of.ctypes.data, self.chosen.ctypes.data
         self.number: int = _load_library().jmoe_finder_open(*addresses, slot_of.size, wait_limit_s)
         self._thread = threading.Thread(
-            target=self._answer_programs, name="experts for programs", daemon=True
+            target=self._serve_program_requests, name="experts for programs", daemon=True
         )
         self._thread.start()
 
@@ -79,7 +79,7 @@ class SlotFinder:
         _load_library().jmoe_finder_close(self.number)
         self._thread.join(JOIN_LIMIT_S)
 
-    def _answer_programs(self) -> None:
+    def _serve_program_requests(self) -> None:
         layer, experts_E = ctypes.c_int32(), (ctypes.c_int32 * self._num_experts)()
         while (
             count := _load_library().jmoe_finder_next(self.number, ctypes.byref(layer), experts_E)

@@ -71,7 +71,7 @@ class NotBuiltError(RuntimeError):
     """The library cannot be built on this machine; the message says why."""
 
 
-class NoCacheError(NotBuiltError):
+class NoWritableCacheError(NotBuiltError):
     """There is no writable folder for the library."""
 
 
@@ -138,7 +138,7 @@ def is_built() -> bool:
     """Return whether `load` needs no build. Raises NotBuiltError if there is no compiler."""
     try:
         return _uses_built_library() or _is_complete(_cache_path(_find_compiler()))
-    except NoCacheError:
+    except NoWritableCacheError:
         return False
 
 
@@ -146,7 +146,8 @@ def build_in_background() -> None:
     """Start a low-priority process that builds the library for later starts; at most one per
     process.
 
-    The result is logged. Raises NoCacheError if there is no writable cache folder for the library.
+    The result is logged. Raises NoWritableCacheError if there is no writable cache folder for
+    the library.
     """
     if not _building and not _is_complete(_cache_path(_find_compiler())):
         root = str(_SOURCES.parents[1])
@@ -206,13 +207,14 @@ def stop_recording_background() -> list[tuple[float, float]]:
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/jmoe, by default ~/.cache/jmoe. Raises NoCacheError if there is no
-    home folder.
+    """Return $XDG_CACHE_HOME/jmoe, by default ~/.cache/jmoe.
+
+    Raises NoWritableCacheError if there is no home folder.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jmoe"
     except RuntimeError as error:
-        raise NoCacheError("there is no home folder: set HOME or XDG_CACHE_HOME") from error
+        raise NoWritableCacheError("there is no home folder: set HOME or XDG_CACHE_HOME") from error
 
 
 def _build_in_cache_or_temporary() -> Path:
@@ -221,7 +223,7 @@ def _build_in_cache_or_temporary() -> Path:
     """
     try:
         return build()
-    except NoCacheError as error:
+    except NoWritableCacheError as error:
         log.info("native operations are compiled at each start: %s", error)
         folder = Path(tempfile.mkdtemp(prefix="jmoe-native-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -233,8 +235,8 @@ def build() -> Path:
     """Return the path of the library in the cache, and compile it first if it is missing or
     damaged.
 
-    A file lock lets one of several processes compile. Raises NoCacheError if the folder is not
-    writable.
+    A file lock lets one of several processes compile. Raises NoWritableCacheError if the folder
+    is not writable.
     """
     compiler = _find_compiler()
     path = _cache_path(compiler)
@@ -251,18 +253,19 @@ def build() -> Path:
                     shutil.rmtree(left, ignore_errors=True)
                 _compile(compiler, path)
     except OSError as error:
-        raise NoCacheError(f"{root}: {error.strerror}") from error
+        raise NoWritableCacheError(f"{root}: {error.strerror}") from error
     return path
 
 
 def _cache_path(compiler: str) -> Path:
-    """Return the path in the cache of the library that this compiler builds. Raises NoCacheError if
-    it is missing and cannot be written.
+    """Return the path in the cache of the library that this compiler builds.
+
+    Raises NoWritableCacheError if it is missing and cannot be written.
     """
     path = cache_folder() / "native" / f"{_fingerprint(compiler)}.so"
     above = next(folder for folder in path.parents if folder.exists())
     if above.is_dir() and not _is_complete(path) and not os.access(above, os.W_OK | os.X_OK):
-        raise NoCacheError(f"{above}: cannot be written")
+        raise NoWritableCacheError(f"{above}: cannot be written")
     return path
 
 

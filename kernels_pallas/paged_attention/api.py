@@ -58,11 +58,11 @@ def reads_in_place() -> bool:
     """Return whether a kernel of the target device reads blocks where they are, so that one program
     serves contexts of all lengths.
     """
-    return "triton" in implementations_among(MODULES) and _has_triton()
+    return "triton" in implementations_among(MODULES) and _triton_is_importable()
 
 
 @cache
-def _has_triton() -> bool:
+def _triton_is_importable() -> bool:
     try:
         import_module(MODULES["triton"])
     except NotImplementedError:  # a JAX without Pallas-Triton

@@ -24,7 +24,7 @@ from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
 from jmoe.planning.hlo import HloComputation, HloOperation, parse_hlo
 from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda_plugin, lower_for_device
 from kernels_pallas import native
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 from tests.compiled import COLLECTIVES, inside_shard_map, operations, origins
 
 MESH = make_mesh((1, 1, 8))
@@ -112,7 +112,7 @@ def test_on_a_gpu_barriers_keep_the_order() -> None:
     mapped = jax.shard_map(
         body, mesh=MESH, in_specs=specs, out_specs=(BATCH, REPLICATED), check_vma=False
     )
-    with tracing_for(gpu):
+    with trace_for_device(gpu):
         traced = jax.jit(mapped).trace(x, w)
     inside = inside_shard_map(traced.jaxpr.jaxpr)
     assert not any(eqn.primitive.name == "xor" for eqn in inside.eqns)

@@ -8,7 +8,7 @@ import pytest
 from tiny_engines import tiny_engine
 
 from jmoe.inference.runner import num_positions_read
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 
 
 def test_use_of_experts_is_counted_in_tokens() -> None:
@@ -49,5 +49,5 @@ def test_a_kernel_that_reads_blocks_serves_all_lengths(
 ) -> None:
     """Else a program reads a bounded number of positions, one of a few."""
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
-    with tracing_for(device):
+    with trace_for_device(device):
         assert [num_positions_read(end, 600) for end in (3, 513)] == expected

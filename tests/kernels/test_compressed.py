@@ -5,7 +5,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.compressed import SCALES, compress, decompress, load_weight, stored_fields
+from kernels_pallas.compressed import (
+    SCALES,
+    compress,
+    decompress,
+    decompressed_or_plain_weight,
+    stored_fields,
+)
 from kernels_pallas.formats import FORMATS, MXFP4, Format
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -49,7 +55,9 @@ def test_what_is_kept_and_what_it_means(kind: Format) -> None:
         decompress(jnp.asarray(values), jnp.asarray(scales), jnp.float32), wide.astype(np.float32)
     )
     arrays = {"w": jnp.asarray(values), "w" + SCALES: jnp.asarray(scales)}
-    assert np.array_equal(load_weight(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16))
+    assert np.array_equal(
+        decompressed_or_plain_weight(arrays, "w", jnp.bfloat16), wide.astype(ml_dtypes.bfloat16)
+    )
     peak = (
         np.abs(w.reshape(-1, kind.block, 5))
         .max(axis=1, keepdims=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import cudnn
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 
 B, S, H, G = 2, 256, 8, 2
 
@@ -116,7 +116,7 @@ def test_under_vmap() -> None:
 def test_head_sizes_by_gpu(dims: tuple[int, int], capability: str, supported: bool) -> None:
     q, k, v, _ = operands(*dims)
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
-    with tracing_for(device):
+    with trace_for_device(device):
         if supported:
             cudnn.check_attention_supported(q, k, v)  # type: ignore[arg-type]
         else:

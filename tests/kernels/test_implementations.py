@@ -18,7 +18,7 @@ from kernels_pallas.implementations import (
     default_implementations,
     first_supported,
     target_device,
-    tracing_for,
+    trace_for_device,
 )
 from kernels_pallas.token_permute import dispatch
 
@@ -56,7 +56,7 @@ def test_a_gpu_without_kernels_is_named_once(
     """Its experts run in XLA's form, slower, and nothing said so."""
     implementations.log_once.cache_clear()
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
-    with tracing_for(device), caplog.at_level(logging.WARNING):
+    with trace_for_device(device), caplog.at_level(logging.WARNING):
         for _ in range(2):
             multiply = lambda x, w: grouped_matmul(x, w, SIZES)  # noqa: E731  # not traced before
             jax.eval_shape(multiply, jnp.ones((8, 64)), jnp.ones((2, 64, 128)))
@@ -69,7 +69,7 @@ def test_a_gpu_without_kernels_is_named_once(
 
 def test_of_a_device_that_is_only_described() -> None:
     described: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
-    with tracing_for(described):
+    with trace_for_device(described):
         assert default_implementations()[0] == "mosaic_gpu" and target_device() is described
     assert default_implementations() == ("xla",) and target_device() is jax.devices()[0]
 

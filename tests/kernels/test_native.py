@@ -26,7 +26,7 @@ from jmoe.layers.router import top_k_indices
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.offload.slots import HostSlots
 from kernels_pallas import native
-from kernels_pallas.compressed import SCALES, compress, load_weight, stored_fields
+from kernels_pallas.compressed import SCALES, compress, decompressed_or_plain_weight, stored_fields
 from kernels_pallas.formats import FORMATS, INT8_TAKING, Format
 from kernels_pallas.matmul import dot
 from kernels_pallas.native.library import (
@@ -366,7 +366,7 @@ def reference_of_rounded(
         for expert, slot in enumerate(table_E.tolist()):
             stored = slots.slot_views(slot)
             w_up, w_down = (
-                np.asarray(load_weight(stored, name, jnp.float32), np.float64)
+                np.asarray(decompressed_or_plain_weight(stored, name, jnp.float32), np.float64)
                 for name in ("w_up", "w_down")
             )
             up = np.asarray(jnp.asarray(of_inputs(h) @ w_up, dtype), np.float64)
@@ -1019,7 +1019,7 @@ def test_multiplications_of_a_training_step(gather: bool) -> None:
     for eqn in jax.make_jaxpr(all_of_them)(*attended).eqns:
         if eqn.primitive.name == "ffi_call":
             inputs: Any = [var.aval for var in eqn.invars]
-            found[eqn.params["target_name"]] = native.count_multiplications(
+            found[eqn.params["target_name"]] = native.count_op_multiplications(
                 eqn.params["target_name"], [a.shape for a in inputs]
             )
     assert found == {

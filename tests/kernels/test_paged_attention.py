@@ -18,7 +18,7 @@ import pytest
 
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import implementations
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 from kernels_pallas.paged_attention import paged_attention, reads_in_place, reference, triton, xla
 from kernels_pallas.paged_attention.triton import split_dimensions
 from tests.arrays import assert_close
@@ -153,7 +153,7 @@ def test_what_the_kernel_does_not_read_is_named(caplog: pytest.LogCaptureFixture
     implementations.log_once.cache_clear()
     q, k, v, blocks, at = draw(HEADS[0], ONE, jnp.float32)
     device: Any = SimpleNamespace(platform="gpu", compute_capability="8.9")
-    with tracing_for(device), caplog.at_level(logging.WARNING):
+    with trace_for_device(device), caplog.at_level(logging.WARNING):
         for _ in range(2):
             out = paged_attention(
                 q.astype(jnp.bfloat16),
@@ -176,7 +176,7 @@ def test_what_the_kernel_does_not_read_is_named(caplog: pytest.LogCaptureFixture
     [("gpu", "9.0", True), ("gpu", "8.9", True), ("gpu", "7.5", False), ("cpu", "", False)],
 )
 def test_where_blocks_are_read_in_place(platform: str, capability: str, expected: bool) -> None:
-    with tracing_for(SimpleNamespace(platform=platform, compute_capability=capability)):  # type: ignore[arg-type]
+    with trace_for_device(SimpleNamespace(platform=platform, compute_capability=capability)):  # type: ignore[arg-type]
         assert reads_in_place() == expected
 
 

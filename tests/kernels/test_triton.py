@@ -33,7 +33,7 @@ from kernels_pallas.grouped_matmul.triton_choices import matmul_of_choices
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp import reference as mlp_reference
 from kernels_pallas.grouped_mlp import triton as mlp_triton
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 from kernels_pallas.shapes import ROUTINGS, group_sizes
 from kernels_pallas.token_permute import triton as tp_triton
 from kernels_pallas.triton import FLOAT32, SMALL, WIDE, choose_blocks, tile_in_bands
@@ -319,7 +319,7 @@ def test_places_are_each_tile_once() -> None:
 )
 def test_blocks_by_the_shared_memory_of_the_gpu(capability: str, blocks: Any) -> None:
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
-    with tracing_for(device):
+    with trace_for_device(device):
         assert choose_blocks(jnp.bfloat16) == blocks and choose_blocks(jnp.float32) == FLOAT32
 
 

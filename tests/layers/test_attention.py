@@ -27,7 +27,7 @@ from jmoe.layers.attention import (
 )
 from jmoe.models.block import SAVED
 from kernels_pallas import implementations
-from kernels_pallas.implementations import tracing_for
+from kernels_pallas.implementations import trace_for_device
 from tests.arrays import assert_near
 
 B, d = 2, 16
@@ -340,7 +340,7 @@ def test_the_kernel_of_a_gpu_runs_once_a_layer(case: str, caplog: pytest.LogCapt
 
     *qkv, _ = operands(32, 4, 2, jnp.bfloat16)
     gradients = jax.grad(jax.checkpoint(loss, policy=policy, prevent_cse=False), (0, 1, 2))
-    with tracing_for(gpu("9.0")), caplog.at_level(logging.WARNING):
+    with trace_for_device(gpu("9.0")), caplog.at_level(logging.WARNING):
         text = str(jax.make_jaxpr(gradients)(*qkv))
     assert text.count(" sin ") == 6
     assert text.count("=__cudnn$fmhaSoftmax\n") == 1
@@ -353,7 +353,7 @@ def test_cudnn_where_programs_are_compiled_for_a_gpu_that_is_not_here(case: str)
     """A step compiled ahead of time had blocks in plain XLA, which is not what runs on that GPU."""
     q = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16)
     traced = lambda: str(jax.make_jaxpr(partial(causal_attention, **GPU_CASES[case]))(q, q, q))  # noqa: E731
-    with tracing_for(gpu("8.9")):
+    with trace_for_device(gpu("8.9")):
         assert traced().count("__cudnn$fmhaSoftmax") == 1
     assert "__cudnn" not in traced()
 
@@ -373,7 +373,7 @@ def test_a_gpu_without_a_kernel_for_the_case_says_so_once(
 ) -> None:
     implementations.log_once.cache_clear()
     q, v = (jax.ShapeDtypeStruct((1, 16, 2, size), dtype) for size in dims)
-    with tracing_for(gpu(capability)), caplog.at_level(logging.WARNING):
+    with trace_for_device(gpu(capability)), caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert "__cudnn" not in str(jax.make_jaxpr(causal_attention)(q, q, v))
     (record,) = caplog.records
