@@ -10,6 +10,7 @@ of queries, keys and values; N blocks, L positions of a block, W blocks of a tab
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from kernels_pallas.triton import (
     BlockSizes,
@@ -61,18 +63,21 @@ def rotate_and_write(
     positions_PC: jax.Array,
     rotary: Rotary,
     *,
+    bias: tuple[jax.Array, DTypeLike] | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (queries [P, C, H, d] in qkv's dtype; the cache's keys and values with this step's).
 
-    cache: (keys, values), [N, G, L, d], bfloat16 as its bits. Tokens at position W L are not
-    written, and their queries are arbitrary but finite. Raises NotImplementedError for heads whose
-    half is not a power of two and for dtypes that the kernel does not read.
+    cache: (keys, values), [N, G, L, d], bfloat16 as its bits. bias: ([X], dtype of the results); it
+    is first added to qkv, in float32. Tokens at position W L are not written, and their queries are
+    arbitrary but finite. Raises NotImplementedError for heads whose half is not a power of two and
+    for dtypes that the kernel does not read.
     """
     k_NGLd, v_NGLd = cache
     (p, c, num_columns), (_, g, _, d) = qkv_PCX.shape, k_NGLd.shape
     check_dtypes(qkv_PCX)
-    stored = jnp.dtype(jnp.uint16) if qkv_PCX.dtype == jnp.bfloat16 else qkv_PCX.dtype
+    dtype = qkv_PCX.dtype if bias is None else jnp.dtype(bias[1])
+    stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
     if k_NGLd.dtype != stored or v_NGLd.shape != k_NGLd.shape:
         raise NotImplementedError(f"a cache of {k_NGLd.dtype} {v_NGLd.shape}")
     if d != pl.next_power_of_2(d):
@@ -85,17 +90,19 @@ def rotate_and_write(
         blocks_PW,
         positions_PC,
         jnp.asarray(frequencies, jnp.float32),
+        *([] if bias is None else [bias[0]]),
         *(norm.scale for norm in norms),
         k_NGLd,
         v_NGLd,
     ]
     outs = [
-        jax.ShapeDtypeStruct((p, c, h, d), qkv_PCX.dtype),
+        jax.ShapeDtypeStruct((p, c, h, d), dtype),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ]
     epsilons = [None if n is None else n.eps for n in (rotary.q_norm, rotary.k_norm)]
     rotates = rotary.frequencies is not None
-    body = _RotateAndWrite(h, g, rotates, rotary.factor, rotary.clip, *epsilons)
+    sizes = h, g, bias is not None
+    body = _RotateAndWrite(*sizes, rotates, rotary.factor, rotary.clip, *epsilons)
     first = len(operands) - 2
     q_PCHd, k_NGLd, v_NGLd = launch_with_results(
         body,
@@ -113,12 +120,13 @@ def rotate_and_write(
 class _RotateAndWrite:
     """The kernel's body for `num_heads` query heads and `num_groups` key/value heads.
 
-    rotates: whether heads are rotated. factor, clip: see `Rotary`. q_eps, k_eps: of the norms, None
-    without one.
+    has_bias: whether a bias is added first. rotates: whether heads are rotated. factor, clip: see
+    `Rotary`. q_eps, k_eps: of the norms, None without one.
     """
 
     num_heads: int
     num_groups: int
+    has_bias: bool
     rotates: bool
     factor: float
     clip: float | None
@@ -127,6 +135,7 @@ class _RotateAndWrite:
     __name__ = "rotate_and_write_kernel"
 
     def __call__(self, qkv: Ref, blocks: Ref, positions: Ref, frequencies: Ref, *refs: Ref) -> None:
+        bias, refs = (refs[0], refs[1:]) if self.has_bias else (None, refs)
         *scales, _, _, q_out, k_out, v_out = refs
         h, g = self.num_heads, self.num_groups
         _, _, length, d = k_out.shape
@@ -134,7 +143,8 @@ class _RotateAndWrite:
         row, column = token // positions.shape[1], token % positions.shape[1]
         position = positions[row, column]
         at = index_range(0, d // 2)
-        halves = [load(qkv.at[row, column, head * d + n * (d // 2) + at], at < d) for n in (0, 1)]
+        projected = partial(_add_bias, (qkv, row, column), bias, q_out.dtype)
+        halves = [projected(head * d + n * (d // 2) + at, at < d) for n in (0, 1)]
         place = jnp.minimum(position // length, blocks.shape[1] - 1)
         block, is_real = blocks[row, place], position < blocks.shape[1] * length
 
@@ -145,7 +155,7 @@ class _RotateAndWrite:
             if scale is not None and scale.shape[0] != d:  # over all heads
                 everything = index_range(0, pl.next_power_of_2(heads * d))
                 is_column = everything < heads * d
-                all_of_token = load(qkv.at[row, column, first * d + everything], is_column)
+                all_of_token = projected(first * d + everything, is_column)
                 square_sum = jnp.sum(all_of_token.astype(jnp.float32) ** 2)
             normed = lambda x: _normed(x, scale, head - first, square_sum, eps or 0.0)  # noqa: E731
             steps = [normed, self._clip] if square_sum is not None else [self._clip, normed]
@@ -156,7 +166,7 @@ class _RotateAndWrite:
 
         def write(to: Ref, values: Sequence[jax.Array]) -> None:
             for n, value in enumerate(values):
-                bits = value.astype(qkv.dtype)
+                bits = value.astype(q_out.dtype)
                 if to.dtype != bits.dtype:
                     bits = lax.bitcast_convert_type(bits, to.dtype)
                 index = block, (head - h) % g, position % length, n * (d // 2) + at
@@ -191,6 +201,24 @@ class _RotateAndWrite:
         angle = position.astype(jnp.float32) * frequency
         cos, sin = (f(angle) * self.factor for f in (jnp.cos, jnp.sin))
         return [a * cos - b * sin, b * cos + a * sin]
+
+
+def _add_bias(
+    token: tuple[Ref, jax.Array, jax.Array],
+    bias: Ref | None,
+    dtype: DTypeLike,
+    at: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """Return queries, keys and values at columns `at`, 0 where the mask is False.
+
+    token: (qkv, the token's row and column).
+    """
+    qkv, row, column = token
+    values = load(qkv.at[row, column, at], mask)
+    if bias is not None:
+        values = values.astype(jnp.float32) + load(bias.at[at], mask).astype(jnp.float32)
+    return values.astype(dtype)
 
 
 def _normed(

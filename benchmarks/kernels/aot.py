@@ -51,6 +51,8 @@ from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
 from jmoe.offload.slot_arrays import dtype_of_stored_bits
 from jmoe.planning.gpu_estimate import TRITON
+from kernels_pallas.add_norm import RouterWeights, add_and_norm
+from kernels_pallas.choose_experts import ChoiceRules, choose_experts
 from kernels_pallas.compressed import stored_fields
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
@@ -264,6 +266,41 @@ def cache_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
             yield f"{name}'s cache, {rows} tokens", function, operands
 
 
+def few_token_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
+    """Yield (name, function, operands) of residual, norm, router and choice of experts of OLMoE,
+    gpt-oss and DeepSeek-V3.
+    """
+    softmax, sigmoid = (
+        ChoiceRules("softmax", 8, False),
+        ChoiceRules("sigmoid", 8, True, 2.5, 8, 4, 2),
+    )
+    sizes = {"olmoe": (2048, 64, softmax), "gpt-oss": (2880, 32, softmax)}
+    sizes["deepseek"] = (7168, 256, sigmoid)
+    for name, (d, e, rules) in sizes.items():
+        for tokens in (1, 64):
+            x, y, scale, kernel = (
+                jax.ShapeDtypeStruct(shape, dtype)
+                for shape, dtype in (
+                    ((tokens, d), jnp.bfloat16),
+                    ((tokens, d), jnp.float32),
+                    ((d,), jnp.bfloat16),
+                    ((d, e), jnp.bfloat16),
+                )
+            )
+            yield f"{name}'s router, {tokens} tokens", partial(route, rules), (x, y, scale, kernel)
+
+
+def route(
+    rules: ChoiceRules, x_TD: jax.Array, y_TD: jax.Array, scale_D: jax.Array, kernel_DE: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the residual sum, its norm, and the experts and weights that a router chooses."""
+    router = RouterWeights(kernel_DE)
+    x_TD, h_TD, logits_TE = add_and_norm(x_TD, y_TD, scale_D, 1e-5, bias_D=scale_D, router=router)
+    assert logits_TE is not None
+    positions_T = jnp.zeros(x_TD.shape[0], jnp.int32)
+    return x_TD, h_TD, *choose_experts(logits_TE, rules, positions_T=positions_T, end=1)
+
+
 def experts_in_slots(
     shape: MoEShape, kind: str, implementation: Name, t: int
 ) -> tuple[Callable[..., object], Operands]:
@@ -359,6 +396,7 @@ def main() -> None:
         implementation: Name = "mosaic_gpu" if target == "h200" else "triton"
         chosen = [("attention", each) for each in attention_programs(target)]
         chosen += [("attention over a cache", each) for each in cache_programs()]
+        chosen += [("layers of few tokens", each) for each in few_token_programs()]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
         for name, (what, function, operands) in chosen:
             result = compile_for(device, function, operands)

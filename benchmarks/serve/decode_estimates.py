@@ -170,7 +170,9 @@ def estimate(
     attended, cache = cache_bytes(estimator._config, batch, context)
     floor_s = (weights + attended) / gpu_rates(target).copy_bytes_per_s
     held = all_weights + cache
-    parts = [k for k in found.gpu.kernels if k.name.startswith(("attention", "dense layer"))]
+    layers = [k for k in found.gpu.kernels if k.name.startswith(("layer", "dense layer"))]
+    parts = [k for k in layers if "grouped_matmul" not in k.name]
+    layer_launches = sum(k.launches for k in layers) / estimator._config.num_hidden_layers
     return {
         "model": model,
         "gpu": target,
@@ -182,6 +184,7 @@ def estimate(
         "floor_of_step": round(floor_s / found.seconds, 2),
         "attention_ms": round(1e3 * sum(k.seconds for k in parts), 2),
         "launches": found.gpu.launches,
+        "launches_a_layer": round(layer_launches, 1),
         "held_gb": round(held / 1e9, 1),
         "fits": held < 0.9 * ACCELERATORS[target].device_bytes,
         "slowest": "; ".join(
@@ -208,8 +211,8 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch; "
             "the shares that paged_attention and grouped_matmul in Triton reach (0.8 of a copy) are"
             " assumed, also for experts in mxfp4, which are decoded in registers",
-            "launches: of two programs a layer; the engine runs eight layers a program, which share"
-            " a few of them",
+            "launches: of each kind of layer compiled alone; the engine runs eight layers in one "
+            "program",
             "by copies: the blocks of each row's context are copied to one array in each layer, or "
             "a loop runs over them where the copies would exceed the cache",
             "fits: weights and cache in 0.9 of the GPU's memory; the other rows only tell how "

@@ -10,6 +10,7 @@ E experts of a layer
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,7 +210,7 @@ class _StepEstimator:
 
     def _compile_and_estimate(
         self,
-        trips: int,
+        trips: int | Callable[[str], int],
         function: jax.stages.Wrapped,
         *operands: PyTree,
         attended: int | None = None,
@@ -217,12 +218,13 @@ class _StepEstimator:
     ) -> tuple[PyTree, GpuEstimate]:
         """Return (shapes of the results, estimate) of a program.
 
-        trips: assumed iterations of each loop whose trip count is not static. attended, chosen: see
-        `KernelFacts`.
+        trips: assumed iterations of each loop whose trip count is not static, or a function of the
+        loop's scope. attended, chosen: see `KernelFacts`.
         """
         results, module = self._compile(function, *self._abstract_operands(operands))
         facts = KernelFacts(self._config.num_experts, chosen=chosen, attended=attended)
-        return results, estimate_module(module, gpu_rates(self._gpu), facts, lambda scope: trips)
+        trips_of = trips if callable(trips) else lambda scope: trips
+        return results, estimate_module(module, gpu_rates(self._gpu), facts, trips_of)
 
     def _compile(self, function: jax.stages.Wrapped, *operands: PyTree) -> tuple[PyTree, HloModule]:
         """Return (shapes of the results, optimized module) of a program."""
@@ -273,6 +275,8 @@ class _StepEstimator:
         """Return (shapes of the last layer's output, [(name, how often it runs, estimate) of each
         program]).
         """
+        if batch.positions_PC.shape[1] == 1 and self._memory.expert_tier is None:
+            return self._estimate_layers_of_single_tokens(batch, hidden, context)
         config, num_blocks = self._config, self._options.num_cache_blocks()
         cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, self._dtype)[0])
         num_rows, width = batch.positions_PC.shape
@@ -319,6 +323,46 @@ class _StepEstimator:
             )
             parts.append(("experts", config.num_moe_layers, mlp))
         return runner.Hidden(x_PCD, y), parts
+
+    def _estimate_layers_of_single_tokens(
+        self, batch: runner.TokenBatch, hidden: runner.Hidden, context: int
+    ) -> tuple[runner.Hidden, list[tuple[str, int, GpuEstimate]]]:
+        """Return `_estimate_layers` of experts that stay on the device: the engine runs several
+        layers a program there, of which each kind is compiled alone.
+        """
+        config, num_blocks = self._config, self._options.num_cache_blocks()
+        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, self._dtype)[0])
+        tokens = batch.positions_PC.size
+        chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
+        tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
+        tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
+        with tracing_for(self._device):
+            bound = runner.num_positions_read(context + 1, table_width(self._max_seq_len) * BLOCK)
+        parts: list[tuple[str, int, GpuEstimate]] = []
+        arrays_of = dict(self._layers)
+        kinds = [(layer.window, layer.kind == "moe") for layer in config.layers]
+        structures = [structure for structure, _ in self._layers]
+        for (structure, (window, is_moe)), count in Counter(zip(structures, kinds)).items():
+            attended = context + 1 if window is None else min(context + 1, window)
+            loops = {True: -(-attended // BLOCK), False: tiles}
+            static = runner._LayerGroupOptions(
+                (structure,), None, config.hidden_act, self._dtype, self._embed_and_head[0],
+                False, False, 0, bound,
+            )  # fmt: skip
+            in_window: Any = None if window is None else self._abstract_array(jnp.int32)
+            layer = runner._LayerOperands(arrays_of[structure], in_window, None)
+            table_NE = self._abstract_array(jnp.int32, int(is_moe), config.num_experts)
+            outside, experts = self._embed_and_head[1], (self._slots, table_NE)
+            (hidden, *_), estimate = self._compile_and_estimate(
+                lambda scope: loops["attention" in scope],  # noqa: B023  called before the next
+                runner._apply_layers,
+                static,
+                *((layer,), (cache,), outside, hidden, batch, experts),
+                attended=attended,
+                chosen=chosen,
+            )
+            parts.append(("layer" if is_moe else "dense layer", count, estimate))
+        return hidden, parts
 
     def _expert_copy_s(self, tokens: int) -> float:
         """Return the seconds to copy the experts that a step's tokens choose and that the device

@@ -32,6 +32,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
+from jmoe.inference import few_tokens
 from jmoe.inference.kv_cache import BLOCK, KVCache, copy_cache_blocks, is_real, write_and_attend
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
@@ -46,7 +47,7 @@ from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
 from jmoe.offload.slots import tiled_table_mlp
 from jmoe.types import PyTree
-from kernels_pallas.implementations import Name
+from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.native import ExpertByteOffsets, allow_native_inference, find_slots, slot_mlp
 from kernels_pallas.paged_attention import reads_in_place
 
@@ -147,8 +148,13 @@ class CachedAttention:
     def __init__(self, cache: KVCache, places: CachePlaces) -> None:
         self.cache, self._places = cache, places
 
-    def __call__(self, attention: Attention, h_PCD: jax.Array) -> jax.Array:
-        """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D]."""
+    def __call__(
+        self, attention: Attention, h_PCD: jax.Array, *, with_output_bias: bool = True
+    ) -> jax.Array:
+        """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D].
+
+        with_output_bias: False if the caller adds the bias of the output projection.
+        """
         blocks_PW, positions_PC, window, context, implementation = self._places
         sinks_H = None if attention.sinks is None else attention.sinks[...]
 
@@ -168,7 +174,7 @@ class CachedAttention:
 
         x_PCD = h_PCD.reshape(*positions_PC.shape, -1)
         out_PCD: jax.Array = attention.attend_to_cache(
-            x_PCD, positions_PC, write_and_attend_to_layer
+            x_PCD, positions_PC, write_and_attend_to_layer, with_output_bias=with_output_bias
         )
         return out_PCD.reshape(h_PCD.shape)
 
@@ -217,6 +223,33 @@ def attend_local(
     block: Block = structure.merge(arrays)
     if adapters is not None:
         adapters.adapt(block, places.positions_PC.size)
+
+    def by_xla() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+        return _attend_in_xla(block, cache, hidden, places, layer_runner)
+
+    def by_kernels() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+        if adapters is not None:
+            raise NotImplementedError("LoRA adapters")
+        cached = CachedAttention(cache, places)
+        attend = partial(cached, with_output_bias=False)
+        where = places.positions_PC.reshape(-1), places.blocks_PW.shape[1] * BLOCK
+        x_PCD, y = few_tokens.attend_and_route(block, hidden, attend, *where)
+        return x_PCD, cached.cache, y
+
+    is_few = places.positions_PC.size <= few_tokens.MAX_TOKENS and layer_runner is UNSHARDED
+    if not is_few or "triton" not in default_implementations():
+        return by_xla()
+    return first_supported("layer of few tokens", [("triton", by_kernels), ("xla", by_xla)])
+
+
+def _attend_in_xla(
+    block: Block,
+    cache: KVCache,
+    hidden: Hidden,
+    places: CachePlaces,
+    layer_runner: DenseLayerRunner,
+) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+    """Return `attend_local`, with norms, sums and router in XLA."""
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
     cached = CachedAttention(cache, places)
@@ -375,6 +408,9 @@ def _apply_layers(
                 x_PCD, y = lax.optimization_barrier((x_PCD, y))
             if isinstance(y, ExpertInputs):
                 n = len(choices)
+                if static.layout is None and structure.merge(arrays).shared_expert is None:
+                    # zeros that fuse with the experts' sum, in place of those before the barrier
+                    y = y._replace(y_TD=jnp.zeros_like(y.y_TD))
                 table_E = (
                     find_slots(y.idx_TK, tables, n, static.finds) if static.finds else tables[n]
                 )

@@ -17,6 +17,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
 from jmoe.layers.documents import Documents
@@ -438,25 +439,35 @@ class Attention(nnx.Module):
         rotated, plain = jnp.split(x_BSHd, [config.rotary_dim], axis=-1)
         return jnp.concatenate([rotate(rotated), plain], axis=-1)
 
-    def output(self, o_BSHd: jax.Array) -> jax.Array:
+    def output(self, o_BSHd: jax.Array, *, with_bias: bool = True) -> jax.Array:
         """Return float32 [B, S, D], the output projection of the heads' results."""
-        return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, self.b_out)
+        bias = self.b_out if with_bias else None
+        return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, bias)
 
     def attend_to_cache(
         self,
         x_BSD: jax.Array,
         positions_BS: jax.Array,
         attend: Callable[[CacheInputs], jax.Array],
+        *,
+        with_output_bias: bool = True,
     ) -> jax.Array:
         """Return float32 [B, S, D]: the tokens' attention to a KV cache.
 
         attend: a function that writes the tokens' keys and values to the cache, and returns the
             weighted sums of values [B, S, H, e].
+        with_output_bias: False if the caller adds `b_out`.
         """
         qkv = self._products(x_BSD)
         new = self._normed_and_rotated(qkv, positions_BS)
-        write = partial(self._rotate_and_write, qkv)
-        return self.output(attend(CacheInputs(*new, write=write)))
+
+        def write(*cached: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            # the kernel adds the bias; XLA drops whichever product nobody reads
+            unbiased = qkv if self.b_qkv is None else affine(x_BSD, self.w_qkv)
+            return self._rotate_and_write(unbiased, *cached, dtype=x_BSD.dtype)
+
+        heads = attend(CacheInputs(*new, write=write))
+        return self.output(heads, with_bias=with_output_bias)
 
     def _rotate_and_write(
         self,
@@ -466,9 +477,13 @@ class Attention(nnx.Module):
         blocks_PW: jax.Array,
         positions_PC: jax.Array,
         *,
+        dtype: DTypeLike | None = None,
         interpret: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (queries, cached keys, cached values), by a kernel; see `CacheInputs.write`."""
+        """Return (queries, cached keys, cached values), by a kernel; see `CacheInputs.write`.
+
+        qkv: `_products` before its bias, then in float32. dtype: of the queries; None for qkv's.
+        """
         from kernels_pallas import rotary_write  # not at the top: needs Pallas' Triton backend
 
         config, norms = self.config, [self.q_norm, self.k_norm]
@@ -488,7 +503,8 @@ class Attention(nnx.Module):
         frequencies, factor = rotation(config.dim_per_head, config.rope_theta, config.rope_scaling)
         rotary = rotary_write.Rotary(frequencies if rotated else None, factor, **options)
         operands = qkv, (k_NGLd, v_NGLe), blocks_PW, positions_PC, rotary
-        return rotary_write.rotate_and_write(*operands, interpret=interpret)
+        bias = None if self.b_qkv is None else (self.b_qkv[...], dtype or qkv.dtype)
+        return rotary_write.rotate_and_write(*operands, bias=bias, interpret=interpret)
 
     def __call__(
         self, x_BSD: jax.Array, window: int | None = None, documents: Documents | None = None

@@ -143,6 +143,8 @@ class LatentAttention(Attention):
         x_BSD: jax.Array,
         positions_BS: jax.Array,
         attend: Callable[[CacheInputs], jax.Array],
+        *,
+        with_output_bias: bool = True,
     ) -> jax.Array:
         """Return float32 [B, S, D]: the tokens' attention to a cache of latents, which holds l
         numbers a token.
@@ -157,11 +159,13 @@ class LatentAttention(Attention):
             self.queries(x_BSD, positions_BS),
         )
         if not self.absorbs(x_BSD.shape[1]):
-            return self.output(attend(CacheInputs(q_BSHd, k_BS1l, c_BS1r, self._expand)))
+            heads = attend(CacheInputs(q_BSHd, k_BS1l, c_BS1r, self._expand))
+            return self.output(heads, with_bias=with_output_bias)
         q_nope, q_rope = jnp.split(q_BSHd, [self.config.qk_nope_head_dim], axis=-1)
         q_BSHl = jnp.concatenate([_product_by_head(q_nope, self.w_uk), q_rope], axis=-1)
         o_BSHr = attend(CacheInputs(q_BSHl, k_BS1l, c_BS1r))
-        return self.output(_product_by_head(o_BSHr, self.w_uv, transposed=True))
+        heads = _product_by_head(o_BSHr, self.w_uv, transposed=True)
+        return self.output(heads, with_bias=with_output_bias)
 
     def absorbs(self, num_tokens: int) -> bool:
         """Return whether chunks of `num_tokens` attend to a cache in the absorbed form: whether it

@@ -17,6 +17,7 @@ from jmoe.config import ModelConfig
 from jmoe.config.positions import YarnConfig
 from jmoe.inference.kv_cache import KVCache, write_and_attend, write_scattered
 from jmoe.layers.attention import Attention, CacheInputs
+from jmoe.layers.experts import affine
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas.rotary_write import Rotary, rotate_and_write
 from kernels_pallas.saved import bfloat16_as_uint16
@@ -43,6 +44,9 @@ def attention_of(**changes: Any) -> Attention:
         if norm is not None:
             scale = np.random.default_rng(seed).uniform(0.5, 2, norm.scale[...].shape)
             norm.scale[...] = jnp.asarray(scale, jnp.float32)
+    if attention.b_qkv is not None:
+        bias = np.random.default_rng(7).normal(size=attention.b_qkv[...].shape)
+        attention.b_qkv[...] = jnp.asarray(bias, jnp.float32)
     return attention
 
 
@@ -62,6 +66,8 @@ def values(x: jax.Array, dtype: Any) -> jax.Array:
         ({"qk_norm": "head", "clip_qkv": 1.0}, jnp.float32),
         ({"rope_scaling": YARN}, jnp.bfloat16),
         ({"position": "learned"}, jnp.float32),
+        ({**OLMOE, "qkv_bias": True}, jnp.float32),
+        ({"qkv_bias": True}, jnp.bfloat16),
     ],
 )
 def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
@@ -72,7 +78,9 @@ def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
     @jax.jit
     def both(cache: KVCache) -> Any:
         qkv, places = attention._products(x), (jnp.asarray(TABLES), jnp.asarray(POSITIONS))
-        ours = attention._rotate_and_write(qkv, cache.k_NGLd, cache.v_NGLe, *places, interpret=True)
+        unbiased = qkv if attention.b_qkv is None else affine(x, attention.w_qkv)
+        operands = unbiased, cache.k_NGLd, cache.v_NGLe, *places
+        ours = attention._rotate_and_write(*operands, dtype=dtype, interpret=True)
         q, k, v = attention._normed_and_rotated(qkv, places[1])
         return ours, (q, write_scattered(cache, *places, k, v))
 

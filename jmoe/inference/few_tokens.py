@@ -1,0 +1,107 @@
+"""A block without its experts for few tokens on an NVIDIA GPU, in kernels that fold what XLA would
+launch by itself: residual sums, biases, norms, the router's product and the choice of experts.
+
+Legend: P rows of a step, C tokens a row, T tokens, D hidden, E experts, K experts that a token
+chooses.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from jmoe.config.router import RouterConfig
+from jmoe.layers.attention import Attention
+from jmoe.layers.norm import Norm
+from jmoe.layers.router import Router
+from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.models.block import Block
+
+if TYPE_CHECKING:
+    from kernels_pallas.choose_experts import ChoiceRules
+
+MAX_TOKENS = 64  # of `add_norm`
+
+
+def attend_and_route(
+    block: Block,
+    hidden: tuple[jax.Array, jax.Array],
+    attend: Callable[[Attention, jax.Array], jax.Array],
+    positions_T: jax.Array,
+    end: int,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | ExpertInputs]:
+    """Return (x + y + attention [P, C, D], the dense MLP's output [T, D] or the `ExpertInputs`).
+
+    hidden: (x [P, C, D], y float32 [T, D]). attend: (attention, normed input [P, C, D]) -> its
+    output without its bias, float32. positions_T: of each token; those at `end` are padding, which
+    chooses no expert. Raises NotImplementedError for norms and routers that the kernels do not
+    compute.
+    """
+    # imported on first use: needs Pallas' Triton backend
+    from kernels_pallas.add_norm import RouterWeights, add_and_norm
+    from kernels_pallas.choose_experts import choose_experts
+
+    _check_supported(block)
+    (x_PCD, y_TD), options = hidden, dict[str, Any](interpret=interpret)
+    shape, x_TD = x_PCD.shape, x_PCD.reshape(y_TD.shape)
+    with jax.named_scope("attention"):
+        x_TD, h_TD, _ = add_and_norm(x_TD, y_TD, *_norm_operands(block.attention_norm), **options)
+        y_TD = attend(block.attention, h_TD.reshape(shape)).reshape(y_TD.shape)
+    bias, norm = block.attention.b_out, _norm_operands(block.feed_forward_norm)
+    added: dict[str, Any] = {"bias_D": None if bias is None else bias[...], **options}
+    if block.moe is None:
+        assert block.mlp is not None
+        x_TD, h_TD, _ = add_and_norm(x_TD, y_TD, *norm, **added)
+        return x_TD.reshape(shape), block.mlp(h_TD)
+    router = block.moe.router
+    assert isinstance(router, Router)  # checked
+    weights = RouterWeights(router.kernel[...], _array(router.bias))
+    with jax.named_scope("moe"):
+        x_TD, h_TD, logits_TE = add_and_norm(x_TD, y_TD, *norm, router=weights, **added)
+        assert logits_TE is not None
+        idx_TK, weights_TK = choose_experts(
+            logits_TE,
+            choice_rules(router.config, router.num_experts_per_tok),
+            bias_E=_array(router.e_score_correction_bias),
+            positions_T=positions_T,
+            end=end,
+            **options,
+        )
+        shared_TD = block.shared_output(h_TD)
+    return x_TD.reshape(shape), ExpertInputs(h_TD, idx_TK, weights_TK, shared_TD)
+
+
+def choice_rules(config: RouterConfig, num_experts_per_tok: int) -> "ChoiceRules":
+    """Return how a router's kernel chooses K experts outside of training."""
+    from kernels_pallas.choose_experts import ChoiceRules
+
+    return ChoiceRules(
+        config.rules.scores,
+        num_experts_per_tok,
+        config.normalizes_weights(num_experts_per_tok),
+        config.routed_scaling_factor,
+        config.n_group,
+        config.topk_group,
+        config.rules.limits_groups,
+    )
+
+
+def _check_supported(block: Block) -> None:
+    """Raise NotImplementedError for a block that the kernels do not compute."""
+    for norm in (block.attention_norm, block.feed_forward_norm):
+        if norm.bias is not None or norm.axes:
+            raise NotImplementedError("LayerNorm, or norms over several devices")
+    if block.moe is not None and type(block.moe.router) is not Router:
+        raise NotImplementedError(f"a router of type {type(block.moe.router).__name__}")
+
+
+def _norm_operands(norm: Norm) -> tuple[jax.Array, float]:
+    return norm.scale[...], norm.eps
+
+
+def _array(parameter: nnx.Variable[jax.Array] | None) -> jax.Array | None:
+    return None if parameter is None else jnp.asarray(parameter[...])
