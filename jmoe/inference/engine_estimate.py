@@ -336,7 +336,7 @@ class _StepEstimator:
         chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
         tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
         tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
-        with tracing_for(self._device):
+        with trace_for_device(self._device):
             bound = runner.num_positions_read(context + 1, table_width(self._max_seq_len) * BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         arrays_of = dict(self._layers)
