@@ -1,6 +1,7 @@
 """Read optional files of a checkpoint folder."""
 
-import os
+import errno
+import stat
 from pathlib import Path
 
 from jmoe.memory.direct_io import name_file_in_errors
@@ -13,13 +14,18 @@ def has_file(path: Path) -> bool:
     model without the file. Download caches are folders of links, which dangle once the folder is
     moved without its targets.
     """
-    if path.is_file():
-        return True
-    if not os.path.lexists(path):
-        return False
-    kind = "a link to a file that is not there"
-    if path.exists():
-        kind = "a folder" if path.is_dir() else "no plain file"
+    try:
+        mode = path.stat().st_mode  # asked once: another process may make the file meanwhile
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        if not path.is_symlink():
+            return False
+        kind = "a link to a file that is not there"
+    else:
+        if stat.S_ISREG(mode):
+            return True
+        kind = "a folder" if stat.S_ISDIR(mode) else "no plain file"
     raise ValueError(f"{path}: is {kind}: it must be a file, or not be there")
 
 
