@@ -1,13 +1,15 @@
-"""Compare the bytes/s of AdamW on the host's cores with those of a copy of the same memory.
+"""Compare the bytes/s of AdamW on the host's cores with what its memory gives plain loops.
 
     python benchmarks/kernels/host_adamw.py
 
 AdamW reads weight, moments and gradient and writes weight, moments and a bfloat16 copy: 30 bytes a
 parameter with a float32 gradient, 28 with a bfloat16 one. Parameters of `--elements` each lie in
-`--bytes` of memory, so that no cache holds what a call takes. The copy is memcpy by as many threads
-as there are cores, of as many bytes as the update moves, read and written ones counted, of other
-memory each time. A round has every row, each beside a copy; medians of the rounds, the best rounds,
-and medians of a round's ratios to its copy.
+`--bytes` of memory, so that no cache holds what a call takes. Plain loops take as many bytes as the
+update, read and written ones counted, of other memory each time, with as many threads as there are
+cores: `copy` is memcpy, `read` ors integers, `in_place` adds to float32 in blocks that fit the
+caches, which loads and stores the same lines as AdamW does. Neither they nor the update count the
+lines that a store loads first. Everything takes turns within a round; medians of the rounds, and
+medians of a round's ratios. of_fastest: to the plain loop with the largest median.
 
 xla_gb_per_s is the same update without the native operation, on one parameter.
 """
@@ -44,6 +46,7 @@ SETTINGS = native.AdamWSettings(CONFIG.beta1, CONFIG.beta2, CONFIG.eps, CONFIG.w
 STEPS = native.HostAdamWSteps(*(np.full(1, x, np.float32) for x in (1e-4, 2.0, 3.0)), clip=0.5)
 BFLOAT16 = np.dtype(jnp.bfloat16)
 GRADIENTS = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
+BLOCK_BYTES = 1 << 17
 LEAST_BYTES = 64 << 20  # moved in one measurement
 Call = Callable[[], object]
 
@@ -100,6 +103,32 @@ def copies(of_call: int, num_bytes: int) -> tuple[Call, int]:
     return copy_next, 2 * threads * part
 
 
+def passes(of_call: int, num_bytes: int, *, writes: bool) -> tuple[Call, int]:
+    """Return a call that reads the next part of `num_bytes` with every core, and with `writes`
+    changes it in place, and the bytes it reads and writes.
+    """
+    threads = len(os.sched_getaffinity(0))
+    num_blocks = -(-of_call // (2 if writes else 1) // threads // BLOCK_BYTES)
+    part = num_blocks * BLOCK_BYTES
+    calls = max(2, num_bytes // (threads * part))
+    memory = allocate_slots(threads * calls, part)
+    memory[...] = 0
+    pool, numbers = ThreadPoolExecutor(threads), itertools.cycle(range(calls))
+
+    def take_part(i: int) -> None:
+        if not writes:
+            np.bitwise_or.reduce(memory[i].view(np.int64))
+            return
+        for block in memory[i].view(np.float32).reshape(num_blocks, -1):
+            np.add(block, np.float32(1), out=block)
+
+    def take_next() -> None:
+        first = next(numbers) * threads
+        list(pool.map(take_part, range(first, first + threads)))
+
+    return take_next, (2 if writes else 1) * threads * part
+
+
 def by_xla(elements: int) -> tuple[Call, int]:
     """Return a call of the AdamW update compiled by XLA, and the bytes that it moves."""
     rng = np.random.default_rng(0)
@@ -118,21 +147,27 @@ def gb_per_s(call: Call, moved: int) -> float:
 
 
 def measure(elements: int, gradient: str, a: argparse.Namespace) -> JsonObject:
-    """Return the rates of an update, of XLA's, and of a copy of as many bytes."""
+    """Return the rates of an update, of XLA's, and of plain loops over as many bytes."""
     update = updates(elements, a.bytes, GRADIENTS[gradient])
-    calls = {"": update, "xla_": by_xla(elements), "copy_": copies(update[1], a.bytes)}
+    plain = {
+        "copy_": copies(update[1], a.bytes),
+        "read_": passes(update[1], a.bytes, writes=False),
+        "in_place_": passes(update[1], a.bytes, writes=True),
+    }
+    calls = {"": update, "xla_": by_xla(elements), **plain}
     for call, _ in calls.values():  # compiles, and touches memory for the first time
         call()
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(a.rounds):
         for name, call in calls.items():
             rates[name].append(gb_per_s(*call))
+    fastest = max(plain, key=lambda name: report.median(rates[name]))
     return {
         "elements": elements,
         "gradient": gradient,
         **{f"{name}gb_per_s": report.median(each, 1) for name, each in rates.items()},
-        **{f"best_{name}gb_per_s": round(max(each), 1) for name, each in rates.items()},
-        "of_copy": report.ratio(rates[""], rates["copy_"]),
+        **{f"of_{name}".strip("_"): report.ratio(rates[""], rates[name]) for name in plain},
+        "of_fastest": report.ratio(rates[""], rates[fastest]),
     }
 
 

@@ -44,6 +44,10 @@ TITLES = {
     "eplb_cpu": ("inference", "Expert placements under a skewed load"),
     "training_tiers_cpu": ("offloading", "Training with experts in host memory or on NVMe"),
     "tiers_two_nodes_cpu": ("offloading", "Offloaded training on two nodes with a slow link"),
+    "limited_link_cpu": (
+        "offloading",
+        "Steps over a link with an H100's ratio to its products",
+    ),
     "retention_aot": ("offloading", "Offloaded training steps, compiled for an H200"),
     "cache_policies": ("offloading", "Hit rates of cache policies"),
     "exchange_two_nodes_cpu": ("communication", "Exchanges of tokens over a slow link"),
@@ -57,6 +61,7 @@ TITLES = {
     "steps_simulated": ("communication", "Training steps, simulated beside measured"),
     "kernels_cpu": ("kernels", "Grouped matmul and MoE layer beside dense products"),
     "native_cpu": ("kernels", "Native CPU operations beside a read of memory"),
+    "host_adamw_cpu": ("kernels", "AdamW on the host beside plain loops over memory"),
     "native_activations_cpu": ("kernels", "Experts on a CPU, activations exact and in 8 bits"),
     "kernels_aot": ("kernels", "Every kernel, compiled for an H200"),
     "deploy_path_cpu": ("deployment", "From a trained model to a deployed one, preset `tiny`"),

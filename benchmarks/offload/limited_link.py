@@ -8,15 +8,21 @@ of the step before, because the clipping factor takes all of them.
 The host updates the experts (`tiers.update`), so that weights go to the device and gradients
 return. Each direction of the link is limited. A row has its limit as a share of the bytes that an
 H100's link (54 GB/s) moves in the time of its products (790 TFLOP/s): at 1, bytes and products take
-as long beside each other as on an H100. computing_s: a step with all experts on the device, which
-has both cores to itself; in the other rows AdamW and the copies take their share of them.
+as long beside each other as on an H100. computing_s: steps with all experts on the device, taken
+before and after those of the row.
+
+passes_s is a stricter bound: the sum over both passes of max(the pass without a limit, the bytes of
+the pass). A pass without a limit has what a device leaves to the host: here AdamW, copies, records
+and products share the cores. What a step takes beyond it is lost where the link and the device wait
+for each other: for the first layer's weights, at the turn of the passes, and for the last gradient.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +53,10 @@ def product_rate(rounds: int = 5) -> float:
     return report.median(rates, digits=0)
 
 
-def limit_links(session: Session, bytes_per_s: float) -> None:
-    """Limit each direction of every device's link of a run whose experts the host updates."""
+def limit_links(session: Session, bytes_per_s: float | None) -> None:
+    """Limit each direction of every device's link of a run whose experts the host updates; None
+    ends the limit.
+    """
     experts = session.program._open_experts
     update = cast(HostUpdate, experts._update)
     update.links.update({device: Link(bytes_per_s) for device in update.links})
@@ -66,6 +74,26 @@ def take_steps(session: Session, numbers: Sequence[int]) -> tuple[list[float], i
     return seconds, int(to), int(back)
 
 
+def take_free_passes(session: Session, numbers: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds of a step's forward and backward pass over links without a limit, medians
+    of steps.
+    """
+    turned, backward = list[float](), session.program._backward
+
+    def backward_at(*args: Any) -> Any:
+        turned.append(time.perf_counter())
+        return backward(*args)
+
+    passes = []
+    with mock.patch.object(session.program, "_backward", backward_at):
+        for number in numbers:
+            begun = time.perf_counter()
+            session.step(number)
+            passes.append((turned[-1] - begun, time.perf_counter() - turned[-1]))
+    forward, back = zip(*passes, strict=True)
+    return report.median(forward), report.median(back)
+
+
 def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     """Return, by share of an H100's ratio and tier, step / max(computing, link)."""
     on_device = Session(
@@ -73,47 +101,67 @@ def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
         make=make_trainer,
     )
     take_steps(on_device, range(WARM_UP))
-    computing = take_steps(on_device, range(WARM_UP, WARM_UP + a.rounds))[0]
-    on_device.program.close()
-    computing_s, rate = report.median(computing), product_rate()
+    rate = product_rate()
     parameters = 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts
     rows = []
-    for tier in ("host", "nvme"):
-        config = config_of(
-            a,
-            folder / tier,
-            experts=tier,
-            optimizer=tier,
-            gradients=tier,
-            gradient_dtype="bfloat16",
-            update="host",
-        )
-        session = Session(config)
-        take_steps(session, range(WARM_UP))
-        for share in a.link_shares:
-            limit = share * H100_BYTES_PER_FLOP * rate
-            limit_links(session, limit)
-            take_steps(session, [WARM_UP])  # begins with what the limit did not delay
-            first = WARM_UP + 1
-            seconds, to, back = take_steps(session, range(first, first + a.rounds))
-            forward = to / (2 - min(1, config.tiers.device_layers / a.layers))
-            step_s, link_s = report.median(seconds), (forward + max(to - forward, back)) / limit
-            row = {
-                "records": tier,
-                "share_of_h100_ratio": share,
-                "link_mb_per_s": round(limit / 1e6, 2),
-                "step_s": step_s,
-                "link_s": round(link_s, 4),
-                "bytes_per_parameter": round((to + back) / parameters, 2),
-                "step_against_bound": round(step_s / max(computing_s, link_s), 3),
-            }
-            rows.append(report.progress(row))
-        session.program.close()
+    for tier in a.records:
+        rows += _measure_tier(a, folder / tier, tier, on_device, rate)
+    on_device.program.close()
     return {
         "tokens": a.batch_size * a.sequence_length,
         "parameters_of_experts": parameters,
         "product_gflops": round(rate / 1e9, 1),
-        "computing_s": computing_s,
         "options": report.options(a),
         "rows": rows,
     }
+
+
+def _measure_tier(
+    a: argparse.Namespace, folder: Path, tier: str, on_device: Session, rate: float
+) -> list[JsonObject]:
+    """Return the rows of a tier. rate: FLOP/s of products."""
+    config = config_of(
+        a,
+        folder,
+        experts=tier,
+        optimizer=tier,
+        gradients=tier,
+        gradient_dtype="bfloat16",
+        update="host",
+    )
+    session, parameters = Session(config), 3 * a.hidden_size * a.intermediate_size
+    parameters *= a.layers * a.experts
+    take_steps(session, range(WARM_UP))
+    rounds = range(WARM_UP + 1, WARM_UP + 1 + a.rounds)
+    again, rows = 1 - min(1, config.tiers.device_layers / a.layers), []  # layers that go twice
+    for share in a.link_shares:
+        limit_links(session, None)
+        passes = take_free_passes(session, rounds)
+        session.program._open_experts._ring.wait_for_loads()
+        computing = take_steps(on_device, rounds[:2])[0]
+        limit = share * H100_BYTES_PER_FLOP * rate
+        limit_links(session, limit)
+        take_steps(session, [WARM_UP])  # begins with what the limit did not delay
+        seconds, to, back = take_steps(session, rounds)
+        session.program._open_experts._ring.wait_for_loads()
+        computing += take_steps(on_device, rounds[:2])[0]
+        forward = to / (1 + again)
+        links = forward / limit, max(to - forward, back) / limit
+        step_s, computing_s = report.median(seconds), report.median(computing)
+        bound_s, passes_s = max(computing_s, sum(links)), sum(map(max, passes, links))
+        row = {
+            "records": tier,
+            "share_of_h100_ratio": share,
+            "link_mb_per_s": round(limit / 1e6, 2),
+            "step_s": step_s,
+            "computing_s": computing_s,
+            "link_s": round(sum(links), 4),
+            "free_passes_s": passes,
+            "passes_s": round(passes_s, 4),
+            "bytes_per_parameter": round((to + back) / parameters, 2),
+            "step_against_bound": round(step_s / bound_s, 3),
+            "step_against_passes": round(step_s / passes_s, 3),
+        }
+        rows.append(report.progress(row))
+    session.program.close()
+    return rows

@@ -367,6 +367,13 @@ def main() -> None:
         default=[1, 16],
         help="bandwidths of limited_link, as shares of that of an H100's ratio",
     )
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        choices=("host", "nvme"),
+        default=["host", "nvme"],
+        help="tiers of limited_link",
+    )
     two_nodes.add_options(parser)
     a = parser.parse_args()
     if a.rank is not None:

@@ -6,8 +6,9 @@ One model for both: 6 dense layers of hidden size 512 whose feed-forwards of 12,
 it (here each is the one expert of its layer, which every token uses), float32, AdamW, the same
 number of tokens a step, and as much host memory for what lies on NVMe: DeepSpeed's 20 buffers for
 parameters, in bytes our whole cache (its optimizer has buffers of its own beside them). nvme: as
-said; memory: everything in memory. A round runs both sides of both, each in a process of its own;
-ratio: theirs over ours, round by round. --folder: on the disk that is meant.
+said; memory: everything in memory. With `--update host` our AdamW runs on the host's cores, as
+DeepSpeed's does. A round runs both sides of both, each in a process of its own; ratio: theirs over
+ours, round by round. --folder: on the disk that is meant.
 """
 
 if __name__ == "__main__":
@@ -66,8 +67,12 @@ def config(a: argparse.Namespace) -> TrainConfig:
     )
     tiers = TiersConfig()
     if a.side == "nvme":
-        on_disk = {"experts": "nvme", "optimizer": "nvme", "gradients": "nvme"}
-        tiers = TiersConfig(path=str(a.folder), host_cache_bytes=a.buffers * LARGEST, **on_disk)
+        tiers = TiersConfig(
+            *("nvme", "nvme", "nvme"),
+            path=str(a.folder),
+            host_cache_bytes=a.buffers * LARGEST,
+            update=a.update,
+        )
     return TrainConfig(
         model=model,
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0),
@@ -106,6 +111,8 @@ def run_ours(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
         a.steps,
         "--buffers",
         a.buffers,
+        "--update",
+        a.update,
     )
     return last_object([sys.executable, __file__, *map(str, options)])
 
@@ -143,6 +150,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES)
+    parser.add_argument("--update", choices=("device", "host"), default="device", help="of ours")
     parser.add_argument("--side", choices=PLACES, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.side:
@@ -152,7 +161,7 @@ def main() -> None:
         parser.error("--python: must be given, and --rounds at least 1")
     sides = {"DeepSpeed": run_theirs, "jmoe": run_ours}
     runs: dict[tuple[str, str], list[JsonObject]] = {
-        (place, side): [] for place in PLACES for side in sides
+        (place, side): [] for place in a.places for side in sides
     }
     for number in range(a.rounds):
         for (place, side), seen in runs.items():
@@ -184,7 +193,8 @@ def main() -> None:
             "rounds": own,
         }
         rows.append(row | {"versions": seen[-1]["versions"]})
-    report.finish({"tokens": a.tokens, "cache_bytes": a.buffers * LARGEST, "rows": rows})
+    about = {"tokens": a.tokens, "update": a.update}
+    report.finish(about | {"cache_bytes": a.buffers * LARGEST, "rows": rows})
 
 
 if __name__ == "__main__":
