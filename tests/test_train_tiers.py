@@ -122,13 +122,28 @@ def test_a_run_updated_on_the_host_that_is_killed_goes_on_to_the_bit(
     assert evaluations(run)[-1] == evaluations(tmp_path / "whole")[-1]
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        (),
+        pytest.param(
+            ("--tiers.cache-policy", "moesys", "--tiers.cache-threshold", 0),
+            marks=pytest.mark.slow,
+            id="moesys",
+        ),
+    ],
+)
 def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
-    runs: TrainRuns, on_host: Path, tmp_path: Path, start_python: Start
+    runs: TrainRuns,
+    on_host: Path,
+    tmp_path: Path,
+    start_python: Start,
+    policy: tuple[str | float, ...],
 ) -> None:
     def killed_run(run: Path) -> list[int]:
         """The steps that it has saved."""
         process = start_python(
-            runs.command(run, *NVME, *ENDLESS), run.with_suffix(".log"), runs.environment()
+            runs.command(run, *NVME, *policy, *ENDLESS), run.with_suffix(".log"), runs.environment()
         )
         process.wait_until(lambda: committed(run))
         kill_while_saving(process, run)
@@ -145,7 +160,7 @@ def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(
         and killed.tiers["nvme_read_bytes"] > 0
         and 0 <= killed.tiers["hit_rate"] <= 1
     )
-    screen = runs.finish(run, *NVME, *LENGTH)
+    screen = runs.finish(run, *NVME, *policy, *LENGTH)
     assert resumes(run) == saved[-1:]
     assert f"resuming from step {saved[-1]}" in screen
     expected = dict(losses(on_host))

@@ -50,6 +50,7 @@ TITLES = {
     ),
     "retention_aot": ("offloading", "Offloaded training steps, compiled for an H200"),
     "cache_policies": ("offloading", "Hit rates of cache policies"),
+    "moesys_cache_cpu": ("offloading", "MoESys' cache policy beside ours"),
     "exchange_two_nodes_cpu": ("communication", "Exchanges of tokens over a slow link"),
     "padding_two_nodes_cpu": ("communication", "Padded and ragged exchanges over a slow link"),
     "padding_aot": ("communication", "Padded and ragged exchanges, compiled for eight H100"),

@@ -99,7 +99,7 @@ class Decayed(HitCounts):
     def __init__(self) -> None:
         super().__init__(NUM_RECORDS, beta=0.9)
 
-    def _learn(self, ids: NDArray[np.int64]) -> None:
+    def _add_step(self, ids: NDArray[np.int64]) -> None:
         self.scores[:] = self.decayed_counts
         self.scores[ids] += 1
         self._decayed[ids] += self._hit
@@ -112,7 +112,7 @@ class KnowsChanges(HitCounts):
     def __init__(self) -> None:
         super().__init__(NUM_RECORDS)
 
-    def _learn(self, ids: NDArray[np.int64]) -> None:
+    def _add_step(self, ids: NDArray[np.int64]) -> None:
         self.scores[ids] += 1
         if self._steps % PHASE_STEPS == 0:
             self.scores *= 1e-9  # what was popular before is still better than what never was
@@ -127,9 +127,9 @@ class KnowsPhases(HitCounts):
         self.phases = iter(
             steps[first : first + PHASE_STEPS] for first in range(0, len(steps), PHASE_STEPS)
         )
-        self._learn(np.arange(0))
+        self._add_step(np.arange(0))
 
-    def _learn(self, ids: NDArray[np.int64]) -> None:
+    def _add_step(self, ids: NDArray[np.int64]) -> None:
         if self._steps % PHASE_STEPS == 0 and (phase := next(self.phases, None)) is not None:
             self.scores[:] = uses(phase)
             self.generation += 1

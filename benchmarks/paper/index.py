@@ -302,6 +302,25 @@ def _expert_memory_text(result: Result) -> str:
     )
 
 
+def _cache_text(result: Result) -> str:
+    rows = {row["policy"]: row for row in result["training"]}
+    ours, off = rows["lfu"], rows["off"]
+    papers = max(
+        (row for row in result["training"] if row["policy"].startswith("moesys")),
+        key=lambda row: row["hit_rate"],
+    )
+    moved = (
+        (row["read_bytes_a_step"] + row["written_bytes_a_step"]) / 1e6
+        for row in (off, papers, ours)
+    )
+    return (
+        f"hit rates in training {off['hit_rate']:.2f} with the least cache, "
+        f"{papers['hit_rate']:.2f} with the algorithm as printed ({papers['policy']}), "
+        f"{ours['hit_rate']:.2f} with ours; "
+        "{:.1f}, {:.1f} and {:.1f} MB a step, the same losses to the bit".format(*moved)
+    )
+
+
 def _second_expert_text(result: Result) -> str:
     curves = result["second_expert"]
     return (
@@ -600,6 +619,21 @@ PLACES = (
         quick="benchmarks/offload/training.py room --hidden-size 64 --intermediate-size 64 "
         "--layers 2 --top-k 1 "
         "--batch-size 1 --sequence-length 16 --rounds 1",
+    ),
+    Place(
+        "moesys-cache",
+        "MoESys (SE-MoE Algorithm 1)",
+        "section 3.2, Algorithm 2",
+        "the host cache's policy: the algorithm as printed (`--tiers.cache-policy moesys`), ours, "
+        "and almost no cache",
+        "no figures; no values of threshold, beta and K",
+        "python benchmarks/paper/moesys_cache.py",
+        "moesys_cache_cpu.json",
+        _cache_text,
+        quick="benchmarks/paper/moesys_cache.py --quick",
+        limit_s=420,
+        lacking="the hits are counted on the host, which is told the chosen experts by the numbers "
+        "that came with the all-to-all, not on the device",
     ),
     Place(
         "second-expert",

@@ -14,6 +14,7 @@ from jmoe.config.checks import (
     check_positive_or_none,
     check_unset,
 )
+from jmoe.config.tiers import CachePolicy, check_cache_policy
 from kernels_pallas.formats import EXPERT_DTYPES, INT8_TAKING, ExpertDtype
 
 CACHE_BLOCK = 128  # positions of a block of the KV cache
@@ -115,6 +116,15 @@ class EngineConfig:
     expert_tier: Literal["auto", "host", "nvme"] = "auto"
     # host memory that caches experts of the tier nvme; None: a quarter of their bytes
     host_cache_bytes: int | None = None
+    # which experts stay in that cache. lfu: the most used ones, with counts that notice changes of
+    # traffic; moesys: Algorithm 2 of MoESys as printed
+    cache_policy: CachePolicy = "lfu"
+    # cache_policy = moesys: hits that an expert must have before another may take its place
+    cache_threshold: float = 1.0
+    # cache_policy = moesys: beta, by which all hits are multiplied every `cache_interval` steps
+    cache_beta: float = 0.8
+    # cache_policy = moesys: K, the steps between two of these multiplications
+    cache_interval: int = 4
     # page-lock the host memory from which experts are copied to the device; auto: for a GPU
     pin_host_memory: Literal["auto", "on", "off"] = "auto"
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
@@ -248,6 +258,11 @@ class EngineConfig:
         if self.policy == "resident":
             why = "with policy = 'resident', which keeps every expert on the device"
             check_unset(self, "", ["expert_tier", "host_cache_bytes", "pin_host_memory"], why)
+        if self.policy != "experts":  # the other policies do not count steps for the cache
+            check_unset(self, "", ["cache_policy"], f"with policy = {self.policy!r}; set experts")
+        if self.expert_tier == "host":
+            check_unset(self, "", ["cache_policy"], "with expert_tier = 'host', which has no cache")
+        check_cache_policy(self, "")
         guesses = self.policy not in ("resident", "ring") or self.mesh.placement == "lina"
         constraint = (
             f"must be auto or None with policy = {self.policy!r}, which fetches no experts by a"

@@ -19,7 +19,11 @@ from jmoe.config.checks import (
 Tier = Literal["device", "host", "nvme"]
 Update = Literal["device", "host"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the largest
-OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps")  # options of the tier nvme
+# options of MoESys' cache policy
+OF_MOESYS = ("cache_threshold", "cache_beta", "cache_interval")
+# options of the tier nvme
+OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps", "cache_policy", *OF_MOESYS)
+CachePolicy = Literal["lfu", "moesys"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,15 @@ class TiersConfig:
     path: str = ""
     # host memory in which a process caches records of the tier nvme; 0: a quarter of their bytes
     host_cache_bytes: int = 0
+    # which records stay in that cache. lfu: the most used ones, with counts that notice changes of
+    # traffic; moesys: Algorithm 2 of MoESys as printed
+    cache_policy: CachePolicy = "lfu"
+    # cache_policy = moesys: hits that a record must have before another may take its place
+    cache_threshold: float = 1.0
+    # cache_policy = moesys: beta, by which all hits are multiplied every `cache_interval` steps
+    cache_beta: float = 0.8
+    # cache_policy = moesys: K, the steps between two of these multiplications
+    cache_interval: int = 4
     # steps between two writes of changed records to nvme; 0: a record is written when it leaves the
     # cache or a checkpoint is saved
     write_back_every_steps: int = 0
@@ -67,6 +80,7 @@ class TiersConfig:
         check_field_types(self)
         check_not_negative(self, "host_cache_bytes", "write_back_every_steps")
         check_positive(self, "device_layers")
+        check_cache_policy(self, "tiers")
         share = self.device_experts
         check(0 < share <= 1, "tiers.device_experts", share, "must be greater than 0 and at most 1")
         fetched = self.experts != "device" or share == 1
@@ -119,6 +133,19 @@ class TiersConfig:
         not by `auto`.
         """
         return bool({"host", "nvme"} & {self.experts, self.optimizer})
+
+
+def check_cache_policy(options: Any, section: str) -> None:
+    """Raise ValueError for values of `cache_threshold`, `cache_beta` and `cache_interval` that are
+    out of range, or that another cache policy does not use.
+    """
+    check_positive(options, "cache_interval")
+    check_not_negative(options, "cache_threshold")
+    name, beta = f"{section}.cache_beta".lstrip("."), options.cache_beta
+    check(0 < beta <= 1, name, beta, "must be greater than 0 and at most 1")
+    if options.cache_policy != "moesys":
+        why = f"with cache_policy = {options.cache_policy!r}, which does not use it"
+        check_unset(options, section, OF_MOESYS, why)
 
 
 # GPUs for which `--estimate` can compile programs

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from jmoe.config import check
-from jmoe.memory.slot_table import HitCounts, LFUSlotTable
+from jmoe.memory.slot_table import LFUSlotTable, RecordRanks
 
 
 @dataclass
@@ -39,13 +39,14 @@ class CacheStats:
 
 
 class LFUCache:
-    """A cache of records by hit count (`HitCounts`), also for balanced traffic.
+    """A cache of records by hit count (`HitCounts`), also for balanced traffic, or by other ranks.
 
     A new record enters if a slot is free, or if its rank is higher than the lowest rank in the
     cache; otherwise it passes through a staging slot. Plain LFU and LRU insert every record, so
     records that come in a cycle and do not all fit never hit. This rule keeps a fixed set instead,
     which is optimal there. It is MoESys's Algorithm 2 with two changes: counts survive eviction and
-    are forgotten when traffic changes, and ties go to the cached record.
+    are forgotten when traffic changes, and ties go to the cached record. With `MoESysCounts` in
+    place of `HitCounts` it is the algorithm as printed.
 
     A slot belongs to its record between `reserve_slot` and the last `unpin`. A dirty record keeps
     its slot until it is written: `begin_next_write` returns one to write, `end_write` ends the
@@ -55,7 +56,7 @@ class LFUCache:
     `queue_write_back`.
     """
 
-    def __init__(self, counts: HitCounts, num_slots: int, staging_slots: int) -> None:
+    def __init__(self, counts: RecordRanks, num_slots: int, staging_slots: int) -> None:
         check(staging_slots >= 0, "staging_slots", staging_slots, "must not be negative")
         check(
             staging_slots > 0 or num_slots >= counts.num_records,
@@ -98,6 +99,7 @@ class LFUCache:
             self._stats.misses += 1
         else:
             self._stats.hits += 1
+            self.counts.count_hit(index)
         if index in self._staged:
             self._staged.move_to_end(index)
         self._pin_slot(slot)
@@ -130,6 +132,7 @@ class LFUCache:
         self._fresh.discard(index)
         if slot in self._place_of:
             self._table.evict(self._place_of[slot])
+            self.counts.count_eviction(index)
         else:
             del self._staged[index]
             self._free_staging.append(slot)
@@ -223,7 +226,7 @@ class LFUCache:
             if place is None:
                 return None
             victim = int(self._table.record_in[place])
-            if self.counts.rank(index) <= self.counts.rank(victim):
+            if not self.counts.admits(index, victim):
                 return None
             if victim in self._fresh and not awaited:
                 return None
@@ -231,7 +234,9 @@ class LFUCache:
                 return None
             self._count_unused(victim)
             self._table.evict(place)
+            self.counts.count_eviction(victim)
             self._stats.evictions += 1
+        self.counts.count_load(index)
         return self._slot_at[self._table.place(index)]
 
     def _move_to_staging(self, victim: int, place: int, awaited: bool) -> bool:

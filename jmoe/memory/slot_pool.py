@@ -6,7 +6,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jmoe.memory.slot_table import LFUSlotTable, checked_record_ids
+from jmoe.memory.slot_table import HitCounts, LFUSlotTable, checked_record_ids
 
 
 class SlotPool(LFUSlotTable):
@@ -20,6 +20,8 @@ class SlotPool(LFUSlotTable):
 
     A plan costs O(needed), plus a heap operation per record to load. Not thread-safe.
     """
+
+    counts: HitCounts
 
     def plan_loads(self, needed: ArrayLike) -> tuple[NDArray[np.int32], list[tuple[int, int]]]:
         """Return (int32 slots of the needed records, in order; the (record, slot) pairs to load

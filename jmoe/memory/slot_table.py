@@ -5,6 +5,7 @@
 """
 
 import heapq
+from abc import ABC, abstractmethod
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,7 +38,46 @@ def checked_record_ids(indices: ArrayLike, num_records: int) -> NDArray[np.int64
     return ids
 
 
-class HitCounts:
+class RecordRanks(ABC):
+    """The order in which a cache keeps records: the record of the lowest rank is evicted first.
+
+    A rank may rise at any time; `generation` changes whenever one falls. oldest_first: whether the
+    record that came first is evicted among equal ranks, or the one that came last.
+    """
+
+    generation: int = 0
+    oldest_first: bool = False
+
+    @property
+    @abstractmethod
+    def num_records(self) -> int: ...
+
+    @abstractmethod
+    def rank(self, index: int) -> float:
+        """Return the record's rank."""
+
+    def admits(self, index: int, victim: int) -> bool:
+        """Return True if the absent record `index` may replace `victim` in a full cache."""
+        return self.rank(index) > self.rank(victim)
+
+    @abstractmethod
+    def count_step(self, indices: ArrayLike) -> None:
+        """Count one step that used these records; a repeated record counts once."""
+
+    def rank_first(self, indices: ArrayLike) -> None:  # noqa: B027 (a policy may ignore it)
+        """Note that the next step will probably use these records."""
+
+    def count_hit(self, index: int) -> None:  # noqa: B027 (`HitCounts` counts by steps)
+        """Count a use of a record that the cache holds."""
+
+    def count_load(self, index: int) -> None:  # noqa: B027
+        """Count the load of a record that the cache has admitted."""
+
+    def count_eviction(self, index: int) -> None:  # noqa: B027
+        """Count the eviction of a record."""
+
+
+class HitCounts(RecordRanks):
     """Hit counts that forget old traffic when the traffic changes.
 
     `scores` rank the records; each step adds 1 to the records it uses. Scores do not decay, since
@@ -165,13 +205,13 @@ def _log_likelihood(
 class LFUSlotTable:
     """Tracks which records are in `num_slots` slots, and which slot to evict next.
 
-    The victim is the unpinned slot whose record has the lowest rank (`HitCounts.rank`, a hit
-    count); among equal ranks it is the record that came last. So on balanced traffic the set stays;
-    evicting the oldest record would lose every hit of a cyclic order. A victim costs O(log
-    num_slots) on average: a heap with lazily updated keys.
+    The victim is the unpinned slot whose record has the lowest rank (`RecordRanks.rank`, a hit
+    count); among equal ranks it is the record that came last, unless `RecordRanks.oldest_first`. So
+    on balanced traffic the set stays; evicting the oldest record would lose every hit of a cyclic
+    order. A victim costs O(log num_slots) on average: a heap with lazily updated keys.
     """
 
-    def __init__(self, counts: HitCounts, num_slots: int) -> None:
+    def __init__(self, counts: RecordRanks, num_slots: int) -> None:
         check(num_slots > 0, "num_slots", num_slots, "must be greater than 0")
         self.counts = counts
         self.slot_of = np.full(counts.num_records, -1, np.int32)  # record -> slot, -1: not here
@@ -181,7 +221,8 @@ class LFUSlotTable:
         self._came = [0] * num_slots  # slot -> serial number of the arrival, 0: free
         self._serial = 0
         self._free = list(range(num_slots - 1, -1, -1))
-        self._heap: list[tuple[float, int, int]] = []  # (score, -arrival, slot)
+        self._arrival_sign = 1 if counts.oldest_first else -1
+        self._heap: list[tuple[float, int, int]] = []  # (score, signed arrival, slot)
         self._in_heap = [False] * num_slots
         self._generation = counts.generation
 
@@ -199,14 +240,14 @@ class LFUSlotTable:
             self._rebuild_heap()
         heap = self._heap
         while heap:
-            score, minus_came, slot = heap[0]
-            if self._came[slot] != -minus_came:  # this key's record was evicted
+            score, arrival, slot = heap[0]
+            if self._came[slot] != abs(arrival):  # this key's record was evicted
                 heapq.heappop(heap)
             elif self._pins[slot]:  # the last unpin pushes it again
                 heapq.heappop(heap)
                 self._in_heap[slot] = False
             elif score != (now := self._eviction_rank(slot)):
-                heapq.heapreplace(heap, (now, minus_came, slot))
+                heapq.heapreplace(heap, (now, arrival, slot))
             else:
                 return slot
         return None
@@ -254,13 +295,16 @@ class LFUSlotTable:
     def _eviction_rank(self, slot: int) -> float:
         return self.counts.rank(int(self.record_in[slot]))
 
+    def _heap_entry(self, slot: int) -> tuple[float, int, int]:
+        return self._eviction_rank(slot), self._arrival_sign * self._came[slot], slot
+
     def _push_slot(self, slot: int) -> None:
-        heapq.heappush(self._heap, (self._eviction_rank(slot), -self._came[slot], slot))
+        heapq.heappush(self._heap, self._heap_entry(slot))
         self._in_heap[slot] = True
 
     def _rebuild_heap(self) -> None:
         occupied = [slot for slot, came in enumerate(self._came) if came]
-        self._heap = [(self._eviction_rank(slot), -self._came[slot], slot) for slot in occupied]
+        self._heap = [self._heap_entry(slot) for slot in occupied]
         heapq.heapify(self._heap)
         for slot in occupied:
             self._in_heap[slot] = True

@@ -28,7 +28,7 @@ from jmoe.memory.link import Link, LinkStats
 from jmoe.memory.pinned import PinnedSlots, PinnedSlotsOfDevices
 from jmoe.memory.record_handle import Record
 from jmoe.memory.record_store import HostRecords, RecordStore
-from jmoe.memory.slot_table import HitCounts, checked_record_ids
+from jmoe.memory.slot_table import HitCounts, RecordRanks, checked_record_ids
 from jmoe.memory.version_store import VersionStore
 
 # expected records per cache slot; measured: at 1.4 `keep_cached` saves reads, at 2.4 it adds some
@@ -82,7 +82,8 @@ class TieredStore(Closing):
     direction (reads and writes do not share it, like the two ways of a PCIe link), and "host"
     (records returned by `get`, counted when they close).
     wait_limit_s: longest wait of a call; then `TimeoutError` names the record and the file.
-    allocate: the function that allocates the cache.
+    allocate: the function that allocates the cache. make_ranks: makes the cache's order of that
+    many records.
 
     With a `VersionStore`, `get(index, writable=True)` gives one caller exclusive access to a
     record, and `Record.close_as_changed` marks it as dirty. One of `write_threads` threads writes a
@@ -95,7 +96,7 @@ class TieredStore(Closing):
     caller closes the underlying store, after this one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the store, its cache and its threads
         self,
         store: RecordStore | VersionStore | HostRecords,
         *,
@@ -106,6 +107,7 @@ class TieredStore(Closing):
         bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None = None,
         wait_limit_s: float = 60.0,
         allocate: Allocate = allocate_slots,
+        make_ranks: Callable[[int], RecordRanks] = HitCounts,
     ) -> None:
         _check_positive(
             threads=threads,
@@ -137,13 +139,16 @@ class TieredStore(Closing):
         self._versions = store if isinstance(store, VersionStore) else None
         self._mapped = store if isinstance(store, VersionStore) and store.io == "mapped" else None
         self._threads = self._make_threads(threads, write_threads)
-        self._cache, self._slots_MR = self._make_cache(cache_bytes, allocate)
+        self._cache, self._slots_MR = self._make_cache(cache_bytes, allocate, make_ranks)
         self._views = [self._read_only_views(slot) for slot in range(len(self._slots_MR))]
         for thread in self._threads:
             thread.start()
 
     def _make_cache(
-        self, cache_bytes: int | None, allocate: Allocate
+        self,
+        cache_bytes: int | None,
+        allocate: Allocate,
+        make_ranks: Callable[[int], RecordRanks],
     ) -> tuple[LFUCache | None, Slots]:
         """Return (the cache, the memory of its slots); (None, the records) if all are in host
         memory.
@@ -157,7 +162,7 @@ class TieredStore(Closing):
         # every thread may hold a staging slot
         cache_slots, staging_slots = self._split_slots(cache_bytes, len(self._threads))
         slots_MR = allocate(cache_slots + staging_slots, self.layout.record_bytes)
-        return LFUCache(HitCounts(self.num_records), cache_slots, staging_slots), slots_MR
+        return LFUCache(make_ranks(self.num_records), cache_slots, staging_slots), slots_MR
 
     def _make_threads(self, threads: int, write_threads: int) -> list[threading.Thread]:
         """Return the threads that read records, and those that write them back if the store can be

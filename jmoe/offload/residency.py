@@ -7,7 +7,7 @@ policy.
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from jmoe.memory.direct_io import UNWRITABLE
 from jmoe.memory.pinned import choose_host_allocator
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.record_store import HostRecords, RecordStore
+from jmoe.memory.slot_table import HitCounts, RecordRanks
 from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.expert_index import ExpertIndex
@@ -46,7 +47,7 @@ PACK_FOLDER = "jmoe_experts"
 log = logging.getLogger("jmoe")
 
 
-def open_experts(
+def open_experts(  # noqa: PLR0913  what the engine's options say
     checkpoint: LazyCheckpoint,
     plan: MemoryPlan,
     *,
@@ -56,6 +57,7 @@ def open_experts(
     int8_activations: bool = False,
     on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
+    make_ranks: Callable[[int], RecordRanks] = HitCounts,
 ) -> tuple[Residency, TieredStore | None]:
     """Return (residency policy, store), with the experts loaded as the plan says, for one device.
 
@@ -63,7 +65,7 @@ def open_experts(
     tokens. int8_activations: they round the experts' inputs to 8 bits (`ExpertByteOffsets`).
     on_host: the CPU may compute experts in host memory, which is then not pinned. pin: whether to
     pin host memory (`memory.pinned.choose_host_allocator`). bandwidth_limit_bytes_per_s: by link,
-    see `TieredStore`.
+    see `TieredStore`; make_ranks: of the cache, see there.
 
     Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
     """
@@ -86,7 +88,9 @@ def open_experts(
     )
     log.info("experts off the device: %s", memory.note)
     limits = bandwidth_limit_bytes_per_s
-    store = _open_store(checkpoint, index, plan, cache_dir, limits, allocate=memory.allocate)
+    store = _open_store(
+        checkpoint, index, plan, cache_dir, limits, allocate=memory.allocate, make_ranks=make_ranks
+    )
     if plan.policy == "ring":
         return LayerRing(slots, store, index, plan.ring_slots), store
     if on_host and plan.expert_tier == "host" and store.host_records is not None:
@@ -109,12 +113,13 @@ def open_placed_experts(
     bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     placements: Sequence[Placement] | None = None,
     pin: Literal["auto", "on", "off"] = "auto",
+    make_ranks: Callable[[int], RecordRanks] = HitCounts,
 ) -> tuple[MeshExperts, TieredStore | None]:
     """Return (experts on a mesh, store), with the experts loaded as the plan says.
 
     The store is None if the experts come directly from the checkpoint. placements: one per layer,
     permanent; None means even placement. pin: whether to pin the host memory of each device's
-    streamed experts (`memory.pinned.choose_host_allocator`).
+    streamed experts (`memory.pinned.choose_host_allocator`). make_ranks: see `TieredStore`.
     """
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
@@ -138,7 +143,7 @@ def open_placed_experts(
         log.info("experts off the devices: %s", memory.note)
         owned = chain.from_iterable(owned_by_device.values())
         store = _open_store(
-            checkpoint, index, plan, cache_dir, limits, owned, allocate=memory.allocate
+            *(checkpoint, index, plan, cache_dir, limits, owned, memory.allocate), make_ranks
         )
         if plan.policy == "ring":
             return MeshRing(mesh, index, fields, plan.ring_slots, store), store
@@ -150,7 +155,7 @@ def open_placed_experts(
         ), None
     slots = plan.expert_slots // index.num_layers
     if plan.expert_tier is not None:
-        store = _open_store(checkpoint, index, plan, None, limits)
+        store = _open_store(checkpoint, index, plan, None, limits, make_ranks=make_ranks)
         return PlacedExperts(mesh, index, fields, slots, store.get), store
     return PlacedExperts(mesh, index, fields, slots, _record_reader(checkpoint, index)), None
 
@@ -179,6 +184,7 @@ def _open_store(
     limits: Mapping[LinkName, float] | None,
     owned: Iterable[int] | None = None,
     allocate: Allocate = allocate_slots,
+    make_ranks: Callable[[int], RecordRanks] = HitCounts,
 ) -> TieredStore:
     """Return a store of the experts' records on the plan's tier.
 
@@ -220,5 +226,9 @@ def _open_store(
     if packed.io == "mapped" and "nvme" not in (limits or {}):
         return TieredStore(packed.map_records(), bandwidth_limit_bytes_per_s=limits)
     return TieredStore(
-        packed, cache_bytes=plan.host_bytes, bandwidth_limit_bytes_per_s=limits, allocate=allocate
+        packed,
+        cache_bytes=plan.host_bytes,
+        bandwidth_limit_bytes_per_s=limits,
+        allocate=allocate,
+        make_ranks=make_ranks,
     )

@@ -20,6 +20,7 @@ import numpy as np
 
 from jmoe.config import TrainConfig, check
 from jmoe.memory.buffers import allocate_slots
+from jmoe.memory.moesys_counts import ranks_maker
 from jmoe.memory.pinned import HostAllocator, choose_host_allocator
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
@@ -288,6 +289,7 @@ class ExpertStores:
             write_back_every_steps=self._tiers.write_back_every_steps or None,
             wait_limit_s=self._config.distributed.step_timeout_s,
             allocate=self._allocate,
+            make_ranks=ranks_maker(self._tiers),
         )
 
     def _record_filler(self, read: ReadExperts | None) -> Fill:

@@ -19,6 +19,7 @@ from jmoe.config.parallel import ExpertSharding
 from jmoe.config.tiers import TIERS, Tier, Update
 from jmoe.planning.memory_plan import RESERVE
 from jmoe.planning.roofline import distinct_experts, scale_chosen_share
+from jmoe.planning.storage_equation import StorageEquation
 
 EXPERT_SHARDINGS: tuple[ExpertSharding, ...] = get_args(ExpertSharding)
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
@@ -308,6 +309,14 @@ class TrainingPlan:
         cache_bytes = self.placement.host_cache_bytes
         return on_disk // 4 if cache_bytes is None else min(cache_bytes, on_disk)
 
+    @property
+    def storage_equation(self) -> StorageEquation:
+        """Return MoESys' bytes of this model's state, for comparison with `rows`."""
+        model = self.model
+        alpha = min(1.0, model.active_experts * model.num_devices / model.num_experts)
+        sparse = model.num_all_expert_parameters
+        return StorageEquation(model.dense_parameters, sparse, model.num_layers, alpha)
+
     def with_chosen_share(self, share: float) -> "TrainingPlan":
         """Return the plan for steps that choose the fraction `share` of a device's experts of a
         layer.
@@ -499,6 +508,12 @@ class TrainingPlan:
             ]
             table[kind] = [_gigabytes_text(size) if size else "" for size in sizes]
         table["together"] = [_gigabytes_text(self.bytes_on(tier)) for tier in TIERS]
+        if self.placement.is_streamed:
+            whole, among = self.storage_equation.bytes_by_tier, (num_devices, hosts, hosts)
+            table["MoESys, equation 1"] = [
+                _gigabytes_text(round(whole[tier] / parts))
+                for tier, parts in zip(TIERS, among, strict=True)
+            ]
         table["free"] = [_gigabytes_text(self.machine.free_bytes(tier)) for tier in TIERS]
         if self.machine.shared:
             table["free"][TIERS.index("device")] = "of the host"

@@ -81,7 +81,11 @@ SIGNS: list[tuple[Callable[..., object], str, str]] = [
     (EngineMesh, "devices rebalance_every rebalance_window", ""),
     (DistributedConfig, "start_timeout_s step_timeout_s heartbeat_timeout_s", ""),
     (TrainConfig, "num_steps batch_size sequence_length gradient_accumulation_steps", ""),
-    (TiersConfig, "device_layers", "host_cache_bytes write_back_every_steps"),
+    (
+        TiersConfig,
+        "device_layers cache_interval",
+        "host_cache_bytes write_back_every_steps cache_threshold",
+    ),
 ]
 BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     *(
@@ -97,6 +101,21 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         RouterConfig,
         {"kind": "top2"},
         wrong("kind", "top2", "must be one of switch, gshard, softmax"),
+    ),
+    (
+        TiersConfig,
+        {"cache_beta": 1.5},
+        wrong("tiers.cache_beta", 1.5, "must be greater than 0 and at most 1"),
+    ),
+    (
+        EngineConfig,
+        {"cache_policy": "moesys"},
+        wrong("cache_policy", "moesys", "must be 'lfu' with policy = 'auto'; set experts"),
+    ),
+    (
+        EngineConfig,
+        {"policy": "experts", "expert_tier": "host", "cache_policy": "moesys"},
+        wrong("cache_policy", "moesys", "must be 'lfu' with expert_tier = 'host', which has no"),
     ),
     (RouterConfig, {"jitter_noise": 1.0}, wrong("jitter_noise", 1.0, "must be in [0, 1)")),
     (

@@ -43,6 +43,7 @@ SHAPE = "a parameter's shape or a formula of every model"
 Change = dict[str, Any]  # field, dotted -> value
 ON_DEVICE: Change = {}
 ON_HOST: Change = {"tiers.experts": "host", "tiers.optimizer": "host"}
+ON_NVME: Change = {"tiers.experts": "nvme", "tiers.optimizer": "nvme"}
 
 # root -> field -> (what it is set to, a configuration that cannot honour it)
 REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
@@ -52,6 +53,10 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "tiers.path": ("/nvme", ON_DEVICE),
         "tiers.host_cache_bytes": (1 << 30, ON_DEVICE),
         "tiers.write_back_every_steps": (5, ON_DEVICE),
+        "tiers.cache_policy": ("moesys", ON_DEVICE),
+        "tiers.cache_threshold": (2.0, ON_NVME),
+        "tiers.cache_beta": (0.5, ON_NVME),
+        "tiers.cache_interval": (8, ON_NVME),
         "tiers.pin_host_memory": ("on", ON_DEVICE),
         "tiers.update": ("host", {"tiers.optimizer": "host"}),
         "tiers.device_layers": (3, ON_DEVICE),
@@ -136,6 +141,10 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "allowed_hosts": (("name",), {"api_key_file": "keys"}),
         "engine.expert_tier": ("nvme", {"engine.policy": "resident"}),
         "engine.host_cache_bytes": (1, {"engine.policy": "resident"}),
+        "engine.cache_policy": ("moesys", {"engine.policy": "resident"}),
+        "engine.cache_threshold": (2.0, {}),
+        "engine.cache_beta": (0.5, {}),
+        "engine.cache_interval": (8, {}),
         "engine.pin_host_memory": ("on", {"engine.policy": "resident"}),
         "engine.estimator": ("router", {"engine.policy": "ring"}),
         "engine.native": ("on", {"engine.mesh.devices": 2}),

@@ -26,7 +26,9 @@ from jmoe.inference.runner import ModelRunner
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.sequence import Completion, Output
 from jmoe.memory import record_store
+from jmoe.memory.moesys_counts import MoESysCounts
 from jmoe.memory.pinned import PinnedSlots
+from jmoe.memory.slot_table import HitCounts
 from jmoe.models.decoder import Decoder
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import LanguageModel
@@ -870,3 +872,17 @@ def test_other_weights(policy: str, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "1")
         with pytest.raises(ValueError, match=r"config.json: is missing"):
             engine.reload(tmp_path / "damaged")  # and the old ones are gone: the engine has ended
+
+
+def test_the_cache_policy_changes_no_token(tmp_path: Path) -> None:
+    """MoESys' policy answers like ours, from the cache that its counts rule."""
+    options = {"policy": "experts", "expert_tier": "nvme", "host_cache_bytes": 25_000}
+    answers = []
+    for policy, ranks in (("lfu", HitCounts), ("moesys", MoESysCounts)):
+        chosen = options | {"cache_policy": policy, "cache_dir": tmp_path / policy}
+        with tiny_engine("olmoe", **chosen) as served:
+            answers.append(served.generate([[1, 2, 3], [7, 5]], max_new_tokens=8, ignore_eos=True))
+            assert served._store is not None and served._store._cache is not None
+            assert type(served._store._cache.counts) is ranks
+            assert served._store.stats().nvme.num_bytes > 0
+    assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]

@@ -165,6 +165,16 @@ def test_it_starts_from_the_same_parameters() -> None:
             ),
             3,
         ),
+        pytest.param(
+            TiersConfig(
+                *("nvme", "nvme", "nvme"),
+                host_cache_bytes=150_000,
+                cache_policy="moesys",
+                cache_threshold=0.5,
+            ),
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_where_it_lies_changes_no_bit(
