@@ -18,15 +18,19 @@ from jmoe.config.checks import (
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay, and a learning rate with warm-up, then cosine or constant.
+    """AdamW with decoupled weight decay, and a learning rate with warm-up, then cosine, constant,
+    or constant with a linear decay at the end ("wsd").
 
     Norms, biases and router biases are not decayed.
     """
 
     learning_rate: float = 1e-3
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup_steps: int = 100
-    final_learning_rate_fraction: float = 0.1  # cosine ends at this fraction of learning_rate
+    final_learning_rate_fraction: float = (
+        0.1  # cosine and wsd end at this fraction of learning_rate
+    )
+    decay_steps: int = 0  # wsd: the last steps, in which the rate falls; 0: a tenth of the run
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -36,8 +40,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_positive(self, "learning_rate", "eps")
-        check_not_negative(self, "warmup_steps", "weight_decay", "clip_norm")
-        check_step_counts(self, "warmup_steps")
+        check_not_negative(self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
+        check_step_counts(self, "warmup_steps", "decay_steps")
         for name in ("beta1", "beta2"):
             check_field(
                 0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"
@@ -56,3 +60,11 @@ class OptimizerConfig:
                 ["final_learning_rate_fraction"],
                 "with optimizer.schedule = 'constant'",
             )
+        if self.schedule != "wsd":
+            check_unset(self, "optimizer", ["decay_steps"], "unless optimizer.schedule = 'wsd'")
+
+    def check_phases(self, num_steps: int) -> None:
+        """Raise ValueError if warm-up and decay exceed a run of `num_steps` steps."""
+        fits = not self.decay_steps or self.warmup_steps + self.decay_steps <= num_steps
+        words = f"must not exceed num_steps {num_steps} - optimizer.warmup_steps"
+        check_field(fits, self, "optimizer.decay_steps", f"{words} {self.warmup_steps}")

@@ -327,6 +327,7 @@ class TrainConfig:
             self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps"
         )
         check_step_counts(self, "num_steps")
+        self.optimizer.check_phases(self.num_steps)
         check_field(0 <= self.seed < 2**31, self, "seed", "must be between 0 and 2**31 - 1")
         positions = self.model.max_position_embeddings
         fits = self.model.position != "learned" or self.sequence_length <= positions

@@ -4,11 +4,12 @@ learn.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -51,12 +52,14 @@ class EncodedSample(NamedTuple):
 class _RenderedSample(NamedTuple):
     """The text of a sample. spans: the text to learn, as (start, end) in characters. is_plain:
     whether it is text without a chat template: the tokenizer's first tokens precede it, and the
-    end-of-text token follows, to learn too.
+    end-of-text token follows, to learn too. prompt_ends: {number of an answer's message: end of the
+    prompt that the server renders before it}.
     """
 
     text: str
     spans: Sequence[tuple[int, int]]
     is_plain: bool
+    prompt_ends: Mapping[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +121,9 @@ class SampleEncoder:
     ) -> EncodedSample | ValueError:
         """Return the sample with the tokens to learn: those that hold a character of a span."""
         offsets = self._offsets_without_stripped_space(rendered.text, ids, offsets)
+        for i, end in rendered.prompt_ends.items():
+            if not self._keeps_served_tokens(rendered.text, ids, offsets, end):
+                return _other_tokens_error(i, rendered.text[:end])
         begins, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, begins + 1)
         trained = np.zeros(len(ids), np.bool_)
@@ -132,6 +138,32 @@ class SampleEncoder:
         if not sample.num_trained:
             return ValueError("has no token to learn")
         return sample
+
+    def _keeps_served_tokens(
+        self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], end: int
+    ) -> bool:
+        """Return whether the tokens of the whole text begin with those of the prompt `text[:end]`.
+
+        Text after an added token is tokenized independently of what precedes it, so the comparison
+        begins at the prompt's last added token.
+        """
+        stop = bisect.bisect_left(offsets, end, key=lambda span: span[0])
+        added = self._added_tokens
+        start = next((i for i in reversed(range(stop)) if ids[i] in added), 0)
+        begin = offsets[start][0] if start else 0
+        return self._token_ids(text[begin:end]) == tuple(ids[start:stop])
+
+    @functools.cached_property
+    def _added_tokens(self) -> frozenset[int]:
+        """The ids of the tokens that the tokenizer finds before it splits the rest of a text."""
+        return frozenset(self.tokenizer.tokenizer.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _token_ids(self) -> Callable[[str], tuple[int, ...]]:
+        """A function that returns a text's tokens; it remembers the ends of recent prompts, which
+        most answers share.
+        """
+        return functools.lru_cache(256)(lambda text: tuple(self.tokenizer.encode([text])[0]))
 
     def _offsets_without_stripped_space(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
@@ -155,7 +187,7 @@ class SampleEncoder:
         if not isinstance(sample, Conversation):
             text = sample.prompt + sample.completion
             start = 0 if self.train_on == "all" else len(sample.prompt)
-            return _RenderedSample(text, [(start, len(text))], is_plain=True)
+            return _RenderedSample(text, [(start, len(text))], is_plain=True, prompt_ends={})
         if self.template is None:
             raise ValueError(
                 "messages: the tokenizer's folder has no chat template; give data.chat_template, or"
@@ -166,7 +198,7 @@ class SampleEncoder:
             text = self.template.render(
                 sample.messages, add_generation_prompt=False, **sample.variables
             )
-            return _RenderedSample(text, [(0, len(text))], is_plain=False)
+            return _RenderedSample(text, [(0, len(text))], is_plain=False, prompt_ends={})
         answers = [i for i, learned in enumerate(sample.is_answer) if learned]
         if not answers:
             raise ValueError("messages: has no answer to learn (a message with role assistant)")
@@ -177,12 +209,25 @@ class SampleEncoder:
                 sample, messages=sample.messages[:last], is_answer=sample.is_answer[:last]
             )
         if self.template.marks_answers:
-            return _RenderedSample(
-                *self._render_marked_answers(self.template, sample, answers), False
-            )
-        return _RenderedSample(
-            *self._render_and_find_answers(self.template, sample, answers), False
-        )
+            text, spans = self._render_marked_answers(self.template, sample, answers)
+            ends = self._prompt_ends(self.template, sample, answers, text)
+        else:
+            text, spans = self._render_and_find_answers(self.template, sample, answers)
+            ends = {i: start for i, (start, _) in zip(answers, spans, strict=True)}
+        return _RenderedSample(text, spans, is_plain=False, prompt_ends=ends)
+
+    def _prompt_ends(
+        self, template: ChatTemplate, sample: Conversation, answers: Sequence[int], text: str
+    ) -> dict[int, int]:
+        """Return the end of the served prompt before each answer, without answers whose prompt is
+        no prefix of `text`.
+        """
+        prompts = {
+            i: template.render(sample.messages[:i], add_generation_prompt=True, **sample.variables)
+            for i in answers
+            if i > 0
+        }
+        return {i: len(prompt) for i, prompt in prompts.items() if text.startswith(prompt)}
 
     def _render_marked_answers(
         self, template: ChatTemplate, sample: Conversation, answers: Sequence[int]
@@ -254,6 +299,18 @@ def _no_prefix_error(i: int, *, is_last: bool) -> ValueError:
         " last answer of each conversation"
     )
     return ValueError(f"messages[{i}]: {why}")
+
+
+def _other_tokens_error(i: int, prompt: str) -> ValueError:
+    """Return the ValueError for message `i`, an answer whose first characters are joined to one
+    token with the end of its prompt.
+    """
+    return ValueError(
+        f"messages[{i}]: the prompt that the chat template makes for this answer ends with"
+        f" {prompt[-8:]!r}, whose tokens change once the answer follows, so that the trained tokens"
+        " would not be the served ones; remove white space from the answer's beginning, or give"
+        " data.chat_template one whose prompt ends with a control token"
+    )
 
 
 def sample_encoding_fingerprint(config: DataConfig, tokenizer_path: Path) -> Json:

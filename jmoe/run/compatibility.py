@@ -72,6 +72,7 @@ NOTED = {
     "optimizer.learning_rate": "from here on",
     "optimizer.schedule": "from here on",
     "optimizer.warmup_steps": "the schedule is another one from here on",
+    "optimizer.decay_steps": "the schedule changes from here on",
     "optimizer.final_learning_rate_fraction": "the schedule changes from here on",
     "optimizer.weight_decay": "from here on",
     "tiers.gradient_dtype": "gradients of experts are rounded otherwise from here on",

@@ -305,7 +305,17 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (
         OptimizerConfig,
         {"schedule": "linear"},
-        wrong("schedule", "linear", "must be one of cosine, constant"),
+        wrong("schedule", "linear", "must be one of cosine, constant, wsd"),
+    ),
+    (
+        TrainConfig,
+        {"optimizer": OptimizerConfig(schedule="wsd", decay_steps=10), "num_steps": 109},
+        "optimizer.decay_steps = 10: must not exceed num_steps 109 - optimizer.warmup_steps 100",
+    ),
+    (
+        OptimizerConfig,
+        {"decay_steps": 10},
+        wrong("optimizer.decay_steps", 10, "must be 0 unless optimizer.schedule = 'wsd'"),
     ),
     (OptimizerConfig, {"beta1": 1.0}, wrong("optimizer.beta1", 1.0, "must be in [0, 1)")),
     (OptimizerConfig, {"beta2": -0.1}, wrong("optimizer.beta2", -0.1, "must be in [0, 1)")),

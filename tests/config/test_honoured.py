@@ -69,6 +69,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "data.long_samples": ("drop", {}),
         "data.pack_samples": (False, {}),
         "data.mask_documents": (True, {"distil.teacher": "teacher"}),
+        "optimizer.decay_steps": (5, {}),
         "optimizer.final_learning_rate_fraction": (0.5, {"optimizer.schedule": "constant"}),
         "loss_scale.initial": (8, {}),
         "loss_scale.growth_steps": (8, {}),

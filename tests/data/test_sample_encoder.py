@@ -3,12 +3,13 @@ growing prefixes.
 """
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, pre_tokenizers, processors
 
 from jmoe.config import DataConfig
 from jmoe.config.train import TrainOn
@@ -237,6 +238,53 @@ def test_what_cannot_be_learned_says_why(
     tmp_path: Path, template: str | None, record: Any, said: str
 ) -> None:
     assert said in error_of(encoder_of(tmp_path, template), record)
+
+
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}Answer: {% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer: {% endif %}"
+)
+
+
+def join_bytes(folder: Path, *pairs: str) -> None:
+    """Give the tokenizer of bytes a token for each pair of its symbols, in place of a byte that no
+    UTF-8 text has.
+    """
+    file = folder / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    model, symbols = stored["model"], pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for pair, unused in zip(pairs, "\xf8\xf9\xfa", strict=False):
+        ((symbol, _),) = symbols.pre_tokenize_str(pair)
+        model["vocab"][symbol] = model["vocab"].pop(unused)
+        model["merges"].append(list(symbol))
+    file.write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize("template", [SPACED, re.sub(r"{% (end)?generation %}", "", SPACED)])
+def test_a_prompt_whose_last_token_would_join_the_answer(tmp_path: Path, template: str) -> None:
+    """A prompt that ends with a space, or with a line's end before an answer that begins with one,
+    has other tokens alone than before the answer.
+    """
+    write_chat_tokenizer(tmp_path, template)
+    join_bytes(tmp_path, " t", "\n\n")
+
+    def make(template: str) -> SampleEncoder:
+        (tmp_path / "chat_template.jinja").write_text(template)
+        tokenizer = load_tokenizer(tmp_path / "tokenizer.json", VOCAB_SIZE, encode_control=True)
+        return make_sample_encoder(DataConfig(path=("x",)), tokenizer)
+
+    said = "messages[{}]: the prompt that the chat template makes for this answer ends with {!r},"
+    spaced = make(template)
+    assert error_of(spaced, say("hi", "the")).startswith(said.format(1, "Answer: "))
+    assert learned(spaced, encode(spaced, say("hi", "a"))) == ["a<|im_end|>"]  # nothing to join
+    second = error_of(spaced, say("hi", "a", "ho", "the"))
+    assert second.startswith(said.format(3, "Answer: "))
+    lines = make(template.replace("Answer: ", "Answer:\n"))
+    assert error_of(lines, say("hi", "\n\nthe")).startswith(said.format(1, "Answer:\n"))
+    # a prompt without the space: the trained tokens are the served ones
+    unspaced = make(template.replace("%}Answer: {% endif", "%}Answer:{% endif"))
+    assert learned(unspaced, encode(unspaced, say("hi", "the"))) == [" the<|im_end|>"]
 
 
 def test_a_template_of_parts_gets_parts(tmp_path: Path) -> None:

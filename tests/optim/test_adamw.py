@@ -86,6 +86,19 @@ def test_learning_rate() -> None:
     )
 
 
+def test_warm_up_stable_decay() -> None:
+    """Beside the formula of MiniCPM (arXiv 2404.06395) with a linear decay."""
+    config = OptimizerConfig(
+        learning_rate=2.0, schedule="wsd", warmup_steps=4, final_learning_rate_fraction=0.25
+    )
+    for own, decay in ((0, 4), (6, 6)):
+        at = learning_rate_schedule(dataclasses.replace(config, decay_steps=own), 40)
+        low = np.arange(40 - decay, 45)
+        falling = 2.0 - 1.5 * np.minimum((low - (40 - decay)) / decay, 1.0)
+        expected = [0.5, 1.0, 1.5, *[2.0] * (37 - decay), *falling]
+        np.testing.assert_allclose([float(at(float(i))) for i in range(45)], expected, rtol=1e-6)
+
+
 def test_a_gpu_goes_over_a_parameter_once() -> None:
     """The barrier that a CPU has between moments and weight splits a GPU's fusion in two."""
     arrays = [jnp.ones((4, 4))] * 4
