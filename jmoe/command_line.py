@@ -63,6 +63,7 @@ OTHER_TRAINERS_NAMES = {
 SERVE_FIELDS = {field.name for field in dataclasses.fields(ServeConfig)}
 UNLIMITED = 2**31  # sequences that wait
 INIT_FROM, DATA = "--init-from", "--data.path"
+ROPE_SCALING, ROPE_FACTOR = "--model.rope-scaling", "--model.rope-factor"
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
 
 
@@ -182,7 +183,7 @@ def parse_train(
             f"{program_name()}: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}"
         )
     line, preset = presets[name]
-    options = list(arguments[1:])
+    options = _with_yarn_factor(arguments[1:])
     options_set = dict(_iterate_options(options))
     _reject_other_trainers_names(options_set)
     if preset.init_from and not {"-h", "--help"} & {*options}:
@@ -201,6 +202,31 @@ def parse_train(
         _reject_model_options(options_set)
     comm = CommConfig(**vars(config.comm))
     return dataclasses.replace(config, comm=comm, output_dir=config.output_dir or f"runs/{name}")
+
+
+def _with_yarn_factor(options: Sequence[str]) -> list[str]:
+    """Return the options with `--yarn-factor F` in place of `--model.rope-scaling yarn` and
+    `--model.rope-factor F`. One of the two without the other ends the process.
+    """
+    options_set = dict(_iterate_options(options))
+    values = options_set.get(ROPE_SCALING), options_set.get(ROPE_FACTOR)
+    if values == (None, None):
+        return list(options)
+    if values[0] != "yarn" or not values[1]:
+        sys.exit(
+            f"{program_name()}: {ROPE_SCALING} = {values[0]!r}: must be yarn, and have"
+            f" {ROPE_FACTOR} F beside it"
+        )
+    kept, skipped = list[str](), False
+    for option in options:
+        name, equals, _ = option.partition("=")
+        if name.replace("_", "-") in (ROPE_SCALING, ROPE_FACTOR):
+            skipped = not equals
+        elif skipped:
+            skipped = False
+        else:
+            kept.append(option)
+    return [*kept, "--yarn-factor", values[1]]
 
 
 def _require_model_and_data(name: str, options_set: Iterable[str]) -> None:

@@ -22,6 +22,28 @@ from jmoe.config import CommConfig, TrainConfig
 from jmoe.configs import PRESETS
 
 
+def test_a_longer_context_has_two_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["fine-tune", "--init-from", "folder", "--data.path", "chats.jsonl"]
+    for options in (
+        ["--yarn-factor", "4"],
+        ["--model.rope-scaling", "yarn", "--model.rope-factor", "4"],
+        ["--model.rope_factor=4.0", "--num-steps", "3", "--model.rope-scaling=yarn"],
+    ):
+        config = parse_train([*given, *options], PRESETS)
+        assert config.yarn_factor == 4.0
+        assert config.num_steps == (3 if "3" in options else 200)
+    for options, said in (
+        (["--model.rope-scaling", "linear", "--model.rope-factor", "4"], "'linear': must be yarn"),
+        (["--model.rope-scaling", "yarn"], "must be yarn, and have --model.rope-factor F"),
+        (["--model.rope-factor", "4"], "None: must be yarn"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            parse_train([*given, *options], PRESETS)
+    with pytest.raises(SystemExit):
+        parse_train(["tiny", "--yarn-factor", "4"], PRESETS)
+    assert "yarn_factor = 4.0: must be 1 without init_from" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tier", ["auto", "device", "host", "nvme"])
 def test_moments_go_where_the_weights_are(tier: str) -> None:
     """Unless they have a tier of their own; with weights on NVMe there is no other one."""

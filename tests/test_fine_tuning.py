@@ -96,6 +96,38 @@ def test_merge_and_fine_tune(runs: TrainRuns, tmp_path: Path, run_python: Run) -
     assert logits[0].shape == (1, 20, 512) and np.abs(logits[0] - logits[1]).max() > 1e-3
 
 
+@pytest.mark.slow
+def test_a_longer_context(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """YaRN from the command line to the merged folder; a run resumes only with the same factor."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    few = ("--num-steps", "2", "--optimizer.learning-rate", "0.01")
+    runs.finish(first, *few, data=runs.text)
+    stretch = ("--model.rope-scaling", "yarn", "--model.rope-factor")
+
+    def train(factor: str, steps: str) -> Any:
+        start = ("train.py", "tiny", *SHORT, "--init-from", first, "--data.path", runs.text)
+        given = ("--num-steps", steps, *stretch, factor, "--output-dir", second)
+        return run_python((*start, *given), env=runs.environment())
+
+    done = train("4", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    other = train("2", "3")
+    assert other.returncode == 1 and "yarn_factor: 4.0 -> 2.0" in other.stderr
+    folder = tmp_path / "longer"
+    assert run_python(["-m", "jmoe.deploy.merge", second, folder]).returncode == 0
+    before, after = (
+        json.loads((path / "config.json").read_text())
+        for path in (next((first / "merged").glob("step-*")), folder)
+    )
+    positions = before["max_position_embeddings"]
+    assert after["max_position_embeddings"] == 4 * positions
+    scaling = after["rope_parameters"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("yarn", 4.0)
+    assert scaling["original_max_position_embeddings"] == positions
+    done = run_python(["-m", "jmoe.programs.generate", folder, "def", "--max-new-tokens", "4"])
+    assert done.returncode == 0 and done.stdout.startswith("def")
+
+
 def test_mistakes(tmp_path: Path, run_python: Run) -> None:
     for arguments, message in (
         (["-m", "jmoe.deploy.merge", tmp_path, tmp_path / "out"], "has no checkpoint in"),

@@ -312,6 +312,9 @@ class TrainConfig:
     # takes its model and initial parameters. Of `model`, only the options of training still apply:
     # capacity_factor and the router's jitter_noise, z_loss_coef and bias_update_speed
     init_from: str = ""
+    # with init_from: YaRN (arXiv 2309.00071) stretches the model's rotary positions to this
+    # multiple of max_position_embeddings; also --model.rope-scaling yarn --model.rope-factor F
+    yarn_factor: float = 1.0
     output_dir: str = ""  # "": runs/PRESET
     plan: bool = False  # only print the run's memory by tier and the predicted step time
     # with plan: a TOML file that describes a cluster and the numbers of nodes to plan for
@@ -346,6 +349,7 @@ class TrainConfig:
         self._check_precision()
         self._check_teacher()
         self._check_lora()
+        self._check_yarn()
         if self.train or self.freeze:
             self._check_patterns()
         span = self.profile.traced_steps()
@@ -438,6 +442,15 @@ class TrainConfig:
             self.comm.packing,
             "must be 1 with distil.teacher",
         )
+
+    def _check_yarn(self) -> None:
+        check_field(self.yarn_factor >= 1, self, "yarn_factor", "must be at least 1")
+        if self.yarn_factor == 1:
+            return
+        needs = "must be 1 without init_from, whose model it stretches"
+        check_field(bool(self.init_from), self, "yarn_factor", needs)
+        alone = "must be 1 with lora.rank: an adapter's files cannot hold positions"
+        check_field(self.lora.rank is None, self, "yarn_factor", alone)
 
     def _check_lora(self) -> None:
         rank = self.lora.rank

@@ -327,6 +327,8 @@ class VisionTrainConfig(TrainConfig):
     def _check_supported(self) -> None:
         rank = self.lora.rank
         check(rank is None, "lora.rank", rank, "must not be given for images")
+        unstretched = "must be 1 for images: their positions are not rotary"
+        check_field(self.yarn_factor == 1, self, "yarn_factor", unstretched)
         for name in ("train", "freeze"):
             check_field(not getattr(self, name), self, name, "must be empty for images")
         text_fields = [field.name for field in dataclasses.fields(self.data)]

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jmoe.cluster.processes import check_same_identity
-from jmoe.config import TRAINING_ONLY, TrainConfig, VisionTrainConfig
+from jmoe.config import (
+    TRAINING_ONLY,
+    ModelConfig,
+    TrainConfig,
+    VisionTrainConfig,
+    YarnConfig,
+    check,
+)
 from jmoe.models.config_fields import ignored_training_fields
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, read_config
@@ -42,7 +49,8 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     `init_from`.
 
     Returns `config` unchanged if `init_from` is empty, or for image tasks. Fields in
-    `TRAINING_ONLY` (capacity factor, router noise, z-loss and others) keep the values of `config`.
+    `TRAINING_ONLY` (capacity factor, router noise, z-loss and others) keep the values of `config`,
+    and `yarn_factor` stretches the model's positions.
     """
     if not config.init_from or isinstance(config, VisionTrainConfig):
         return config
@@ -59,12 +67,32 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     if config.lora.rank is not None:  # the model is frozen, its routers' biases too
         router = dataclasses.replace(router, bias_update_speed=0.0)
     model = dataclasses.replace(model, router=router, **own_values)
+    if config.yarn_factor != 1:
+        model = _with_stretched_positions(model, config.yarn_factor)
     data = config.data
     if data.tokenizer is None and (folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
     config = dataclasses.replace(config, model=model, data=data)
     config.check_chosen_share()
     return config
+
+
+def _with_stretched_positions(model: ModelConfig, factor: float) -> ModelConfig:
+    """Return `model` with YaRN, for contexts of `factor` times its max_position_embeddings.
+
+    Raises ValueError if the model has no rotary positions, or stretched ones already.
+    """
+    rotary = model.position == "rope"
+    check(rotary, "yarn_factor", factor, "must be 1 for a model without rotary positions")
+    plain = "must be 1 for a model whose positions are stretched already"
+    kind = "" if model.rope_scaling is None else f" (rope_scaling = {model.rope_scaling})"
+    check(not kind, "yarn_factor", factor, plain + kind)
+    original = model.max_position_embeddings
+    return dataclasses.replace(
+        model,
+        rope_scaling=YarnConfig(factor=factor, original_max_position_embeddings=original),
+        max_position_embeddings=round(factor * original),
+    )
 
 
 def pretrained_folder(init_from: str) -> Path:

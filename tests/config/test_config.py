@@ -313,6 +313,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         "optimizer.decay_steps = 10: must not exceed num_steps 109 - optimizer.warmup_steps 100",
     ),
     (
+        TrainConfig,
+        {"init_from": "model", "yarn_factor": 0.5},
+        wrong("yarn_factor", 0.5, "must be at least 1"),
+    ),
+    (
         OptimizerConfig,
         {"decay_steps": 10},
         wrong("optimizer.decay_steps", 10, "must be 0 unless optimizer.schedule = 'wsd'"),

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.config import TiersConfig, TrainConfig
+from jmoe.config import LoraConfig, TiersConfig, TrainConfig, YarnConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
+from jmoe.models.huggingface import hf_config
 from jmoe.models.weights import flatten_by_path
 from jmoe.training.finetune import (
     companion_files,
@@ -101,6 +102,39 @@ def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match=r"config.json: is missing"):
         with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_longer_context_is_what_its_export_says(name: str, tmp_path: Path) -> None:
+    """The first loss is that of the model that its `config.json` with YaRN describes."""
+    config = config_of(name, yarn_factor=4.0)
+    short = config_of(name)
+    positions = short.model.max_position_embeddings
+    assert config.model.rope_scaling == YarnConfig(4.0, positions)
+    assert config.model.max_position_embeddings == 4 * positions
+    for file in (CHECKPOINTS / name).glob("*.safetensors*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    exported = hf_config(config.model)
+    (tmp_path / "config.json").write_text(json.dumps(exported))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(3, 64, (2, 12)), jnp.int32)
+    model = jmoe.load_pretrained(tmp_path, dtype="float32")
+    logits = jax.nn.log_softmax(jnp.asarray(model(tokens[:, :-1])))
+    expected = -jnp.take_along_axis(logits, tokens[:, 1:, None], 2).mean()
+    losses = []
+    for run in (config, short):
+        program = make_trainer(run, mesh_of(1, 1, 1))
+        _, metrics = program.step(load_pretrained_state(program, run), tokens[None])
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(float(expected), abs=2e-5)
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_contexts_that_cannot_be_stretched() -> None:
+    said = "yarn_factor = 2.0: must be 1 "
+    with pytest.raises(ValueError, match=f"{said}for a model whose positions are stretched"):
+        config_of("deepseek_v3_yarn", yarn_factor=2.0)
+    with pytest.raises(ValueError, match=f"{said}with lora.rank"):
+        config_of("qwen3_moe", yarn_factor=2.0, lora=LoraConfig(rank=2))
 
 
 def test_a_run_keeps_what_belongs_to_the_tokenizer_of_its_model(tmp_path: Path) -> None:
