@@ -51,8 +51,10 @@ def parse_body(body: bytes) -> Json:
     errors.
     """
     try:
-        return json.loads(
-            body, object_pairs_hook=_dict_of_unique_names, parse_constant=_refuse_constant
+        return json.loads(  # from text: of bytes Python guesses the encoding
+            body.decode("utf-8-sig"),
+            object_pairs_hook=_dict_of_unique_names,
+            parse_constant=_refuse_constant,
         )
     except json.JSONDecodeError:
         raise

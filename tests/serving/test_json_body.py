@@ -20,6 +20,7 @@ from jmoe.serving.json_body import parse_body
         (b'{"user": NaN}', "the body is not JSON, which has no NaN"),
         (b"[-Infinity]", "the body is not JSON, which has no -Infinity"),
         (b'"\xff"', "the body is not UTF-8"),
+        ('{"a": "é"}'.encode("utf-16"), "the body is not UTF-8"),
         (b"[" * 100_000, "lists and objects of the body are nested too deeply"),
         (b"[" + b"9" * 5000 + b"]", "a number of the body has too many digits"),
     ],
