@@ -251,12 +251,11 @@ class Engine(Closing):
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished
 
-    @property
-    def has_room_for_another(self) -> bool:
-        """Whether no sequence waits, or more blocks of the cache are free than the waiting ones
-        need.
+    def has_room_for(self, priority: int) -> bool:
+        """Return whether another sequence of this priority may be added without waiting for long:
+        see `Scheduler.has_room_for`.
         """
-        return self._scheduler.has_room_for_another
+        return self._scheduler.has_room_for(priority)
 
     def generate(
         self,

@@ -18,11 +18,11 @@ Imports the standard library and jmoe's own modules without JAX.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import NamedTuple
 
 from jmoe.config import check
@@ -51,6 +51,10 @@ def bucket_sizes(maximum: int, ratio: int = 2) -> tuple[int, ...]:
     while ratio * sizes[-1] < maximum:
         sizes.append(ratio * sizes[-1])
     return tuple(sorted({*sizes, maximum}))
+
+
+def _priority_of(sequence: Sequence) -> int:
+    return sequence.priority
 
 
 def smallest_bucket(n: int, sizes: tuple[int, ...]) -> int:
@@ -178,8 +182,8 @@ class Scheduler:
     A sequence enters once there are blocks for its prompt, and one more for each running sequence
     that may need one. If a decoding sequence needs a block and all are in use, the sequence that
     entered last is preempted, among those with the largest `priority`: it gives its blocks back,
-    waits in front of the others, and later computes its prompt and output again, save what the
-    cache still has.
+    waits in front of the others of its priority, and later computes its prompt and output again,
+    save what the cache still has.
 
     eos_token_ids: tokens that end a sequence unless it ignores them.
     """
@@ -219,7 +223,7 @@ class Scheduler:
         self._pools = [BlockPool(i * size, size, block_tokens) for i in range(num_pools)]
         self._rows_per_pool = self.max_batch // num_pools
         self._rows: list[Sequence | None] = [None] * self.max_batch
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[Sequence] = deque()  # by priority
         self._running: list[Sequence] = []  # in the order they entered
         self._prefilling: list[Sequence] = []  # likewise
         self._clock = count(1)  # of uses of blocks
@@ -233,7 +237,8 @@ class Scheduler:
         )
         if self.max_drafted:
             sequence.lookup = PromptLookup(*self._draft_sizes)
-        self._waiting.append(sequence)
+        place = bisect_right(self._waiting, sequence.priority, key=_priority_of)
+        self._waiting.insert(place, sequence)
 
     def check_prompt(self, prompt_token_ids: Collection[int]) -> None:
         """Raise ValueError if a prompt is empty, or does not leave a position for one output
@@ -284,16 +289,19 @@ class Scheduler:
         """The decoding sequences, and the waiting ones that were preempted."""
         return self.decoding_sequences + [s for s in self._waiting if s.num_preemptions]
 
-    @property
-    def has_room_for_another(self) -> bool:
-        """Whether no sequence waits, or blocks are free beyond those that the waiting ones need.
+    def has_room_for(self, priority: int) -> bool:
+        """Return whether another sequence of this priority may wait here: it would have a row, and
+        no sequence that ranks before it waits, or blocks are free beyond those that these need.
 
         Counts the blocks that the next sequences need to enter, as if none shared a prefix.
         """
-        if not self._waiting:
+        earlier = list(takewhile(lambda other: other.priority <= priority, self._waiting))
+        if len(self._running) + len(earlier) >= self.max_batch:
+            return False
+        if not earlier:
             return True
         free = sum(pool.num_free - self._num_blocks_soon(pool) for pool in self._pools)
-        return sum(self._num_blocks(s.num_tokens) + 1 for s in self._waiting) < free
+        return sum(self._num_blocks(s.num_tokens) + 1 for s in earlier) < free
 
     def schedule(self) -> StepPlan:
         """Return the next step; empty if no sequence waits and all running ones are paused.
@@ -468,11 +476,14 @@ class Scheduler:
         sequence.row, sequence.block_ids = None, array("i")
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Make a running sequence wait in front of the others, to compute its tokens again."""
+        """Make a running sequence wait, in front of the others of its priority, to compute its
+        tokens again.
+        """
         self._give_back(sequence)
         sequence.status, sequence.num_computed_tokens = "waiting", 0
         sequence.num_preemptions += 1
-        self._waiting.appendleft(sequence)
+        place = bisect_left(self._waiting, sequence.priority, key=_priority_of)
+        self._waiting.insert(place, sequence)
         self._preemptions += 1
 
     def _take_next_block(self, sequence: Sequence) -> None:
@@ -517,8 +528,8 @@ class Scheduler:
         )
 
     def _admit_next(self, tokens: int) -> bool:
-        """Give the longest waiting sequence that is not paused a row and blocks; return False if it
-        must go on waiting.
+        """Give the first waiting sequence that is not paused a row and blocks; return False if it
+        must go on waiting. Those of the lowest `priority` are first, then the longest waiting.
 
         It needs a free row and blocks, and its first chunk, padded, must not exceed `tokens`.
         """

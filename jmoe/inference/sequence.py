@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from jmoe.inference.detokenizer import TextStream
@@ -106,7 +107,7 @@ class Sequence:
             secrets.randbits(63) if seed is None else _noise_seed(seed, self.prompt_token_ids)
         )
 
-    @property
+    @cached_property
     def prefix_root(self) -> bytes:
         """The digest before the first token: blocks of the cache are shared within an adapter."""
         if not self.adapter:

@@ -100,8 +100,9 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
+    def first_priority(self) -> int:
+        """The lowest priority of a waiting sequence. The queue must not be empty."""
+        return min(sequences[0].priority for sequences in self._waiting.values())
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence to the waiting ones."""
@@ -116,7 +117,7 @@ class FairQueue:
         def running_then_oldest(key: Key) -> tuple[int, int]:
             return self._num_running[key], self._since[key]
 
-        first = min(sequences[0].priority for sequences in self._waiting.values())
+        first = self.first_priority
         requests = [key for key, queue in self._waiting.items() if queue[0].priority == first]
         client = min({request[:1] for request in requests}, key=running_then_oldest)
         request = min((key for key in requests if key[:1] == client), key=running_then_oldest)

@@ -468,13 +468,10 @@ class EngineLoop:
 
     def _admit_waiting(self) -> None:
         """Move waiting sequences to the engine until `max_batch` run, or the next ones would wait
-        for blocks of the cache: the engine serves them in the order in which it gets them.
+        for blocks of the cache: the engine serves those of one priority in the order in which it
+        gets them. A sequence that gave its blocks back keeps out none that ranks before it.
         """
-        while (
-            len(self._queue)
-            and self._queue.num_running < self.engine.max_batch
-            and self.engine.has_room_for_another
-        ):
+        while len(self._queue) and self.engine.has_room_for(self._queue.first_priority):
             sequence = self._queue.pop()
             sequence.started_s = time.monotonic()
             try:

@@ -597,6 +597,30 @@ def test_the_lowest_priority_is_preempted() -> None:
     assert all(r.output_token_ids == expected_output(r, 48)[0] for r in engine.finished)
 
 
+def test_a_preempted_sequence_lets_those_pass_that_rank_before_it() -> None:
+    """A newer one of a lower priority enters where the preempted one does not fit yet; one of the
+    same priority waits behind it.
+    """
+    engine = Engine(make_scheduler(3, 48, 48, cache_tokens=48))
+    scheduler = engine.scheduler
+    first, second = (request(name, [i] * 14, max_new_tokens=30) for i, name in enumerate("ab"))
+    second.priority = 1
+    for new in (first, second):
+        scheduler.add(new)
+    while not second.num_preemptions:
+        engine.step()
+    assert scheduler.has_room_for(0) and not scheduler.has_room_for(1)
+    later, urgent = (request(name, [i] * 3, max_new_tokens=4) for i, name in ((2, "c"), (3, "d")))
+    later.priority = 1
+    for new in (later, urgent):
+        scheduler.add(new)
+    engine.run_to_end()
+    assert engine.finished.index(urgent) < engine.finished.index(second)
+    assert engine.finished[0] is urgent and first.num_preemptions == urgent.num_preemptions == 0
+    assert all(r.output_token_ids == expected_output(r, 48)[0] for r in engine.finished)
+    assert len(engine.finished) == 4
+
+
 def test_a_sequence_that_fills_the_cache_runs_to_its_end() -> None:
     engine = Engine(make_scheduler(2, 40, 8, cache_tokens=40))
     whole = [request(str(i), [i] * 8, max_new_tokens=32) for i in range(2)]

@@ -29,7 +29,7 @@ def test_clients_share_the_places() -> None:
     assert next_of(queue, 4) == ["a.1.0", "a.1.1", "a.1.2", "a.1.3"]
     fill(queue, "b", "1", 2)
     assert next_of(queue, 3) == ["b.1.0", "b.1.1", "a.1.4"]
-    assert len(queue) == 55 and queue.num_running == 7
+    assert len(queue) == 55 and len(queue._running) == 7
 
 
 def test_requests_of_a_client_share_too() -> None:
@@ -75,5 +75,5 @@ def test_what_ended_is_forgotten() -> None:
     assert queue.remove(first), "it ran"
     assert not queue.remove(first) and not queue.remove(Sequence([1]))
     assert queue.pop() is third and queue.remove(third)
-    assert len(queue) == queue.num_running == 0
+    assert len(queue) == len(queue._running) == 0
     assert not any((queue._waiting, queue._running, queue._since, queue._num_running))
