@@ -433,6 +433,18 @@ class _CollectiveOrder:
         self.last = self.markers_of(y)
         return y
 
+    def run_chunks(self, chunks: Sequence[Work]) -> list[jax.Array]:
+        """Return the results of collectives that run between the last collective and the next.
+
+        A GPU's stream runs them in the order of their starts, and one product can hide them all, if
+        none waits for another's end. Elsewhere each waits for the one before.
+        """
+        if not self._uses_barriers:
+            return [self.set_last_collective(run(self.after_last_collective)) for run in chunks]
+        results = [lax.optimization_barrier(run(self.after_last_collective)) for run in chunks]
+        self.last = tuple(results)
+        return results
+
     def also_wait_for(self, y: jax.Array) -> None:
         """Make later collectives wait for y as well as for the last collective."""
         self.last += self.markers_of(y)
@@ -556,9 +568,7 @@ class _InterleavedRun:
         # the products start first.
         for operand in program.operands_to_wait_for(self._places[place]):
             order.also_wait_for(self._values[operand])
-        for i in share:
-            result = self._work[i](order.after_last_collective)
-            self._results[i] = order.set_last_collective(result)
+        self._results.update(zip(share, order.run_chunks([self._work[i] for i in share])))
         if runs_in_background():
             begun = [i for i in self._places[place] if i < place]
             arrays = [self._values[x] for x in program.native_operands(begun)]

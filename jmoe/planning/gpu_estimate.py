@@ -260,6 +260,38 @@ class _KernelWork:
     dtype: str = "bf16"
 
 
+class _CollectiveQueue:
+    """The time of one run of a computation, whose collectives run one after another in the order of
+    their starts, beside what computes.
+
+    now_s: seconds since the run began. hidden_s: {label: seconds of its collectives in which the
+    device computed}.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.hidden_s: dict[str, float] = {}
+        self._under_way: dict[str, tuple[str, float, float]] = {}  # name: label, begin, end
+        self._free_s = 0.0
+
+    def start(self, name: str, label: str, seconds: float) -> None:
+        """Put a collective behind those under way."""
+        begin_s = max(self.now_s, self._free_s)
+        self._free_s = begin_s + seconds
+        self._under_way[name] = label, begin_s, self._free_s
+        self.hidden_s[label] = self.hidden_s.get(label, 0.0) + seconds
+
+    def wait_for(self, name: str) -> None:
+        """Wait until the collective `name` has ended; nothing happens if none has this name."""
+        if name not in self._under_way:
+            return
+        end_s = self._under_way[name][2]
+        for label, begins_s, ends_s in self._under_way.values():
+            self.hidden_s[label] -= max(0.0, min(ends_s, end_s) - max(begins_s, self.now_s))
+        self.now_s = max(self.now_s, end_s)
+        del self._under_way[name]
+
+
 @dataclass
 class _Pricing:
     """Walks a compiled module, loops and branches included, and adds up estimated seconds, bytes
@@ -282,9 +314,10 @@ class _Pricing:
     def add_computation_s(self, computation: HloComputation, times: int) -> float:
         """Add everything that a computation runs, `times` times; return the seconds of one run.
 
-        Computation between the start and the end of a collective hides that much of the collective.
+        Computation between the start and the end of a collective hides that much of the collectives
+        under way, which run one after another.
         """
-        total_s, under_way = 0.0, dict[str, tuple[str, float]]()
+        queue = _CollectiveQueue()
         for operation in computation.values():
             if collective := collective_of(self.module, computation, operation):
                 if not collective.groups:
@@ -292,23 +325,20 @@ class _Pricing:
                         f"a collective of unknown devices is not priced: {operation.name}"
                     ] = None
                 seconds = collective.duration_s(self.rates.links, self.rates.devices_per_node)
-                added = Communication(
-                    collective.label, times, times * collective.sent_bytes, times * seconds
+                self._add_communication(
+                    Communication(
+                        collective.label, times, times * collective.sent_bytes, times * seconds
+                    )
                 )
-                self._add_communication(added)
-                under_way[operation.name] = collective.label, seconds
+                queue.start(operation.name, collective.label, seconds)
                 ended = "" if operation.kind.endswith("-start") else operation.name
             else:
                 ended = operation.operands[0] if operation.kind.endswith("-done") else ""
-                computed_s = self._add_operation_s(computation, operation, times)
-                total_s += computed_s
-                for started, (name, left_s) in under_way.items():
-                    hidden_s = min(left_s, computed_s)
-                    under_way[started] = name, left_s - hidden_s
-                    self._add_communication(Communication(name, hidden_s=times * hidden_s))
-            if ended in under_way:
-                total_s += under_way.pop(ended)[1]
-        return total_s
+                queue.now_s += self._add_operation_s(computation, operation, times)
+            queue.wait_for(ended)
+        for label, hidden_s in queue.hidden_s.items():
+            self._add_communication(Communication(label, hidden_s=times * hidden_s))
+        return queue.now_s
 
     def _add_communication(self, added: Communication) -> None:
         old = self.communication.get(added.name, Communication(added.name))
