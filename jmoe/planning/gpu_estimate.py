@@ -337,7 +337,7 @@ class _Pricing:
                 queue.now_s += self._add_operation_s(computation, operation, times)
             queue.wait_for(ended)
         for label, hidden_s in queue.hidden_s.items():
-            self._add_communication(Communication(label, hidden_s=times * hidden_s))
+            self._add_communication(Communication(label, hidden_s=times * max(0.0, hidden_s)))
         return queue.now_s
 
     def _add_communication(self, added: Communication) -> None:

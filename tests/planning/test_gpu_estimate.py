@@ -263,6 +263,23 @@ def test_a_collective_hides_behind_what_is_computed_beside_it() -> None:
     )
 
 
+def test_collectives_under_way_share_the_link_and_what_is_computed_beside_them() -> None:
+    gathers = (
+        "((f32[1000000]{0}), f32[8000000]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]\n"
+    )
+    found = estimate(
+        "  %small = bf16[1024]{0} parameter(0)\n  %x = f32[1000000]{0} parameter(1)\n"
+        f"  %sent = {gathers}  %other = {gathers}  %pass = bf16[1024]{{0}} negate(%small)\n"
+        "  %there = f32[8000000]{0} all-gather-done(%sent)\n"
+        "  %too = f32[8000000]{0} all-gather-done(%other)\n"
+    )
+    (both,) = found.communication
+    computed_s = sum(kernel.seconds for kernel in found.kernels)
+    assert 0 < computed_s < both.seconds / 2
+    assert both.hidden_s == pytest.approx(computed_s)
+    assert found.seconds == pytest.approx(both.seconds)
+
+
 def test_scopes_without_what_jax_wraps_them_in() -> None:
     scope = "jit(step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/moe/experts/transpose(jvp())/grouped_matmul"
     assert short_scope(scope) == "moe/experts/grouped_matmul"

@@ -150,7 +150,8 @@ def test_accelerates_row_is_against_ours_of_the_same_round() -> None:
 def test_both_sides_on_nvme_have_one_model_and_one_cache() -> None:
     """As many parameters as DeepSpeed's, and the bytes of its buffers."""
     for side, tier in (("nvme", "nvme"), ("memory", "device")):
-        a = argparse.Namespace(side=side, tokens=256, buffers=20, folder=Path("records"))
+        sizes = {"tokens": 256, "buffers": 20, "update": "device"}
+        a = argparse.Namespace(side=side, folder=Path("records"), **sizes)
         made = nvme_training.config(a)
         hidden, inner, vocab = 512, 12288, 1024
         # norms, biases, the router
