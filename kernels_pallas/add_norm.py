@@ -23,6 +23,7 @@ from kernels_pallas.triton import (
     index_range,
     launch_with_results,
     load,
+    split_optional,
     store,
 )
 
@@ -85,12 +86,9 @@ class _AddAndNorm:
     __name__ = "add_and_norm_kernel"
 
     def __call__(self, x: Ref, y: Ref, scale: Ref, *refs: Ref) -> None:
-        rest = list(refs)
-        bias, kernel, router_bias = (
-            rest.pop(0) if has else None
-            for has in (self.has_bias, self.has_router, self.has_router_bias)
-        )
-        sum_out, normed_out, *logits_out = rest
+        are_there = self.has_bias, self.has_router, self.has_router_bias
+        (bias, kernel, router_bias), outs = split_optional(refs, are_there)
+        sum_out, normed_out, *logits_out = outs
         token, part = pl.program_id(0), pl.program_id(1)
         hidden = x.shape[1]
 

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.triton import BlockSizes, Ref, index_range, launch_with_results, load, store
+from kernels_pallas.triton import (
+    BlockSizes,
+    Ref,
+    index_range,
+    launch_with_results,
+    load,
+    split_optional,
+    store,
+)
 
 MAX_EXPERTS = 1024  # a program holds all logits of a token in registers
 SETTINGS = BlockSizes(num_warps=1, num_stages=1)
@@ -82,11 +90,8 @@ class _ChooseExperts:
     __name__ = "choose_experts_kernel"
 
     def __call__(self, logits: Ref, *refs: Ref) -> None:
-        rest, rules = list(refs), self.rules
-        bias, positions = (
-            rest.pop(0) if has else None for has in (self.has_bias, self.has_positions)
-        )
-        idx_out, weights_out = rest
+        (bias, positions), outs = split_optional(refs, (self.has_bias, self.has_positions))
+        (idx_out, weights_out), rules = outs, self.rules
         token, num_experts = pl.program_id(0), logits.shape[1]
         size = num_experts // rules.num_groups
         group = index_range(0, pl.next_power_of_2(rules.num_groups))[:, None]

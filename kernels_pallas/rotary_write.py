@@ -27,6 +27,7 @@ from kernels_pallas.triton import (
     index_range,
     launch_with_results,
     load,
+    split_optional,
     store,
 )
 
@@ -135,8 +136,8 @@ class _RotateAndWrite:
     __name__ = "rotate_and_write_kernel"
 
     def __call__(self, qkv: Ref, blocks: Ref, positions: Ref, frequencies: Ref, *refs: Ref) -> None:
-        bias, refs = (refs[0], refs[1:]) if self.has_bias else (None, refs)
-        *scales, _, _, q_out, k_out, v_out = refs
+        (bias,), others = split_optional(refs, [self.has_bias])
+        *scales, _, _, q_out, k_out, v_out = others
         h, g = self.num_heads, self.num_groups
         _, _, length, d = k_out.shape
         token, head = pl.program_id(0), pl.program_id(1)

@@ -116,6 +116,16 @@ def store(ref: Ref, value: jax.Array, mask: jax.Array) -> None:
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
+def split_optional(
+    refs: Sequence[Ref], are_there: Sequence[bool]
+) -> tuple[list[Ref | None], list[Ref]]:
+    """Return (references to optional operands, None for those that are not there; the references
+    after them).
+    """
+    following = list(refs)
+    return [following.pop(0) if is_there else None for is_there in are_there], following
+
+
 def index_range(start: jax.Array | int, count: int) -> jax.Array:
     """Return int32 [count]: start, start + 1, and so on."""
     return start + jnp.arange(count, dtype=jnp.int32)

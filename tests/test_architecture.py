@@ -180,6 +180,36 @@ def test_offenders_are_found() -> None:
     ]
 
 
+def stray_strings(tree: ast.Module) -> list[int]:
+    """The lines of strings that are statements and no docstrings: parts of a text that lacks the
+    parentheses around it.
+    """
+    found = []
+    for node in ast.walk(tree):
+        blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
+        documented = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
+        for n, block in enumerate(blocks):
+            statements = block if isinstance(block, list) else []
+            for statement in statements[documented and n == 0 :]:
+                value = statement.value if isinstance(statement, ast.Expr) else None
+                text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+                if text or isinstance(value, ast.JoinedStr):
+                    found.append(statement.lineno)
+    return found
+
+
+def test_no_text_is_cut() -> None:
+    broken = ast.parse('def f():\n    """Text."""\n    yield "a "\n    "b"\n    f"{c}"')
+    assert stray_strings(broken) == [4, 5]
+    files = [path for folder in ("jmoe", "kernels_pallas", "benchmarks") for path in
+             (ROOT / folder).rglob("*.py")]  # fmt: skip
+    assert {
+        str(f): lines for f in files if (lines := stray_strings(ast.parse(f.read_text())))
+    } == {}
+
+
 def test_no_imports_go_round_in_a_circle() -> None:
     names = {module: imports(tree) for module, tree in SOURCES.items()}
     TopologicalSorter(

@@ -209,13 +209,14 @@ def measurement(run: JsonObject, level: int) -> Iterator[str]:
 def papers() -> Iterator[str]:
     """Yield the page of the papers' tables and figures, ours beside theirs."""
     yield "# The papers' tables and figures\n"
-    yield "```\npython -m benchmarks.paper                  # lists them, with the commands that "
-    "make ours"
-    yield "python -m benchmarks.paper --all --quick    # smoke tests of those that need neither "
-    "root nor hours\n```\n"
-    yield "`benchmarks/peers/setup.py` makes the environments of the peers. A column says what "
-    "was not measured"
-    yield "here, and why.\n"
+    yield "```"
+    yield "python -m benchmarks.paper                  # lists them, with their figures and ours"
+    yield "python -m benchmarks.paper --all --quick    # smoke tests, without root, in minutes"
+    yield "```\n"
+    yield (
+        "`benchmarks/peers/setup.py` makes the environments of the peers. A column says what was"
+        " not measured here, and why.\n"
+    )
     yield "Both pictures are drawn from the results by `python -m benchmarks.paper.pictures`.\n"
     yield from (
         f"![figures of {name[7:-4]}, drawn from the results](../{name})\n" for name in PICTURES
@@ -260,8 +261,8 @@ def index(results: dict[Path, JsonObject]) -> Iterator[str]:
     for path in sorted(by_date, key=lambda path: AREAS.index(TITLES[path.stem][0])):
         area, title = TITLES[path.stem]
         run = newest[path]
-        yield f"| {area} | [{title}](benchmarks/{path.stem}.md) | {machine_of(run)} | "
-        f"{run.get('date', '')} |"
+        link = f"[{title}](benchmarks/{path.stem}.md)"
+        yield f"| {area} | {link} | {machine_of(run)} | {run.get('date', '')} |"
 
 
 def pages() -> dict[Path, str]:

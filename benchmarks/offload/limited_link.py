@@ -53,6 +53,11 @@ def product_rate(rounds: int = 5) -> float:
     return report.median(rates, digits=0)
 
 
+def expert_parameters(a: argparse.Namespace) -> int:
+    """Return the number of parameters of all experts."""
+    return int(3 * a.hidden_size * a.intermediate_size * a.layers * a.experts)
+
+
 def limit_links(session: Session, bytes_per_s: float | None) -> None:
     """Limit each direction of every device's link of a run whose experts the host updates; None
     ends the limit.
@@ -102,14 +107,13 @@ def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     )
     take_steps(on_device, range(WARM_UP))
     rate = product_rate()
-    parameters = 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts
     rows = []
     for tier in a.records:
         rows += _measure_tier(a, folder / tier, tier, on_device, rate)
     on_device.program.close()
     return {
         "tokens": a.batch_size * a.sequence_length,
-        "parameters_of_experts": parameters,
+        "parameters_of_experts": expert_parameters(a),
         "product_gflops": round(rate / 1e9, 1),
         "options": report.options(a),
         "rows": rows,
@@ -129,11 +133,11 @@ def _measure_tier(
         gradient_dtype="bfloat16",
         update="host",
     )
-    session, parameters = Session(config), 3 * a.hidden_size * a.intermediate_size
-    parameters *= a.layers * a.experts
+    session = Session(config)
     take_steps(session, range(WARM_UP))
     rounds = range(WARM_UP + 1, WARM_UP + 1 + a.rounds)
-    again, rows = 1 - min(1, config.tiers.device_layers / a.layers), []  # layers that go twice
+    sent_again = 1 - min(1, config.tiers.device_layers / a.layers)  # share in the backward pass
+    rows = []
     for share in a.link_shares:
         limit_links(session, None)
         passes = take_free_passes(session, rounds)
@@ -145,7 +149,7 @@ def _measure_tier(
         seconds, to, back = take_steps(session, rounds)
         session.program._open_experts._ring.wait_for_loads()
         computing += take_steps(on_device, rounds[:2])[0]
-        forward = to / (1 + again)
+        forward = to / (1 + sent_again)
         links = forward / limit, max(to - forward, back) / limit
         step_s, computing_s = report.median(seconds), report.median(computing)
         bound_s, passes_s = max(computing_s, sum(links)), sum(map(max, passes, links))
@@ -158,7 +162,7 @@ def _measure_tier(
             "link_s": round(sum(links), 4),
             "free_passes_s": passes,
             "passes_s": round(passes_s, 4),
-            "bytes_per_parameter": round((to + back) / parameters, 2),
+            "bytes_per_parameter": round((to + back) / expert_parameters(a), 2),
             "step_against_bound": round(step_s / bound_s, 3),
             "step_against_passes": round(step_s / passes_s, 3),
         }

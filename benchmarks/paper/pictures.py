@@ -201,7 +201,7 @@ def inference(axes: Axes, result: Result) -> None:
 
 PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # of each place that has figures
     "moesys-table-4": (embedding,),
-    "moesys-table-5": (fusion,),
+    "moesys-fusion": (fusion,),
     "moesys-figure-10": (levels,),
     "moesys-figure-12": (ring,),
     "lina-step": (step_times, all_to_alls),
@@ -214,7 +214,7 @@ PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # of each pla
 PICTURES = {
     "papers_moesys.png": (
         "moesys-figure-10",
-        "moesys-table-5",
+        "moesys-fusion",
         "moesys-table-4",
         "moesys-figure-12",
     ),

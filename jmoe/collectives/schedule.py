@@ -362,7 +362,8 @@ class _Program:
 
 
 class _CollectiveOrder:
-    """A chain of data dependences that makes every collective wait for the previous one.
+    """A chain of data dependences that makes every collective wait for the previous one; on a GPU
+    the chunks of one place wait together for the collective before them (`run_chunks`).
 
     On a GPU an `optimization_barrier` of an operand and of what it waits for carries a dependence
     and moves no bytes. XLA drops an input of a barrier whose output is unused, unless that input
@@ -434,10 +435,10 @@ class _CollectiveOrder:
         return y
 
     def run_chunks(self, chunks: Sequence[Work]) -> list[jax.Array]:
-        """Return the results of collectives that run between the last collective and the next.
+        """Return the results of `chunks`, which all run before the next collective starts.
 
-        A GPU's stream runs them in the order of their starts, and one product can hide them all, if
-        none waits for another's end. Elsewhere each waits for the one before.
+        On a GPU no chunk waits for another: XLA orders or joins them, and one product can hide
+        several. Elsewhere each waits for the one before it.
         """
         if not self._uses_barriers:
             return [self.set_last_collective(run(self.after_last_collective)) for run in chunks]
@@ -477,7 +478,7 @@ def interleave_collectives(
     inside `shard_map` over `axes`.
 
     Work is dealt to the places where the next all-to-all cannot start yet, in proportion to the
-    multiplications there. Every collective depends on the previous one, see `_CollectiveOrder`.
+    multiplications there. Collectives depend on the previous ones, see `_CollectiveOrder`.
 
     work: functions that each run one of the other collectives. begin: no work starts before this
     value is known. Without it XLA would gather the parameters of all layers at once, or keep those

@@ -27,9 +27,8 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup_steps: int = 100
-    final_learning_rate_fraction: float = (
-        0.1  # cosine and wsd end at this fraction of learning_rate
-    )
+    # cosine and wsd end at this fraction of learning_rate
+    final_learning_rate_fraction: float = 0.1
     decay_steps: int = 0  # wsd: the last steps, in which the rate falls; 0: a tenth of the run
     beta1: float = 0.9
     beta2: float = 0.95

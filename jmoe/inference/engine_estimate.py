@@ -12,6 +12,7 @@ E experts of a layer
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.nnx as nnx
@@ -161,6 +162,11 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
     # a third of a training step's FLOPs: the forward pass alone
     flops = checkpoint.config.flops_per_token(width) / 3 * width
     return EngineEstimate(gpu, steps, memory, estimator.temporary_bytes, context, flops)
+
+
+def _trips_of_loop(attended_blocks: int, expert_tiles: int, scope: str) -> int:
+    """Return the assumed iterations of a loop in `scope` of a layer's program."""
+    return attended_blocks if "attention" in scope else expert_tiles
 
 
 class _StepEstimator:
@@ -344,7 +350,7 @@ class _StepEstimator:
         structures = [structure for structure, _ in self._layers]
         for (structure, (window, is_moe)), count in Counter(zip(structures, kinds)).items():
             attended = context + 1 if window is None else min(context + 1, window)
-            loops = {True: -(-attended // BLOCK), False: tiles}
+            attended_blocks = -(-attended // BLOCK)
             static = runner._LayerGroupOptions(
                 (structure,), None, config.hidden_act, self._dtype, self._embed_and_head[0],
                 False, False, 0, bound,
@@ -354,7 +360,7 @@ class _StepEstimator:
             table_NE = self._abstract_array(jnp.int32, int(is_moe), config.num_experts)
             outside, experts = self._embed_and_head[1], (self._slots, table_NE)
             (hidden, *_), estimate = self._compile_and_estimate(
-                lambda scope: loops["attention" in scope],  # noqa: B023  called before the next
+                partial(_trips_of_loop, attended_blocks, tiles),
                 runner._apply_layers,
                 static,
                 *((layer,), (cache,), outside, hidden, batch, experts),

@@ -22,7 +22,12 @@ from jmoe.models.block import Block
 if TYPE_CHECKING:
     from kernels_pallas.choose_experts import ChoiceRules
 
-MAX_TOKENS = 64  # of `add_norm`
+
+def are_few(num_tokens: int) -> bool:
+    """Return True if the kernels take a step of `num_tokens`."""
+    from kernels_pallas.add_norm import MAX_TOKENS  # needs Pallas' Triton backend
+
+    return num_tokens <= MAX_TOKENS
 
 
 def attend_and_route(
@@ -59,14 +64,14 @@ def attend_and_route(
         return x_TD.reshape(shape), block.mlp(h_TD)
     router = block.moe.router
     assert isinstance(router, Router)  # checked
-    weights = RouterWeights(router.kernel[...], _array(router.bias))
+    weights = RouterWeights(router.kernel[...], _array_or_none(router.bias))
     with jax.named_scope("moe"):
         x_TD, h_TD, logits_TE = add_and_norm(x_TD, y_TD, *norm, router=weights, **added)
         assert logits_TE is not None
         idx_TK, weights_TK = choose_experts(
             logits_TE,
             choice_rules(router.config, router.num_experts_per_tok),
-            bias_E=_array(router.e_score_correction_bias),
+            bias_E=_array_or_none(router.e_score_correction_bias),
             positions_T=positions_T,
             end=end,
             **options,
@@ -103,5 +108,5 @@ def _norm_operands(norm: Norm) -> tuple[jax.Array, float]:
     return norm.scale[...], norm.eps
 
 
-def _array(parameter: nnx.Variable[jax.Array] | None) -> jax.Array | None:
+def _array_or_none(parameter: nnx.Variable[jax.Array] | None) -> jax.Array | None:
     return None if parameter is None else jnp.asarray(parameter[...])

@@ -236,8 +236,9 @@ def attend_local(
         x_PCD, y = few_tokens.attend_and_route(block, hidden, attend, *where)
         return x_PCD, cached.cache, y
 
-    is_few = places.positions_PC.size <= few_tokens.MAX_TOKENS and layer_runner is UNSHARDED
-    if not is_few or "triton" not in default_implementations():
+    if layer_runner is not UNSHARDED or "triton" not in default_implementations():
+        return by_xla()
+    if not few_tokens.are_few(places.positions_PC.size):
         return by_xla()
     return first_supported("layer of few tokens", [("triton", by_kernels), ("xla", by_xla)])
 

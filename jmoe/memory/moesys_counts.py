@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jmoe.config import check
+from jmoe.config.tiers import CachePolicy
 from jmoe.memory.slot_table import HitCounts, RecordRanks, checked_record_ids
 
 
@@ -66,7 +67,20 @@ class MoESysCounts(RecordRanks):
             self._steps = 0
 
 
-def ranks_maker(options: Any) -> Callable[[int], RecordRanks]:
+class CacheOptions(Protocol):
+    """The cache's options of `TiersConfig` and `EngineConfig`."""
+
+    @property
+    def cache_policy(self) -> CachePolicy: ...
+    @property
+    def cache_threshold(self) -> float: ...
+    @property
+    def cache_beta(self) -> float: ...
+    @property
+    def cache_interval(self) -> int: ...
+
+
+def ranks_maker(options: CacheOptions) -> Callable[[int], RecordRanks]:
     """Return the function that makes the ranks of `options.cache_policy`, for `TieredStore`."""
     if options.cache_policy == "lfu":
         return HitCounts

@@ -243,7 +243,7 @@ def test_fused_and_in_two_levels_crosswise() -> None:
         "fused_chunks": 2.0,
     }
     sparse = [fusion_row(name, 8, 200.0, ratio, 0.4 / ratio) for name, ratio in cells.items()]
-    place = next(place for place in PLACES if place.name == "moesys-table-5")
+    place = next(place for place in PLACES if place.name == "moesys-fusion")
     assert (
         place.ours({"rows": dense + sparse})
         == "dense, 0 Mbit/s: fused in two levels 3.00 times; top-1 of 8 experts, 200 Mbit/s: fused"
