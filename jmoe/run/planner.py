@@ -106,7 +106,8 @@ def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) ->
     )  # XLA:CPU widens what it computes in 16 bits
     ragged = config.comm.exchange == "ragged"
     sizes = model, num_tokens, num_devices, _row_buffers_per_exchange(config), ragged
-    working, recomputed = gradient_elements_in_use(*sizes)
+    chunks = 1 if ragged or num_devices == 1 else _num_exchange_chunks(config)
+    working, recomputed = gradient_elements_in_use(*sizes, chunks=chunks)
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
@@ -141,7 +142,12 @@ def _row_buffers_per_exchange(config: TrainConfig) -> int:
     comm, mesh = config.comm, config.mesh
     whole = comm.exchange in ("auto", "dedup") and config.model.capacity_factor is not None
     whole = whole and mesh.expert_inter > 1 and mesh.expert_intra != 1
-    return comm.exchange_chunks or SCHEDULES[comm.schedule].num_chunks if whole else 1
+    return _num_exchange_chunks(config) if whole else 1
+
+
+def _num_exchange_chunks(config: TrainConfig) -> int:
+    """Return into how many chunks a layer's exchanges are cut."""
+    return config.comm.exchange_chunks or SCHEDULES[config.comm.schedule].num_chunks
 
 
 def residual_elements(
@@ -196,13 +202,19 @@ def _received_rows(model: ModelConfig, num_tokens: int, num_devices: int, ragged
 
 
 def gradient_elements_in_use(
-    model: ModelConfig, num_tokens: int, num_devices: int, buffers: int = 1, ragged: bool = False
+    model: ModelConfig,
+    num_tokens: int,
+    num_devices: int,
+    buffers: int = 1,
+    ragged: bool = False,
+    chunks: int = 1,
 ) -> tuple[int, int]:
     """Return (elements in use at once by a layer's gradients, further elements in use if the layer
     is recomputed), on all devices.
 
     With experts, the first counts the gradients of each product's output and of the rows sent; the
-    second counts the rows and each product's output. The counts follow the buffers of compiled
+    second counts the rows and each product's output. Of an exchange in `chunks`, one chunk's rows
+    have gradients at a time. The counts follow the buffers of compiled
     steps (`benchmarks/train/estimates.py`).
     """
     hidden, inner = model.hidden_size, model.moe_intermediate_size
@@ -219,7 +231,8 @@ def gradient_elements_in_use(
     sent = hidden if num_devices > 1 else 0
     # XLA keeps one receive buffer for the loop over a ragged exchange's further rounds
     again = rows * ((3 if ragged else 2) * hidden + up + inner)
-    return max(num_tokens * each, again + rows * (inner + sent)), max(num_tokens * each, again)
+    gradients = rows // chunks * (inner + sent)
+    return max(num_tokens * each, again + gradients), max(num_tokens * each, again)
 
 
 def described_machine(config: TrainConfig) -> Machine:
