@@ -1,6 +1,7 @@
-"""Links that remember when they carried something."""
+"""Links that remember when they carried something, and links that wait for a test."""
 
 import threading
+from collections.abc import Callable
 
 from jmoe.memory.link import Link
 
@@ -26,3 +27,17 @@ def most_at_once(links: list[TracedLink]) -> int:
         sum(any(start <= now < end for start, end in link.moments) for link in links)
         for now in starts
     )
+
+
+class WaitingLink(Link):
+    """A link whose transfers end once `wait` has returned; num_ended: transfers so far."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        super().__init__()
+        self._wait = wait
+        self.num_ended = 0
+
+    def finish_transfer(self, start_s: float, num_bytes: int) -> None:
+        self._wait()
+        self.num_ended += 1
+        super().finish_transfer(start_s, num_bytes)
