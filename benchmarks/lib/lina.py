@@ -58,7 +58,7 @@ def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[in
     while engine.has_unfinished:
         engine.step()
         for counter in counters.values():
-            counter.add(engine.last_choices())
+            counter.add(engine.last_expert_choices())
     with LazyCheckpoint(folder) as checkpoint:
         fingerprint = checkpoint.routing_fingerprint
     return {

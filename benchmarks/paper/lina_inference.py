@@ -279,7 +279,7 @@ class Turns:
             self.engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
             seconds.append(time.perf_counter() - begun)
             if name == "even" and not self.seconds.get(name) and number:
-                self.choices.append(self.engine.last_choices())
+                self.choices.append(self.engine.last_expert_choices())
         self.seconds.setdefault(name, []).append(seconds[1:])
         self.stats.setdefault(name, []).append(self.engine.stats().placement)
 

@@ -142,7 +142,7 @@ def step_programs(
     of, do = programs.of, programs.compile
     outside, layer, router, caches, kept, _ = shapes
     what, tokens = f"{rows} x {width} tokens", rows * width
-    context = runner.num_positions_read(1, num_blocks * BLOCK) if width == 1 else None
+    context = runner.context_bucket(1, num_blocks * BLOCK) if width == 1 else None
     batch = runner.TokenBatch(
         of(jnp.int32, tokens), of(jnp.int32, rows, num_blocks), of(jnp.int32, rows, width)
     )
@@ -152,7 +152,7 @@ def step_programs(
     places = runner.CachePlaces(batch.blocks_PW, positions_PC, None)
     inputs = *layer, caches[0], x, places
     x_PCD, _, routed = do(
-        f"layer but for experts, {what}", runner._attend_program, variant, *inputs
+        f"layer but for experts, {what}", runner._attend_and_route_program, variant, *inputs
     )
     for name, arrays in kept.items():
         table_E = of(jnp.int32, config.num_experts)

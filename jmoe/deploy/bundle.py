@@ -102,7 +102,7 @@ def bundle(folder: Path, out: Path, options: EngineConfig, say: Callable[[str], 
             _writing_programs_to(partly / PROGRAMS),
             Engine(partly / MODEL, options) as engine,
         ):
-            engine.compile_for_service()
+            engine.compile_all_programs()
         # the server creates this folder again
         shutil.rmtree(partly / MODEL / PACK_FOLDER, ignore_errors=True)
         if options.native == "on":

@@ -30,7 +30,7 @@ from jmoe.deploy import portable
 from jmoe.deploy.cut import check_empty_or_new, copy_files_beside_weights, creating_folder
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
-from jmoe.inference.runner import CachePlaces, Hidden, attend_local, embed_local
+from jmoe.inference.runner import CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, table_mlp
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual
@@ -86,7 +86,7 @@ def _apply_layer(
     It is jitted so that equal layers share one function of the program.
     """
     places = places._replace(implementation="xla")
-    x_PCD, cache, y = attend_local(structure, arrays, cache, hidden, places)
+    x_PCD, cache, y = attend_and_route_local(structure, arrays, cache, hidden, places)
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
         tile_rows = min(TILE_ROWS, y.h_TD.shape[0])

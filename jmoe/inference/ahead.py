@@ -35,7 +35,7 @@ IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])
 
 
 @partial(jax.jit, static_argnums=1)
-def _first_rows(tokens_B: jax.Array, num_rows: int) -> jax.Array:
+def _first_tokens(tokens_B: jax.Array, num_rows: int) -> jax.Array:
     return tokens_B[:num_rows]
 
 
@@ -78,7 +78,7 @@ class StepAhead:
                 positions_P1[row, 0] = chunk.end
                 places[chunk.sequence] = row, chunk.end
         tokens_P = (
-            tokens_B if tokens_B.size == group.num_rows else _first_rows(tokens_B, group.num_rows)
+            tokens_B if tokens_B.size == group.num_rows else _first_tokens(tokens_B, group.num_rows)
         )
         adapter_P = runner.adapters.number_rows(group)
         output = runner.run_batch(TokenBatch(tokens_P, blocks_PW, positions_P1, adapter_P))
@@ -104,8 +104,8 @@ class StepAhead:
         return StepOutcome(ChunkGroup(tuple(chunks), num_rows, 1), output)
 
 
-def warm_up_token_handover(max_batch: int, num_rows: int) -> None:
+def warm_up_token_slice(max_batch: int, num_rows: int) -> None:
     """Compile the program that cuts the sampled tokens of `max_batch` rows to `num_rows` rows, the
     input of the next step.
     """
-    _first_rows(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)
+    _first_tokens(jax.device_put(np.zeros(max_batch, np.int32), jax.devices()[0]), num_rows)

@@ -23,12 +23,13 @@ from jmoe.config.engine import CACHE_BLOCK
 NO_TOKENS = b""  # the digest of the prefix before a sequence's first block
 
 
-def digest_of_block(prefix: bytes, tokens: list[int]) -> bytes:
+def digest_of_block(prefix_digest: bytes, tokens: list[int]) -> bytes:
     """Return the digest of a prefix and one block of tokens after it.
 
-    prefix: the digest of the prefix. Digests are cryptographic, so equal ones mean equal tokens.
+    prefix_digest: of the tokens before the block; digests are cryptographic, so equal ones mean
+        equal tokens.
     """
-    return hashlib.blake2b(prefix + array("q", tokens).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(prefix_digest + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 def common_prefix_length(a: list[int], b: list[int]) -> int:
@@ -70,7 +71,7 @@ class _Block:
     """One block.
 
     holders: number of running sequences that have it in their table.
-    prefix: digest of the tokens before it; None unless `find` may return the block.
+    prefix: digest of the tokens before it; None unless `find_cached_prefix` may return the block.
     digest: digest of all tokens up to its end; None until it is full.
     tokens: those whose keys and values it has.
     last_use: the `now` of the `BlockPool.release` in which its last holder left.
@@ -113,28 +114,27 @@ class BlockPool:
         return len(self._cached)
 
     @property
-    def num_shared_tokens(self) -> int:
+    def num_tokens_saved_by_sharing(self) -> int:
         """Return the number of tokens that sequences need not store, as others hold the same
         blocks: a block with h holders counts h - 1 times.
         """
         return self._num_shared * self.block_tokens
 
     @property
-    def oldest_use(self) -> int:
-        """Return the last use of the block that `take` gives next; 0 if it has no content."""
+    def last_use_of_next_block(self) -> int:
+        """Return the last use of the block that `allocate` gives next; 0 if it has no content."""
         return 0 if self._unused else next(iter(self._cached.values())).last_use
 
     def is_cached(self, block_id: int) -> bool:
         """Return whether the block has content and no holder."""
         return block_id in self._cached
 
-    def find(
+    def find_cached_prefix(
         self, tokens: list[int], digests: list[bytes], root: bytes = NO_TOKENS
     ) -> CachedPrefix:
-        """Return the longest prefix of `tokens` that blocks have.
+        """Return the longest prefix of `tokens` whose keys and values blocks of the pool have.
 
-        digests: of the first full blocks of the tokens; the missing ones that are needed are
-            appended.
+        digests: digests of the first full blocks of `tokens`; the search appends those it needs.
         root: the digest before the first token; sequences with another root share no blocks.
         """
         size, full = self.block_tokens, []
@@ -154,7 +154,7 @@ class BlockPool:
                 tail, num_tail = block.id, length
         return CachedPrefix(full, tail, num_tail, start + num_tail)
 
-    def hold(self, block_ids: Iterable[int]) -> None:
+    def add_holder(self, block_ids: Iterable[int]) -> None:
         """Count one more holder of each block."""
         for block_id in block_ids:
             block = self._block(block_id)
@@ -162,7 +162,7 @@ class BlockPool:
             block.holders += 1
             self._cached.pop(block_id, None)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Take `count` of the free blocks, give each of them one holder, and return their ids.
 
         Blocks without content go first, then the least recently used, whose content is forgotten.
@@ -171,14 +171,14 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block = self._unused.popleft() if self._unused else self._cached.popitem(last=False)[1]
-            self._hide(block)
+            self._remove_from_index(block)
             block.tokens = []
             block.holders = 1
             taken.append(block.id)
         return taken
 
-    def keep_longest(self, block_id: int) -> None:
-        """Make a cached block the last that `take` gives."""
+    def mark_most_recently_used(self, block_id: int) -> None:
+        """Make a cached block the last that `allocate` gives."""
         self._cached.move_to_end(block_id)
 
     def release(self, block_ids: Iterable[int], now: int) -> None:
@@ -201,41 +201,43 @@ class BlockPool:
         """Return the number of tokens whose keys and values the block has."""
         return len(self._block(block_id).tokens)
 
-    def extend(self, block_id: int, prefix: bytes, tokens: list[int]) -> None:
-        """Note the next tokens whose keys and values a block has.
+    def record_tokens(self, block_id: int, prefix_digest: bytes, tokens: list[int]) -> None:
+        """Record that the block now has the keys and values of `tokens` too, after those recorded.
 
-        prefix: the digest of the tokens before the block. A block with the tokens of another full
-        one is not found again.
+        prefix_digest: of the tokens before the block. A block whose tokens another full block has
+            too is no longer found.
         """
         block = self._block(block_id)
         if not block.tokens and tokens:
-            block.prefix = prefix
-            self._by_prefix.setdefault(prefix, {})[block_id] = block
+            block.prefix = prefix_digest
+            self._by_prefix.setdefault(prefix_digest, {})[block_id] = block
         block.tokens += tokens
         if len(block.tokens) == self.block_tokens and block.prefix is not None and tokens:
-            digest = digest_of_block(prefix, block.tokens)
+            digest = digest_of_block(prefix_digest, block.tokens)
             if self._full.setdefault(digest, block) is block:
                 block.digest = digest
             else:
-                self._hide(block)
+                self._remove_from_index(block)
 
-    def hide_unshared(self, block_ids: Iterable[int]) -> None:
-        """Keep `find` from returning those of these blocks again that have a single holder."""
+    def remove_unshared_from_index(self, block_ids: Iterable[int]) -> None:
+        """Keep `find_cached_prefix` from returning those of the blocks with a single holder."""
         for block in map(self._block, block_ids):
             if block.holders == 1:
-                self._hide(block)
+                self._remove_from_index(block)
 
     def forget_cached(self) -> None:
-        """Make all blocks without holders unused."""
+        """Forget the content of all blocks without holders."""
         for block in self._cached.values():
-            self._hide(block)
+            self._remove_from_index(block)
         self._unused.extend(self._cached.values())
         self._cached.clear()
 
     def _block(self, block_id: int) -> _Block:
+        """Return the block with this id."""
         return self._blocks[block_id - self._first_id]
 
-    def _hide(self, block: _Block) -> None:
+    def _remove_from_index(self, block: _Block) -> None:
+        """Keep `find_cached_prefix` from returning the block again."""
         if block.prefix is not None:
             others = self._by_prefix[block.prefix]
             del others[block.id]

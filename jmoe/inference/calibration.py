@@ -85,7 +85,7 @@ def calibrate(
     else:
         num_filled, calibration = _fill_slots_and_measure_transfers(runner, store)
     filled = _FilledSlotsResidency(residency.slots, residency.index, num_filled, residency.streams)
-    if runner.needs_no_choices:
+    if runner.needs_no_choice_readback:
         filled.tables_NE = np.stack([filled.acquire(layer, None) for layer in range(layers)])
     runner.residency = filled
     try:

@@ -69,8 +69,8 @@ class Engine(Closing):
 
     Or call `add_request`, then `step` while `has_unfinished`.
 
-    on_prepared: called once all programs that requests may need are compiled, by `prepare_next` or
-        `compile_for_service`.
+    on_prepared: called once all programs that requests may need are compiled, by
+        `run_next_preparation_task` or `compile_all_programs`.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Engine(Closing):
     ) -> None:
         """Load the Hugging Face checkpoint in a folder.
 
-        Programs compile when a step first needs them, unless `prepare_next` or
-        `compile_for_service` has compiled them.
+        Programs compile when a step first needs them, unless `run_next_preparation_task` or
+        `compile_all_programs` has compiled them.
 
         leader: with several processes, rank 0's connection to the others. Each of these runs a
             `Follower` with the runner of its own `LoadedModel` of the same folder and options.
@@ -110,7 +110,7 @@ class Engine(Closing):
         self._load(folder)
 
     def _load(self, folder: str | os.PathLike[str]) -> None:
-        """Load a checkpoint, and make what depends on its weights."""
+        """Load a checkpoint, and make the scheduler, sampler and counters for it."""
         self._model = model = self._load_model(folder)
         options, memory, on_mesh = model.options, model.memory, model.on_mesh
         self._scheduler, self._store, self._runner = model.scheduler, model.store, model.runner
@@ -234,7 +234,7 @@ class Engine(Closing):
                 token,
                 f"must be at least 0 and below {self.config.vocab_size}",
             )
-        self._scheduler.check_prompt(prompt_token_ids)
+        self._scheduler.check_prompt_length(prompt_token_ids)
         check(
             not sampling.stop or self.tokenizer is not None,
             "stop",
@@ -245,17 +245,17 @@ class Engine(Closing):
     def abort(self, sequence: Sequence) -> None:
         """End a request; a no-op if it has ended already."""
         self._scheduler.finish(sequence, "abort")
-        self._drop_unneeded_step()
+        self._drop_unneeded_step_ahead()
 
     @property
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished
 
-    def has_room_for(self, priority: int) -> bool:
+    def has_capacity_for(self, priority: int) -> bool:
         """Return whether another sequence of this priority may be added without waiting for long:
-        see `Scheduler.has_room_for`.
+        see `Scheduler.has_capacity_for`.
         """
-        return self._scheduler.has_room_for(priority)
+        return self._scheduler.has_capacity_for(priority)
 
     def generate(
         self,
@@ -289,7 +289,7 @@ class Engine(Closing):
                         if output.sequence.failed is not None:
                             raise RuntimeError(f"{name}: its {output.sequence.failed} failed")
                         raise FloatingPointError(f"{name}: {NO_NUMBERS}")
-        return [Completion.join(*pair) for pair in outputs.items()]
+        return [Completion.from_outputs(*pair) for pair in outputs.items()]
 
     def step(self) -> list[Output]:
         """Run one step, and return the new tokens and text of every sequence that got a token: an
@@ -315,16 +315,16 @@ class Engine(Closing):
         for chunk in plan.prefill:
             if chunk.copies:
                 self._runner.copy_cache_blocks(chunk.copies, len(chunk.copies))
-            self._sampler.record_prompt(chunk)
+            self._sampler.record_prompt_for_penalties(chunk)
         groups = self._scheduler.group_chunks(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         policy = self.plan.choose_policy(num_tokens)
         self._runner.begin_step(whole_layers=policy == "ring", on_host=policy == "hybrid")
         drafts, draws = self._run_groups_and_sample(plan, groups)
-        outputs = self._take_in(plan.without_drafts(), draws)
+        outputs = self._append_sampled_tokens(plan.without_drafts(), draws)
         if drafts is not None:
-            outputs += self._verify(drafts)
-        self._drop_unneeded_step()
+            outputs += self._verify_drafts(drafts)
+        self._drop_unneeded_step_ahead()
         self._has_answered |= any(output.finish_reason is not None for output in outputs)
         self._collector.note_step(
             "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
@@ -338,7 +338,7 @@ class Engine(Closing):
                     log.info("%s, by %s", self.plan.describe(typical_tokens), routing)
         return outputs
 
-    def _take_in(self, plan: StepPlan, draws: dict[Sequence, Draw]) -> list[Output]:
+    def _append_sampled_tokens(self, plan: StepPlan, draws: dict[Sequence, Draw]) -> list[Output]:
         """Append the tokens sampled for a plan without drafts, and return their outputs."""
         sampled = plan.sampled_sequences
         # a sequence whose logits are not finite or whose own code failed ends; the others go on
@@ -353,22 +353,28 @@ class Engine(Closing):
         self._scheduler.update(plan, [draws[sequence].token for sequence in sampled])
         return [self._make_output(sequence, draws[sequence]) for sequence in sampled]
 
-    def _verify(self, drafts: DraftVerifier) -> list[Output]:
+    def _verify_drafts(self, drafts: DraftVerifier) -> list[Output]:
         """Sample a token after each accepted token of a step's drafts; return their outputs."""
         outputs: list[Output] = []
         position, accepting = 1, list(drafts.chunks)
-        while accepting := [chunk for chunk in accepting if self._accepts(chunk, position)]:
-            accepted = StepPlan(tuple(chunk.token_at(position) for chunk in accepting))
-            outputs += self._take_in(accepted, drafts.draw(position, accepting))
+        while accepting := [
+            chunk for chunk in accepting if self._is_draft_token_accepted(chunk, position)
+        ]:
+            accepted = StepPlan(tuple(chunk.single_token_chunk(position) for chunk in accepting))
+            outputs += self._append_sampled_tokens(
+                accepted, drafts.sample_after(position, accepting)
+            )
             position += 1
         for chunk in drafts.chunks:
             assert chunk.sequence.lookup is not None
             num_accepted = sum(output.sequence is chunk.sequence for output in outputs)
             self._collector.note_draft(chunk.num_drafted, num_accepted)
-            chunk.sequence.lookup.record(chunk.sequence.num_tokens, chunk.num_drafted, num_accepted)
+            chunk.sequence.lookup.record_acceptance(
+                chunk.sequence.num_tokens, chunk.num_drafted, num_accepted
+            )
         return outputs
 
-    def _accepts(self, chunk: Chunk, position: int) -> bool:
+    def _is_draft_token_accepted(self, chunk: Chunk, position: int) -> bool:
         """Return whether token `position` of a chunk is the one that was just sampled, and the
         sequence can go on from it now.
         """
@@ -385,7 +391,7 @@ class Engine(Closing):
     def uses_several_devices(self) -> bool:
         return self._model.on_mesh is not None
 
-    def prepare_next(self) -> bool:
+    def run_next_preparation_task(self) -> bool:
         """Do one piece of work that makes later requests faster: compile programs that a request
         may need, or, with policy "auto" and once a request has been answered, measure the machine.
 
@@ -402,7 +408,7 @@ class Engine(Closing):
             return True
         begun = time.perf_counter()
         try:
-            with self._outside_of_counters():
+            with self._exclude_work_from_counters():
                 preparation.run_next_task(in_thread=True)
         except Exception:
             if self.leader is not None:  # the other processes may run another program by now
@@ -417,7 +423,7 @@ class Engine(Closing):
             self.on_prepared()
         return True
 
-    def compile_for_service(self) -> None:
+    def compile_all_programs(self) -> None:
         """Compile every program that a request may need, so that no request waits for a
         compilation.
         """
@@ -455,13 +461,13 @@ class Engine(Closing):
         """
         return self._runner.tokens_per_expert()
 
-    def last_choices(self) -> list[np.ndarray]:
+    def last_expert_choices(self) -> list[np.ndarray]:
         """Return the experts that the last step's tokens chose: int32 [tokens, K] for each layer
         with experts.
 
         Padding has E, the number of experts, in place of an expert.
         """
-        return self._runner.last_choices()
+        return self._runner.last_expert_choices()
 
     def close(self) -> None:
         """Stop the threads that copy experts; log predicted and measured step times.
@@ -488,7 +494,7 @@ class Engine(Closing):
         self._preparation.close()
         self._model.close()
 
-    # Parts of a step
+    # Inside a step
 
     def _measure_machine(self) -> None:
         """Measure how fast the machine runs steps and copies experts; policy "auto" then chooses
@@ -501,7 +507,7 @@ class Engine(Closing):
         self._scheduler.forget_cached_prefixes()
         what = "measuring how fast this machine runs steps"
         try:
-            with status(what, self._say, timed=True), self._outside_of_counters():
+            with status(what, self._say, timed=True), self._exclude_work_from_counters():
                 calibration = self._preparation.measure_machine()
         except Exception:
             log.exception("%s has failed: %s", what, self.plan.memory)
@@ -510,7 +516,7 @@ class Engine(Closing):
         self._log_plan()
 
     @contextlib.contextmanager
-    def _outside_of_counters(self) -> Iterator[None]:
+    def _exclude_work_from_counters(self) -> Iterator[None]:
         """Return a context manager that leaves what runs inside it out of the counters and out of
         the recorded choices of experts.
         """
@@ -528,7 +534,7 @@ class Engine(Closing):
         constraint)].
         """
         paused = []
-        for sequence in self._scheduler.begun_sequences:
+        for sequence in self._scheduler.decoding_and_preempted_sequences:
             if sequence.constraint is not None:
                 sequence.is_paused = not self._is_constraint_ready(sequence)
                 paused += [(sequence, sequence.constraint)] * sequence.is_paused
@@ -542,7 +548,7 @@ class Engine(Closing):
                 is_ready = sequence.constraint.is_ready()
         return is_ready
 
-    def _drop_unneeded_step(self) -> None:
+    def _drop_unneeded_step_ahead(self) -> None:
         """Drop the speculative step once no request needs it."""
         if not self.has_unfinished:
             self._ahead = None
@@ -579,10 +585,12 @@ class Engine(Closing):
             and single_tokens
             and not plan.prefill
             and runner.can_run_ahead(groups[0].num_rows)
-            and self._scheduler.pause_lookups_after_miss()
+            and self._scheduler.pause_drafting_after_miss()
         ):
             continuing = {
-                c.sequence for c in plan.decode if self._scheduler.may_continue(c.sequence)
+                c.sequence
+                for c in plan.decode
+                if self._scheduler.may_continue_after_next_token(c.sequence)
             }
             if (
                 continuing
@@ -597,7 +605,7 @@ class Engine(Closing):
                 tokens_B = drawing[0][1].tokens_B
                 tokens_B.copy_to_host_async()
                 self._ahead = StepAhead.begin(runner, groups[0], tokens_B, continuing)
-        drawn = {} if drafts is None else drafts.draw(0, list(drafts.chunks))
+        drawn = {} if drafts is None else drafts.sample_after(0, list(drafts.chunks))
         return drafts, drawn | {
             c.sequence: draw
             for last, draws in drawing
@@ -630,7 +638,7 @@ class Engine(Closing):
         at_P = np.zeros(group.num_rows, np.int32)
         if group.width > 1:
             at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-        return [(last, self._sampler.draw(self._runner.logits(output, at_P), last))]
+        return [(last, self._sampler.start_sampling(self._runner.logits(output, at_P), last))]
 
     def _make_output(self, sequence: Sequence, draw: Draw) -> Output:
         """Return the output of a sampled token; an "error" output ends the sequence if its logits
@@ -640,7 +648,7 @@ class Engine(Closing):
             return Output(sequence, [], "", [], "error")
         text, events, num_reasoning = "", list[OutputEvent](), 0
         with sequence.catch_errors("decoding"):
-            text, events, num_reasoning = self._decode_token(sequence, draw.token)
+            text, events, num_reasoning = self._detokenize_token(sequence, draw.token)
         if sequence.failed == "decoding":
             self._scheduler.finish(sequence, "error")
             sequence.finish_reason = "error"
@@ -661,7 +669,9 @@ class Engine(Closing):
             num_reasoning,
         )
 
-    def _decode_token(self, sequence: Sequence, token: int) -> tuple[str, list[OutputEvent], int]:
+    def _detokenize_token(
+        self, sequence: Sequence, token: int
+    ) -> tuple[str, list[OutputEvent], int]:
         """Return (text, events, number of reasoning tokens) that a token adds; end the sequence
         where its stream ends.
         """
@@ -671,18 +681,20 @@ class Engine(Closing):
         is_text = sequence.finish_reason != "stop"  # an end-of-text or stop token has no text
         if isinstance(stream, TextStream):
             text = stream.push([token]) if is_text else ""
-            self._stop_if(stream.matched_stop is not None, sequence)
+            self._finish_if_stream_ended(stream.matched_stop is not None, sequence)
             return text + (stream.flush() if sequence.finish_reason is not None else ""), [], 0
         before = stream.num_reasoning_tokens
         events = stream.push([token]) if is_text else []
-        self._stop_if(stream.has_ended, sequence)
+        self._finish_if_stream_ended(stream.has_ended, sequence)
         if sequence.finish_reason is not None:
             events += stream.flush()
         return join_content(events), events, stream.num_reasoning_tokens - before
 
-    def _stop_if(self, ends: bool, sequence: Sequence) -> None:
-        """End the sequence with "stop" if its text ends, unless it has ended otherwise."""
-        if ends and sequence.finish_reason in (None, "length"):
+    def _finish_if_stream_ended(self, stream_ended: bool, sequence: Sequence) -> None:
+        """End the sequence with "stop" if its stream of text has ended, unless it ended for another
+        reason.
+        """
+        if stream_ended and sequence.finish_reason in (None, "length"):
             self._scheduler.finish(sequence, "stop")
             sequence.finish_reason = "stop"
 
@@ -696,6 +708,7 @@ class Engine(Closing):
         jax.block_until_ready(self._runner.caches)
 
     def _log_plan(self) -> None:
+        """Log where experts are and, once measured, how steps of some sizes get them."""
         log.info("%s", self.plan.memory)
         if not self._is_measured:
             log.info("%s", UNMEASURED)

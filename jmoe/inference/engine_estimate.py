@@ -291,7 +291,7 @@ class _StepEstimator:
         routed: ExpertInputs | None = None
         length = table_width(self._max_seq_len) * BLOCK
         with trace_for_device(self._device):
-            bound = runner.num_positions_read(context + 1, length) if width == 1 else None
+            bound = runner.context_bucket(context + 1, length) if width == 1 else None
         variant = runner.LayerProgramOptions(native=False, context=bound)
         windows = [layer.window for layer in config.layers]
         structures = [structure for structure, _ in self._layers]
@@ -303,7 +303,7 @@ class _StepEstimator:
             operands = cache, hidden, places
             (x_PCD, _, y), attend = self._compile_and_estimate(
                 -(-attended // BLOCK),
-                runner._attend_program,
+                runner._attend_and_route_program,
                 variant,
                 structure,
                 arrays_of[structure],
@@ -343,7 +343,7 @@ class _StepEstimator:
         tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
         tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
         with trace_for_device(self._device):
-            bound = runner.num_positions_read(context + 1, table_width(self._max_seq_len) * BLOCK)
+            bound = runner.context_bucket(context + 1, table_width(self._max_seq_len) * BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         arrays_of = dict(self._layers)
         kinds = [(layer.window, layer.kind == "moe") for layer in config.layers]

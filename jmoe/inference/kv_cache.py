@@ -64,7 +64,7 @@ def table_width(max_seq_len: int) -> int:
     return -(-max_seq_len // BLOCK)
 
 
-def consecutive_blocks(num_rows: int, max_seq_len: int) -> np.ndarray:
+def tables_of_consecutive_blocks(num_rows: int, max_seq_len: int) -> np.ndarray:
     """Return tables with blocks of their own for rows 0, 1, ..., int32 [num_rows, W]: row r has
     blocks r W to r W + W - 1.
     """
@@ -73,31 +73,31 @@ def consecutive_blocks(num_rows: int, max_seq_len: int) -> np.ndarray:
 
 
 def empty_caches(
-    config: ModelConfig, num_blocks: int, dtype: jnp.dtype, copies: int = 1
+    config: ModelConfig, num_blocks: int, dtype: jnp.dtype, head_copies: int = 1
 ) -> list[KVCache]:
     """Return zeroed caches of `num_blocks` blocks, one cache for each layer.
 
-    copies: how often every key/value head is repeated.
+    head_copies: how often every key/value head is repeated.
     """
     stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
     if config.kv_lora_rank is not None:
         heads, dims = 1, [config.kv_lora_rank + config.qk_rope_head_dim]
     else:
         heads, dims = config.num_key_value_heads, [config.dim_per_head] * 2
-    shapes = [(num_blocks, heads * copies, BLOCK, dim) for dim in dims]
+    shapes = [(num_blocks, heads * head_copies, BLOCK, dim) for dim in dims]
     return [
         KVCache(*(jnp.zeros(shape, stored) for shape in shapes))
         for _ in range(config.num_hidden_layers)
     ]
 
 
-def _select_stored(cache: KVCache, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
+def _encode_for_cache(cache: KVCache, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
     """Return the arrays of a step's keys and values that `cache` stores, bfloat16 as its bits."""
     values = None if cache.v_NGLe is None else bfloat16_as_uint16(v_PCGe)
     return KVCache(bfloat16_as_uint16(k_PCGd), values)
 
 
-def is_real(positions_PC: jax.Array, blocks_PW: jax.Array) -> jax.Array:
+def is_not_padding(positions_PC: jax.Array, blocks_PW: jax.Array) -> jax.Array:
     """Return which tokens of a step are no padding, bool [P, C]."""
     return positions_PC < blocks_PW.shape[1] * BLOCK
 
@@ -114,19 +114,21 @@ def write_keys_and_values(
     The positions of a row must be consecutive.
     """
     operands = cache, blocks_PW, positions_PC, k_PCGd, v_PCGe
-    written: KVCache = lax.platform_dependent(*operands, cpu=write_slices, default=write_scattered)
+    written: KVCache = lax.platform_dependent(
+        *operands, cpu=write_by_slices, default=write_by_scatter
+    )
     return written
 
 
-def write_slices(
+def write_by_slices(
     cache: KVCache,
     blocks_PW: jax.Array,
     positions_PC: jax.Array,
     k_PCGd: jax.Array,
     v_PCGe: jax.Array,
 ) -> KVCache:
-    """Return `write_keys_and_values`, by one slice for each row and block that the row touches:
-    scatters are slow on XLA:CPU.
+    """Return the cache as `write_keys_and_values` does, by one slice for each row and block that
+    the row touches: scatters are slow on XLA:CPU.
 
     A slice that would pass the block's end starts earlier and keeps the old content there.
     """
@@ -135,9 +137,9 @@ def write_slices(
     around = (width, width)  # a slice may begin before the first token, and end after the last
     new = jax.tree.map(
         lambda x_PCGd: jnp.pad(x_PCGd.swapaxes(1, 2), ((0, 0), (0, 0), around, (0, 0))),
-        _select_stored(cache, k_PCGd, v_PCGe),
+        _encode_for_cache(cache, k_PCGd, v_PCGe),
     )
-    real_PC = jnp.pad(is_real(positions_PC, blocks_PW), ((0, 0), around))
+    real_PC = jnp.pad(is_not_padding(positions_PC, blocks_PW), ((0, 0), around))
 
     def write_slice(i: jax.Array, cache: KVCache) -> KVCache:
         p, start = i // slices, positions_PC[i // slices, 0]
@@ -158,14 +160,14 @@ def write_slices(
     return lax.fori_loop(0, blocks_PW.shape[0] * slices, write_slice, cache)
 
 
-def write_scattered(
+def write_by_scatter(
     cache: KVCache,
     blocks_PW: jax.Array,
     positions_PC: jax.Array,
     k_PCGd: jax.Array,
     v_PCGe: jax.Array,
 ) -> KVCache:
-    """Return `write_keys_and_values`, by one scatter for each array."""
+    """Return the cache as `write_keys_and_values` does, by one scatter for each array."""
     row_P1 = jnp.arange(positions_PC.shape[0])[:, None]
     # padding is beyond the table, and gets block N, which does not exist
     block_PC = blocks_PW.at[row_P1, positions_PC // BLOCK].get(
@@ -176,7 +178,7 @@ def write_scattered(
         at = block_PC, slice(None), positions_PC % BLOCK
         return all_NGLd.at[at].set(new_PCGd, mode="drop")
 
-    return jax.tree.map(put_tokens, cache, _select_stored(cache, k_PCGd, v_PCGe))
+    return jax.tree.map(put_tokens, cache, _encode_for_cache(cache, k_PCGd, v_PCGe))
 
 
 def write_and_attend(  # noqa: PLR0913  as `paged_attention`
@@ -209,7 +211,9 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
         if cache.v_NGLe is None:  # drop the sums of what follows a key's value
             out_PCHe = out_PCHe[..., :value_dim]
         return out_PCHe, KVCache(k_NGLd, v_NGLe)
-    q_PCHd, cache = _write(new, cache, blocks_PW, positions_PC, in_place=context is None)
+    q_PCHd, cache = _write_and_return_queries(
+        new, cache, blocks_PW, positions_PC, in_place=context is None
+    )
     operands = q_PCHd, cache.k_NGLd, cache.v_NGLe, blocks_PW, positions_PC
     if expand is not None:
         assert context is None, "single tokens attend to what is cached"
@@ -218,7 +222,7 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
     return paged_attention(*operands, value_dim=value_dim, **options), cache
 
 
-def _write(
+def _write_and_return_queries(
     new: CacheInputs,
     cache: KVCache,
     blocks_PW: jax.Array,
@@ -226,8 +230,10 @@ def _write(
     *,
     in_place: bool,
 ) -> tuple[jax.Array, KVCache]:
-    """Return (queries, the cache with this step's keys and values): by a kernel on NVIDIA GPUs that
-    read blocks in place, else by XLA, which then computes `new`'s keys and values too.
+    """Write this step's keys and values; return (queries, cache).
+
+    in_place: whether attention reads the cache's blocks in place. On an NVIDIA GPU a kernel then
+        rotates and writes; otherwise XLA does.
     """
     operands = blocks_PW, positions_PC
 
@@ -238,7 +244,7 @@ def _write(
         return q_PCHd, KVCache(k_NGLd, v_NGLe)
 
     def by_xla() -> tuple[jax.Array, KVCache]:
-        write = write_keys_and_values if in_place else write_scattered
+        write = write_keys_and_values if in_place else write_by_scatter
         return new.q_BSHd, write(cache, *operands, new.k_BSGd, new.v_BSGe)
 
     forms = [("triton", by_kernel)] if in_place and "triton" in default_implementations() else []

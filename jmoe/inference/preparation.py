@@ -21,7 +21,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jmoe.inference.ahead import warm_up_token_handover
+from jmoe.inference.ahead import warm_up_token_slice
 from jmoe.inference.calibration import calibrate
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.sampler import SAMPLING_VARIANTS, Sampler, SamplingVariant
@@ -166,7 +166,7 @@ class Preparation:
             if num_rows == 1:
                 self._logits_1V = logits_PV
             if self._model.on_one is not None and num_rows < self._max_batch:
-                warm_up_token_handover(self._max_batch, num_rows)
+                warm_up_token_slice(self._max_batch, num_rows)
         self._compiled.add(shape)
 
     def _compile_drafts(self, shape: Shape) -> None:

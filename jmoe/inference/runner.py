@@ -33,7 +33,13 @@ from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
 from jmoe.inference import few_tokens
-from jmoe.inference.kv_cache import BLOCK, KVCache, copy_cache_blocks, is_real, write_and_attend
+from jmoe.inference.kv_cache import (
+    BLOCK,
+    KVCache,
+    copy_cache_blocks,
+    is_not_padding,
+    write_and_attend,
+)
 from jmoe.inference.popularity import Estimator
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.served_adapters import NO_ADAPTERS
@@ -65,16 +71,16 @@ def runs_on_cpu() -> bool:
     return jax.devices()[0].platform == "cpu"
 
 
-def num_positions_read(end: int, length: int) -> int | None:
-    """Return how many positions of a table a program for single tokens reads, at least `end`: one
-    of `CONTEXTS`, so that few programs are compiled; None if a kernel reads blocks in place, whose
-    program serves all lengths.
+def context_bucket(num_positions: int, table_positions: int) -> int | None:
+    """Return how many positions of a table the attention of single tokens reads: the smallest of
+    `CONTEXTS` that is at least `num_positions`, so that few programs are compiled, and at most
+    `table_positions`.
 
-    length: positions of a table, which bounds the result.
+    None if a kernel reads blocks in place, whose one program serves all lengths.
     """
     if reads_in_place():
         return None
-    return min(next(n for n in CONTEXTS if n >= end), length)
+    return min(next(n for n in CONTEXTS if n >= num_positions), table_positions)
 
 
 class TokenBatch(NamedTuple):
@@ -204,7 +210,7 @@ class DenseLayerRunner:
 UNSHARDED = DenseLayerRunner()
 
 
-def attend_local(
+def attend_and_route_local(
     structure: ModuleStructure,
     arrays: Arrays,
     cache: KVCache,
@@ -225,7 +231,7 @@ def attend_local(
         adapters.adapt(block, places.positions_PC.size)
 
     def by_xla() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-        return _attend_in_xla(block, cache, hidden, places, layer_runner)
+        return _attend_and_route_in_xla(block, cache, hidden, places, layer_runner)
 
     def by_kernels() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
         if adapters is not None:
@@ -243,14 +249,14 @@ def attend_local(
     return first_supported("layer of few tokens", [("triton", by_kernels), ("xla", by_xla)])
 
 
-def _attend_in_xla(
+def _attend_and_route_in_xla(
     block: Block,
     cache: KVCache,
     hidden: Hidden,
     places: CachePlaces,
     layer_runner: DenseLayerRunner,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
-    """Return `attend_local`, with norms, sums and router in XLA."""
+    """Return `attend_and_route_local`, with norms, sums and router in XLA."""
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
     cached = CachedAttention(cache, places)
@@ -261,9 +267,9 @@ def _attend_in_xla(
         mlp = lambda x_TD: block.feed_forward(x_TD, dtype)  # noqa: E731
         return x_PCD, cached.cache, layer_runner.apply(mlp, x_PCD.reshape(-1, x_PCD.shape[-1]))
     h_TD, routing = block.route(x_PCD, dtype)
-    real_T = is_real(layer_runner.device_positions(places.positions_PC), places.blocks_PW).reshape(
-        -1
-    )
+    real_T = is_not_padding(
+        layer_runner.device_positions(places.positions_PC), places.blocks_PW
+    ).reshape(-1)
     # E, which is no expert, for padding
     idx_TK = jnp.where(real_T[:, None], routing.topk_idx_TK, routing.counts_E.size)
     shared_TD = (
@@ -286,7 +292,7 @@ class LayerProgramOptions(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _attend_program(
+def _attend_and_route_program(
     variant: LayerProgramOptions,
     structure: ModuleStructure,
     arrays: Arrays,
@@ -296,7 +302,7 @@ def _attend_program(
     adapters: LayerAdapters | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
     with allow_native_inference(places.positions_PC.size * variant.native):
-        return attend_local(
+        return attend_and_route_local(
             structure,
             arrays,
             cache,
@@ -401,7 +407,7 @@ def _apply_layers(
             arrays, window, adapters = layers[i]
             places = CachePlaces(batch.blocks_PW, batch.positions_PC, window)
             # layers of equal structure share one jitted function, traced once
-            x_PCD, cache, y = _attend_program(
+            x_PCD, cache, y = _attend_and_route_program(
                 variant, structure, arrays, caches[i], hidden, places, adapters
             )
             # stops fusion across layers: results equal those of one program per layer bit for bit
@@ -512,7 +518,7 @@ class Runner(Protocol):
     def logits_of_chunk(self, hidden: Any, row: int, /) -> jax.Array: ...
     def logits_of_all(self, hidden: Any, /) -> jax.Array: ...
     def tokens_per_expert(self) -> np.ndarray: ...
-    def last_choices(self) -> list[np.ndarray]: ...
+    def last_expert_choices(self) -> list[np.ndarray]: ...
 
 
 class ModelRunner:
@@ -635,7 +641,9 @@ class ModelRunner:
         """Return whether native operations run a step of `num_tokens`, several layers a program."""
         slots = self.residency.slots.native
         return (
-            slots is not None and self.needs_no_choices and slots.supports(num_tokens, self.dtype)
+            slots is not None
+            and self.needs_no_choice_readback
+            and slots.supports(num_tokens, self.dtype)
         )
 
     def _can_run_layer_groups(self, positions_PC: Any) -> bool:
@@ -649,19 +657,19 @@ class ModelRunner:
         stay = self.residency.tables_NE is not None and self.estimator is None
         return stay and positions_PC.shape[1] in self._decode_widths
 
-    def _num_positions_read(self, batch: TokenBatch) -> int | None:
-        """Return `num_positions_read` of a batch of single tokens on an accelerator; None for other
+    def _context_bucket(self, batch: TokenBatch) -> int | None:
+        """Return the `context_bucket` of a batch of single tokens on an accelerator; None for other
         batches.
         """
         positions_PC, length = batch.positions_PC, self.length
         if self._on_cpu or positions_PC.shape[1] > 1:
             return None
-        return num_positions_read(
+        return context_bucket(
             int(positions_PC.max(initial=0, where=positions_PC < length)) + 1, length
         )
 
     @property
-    def needs_no_choices(self) -> bool:
+    def needs_no_choice_readback(self) -> bool:
         """Whether native programs of few tokens need not report chosen experts to the host.
 
         True if experts stay in their slots, or the programs find slots themselves and no estimator
@@ -672,7 +680,7 @@ class ModelRunner:
 
     def run_layer_by_layer(self, groups: Sequence[TokenBatch]) -> list[BatchOutput]:
         """Run all batches together, one layer at a time, and return their outputs."""
-        variants = [LayerProgramOptions(self.native, self._num_positions_read(g)) for g in groups]
+        variants = [LayerProgramOptions(self.native, self._context_bucket(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [_embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
         # the layer with experts whose slots running programs may still read, and its outputs
@@ -689,7 +697,7 @@ class ModelRunner:
                     CachePlaces(g.blocks_PW, g.positions_PC, self._windows[i]),
                     self.adapters.bind_layer(i, g.adapter_P),
                 )
-                x_PCD, self.caches[i], y = _attend_program(variants[n], *of_layer)
+                x_PCD, self.caches[i], y = _attend_and_route_program(variants[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
                 if isinstance(y, ExpertInputs):
                     y = with_adapters(y, of_layer[-1])
@@ -697,14 +705,14 @@ class ModelRunner:
             routed = [y for y in added if isinstance(y, ExpertInputs)]
             ys = [y for y in added if not isinstance(y, ExpertInputs)]
             if routed:
-                self._release_layer_when_done(held)
+                self._await_outputs_and_release_slots(held)
                 record = self.config.layers[i].record
                 ys = self._run_experts(record, routed, path)
                 held = (record, ys)
                 for of_group, r in zip(choices, routed, strict=True):
                     of_group.append(r.idx_TK[None])
             xs = [Hidden(x.x_PCD, y) for x, y in zip(xs, ys, strict=True)]
-        self._release_layer_when_done(held)
+        self._await_outputs_and_release_slots(held)
         return [
             BatchOutput(_add_alone(x), BatchChoices(of_group))
             for x, of_group in zip(xs, choices, strict=True)
@@ -718,7 +726,7 @@ class ModelRunner:
             return None
         tables_NE, finder = self.residency.tables_NE, self.residency.finder
         layout, slots = self.residency.slots.layout_and_program_operand()
-        context = self._num_positions_read(g)
+        context = self._context_bucket(g)
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         embed_and_head, outside = self.embed_and_head
@@ -799,7 +807,7 @@ class ModelRunner:
                 use_NE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_NE[:, :-1]
 
-    def last_choices(self) -> list[np.ndarray]:
+    def last_expert_choices(self) -> list[np.ndarray]:
         """Return the last step's choices of experts, int32 [T, K] for each layer; E marks padding.
 
         All layers list the tokens of all batches in the same order. Waits for the device.
@@ -827,14 +835,17 @@ class ModelRunner:
                 first += len(of_layers[0]) if of_layers else 0
         return joined
 
-    def _release_layer_when_done(self, held: tuple[int, list[jax.Array]] | None) -> None:
+    def _await_outputs_and_release_slots(
+        self, layer_and_outputs: tuple[int, list[jax.Array]] | None
+    ) -> None:
         """Wait for the outputs of a layer's experts, and release the slots of that layer.
 
-        held: (layer, outputs); nothing is done for None.
+        layer_and_outputs: nothing is done for None.
         """
-        if held is not None and self.residency.streams:
-            jax.block_until_ready(held[1])
-            self.residency.release(held[0])
+        if layer_and_outputs is not None and self.residency.streams:
+            layer, outputs = layer_and_outputs
+            jax.block_until_ready(outputs)
+            self.residency.release(layer)
 
     def copy_cache_blocks(self, copies: Sequence[tuple[int, int]], count: int) -> None:
         """Copy blocks of every cache to other blocks, one after the other.

@@ -104,12 +104,12 @@ def batch_params(
     size: int,
     vocab_size: int,
     eos_token_ids: tuple[int, ...] = (),
-    wide: bool = False,
+    with_max_ids: bool = False,
 ) -> BatchParams:
     """Return the parameters of `size` rows: one row per sequence, then padding, which is greedy.
 
-    wide: make N the largest of `ID_BUCKETS`; otherwise N is the smallest that holds every row's
-        ids.
+    with_max_ids: make N the largest of `ID_BUCKETS`; otherwise N is the smallest that holds every
+        row's ids.
 
     Raises ValueError if there are more than 24 end-of-text tokens beside a full list of ids.
     """
@@ -123,7 +123,9 @@ def batch_params(
     seed_B2 = np.zeros((size, 2), np.uint32)
     for row, sequence in enumerate(sequences):
         seed_B2[row] = divmod(sequence.noise_seed % 2**64, 2**32)
-    arrays = _token_id_arrays(params, size, vocab_size, eos_token_ids, wide=wide) | {
+    arrays = _token_id_arrays(
+        params, size, vocab_size, eos_token_ids, with_max_ids=with_max_ids
+    ) | {
         "temperature_B": padded_array(
             [0.0 if r.is_greedy else min(r.temperature, MAX_TEMPERATURE) for r in params], 0
         ),
@@ -151,7 +153,7 @@ def _token_id_arrays(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     *,
-    wide: bool,
+    with_max_ids: bool,
 ) -> dict[str, np.ndarray]:
     """Return the [B, N] arrays of `BatchParams` by name: biased tokens, their biases, stop tokens.
 
@@ -168,7 +170,7 @@ def _token_id_arrays(
         eos_token_ids,
         f"must be at most {ID_BUCKETS[-1] - MAX_IDS} tokens",
     )
-    width = ID_BUCKETS[-1] if wide else next(n for n in ID_BUCKETS if n >= num_ids)
+    width = ID_BUCKETS[-1] if with_max_ids else next(n for n in ID_BUCKETS if n >= num_ids)
     bias_ids_BN, stop_ids_BN = np.full((2, size, width), vocab_size, np.int32)
     bias_BN = np.zeros((size, width), np.float32)
     for row, sampling in enumerate(params):
@@ -264,7 +266,9 @@ def sample(
             if allowed_BW is not None:
                 x_BV = jnp.where(_unpack_bits(allowed_BW, logits_BV.shape[1]), x_BV, -jnp.inf)
         with jax.named_scope("draw"):
-            tokens_B = _tokens_if_finite(logits_BV, _sample_adjusted(x_BV, params, positions_B))
+            tokens_B = _tokens_if_finite(
+                logits_BV, _sample_from_adjusted_logits(x_BV, params, positions_B)
+            )
         if not with_logprobs:
             return tokens_B, None
         with jax.named_scope("logprobs"):
@@ -309,10 +313,11 @@ def _map_rows_on_cpu(function: Callable[..., PyTree], *batch: PyTree) -> PyTree:
 
 
 def _logprobs_of_tokens(logits_BV: jax.Array, tokens_B: jax.Array, num_logprobs: int) -> Logprobs:
+    """Return the log-probabilities of one token a row and of the `num_logprobs` likeliest."""
     logits_BV = logits_BV.astype(jnp.float32)
     top_BK, top_ids_BK = top_k(logits_BV, min(num_logprobs, logits_BV.shape[1]))
     max_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
-    log_total_B1 = jnp.log(_row_sums_B1(jnp.exp(logits_BV - max_B1)))
+    log_total_B1 = jnp.log(_batch_invariant_row_sums(jnp.exp(logits_BV - max_B1)))
     chosen_B1 = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)
     return Logprobs(
         chosen_B=(chosen_B1 - max_B1 - log_total_B1)[:, 0],
@@ -344,7 +349,7 @@ def top_k(x_BV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values_BK, jnp.take_along_axis(ids_BKW.reshape(rows, k * CHUNK_TOKENS), at_BK, axis=1)
 
 
-def _row_sums_B1(x_BV: jax.Array) -> jax.Array:
+def _batch_invariant_row_sums(x_BV: jax.Array) -> jax.Array:
     """Return sums over V, [B, 1], in an order of addition that depends on V alone.
 
     The order of `jnp.sum` depends on B too, which would change the last bits.
@@ -409,8 +414,12 @@ def _unpack_bits(words_BW: jax.Array, size: int) -> jax.Array:
     return bits_BWI.reshape(words_BW.shape[0], -1)[:, :size] != 0
 
 
-def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
-    """Return int32 [B], a token for each row of adjusted logits."""
+def _sample_from_adjusted_logits(
+    x_BV: jax.Array, params: BatchParams, positions_B: jax.Array
+) -> jax.Array:
+    """Return int32 [B], a token for each row of adjusted logits: sampled within top-k, top-p and
+    min-p, or the most likely one where the temperature is 0.
+    """
     vocab_size = x_BV.shape[1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
     random_B = params.temperature_B > 0
@@ -421,7 +430,7 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
 
     def sample_candidates() -> tuple[jax.Array, jax.Array]:
         z_BC, ids_BC = top_k(z_BV, num_candidates)
-        kept_BC = _kept_candidates_mask(z_BC, _row_sums_B1(jnp.exp(z_BV)), params)
+        kept_BC = _candidate_filter_mask(z_BC, _batch_invariant_row_sums(jnp.exp(z_BV)), params)
         # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are
         # all tokens beyond the candidates.
         settled_B = (params.top_k_B <= num_candidates) | (
@@ -438,7 +447,9 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
         searched_B = filtered_B & ~settled_B
         everything_BV = jnp.ones_like(z_BV, jnp.bool_)
         kept_BV = lax.cond(
-            jnp.any(searched_B), lambda: _kept_vocabulary_mask(z_BV, params), lambda: everything_BV
+            jnp.any(searched_B),
+            lambda: _vocabulary_filter_mask(z_BV, params),
+            lambda: everything_BV,
         )
         kept_BV &= jnp.exp(z_BV) >= params.min_p_B[:, None]
         ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
@@ -451,8 +462,10 @@ def _sample_adjusted(x_BV: jax.Array, params: BatchParams, positions_B: jax.Arra
     return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _argmax(x_BV))
 
 
-def _kept_candidates_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
-    """Return bool [B, C], which of the C most likely tokens, in falling order, the filters keep.
+def _candidate_filter_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
+    """Return bool [B, C]: True for the candidates that top-k, top-p and min-p keep.
+
+    The candidates are the C most likely tokens, in falling order.
 
     z_BC: logits / temperature minus their maximum, so exp(z) is relative to the most likely token.
     total_B1: the sum of exp(z) over the vocabulary, used where top_k exceeds C. If the last
@@ -469,8 +482,9 @@ def _kept_candidates_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchPar
     return in_top_k_BC & in_top_p_BC & (weights_BC >= params.min_p_B[:, None])
 
 
-def _kept_vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
-    """Return bool [B, V], which tokens top-k and top-p keep, without sorting the vocabulary.
+def _vocabulary_filter_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
+    """Return bool [B, V]: True for the tokens that top-k and top-p keep, without sorting the
+    vocabulary.
 
     Finds the smallest value that each filter keeps by bisection, in 31 passes over the row, which
     is faster than a sort. Among tokens of that value the lowest ids are kept, as many as needed.
@@ -494,14 +508,14 @@ def _kept_vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
         infinity_B1 = jnp.full_like(
             top_k_B1, lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
         )
-        last_B1 = _bisect(
+        last_B1 = _bisect_smallest_true(
             lambda at_B1: reaches_needed(distance_BV <= at_B1),
             jnp.full_like(top_k_B1, -1),
             infinity_B1,
         )
         closer_BV, equal_BV = distance_BV < last_B1, distance_BV == last_B1
         alone_B1 = jnp.sum(equal_BV, axis=1, keepdims=True, dtype=jnp.int32) <= 1
-        last_id_B1 = _bisect(
+        last_id_B1 = _bisect_smallest_true(
             lambda at_B1: reaches_needed(closer_BV | (equal_BV & (ids_BV <= at_B1))),
             jnp.where(alone_B1, vocab_size - 2, -1),
             jnp.full_like(top_k_B1, vocab_size - 1),
@@ -518,24 +532,26 @@ def _kept_vocabulary_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:
     weights_BV = jnp.where(in_top_k_BV, jnp.exp(z_BV), 0.0)
     # Probabilities in units of 2^-31: integer sums are exact, so they are monotonic in the set of
     # tokens and do not depend on B.
-    units_BV = jnp.round(weights_BV * (2.0**31 / _row_sums_B1(weights_BV))).astype(jnp.uint32)
+    units_BV = jnp.round(weights_BV * (2.0**31 / _batch_invariant_row_sums(weights_BV))).astype(
+        jnp.uint32
+    )
     total_B1 = jnp.sum(units_BV, axis=1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32)
     needed_B1 = jnp.maximum((top_p_B1 * total_B1).astype(jnp.uint32), jnp.uint32(1))
     return in_top_k_BV & ((top_p_B1 >= 1) | fewest_tokens_reaching(units_BV, needed_B1))
 
 
-def _bisect(
-    reaches_needed: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array
+def _bisect_smallest_true(
+    predicate: Callable[[jax.Array], jax.Array], low_B1: jax.Array, high_B1: jax.Array
 ) -> jax.Array:
-    """Return the smallest integer in (low, high] for which `reaches_needed` is true, for each row.
+    """Return the smallest integer in (low, high] for which `predicate` is true, for each row.
 
-    `reaches_needed` must be monotonic, and true at `high`.
+    `predicate` must be monotonic, and true at `high`.
     """
 
     def halve_interval(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B1, high_B1 = bounds
         middle_B1 = low_B1 + (high_B1 - low_B1) // 2
-        enough_B1 = reaches_needed(middle_B1)
+        enough_B1 = predicate(middle_B1)
         return jnp.where(enough_B1, low_B1, middle_B1), jnp.where(enough_B1, middle_B1, high_B1)
 
     return lax.while_loop(
@@ -605,21 +621,21 @@ class Draw(NamedTuple):
 class PendingDraws(NamedTuple):
     """Tokens that the device is still sampling: one for each chunk, then padding.
 
-    wanted: for each chunk, the number of most likely tokens to report log-probabilities of; None
-        for no log-probabilities.
+    num_top_logprobs: for each chunk, the number of most likely tokens to report log-probabilities
+        of; None for no log-probabilities.
     """
 
     tokens_B: jax.Array
     logprobs: Logprobs | None
-    wanted: list[int | None]
+    num_top_logprobs: list[int | None]
 
     def read(self) -> list[Draw]:
         """Wait for the device, and return the draw of each chunk."""
-        tokens = np.asarray(self.tokens_B).tolist()[: len(self.wanted)]
+        tokens = np.asarray(self.tokens_B).tolist()[: len(self.num_top_logprobs)]
         return [
             Draw(*pair)
             for pair in zip(
-                tokens, _token_logprobs(tokens, self.logprobs, self.wanted), strict=True
+                tokens, _token_logprobs(tokens, self.logprobs, self.num_top_logprobs), strict=True
             )
         ]
 
@@ -652,9 +668,11 @@ class Sampler:
         self._params: tuple[list[Sequence], BatchParams] | None = None
         self.before_sampling: Callable[[SamplingVariant], object] = lambda _: None
 
-    def record_prompt(self, chunk: Chunk) -> None:
-        """Record the prompt, and the output of a preempted sequence, before the first chunk of a
-        sequence that got its row, if its sampling parameters have penalties.
+    def record_prompt_for_penalties(self, chunk: Chunk) -> None:
+        """Write a sequence's prompt and output into the state of its row, for the penalties.
+
+        Does nothing unless `chunk` is the sequence's first since it got the row and its sampling
+        parameters have penalties. A preempted sequence already has output.
         """
         sequence, s = chunk.sequence, chunk.sequence.sampling
         is_first = chunk.start == sequence.first_position
@@ -672,7 +690,7 @@ class Sampler:
                 self._state, np.int32(chunk.row), in_prompt_V, counts_V.astype(np.int32)
             )
 
-    def draw(self, logits_BV: jax.Array, chunks: list[Chunk]) -> PendingDraws:
+    def start_sampling(self, logits_BV: jax.Array, chunks: list[Chunk]) -> PendingDraws:
         """Start sampling a token after each chunk, and return the pending draws; does not wait.
 
         logits_BV: a row for each chunk, then padding.
@@ -689,7 +707,7 @@ class Sampler:
         positions_B = np.array([chunk.end for chunk in chunks] + [0] * padding, np.int32)
         # Requests with many token ids also use the program for constraints: fewer to compile.
         wide = params.bias_ids_BN.shape[1] == ID_BUCKETS[-1]
-        allowed_BW = self._allowed_masks(sequences) if wide else None
+        allowed_BW = self._allowed_token_masks(sequences) if wide else None
         wanted = [sequence.sampling.logprobs for sequence in sequences]
         with_logprobs = any(count is not None for count in wanted)
         self.before_sampling(SamplingVariant(wide, with_logprobs))
@@ -726,12 +744,12 @@ class Sampler:
         )
 
     def warm_up_sampling(self, logits_BV: jax.Array, variant: SamplingVariant) -> None:
-        """Compile a variant of `sample`, by sampling from zeros with a state of their own.
+        """Compile a variant of `sample`, by sampling from zeros with a state of its own.
 
         logits_BV: logits as the model returns them, any number of rows. Any thread may call this.
         """
         size, vocab_size = self._max_batch, self._vocab_size
-        params = batch_params([], size=size, vocab_size=vocab_size, wide=variant.wide)
+        params = batch_params([], size=size, vocab_size=vocab_size, with_max_ids=variant.wide)
         words_BW = np.full((size, -(-vocab_size // 32)), -1, np.int32)
         _sample(
             self._pad_rows(logits_BV),
@@ -765,18 +783,19 @@ class Sampler:
         return np.asarray(_greedy(logits_BV))
 
     def _batch_params(self, sequences: list[Sequence], constrained: bool) -> BatchParams:
+        """Return `batch_params` of the sequences; the last call's if they are the same."""
         if self._params is None or self._params[0] != sequences:
             params = batch_params(
                 sequences,
                 size=self._max_batch,
                 vocab_size=self._vocab_size,
                 eos_token_ids=self._eos_token_ids,
-                wide=constrained,
+                with_max_ids=constrained,
             )
             self._params = (sequences, params)
         return self._params[1]
 
-    def _allowed_masks(self, sequences: list[Sequence]) -> np.ndarray:
+    def _allowed_token_masks(self, sequences: list[Sequence]) -> np.ndarray:
         """Return the masks `allowed_BW` for `sample`; padding, unconstrained rows and
         rows whose constraint failed allow all tokens.
         """
@@ -790,9 +809,9 @@ class Sampler:
 
 
 def _token_logprobs(
-    tokens: list[int], logprobs: Logprobs | None, wanted: list[int | None]
+    tokens: list[int], logprobs: Logprobs | None, num_top_logprobs: list[int | None]
 ) -> list[TokenLogprob | None]:
-    """Return each token's log-probability with its `wanted` number of most likely tokens.
+    """Return each token's log-probability with its `num_top_logprobs` of most likely tokens.
 
     None for tokens whose request asks for none.
     """
@@ -805,5 +824,5 @@ def _token_logprobs(
         None
         if n is None
         else TokenLogprob(token, chosen[i], tuple(zip(ids[i][:n], top[i][:n], strict=True)))
-        for i, (token, n) in enumerate(zip(tokens, wanted, strict=True))
+        for i, (token, n) in enumerate(zip(tokens, num_top_logprobs, strict=True))
     ]

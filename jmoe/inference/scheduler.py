@@ -92,7 +92,7 @@ class Chunk:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
-    def token_at(self, index: int) -> Chunk:
+    def single_token_chunk(self, index: int) -> Chunk:
         """Return one token of a decoding sequence's chunk, as a step without drafts would run
         it.
         """
@@ -126,7 +126,7 @@ class StepPlan:
         """Return the step without its drafted tokens."""
         if not self.has_drafts:
             return self
-        return StepPlan(tuple(chunk.token_at(0) for chunk in self.decode), self.prefill)
+        return StepPlan(tuple(chunk.single_token_chunk(0) for chunk in self.decode), self.prefill)
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -230,8 +230,8 @@ class Scheduler:
         self._reused_tokens = self._prompt_tokens = self._preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. Raises ValueError as `check_prompt` does."""
-        self.check_prompt(sequence.prompt_token_ids)
+        """Queue a new sequence. Raises ValueError as `check_prompt_length` does."""
+        self.check_prompt_length(sequence.prompt_token_ids)
         assert sequence.status == "waiting" and sequence not in self._waiting, (
             "a sequence runs once"
         )
@@ -240,7 +240,7 @@ class Scheduler:
         place = bisect_right(self._waiting, sequence.priority, key=_priority_of)
         self._waiting.insert(place, sequence)
 
-    def check_prompt(self, prompt_token_ids: Collection[int]) -> None:
+    def check_prompt_length(self, prompt_token_ids: Collection[int]) -> None:
         """Raise ValueError if a prompt is empty, or does not leave a position for one output
         token.
         """
@@ -262,8 +262,8 @@ class Scheduler:
         """
         if sequence.row is not None:
             if not reuses_blocks:
-                self._pool_of(sequence).hide_unshared(sequence.block_ids)
-            self._give_back(sequence)
+                self._pool_of(sequence).remove_unshared_from_index(sequence.block_ids)
+            self._release_row_and_blocks(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
@@ -272,7 +272,7 @@ class Scheduler:
         return True
 
     def forget_cached_prefixes(self) -> None:
-        """Reuse nothing of the cache's blocks, which something else overwrites; no sequence may
+        """Forget the prefixes in the cache, whose blocks something else overwrites; no sequence may
         run.
         """
         assert not self._running, "their blocks would be overwritten"
@@ -285,11 +285,11 @@ class Scheduler:
         return [sequence for sequence in self._running if sequence.status == "decode"]
 
     @property
-    def begun_sequences(self) -> list[Sequence]:
+    def decoding_and_preempted_sequences(self) -> list[Sequence]:
         """The decoding sequences, and the waiting ones that were preempted."""
         return self.decoding_sequences + [s for s in self._waiting if s.num_preemptions]
 
-    def has_room_for(self, priority: int) -> bool:
+    def has_capacity_for(self, priority: int) -> bool:
         """Return whether another sequence of this priority may wait here: it would have a row, and
         no sequence that ranks before it waits, or blocks are free beyond those that these need.
 
@@ -300,7 +300,7 @@ class Scheduler:
             return False
         if not earlier:
             return True
-        free = sum(pool.num_free - self._num_blocks_soon(pool) for pool in self._pools)
+        free = sum(pool.num_free - self._num_sequences_that_may_grow(pool) for pool in self._pools)
         return sum(self._num_blocks(s.num_tokens) + 1 for s in earlier) < free
 
     def schedule(self) -> StepPlan:
@@ -310,18 +310,18 @@ class Scheduler:
         """
         for sequence in self.decoding_sequences:  # the ones that entered first come first
             if sequence.status == "decode" and not sequence.is_paused:
-                self._take_next_block(sequence)
+                self._allocate_next_block(sequence)
         decode = tuple(
             self._decode_chunk(sequence, row)
             for row, sequence in enumerate(self._rows)
             if sequence is not None and sequence.status == "decode" and not sequence.is_paused
         )
         for chunk in decode:
-            self._take_block_ahead(chunk)
+            self._allocate_block_ahead(chunk)
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens
         while len(chunks) < len(self._prefilling) or self._admit_next(tokens):
-            chunks.append(self._next_chunk(self._prefilling[len(chunks)]))
+            chunks.append(self._next_prompt_chunk(self._prefilling[len(chunks)]))
             tokens -= self.padded_width(chunks[-1])
         assert tokens >= 0, (
             "the chunks of a prompt never get wider, so those of prompts under way fit"
@@ -374,11 +374,12 @@ class Scheduler:
         """The most tokens of a step without prompts."""
         return self.max_batch * (1 + self.max_drafted)
 
-    def update(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+    def update(self, plan: StepPlan, sampled_tokens: list[int]) -> list[Sequence]:
         """Append the tokens sampled for `plan.sampled_sequences`; return the sequences that end
         with them.
 
-        A plan with drafts is taken in by parts: `without_drafts`, then each accepted token.
+        A plan with drafts comes in several calls: `without_drafts`, then one for each accepted
+        token.
 
         A sequence ends with reason "stop" at an end-of-text or stop token after its first
         `min_new_tokens` tokens, and with "length" after `max_new_tokens` or when its row is full.
@@ -386,9 +387,9 @@ class Scheduler:
         `finish_reason`.
         """
         for chunk in plan.chunks:
-            self._note_computed(chunk)
+            self._record_computed_tokens(chunk)
         finished = []
-        for sequence, token in zip(plan.sampled_sequences, tokens, strict=True):
+        for sequence, token in zip(plan.sampled_sequences, sampled_tokens, strict=True):
             if sequence.status == "finished":  # `finish` was called while the step ran
                 continue
             if sequence.status == "prefill":
@@ -404,9 +405,9 @@ class Scheduler:
         """Return whether a decoding sequence has a block for the token after its chunk's."""
         return chunk.end < len(chunk.block_ids) * self.block_tokens
 
-    def pause_lookups_after_miss(self) -> bool:
-        """Let no decoding sequence draft for a few steps if none has a draft now; return whether
-        the next step has no drafts.
+    def pause_drafting_after_miss(self) -> bool:
+        """Pause drafting for a few tokens, as the lookups of this step found no draft; return
+        whether no sequence drafts in the next step, which can then begin ahead.
         """
         lookups = [(s.lookup, s.num_tokens) for s in self.decoding_sequences if s.lookup]
         if any(not lookup.is_paused(num_tokens) for lookup, num_tokens in lookups):
@@ -414,7 +415,7 @@ class Scheduler:
                 lookup.pause_after_miss(num_tokens + 1)
         return all(lookup.is_paused(num_tokens + 1) for lookup, num_tokens in lookups)
 
-    def may_continue(self, sequence: Sequence) -> bool:
+    def may_continue_after_next_token(self, sequence: Sequence) -> bool:
         """Return False if the sequence ends with the token being sampled, whatever that token
         is.
         """
@@ -436,7 +437,7 @@ class Scheduler:
             waiting=len(self._waiting),
             running=len(self._running),
             kv_tokens=sum(sequence.num_computed_tokens for sequence in self._running)
-            - sum(pool.num_shared_tokens for pool in self._pools),
+            - sum(pool.num_tokens_saved_by_sharing for pool in self._pools),
             blocks=num_blocks,
             blocks_used=num_blocks - sum(pool.num_free for pool in self._pools),
             blocks_cached=sum(pool.num_cached for pool in self._pools),
@@ -464,8 +465,8 @@ class Scheduler:
         """Return the number of blocks of `num_tokens` positions."""
         return -(-num_tokens // self.block_tokens)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """Take a running sequence's row and blocks away; their content can be reused."""
+    def _release_row_and_blocks(self, sequence: Sequence) -> None:
+        """Free a running sequence's row and its blocks, whose content can be reused."""
         assert sequence.row is not None
         self._pool_of(sequence).release(sequence.block_ids, next(self._clock))
         self._rows[sequence.row] = None
@@ -479,14 +480,14 @@ class Scheduler:
         """Make a running sequence wait, in front of the others of its priority, to compute its
         tokens again.
         """
-        self._give_back(sequence)
+        self._release_row_and_blocks(sequence)
         sequence.status, sequence.num_computed_tokens = "waiting", 0
         sequence.num_preemptions += 1
         place = bisect_left(self._waiting, sequence.priority, key=_priority_of)
         self._waiting.insert(place, sequence)
         self._preemptions += 1
 
-    def _take_next_block(self, sequence: Sequence) -> None:
+    def _allocate_next_block(self, sequence: Sequence) -> None:
         """Give a decoding sequence a block for its next token, if it has none.
 
         If all blocks are in use, the sequences of the same pool that rank last, and of these the
@@ -495,24 +496,24 @@ class Scheduler:
         needed, pool = self._num_blocks(sequence.num_computed_tokens + 1), self._pool_of(sequence)
         while sequence.row is not None and len(sequence.block_ids) < needed:
             if pool.num_free:
-                sequence.block_ids.extend(pool.take(1))
+                sequence.block_ids.extend(pool.allocate(1))
             else:
                 others = (s for s in reversed(self._running) if self._pool_of(s) is pool)
                 self._preempt(max(others, key=lambda other: other.priority))
 
-    def _take_block_ahead(self, chunk: Chunk) -> None:
+    def _allocate_block_ahead(self, chunk: Chunk) -> None:
         """Give a decoding sequence a block for the token after its chunk's, if it may have such a
         token and a block is free.
 
         The step after this one may begin before `update` (`StepAhead`).
         """
         sequence = chunk.sequence
-        if self.may_continue(sequence) and not self.has_block_ahead(chunk):
+        if self.may_continue_after_next_token(sequence) and not self.has_block_ahead(chunk):
             pool = self._pool_of(sequence)
             if pool.num_free:
-                sequence.block_ids.extend(pool.take(1))
+                sequence.block_ids.extend(pool.allocate(1))
 
-    def _num_blocks_soon(self, pool: BlockPool) -> int:
+    def _num_sequences_that_may_grow(self, pool: BlockPool) -> int:
         """Return the number of running sequences of a pool that may need another block."""
         return sum(
             len(s.block_ids)
@@ -527,14 +528,15 @@ class Scheduler:
             if self._pool_of(s) is pool
         )
 
-    def _admit_next(self, tokens: int) -> bool:
+    def _admit_next(self, max_chunk_tokens: int) -> bool:
         """Give the first waiting sequence that is not paused a row and blocks; return False if it
         must go on waiting. Those of the lowest `priority` are first, then the longest waiting.
 
-        It needs a free row and blocks, and its first chunk, padded, must not exceed `tokens`.
+        It needs a free row and blocks, and its first chunk, padded, must not exceed
+        `max_chunk_tokens`.
         """
         sequence = next((s for s in self._waiting if not s.is_paused), None)
-        if sequence is None or not self._enterable_pools():
+        if sequence is None or not self._pools_with_free_row_and_block():
             return False
         known = sequence.known_token_ids
         needs_all = sequence.sampling.prompt_logprobs is not None and not sequence.output_token_ids
@@ -552,11 +554,11 @@ class Scheduler:
             length = max(admission.here.num_tokens, admission.longest.num_tokens)
             rest = len(known) - length
             if (
-                smallest_bucket(self._next_chunk_size(rest), self.prefill_widths) > tokens
+                smallest_bucket(self._next_chunk_size(rest), self.prefill_widths) > max_chunk_tokens
                 or 2 * (coming - length) >= rest
             ):
                 return False
-            if self._enter(sequence, admission, len(known)):
+            if self._assign_row_and_blocks(sequence, admission, len(known)):
                 break
         else:
             return False
@@ -571,22 +573,24 @@ class Scheduler:
         self._prefilling.append(sequence)
         return True
 
-    def _possible_admissions(self, sequence: Sequence, reusable: list[int]) -> list[_Admission]:
+    def _possible_admissions(
+        self, sequence: Sequence, reusable_tokens: list[int]
+    ) -> list[_Admission]:
         """Return the pools with a free row, best first: the one that has the longest prefix of the
-        `reusable` tokens, then the one whose next block has been unused for longest.
+        `reusable_tokens`, then the one whose next block has been unused for longest.
         """
         prefixes = [
-            pool.find(reusable, sequence.block_digests, sequence.prefix_root)
-            if reusable
+            pool.find_cached_prefix(reusable_tokens, sequence.block_digests, sequence.prefix_root)
+            if reusable_tokens
             else NOTHING_CACHED
             for pool in self._pools
         ]
         longest = max(prefixes, key=lambda prefix: prefix.num_tokens)
-        free = self._enterable_pools()
-        free.sort(key=lambda i: (-prefixes[i].num_tokens, self._pools[i].oldest_use))
+        free = self._pools_with_free_row_and_block()
+        free.sort(key=lambda i: (-prefixes[i].num_tokens, self._pools[i].last_use_of_next_block))
         return [_Admission(i, prefixes[i], longest) for i in free]
 
-    def _enterable_pools(self) -> list[int]:
+    def _pools_with_free_row_and_block(self) -> list[int]:
         """Return the numbers of the pools that have a free row and a free block."""
         size = self._rows_per_pool
         return [
@@ -595,7 +599,9 @@ class Scheduler:
             if pool.num_free and None in self._rows[i * size : (i + 1) * size]
         ]
 
-    def _enter(self, sequence: Sequence, admission: _Admission, num_tokens: int) -> bool:
+    def _assign_row_and_blocks(
+        self, sequence: Sequence, admission: _Admission, num_tokens: int
+    ) -> bool:
         """Give a waiting sequence a row of a pool, and blocks for `num_tokens` tokens.
 
         Returns False, without effect, if the pool has too few free blocks.
@@ -612,12 +618,12 @@ class Scheduler:
             copied = [tail]
         num_new = self._num_blocks(num_tokens) - len(shared)
         num_free = pool.num_free - sum(map(pool.is_cached, shared))
-        if num_free < num_new + self._num_blocks_soon(pool):
+        if num_free < num_new + self._num_sequences_that_may_grow(pool):
             return False
-        pool.hold(shared)
+        pool.add_holder(shared)
         if tail is not None and pool.is_cached(tail):
-            pool.keep_longest(tail)
-        new = pool.take(num_new)
+            pool.mark_most_recently_used(tail)
+        new = pool.allocate(num_new)
         if tail in new:  # there was no other: its first tokens stay where they are
             new.remove(tail)
             new.insert(0, tail)
@@ -630,7 +636,7 @@ class Scheduler:
 
     def _decode_chunk(self, sequence: Sequence, row: int) -> Chunk:
         """Return a decoding sequence's latest token and its draft."""
-        draft = self._draft(sequence)
+        draft = self._draft_tokens(sequence)
         return Chunk(
             sequence,
             row,
@@ -640,10 +646,11 @@ class Scheduler:
             num_drafted=len(draft),
         )
 
-    def _draft(self, sequence: Sequence) -> list[int]:
-        """Return a decoding sequence's draft, for which it gets blocks, if there are free ones.
+    def _draft_tokens(self, sequence: Sequence) -> list[int]:
+        """Return a decoding sequence's draft, [] for none, and allocate free blocks for it.
 
-        The draft is so short that the sequence could end with the token after it.
+        A draft without enough free blocks is cut. It leaves the sequence at least one token to
+        sample after it.
         """
         if sequence.lookup is None:
             return []
@@ -653,17 +660,18 @@ class Scheduler:
             sequence.sampling.max_new_tokens - len(output) - 1,
             self.max_seq_len - sequence.num_tokens - 1,
         )
-        draft = sequence.lookup.draft(prompt, output, most)
+        draft = sequence.lookup.draft_tokens(prompt, output, most)
         end, pool = sequence.num_tokens + len(draft), self._pool_of(sequence)
         missing = self._num_blocks(end) - len(sequence.block_ids)
-        sequence.block_ids.extend(pool.take(min(max(0, missing), pool.num_free)))
+        sequence.block_ids.extend(pool.allocate(min(max(0, missing), pool.num_free)))
         return draft[: len(sequence.block_ids) * self.block_tokens - sequence.num_tokens]
 
-    def _next_chunk_size(self, rest: int) -> int:
-        """Return how many of a prompt's `rest` tokens run in the next step."""
-        return min(rest, self.prefill_widths[-1])
+    def _next_chunk_size(self, num_remaining: int) -> int:
+        """Return how many of a prompt's `num_remaining` tokens run in the next step."""
+        return min(num_remaining, self.prefill_widths[-1])
 
-    def _next_chunk(self, sequence: Sequence) -> Chunk:
+    def _next_prompt_chunk(self, sequence: Sequence) -> Chunk:
+        """Return the tokens of a sequence in prefill that run in the next step."""
         assert sequence.row is not None
         tokens, start = sequence.known_token_ids, sequence.num_computed_tokens
         end = start + self._next_chunk_size(len(tokens) - start)
@@ -677,7 +685,7 @@ class Scheduler:
             sequence.copies if start == sequence.first_position else (),
         )
 
-    def _note_computed(self, chunk: Chunk) -> None:
+    def _record_computed_tokens(self, chunk: Chunk) -> None:
         """Record that a chunk's keys and values are in its blocks, and those copied before it."""
         sequence = chunk.sequence
         if sequence.row is None:  # ended while the step ran; its blocks may have a new owner
@@ -696,10 +704,11 @@ class Scheduler:
             if new:
                 if len(digests) < i:
                     extend_digests(digests, sequence.known_token_ids, i, size, root)
-                pool.extend(block, digests[i - 1] if i else root, new)
+                pool.record_tokens(block, digests[i - 1] if i else root, new)
         sequence.num_computed_tokens = chunk.end
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Return why the sequence ends with its latest token; None if it goes on."""
         sampling, output = sequence.sampling, sequence.output_token_ids
         if len(output) > sampling.min_new_tokens:
             ends_text = output[-1] in self.eos_token_ids and not sampling.ignore_eos

@@ -20,7 +20,7 @@ from jmoe.inference.speculation import PromptLookup
 log = logging.getLogger("jmoe")
 FinishReason = Literal["stop", "length", "abort", "error"]
 # a request's own code that may raise: its constraint, and the decoding of its text
-Guarded = Literal["constraint", "decoding"]
+FailureSource = Literal["constraint", "decoding"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Sequence:
     row: int | None = field(default=None, init=False)
     # blocks of the cache that have its tokens, in order; empty without a row
     block_ids: array[int] = field(default_factory=lambda: array("i"), init=False)
-    # digests of its first full blocks of tokens, as many as were needed (`BlockPool.find`)
+    # digests of its first full blocks of tokens, as many as were needed
+    # (`BlockPool.find_cached_prefix`)
     block_digests: list[bytes] = field(default_factory=list, init=False)
     num_computed_tokens: int = field(default=0, init=False)  # tokens in the cache
     # position of the first token that it computed since it got its row
@@ -88,7 +89,7 @@ class Sequence:
     # excluded from the next step because its constraint is not ready
     is_paused: bool = field(default=False, init=False)
     # which of the request's own code has raised; the engine then ends the sequence with "error"
-    failed: Guarded | None = field(default=None, init=False)
+    failed: FailureSource | None = field(default=None, init=False)
     text: TextStream | OutputStream | None = field(default=None, init=False)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     # False if a requested log-probability of the prompt is not finite
@@ -126,15 +127,15 @@ class Sequence:
         return self.prompt_token_ids + self.output_token_ids
 
     @contextlib.contextmanager
-    def catch_errors(self, what: Guarded) -> Iterator[None]:
+    def catch_errors(self, source: FailureSource) -> Iterator[None]:
         """Log any exception of the block and set `failed` instead of raising."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException:  # a panic of tokenizers, which is written in Rust, is no Exception
-            log.exception("the %s of a request failed; the other requests go on", what)
-            self.failed = what
+            log.exception("the %s of a request failed; the other requests go on", source)
+            self.failed = source
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprob]
 
     @classmethod
-    def join(cls, sequence: Sequence, outputs: list[Output]) -> Completion:
+    def from_outputs(cls, sequence: Sequence, outputs: list[Output]) -> Completion:
         """Return a finished sequence and all its outputs as one completion."""
         assert sequence.finish_reason is not None
         return cls(

@@ -32,15 +32,16 @@ class PromptLookup:
     without an accepted token it waits for twice as many tokens, up to `MAX_PAUSE`.
     """
 
-    def __init__(self, most: int, longest: int, shortest: int) -> None:
+    def __init__(self, max_draft_tokens: int, longest_match: int, shortest_match: int) -> None:
         """Start without tokens.
 
-        most: maximum number of tokens of a draft.
-        longest, shortest: numbers of latest tokens that are looked up, the longest first.
+        longest_match, shortest_match: numbers of latest tokens that are looked up, the longest
+            first.
         """
-        self._most, self._sizes = most, range(longest, shortest - 1, -1)
+        self._max_tokens = max_draft_tokens
+        self._sizes = range(longest_match, shortest_match - 1, -1)
         self._tokens = bytearray()
-        self._length = most
+        self._length = max_draft_tokens
         self._pause = 0
         self._resume_at = 0
 
@@ -48,13 +49,13 @@ class PromptLookup:
         """Return whether nothing is drafted for a sequence of this many tokens."""
         return num_tokens < self._resume_at
 
-    def draft(self, prompt: list[int], output: list[int], most: int) -> list[int]:
-        """Return up to `most` tokens that may follow prompt and output; [] for none.
+    def draft_tokens(self, prompt: list[int], output: list[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens that may follow prompt and output; [] for none.
 
         prompt, output: those of the last call, or longer.
         """
-        num_tokens, most = len(prompt) + len(output), min(most, self._length)
-        if most < 1 or self.is_paused(num_tokens):
+        num_tokens, length = len(prompt) + len(output), min(max_tokens, self._length)
+        if length < 1 or self.is_paused(num_tokens):
             return []
         done = len(self._tokens) // ITEM
         new = prompt[done:] + output[max(0, done - len(prompt)) :]
@@ -62,17 +63,17 @@ class PromptLookup:
         start = self._find_continuation()
         if start is None:
             return []
-        following = array("i", self._tokens[start : start + most * ITEM])
+        following = array("i", self._tokens[start : start + length * ITEM])
         # what goes on to the end repeats itself, and may go on so
-        return [following[i % len(following)] for i in range(most)]
+        return [following[i % len(following)] for i in range(length)]
 
-    def record(self, num_tokens: int, drafted: int, accepted: int) -> None:
-        """Take in how many tokens of a draft were accepted.
+    def record_acceptance(self, num_tokens: int, drafted: int, accepted: int) -> None:
+        """Set the next draft's length, and a pause before it, by how many tokens were accepted.
 
         num_tokens: of the sequence after the step.
         """
         if accepted == drafted:
-            self._length = min(2 * drafted, self._most)
+            self._length = min(2 * drafted, self._max_tokens)
         else:
             self._length = max(1, accepted)
         self._pause = 0 if accepted else min(2 * self._pause + 1, MAX_PAUSE)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jmoe.config import TrainConfig, check
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.kv_cache import consecutive_blocks
+from jmoe.inference.kv_cache import tables_of_consecutive_blocks
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.runner import Arrays, ModelRunner, TokenBatch
 from jmoe.memory.closing import Closing
@@ -78,7 +78,7 @@ class Teacher(Closing):
         constraint = f"has a vocabulary of {vocabulary} tokens: must have the student's {own}"
         check(vocabulary == own, "distil.teacher", str(folder), constraint)
         self.residency = runner.residency
-        self._blocks = consecutive_blocks(rows, length)
+        self._blocks = tables_of_consecutive_blocks(rows, length)
         self._positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
         structure, arrays = runner.embed_and_head
         module = structure.merge(arrays)

@@ -19,7 +19,7 @@ from jmoe.inference.sequence import Sequence
 
 
 @jax.jit
-def _logits_at(logits_PCV: jax.Array, rows_B: jax.Array, position: jax.Array) -> jax.Array:
+def _gather_logits(logits_PCV: jax.Array, rows_B: jax.Array, position: jax.Array) -> jax.Array:
     return logits_PCV[rows_B, position]
 
 
@@ -44,7 +44,7 @@ class DraftVerifier:
         if all(s.constraint is None and s.sampling.is_plain_greedy for s in sequences):
             self._greedy_PC = sampler.start_greedy(logits_PCV)
 
-    def draw(self, position: int, chunks: list[Chunk]) -> dict[Sequence, Draw]:
+    def sample_after(self, position: int, chunks: list[Chunk]) -> dict[Sequence, Draw]:
         """Return the token sampled after token `position` of each of these chunks of the group.
 
         The sampler's state must have counted the tokens before it.
@@ -56,12 +56,14 @@ class DraftVerifier:
             return {s: Draw(token, None) for s, token in zip(sequences, tokens, strict=True)}
         rows_B = np.zeros(self._max_batch, np.int32)
         rows_B[: len(rows)] = rows
-        logits_BV = _logits_at(self._logits_PCV, rows_B, np.int32(position))
-        draws = self._sampler.draw(logits_BV, [chunk.token_at(position) for chunk in chunks])
+        logits_BV = _gather_logits(self._logits_PCV, rows_B, np.int32(position))
+        draws = self._sampler.start_sampling(
+            logits_BV, [chunk.single_token_chunk(position) for chunk in chunks]
+        )
         return dict(zip(sequences, draws.read(), strict=True))
 
 
 def warm_up_verification(sampler: Sampler, logits_PCV: jax.Array, max_batch: int) -> None:
     """Compile the programs that verify drafts with logits of this shape."""
     sampler.start_greedy(logits_PCV).block_until_ready()
-    _logits_at(logits_PCV, np.zeros(max_batch, np.int32), np.int32(0))
+    _gather_logits(logits_PCV, np.zeros(max_batch, np.int32), np.int32(0))

@@ -435,7 +435,7 @@ class EngineLoop:
             except queue.Empty:
                 if not is_idle:
                     return True
-                pause_s = 0.0 if self.engine.prepare_next() else None
+                pause_s = 0.0 if self.engine.run_next_preparation_task() else None
                 continue
             pause_s = PAUSE_S
             if command is None:
@@ -471,7 +471,7 @@ class EngineLoop:
         for blocks of the cache: the engine serves those of one priority in the order in which it
         gets them. A sequence that gave its blocks back keeps out none that ranks before it.
         """
-        while len(self._queue) and self.engine.has_room_for(self._queue.first_priority):
+        while len(self._queue) and self.engine.has_capacity_for(self._queue.first_priority):
             sequence = self._queue.pop()
             sequence.started_s = time.monotonic()
             try:

@@ -164,7 +164,7 @@ class Service:
         """
         assert engine.tokenizer is not None, "checked before the weights were read"
         if engine.uses_several_devices:
-            engine.compile_for_service()
+            engine.compile_all_programs()
         self.config, self.name, self.created = config, name, int(time.time())
         self.adapters = engine.adapters.names
         endpoint = config.otlp_traces_endpoint

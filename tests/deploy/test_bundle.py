@@ -433,7 +433,7 @@ def test_a_disk_that_fills_while_programs_are_written(
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
             with Engine(*arguments) as engine:
-                engine.compile_for_service()
+                engine.compile_all_programs()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

@@ -54,7 +54,10 @@ def traffic(served: Engine) -> dict[str, Any]:
         for _ in range(steps):
             outputs.extend(served.step())
             uses.append(
-                [c[c[:, 0] < served.config.num_experts].tolist() for c in served.last_choices()]
+                [
+                    c[c[:, 0] < served.config.num_experts].tolist()
+                    for c in served.last_expert_choices()
+                ]
             )
 
     requests = [

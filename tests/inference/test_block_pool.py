@@ -14,16 +14,16 @@ def pool_with(tokens: list[int], num_blocks: int = 6) -> tuple[BlockPool, list[i
 
 def compute(pool: BlockPool, tokens: list[int]) -> list[int]:
     """Take blocks for tokens and note that their keys and values are there."""
-    blocks, prefix = pool.take(-(-len(tokens) // SIZE)), NO_TOKENS
+    blocks, prefix = pool.allocate(-(-len(tokens) // SIZE)), NO_TOKENS
     for i, block in enumerate(blocks):
         part = tokens[i * SIZE : (i + 1) * SIZE]
-        pool.extend(block, prefix, part)
+        pool.record_tokens(block, prefix, part)
         prefix = digest_of_block(prefix, part)
     return blocks
 
 
 def find(pool: BlockPool, tokens: list[int]) -> CachedPrefix:
-    return pool.find(tokens, [])
+    return pool.find_cached_prefix(tokens, [])
 
 
 def test_the_longest_prefix_is_found() -> None:
@@ -50,21 +50,21 @@ def test_of_several_tails_the_longest_is_found() -> None:
 
 def test_a_block_that_fills_up_is_found_whole() -> None:
     pool, (block,) = pool_with([1, 2])
-    pool.extend(block, NO_TOKENS, [3])
+    pool.record_tokens(block, NO_TOKENS, [3])
     assert find(pool, [1, 2, 3, 4, 5]) == CachedPrefix([], block, 3, 3)
-    pool.extend(block, NO_TOKENS, [4])
+    pool.record_tokens(block, NO_TOKENS, [4])
     assert find(pool, [1, 2, 3, 4, 5]) == CachedPrefix([block], None, 0, 4)
 
 
 def test_who_holds_a_block_keeps_it() -> None:
     pool, blocks = pool_with(TOKENS, 3)
-    pool.hold(blocks[:2])  # a second sequence
-    assert (pool.num_free, pool.num_cached, pool.num_shared_tokens) == (0, 0, 8)
+    pool.add_holder(blocks[:2])  # a second sequence
+    assert (pool.num_free, pool.num_cached, pool.num_tokens_saved_by_sharing) == (0, 0, 8)
     pool.release(blocks, 1)
-    assert (pool.num_free, pool.num_cached, pool.num_shared_tokens) == (1, 1, 0)
+    assert (pool.num_free, pool.num_cached, pool.num_tokens_saved_by_sharing) == (1, 1, 0)
     pool.release(blocks[:2], 2)
     assert (pool.num_free, pool.num_cached) == (3, 3)
-    pool.hold(blocks[:1])  # a third, which finds it
+    pool.add_holder(blocks[:1])  # a third, which finds it
     assert (pool.num_free, pool.is_cached(blocks[0])) == (2, False)
 
 
@@ -73,13 +73,13 @@ def test_unused_blocks_go_first_then_the_least_recently_used() -> None:
     second = compute(pool, [50, 51, 52, 53, 54])
     pool.release(second, 1)
     pool.release(first, 2)
-    assert pool.oldest_use == 0
-    assert pool.take(2) == [104, 105]
-    assert pool.oldest_use == 1
+    assert pool.last_use_of_next_block == 0
+    assert pool.allocate(2) == [104, 105]
+    assert pool.last_use_of_next_block == 1
     # of a sequence the last blocks, which fewer can use
-    assert pool.take(3) == [second[1], second[0], first[1]]
+    assert pool.allocate(3) == [second[1], second[0], first[1]]
     assert find(pool, TOKENS) == CachedPrefix(first[:1], None, 0, 4)
-    assert pool.take(1) == first[:1]
+    assert pool.allocate(1) == first[:1]
     assert find(pool, TOKENS).num_tokens == 0
 
 
@@ -88,11 +88,11 @@ def test_a_use_makes_a_block_recent() -> None:
     second = compute(pool, [5, 6, 7])
     pool.release(first, 1)
     pool.release(second, 2)
-    pool.hold(first)
+    pool.add_holder(first)
     pool.release(first, 3)
-    assert pool.take(1) == second
+    assert pool.allocate(1) == second
     pool.release(second, 4)  # without content: before all others
-    assert pool.take(2) == [*second, *first]
+    assert pool.allocate(2) == [*second, *first]
 
 
 def test_a_block_to_be_copied_goes_last() -> None:
@@ -100,8 +100,8 @@ def test_a_block_to_be_copied_goes_last() -> None:
     second = compute(pool, [5, 6])
     pool.release(first, 1)
     pool.release(second, 2)
-    pool.keep_longest(first[0])
-    assert pool.take(2) == [*second, *first]
+    pool.mark_most_recently_used(first[0])
+    assert pool.allocate(2) == [*second, *first]
 
 
 def test_equal_blocks_are_kept_once() -> None:
@@ -116,8 +116,8 @@ def test_equal_blocks_are_kept_once() -> None:
 def test_hidden_blocks_are_not_found() -> None:
     """Those that another sequence holds too are."""
     pool, blocks = pool_with(TOKENS)
-    pool.hold(blocks[:1])
-    pool.hide_unshared(blocks)
+    pool.add_holder(blocks[:1])
+    pool.remove_unshared_from_index(blocks)
     pool.release(blocks[:1], 1)
     assert find(pool, TOKENS) == CachedPrefix(blocks[:1], None, 0, 4)
     pool.release(blocks, 1)
@@ -136,5 +136,5 @@ def test_everything_without_a_holder_is_forgotten() -> None:
 def test_digests_are_kept() -> None:
     pool, blocks = pool_with(TOKENS)
     digests: list[bytes] = []
-    assert pool.find(TOKENS, digests).full == blocks[:2] and len(digests) == 2
-    assert pool.find(TOKENS, list(digests)).full == blocks[:2]
+    assert pool.find_cached_prefix(TOKENS, digests).full == blocks[:2] and len(digests) == 2
+    assert pool.find_cached_prefix(TOKENS, list(digests)).full == blocks[:2]

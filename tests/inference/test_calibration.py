@@ -115,7 +115,7 @@ def test_nothing_is_compiled_in_service(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(
             StreamingPlan, "choose_policy", lambda _, n: "ring" if n >= 4 else "experts"
         )
-        served.compile_for_service()
+        served.compile_all_programs()
         # two sequences decode beside the chunks of a third one's prompt, then all three
         with compilations() as compiled:
             served.generate([[5], [11, 3], list(range(5, 20))], max_new_tokens=10, ignore_eos=True)

@@ -147,7 +147,7 @@ def test_native_operations(name: str) -> None:
             runner = served._runner
             assert isinstance(runner, ModelRunner) and runner.native == (setting == "on")
             uses.append(served.tokens_per_expert())
-            chosen.append(served.last_choices())
+            chosen.append(served.last_expert_choices())
     assert uses[0].any() and np.array_equal(*uses)
     assert len(chosen[0]) and all(map(np.array_equal, *chosen))
     for a, b in zip(*found, strict=True):
@@ -176,13 +176,13 @@ def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> No
     places |= {"host_cache_bytes": 1 << 15} if tier == "nvme" else {}
     with tiny_engine(name, policy="experts", native="on", **places) as streamed:
         runner = streamed._runner
-        assert isinstance(runner, ModelRunner) and runner.needs_no_choices
+        assert isinstance(runner, ModelRunner) and runner.needs_no_choice_readback
         sequences = [streamed.add_request(prompt, SamplingParams(**options)) for prompt in prompts]
         outputs, asked_for = [], 0
         while streamed.has_unfinished:
             before, decoded = streamed.residency.stats(), streamed.stats().decode.steps
             outputs += streamed.step()
-            now, chosen = streamed.residency.stats(), streamed.last_choices()
+            now, chosen = streamed.residency.stats(), streamed.last_expert_choices()
             # one batch: each layer's experts are asked for once
             if streamed.stats().decode.steps > decoded:
                 asked_for = sum(np.unique(layer[layer < experts]).size for layer in chosen)
@@ -190,7 +190,7 @@ def test_programs_find_their_experts(name: str, tier: str, tmp_path: Path) -> No
                 assert now.layers - before.layers == layers
         assert asked_for > 0
         found = [
-            Completion.join(s, [output for output in outputs if output.sequence is s])
+            Completion.from_outputs(s, [output for output in outputs if output.sequence is s])
             for s in sequences
         ]
         assert same(found, expected)
@@ -389,7 +389,7 @@ def serve_together(
     sequences = [served.add_request(*request) for request in requests]
     outputs = run_to_end(served)
     return [
-        Completion.join(s, [output for output in outputs if output.sequence is s])
+        Completion.from_outputs(s, [output for output in outputs if output.sequence is s])
         for s in sequences
     ]
 
@@ -524,7 +524,7 @@ def test_programs_are_compiled_when_they_are_needed() -> None:
         with compilations() as second:
             served.generate([[8, 9]], max_new_tokens=6, ignore_eos=True)
         with compilations() as others:
-            served.compile_for_service()
+            served.compile_all_programs()
     assert 0 < len(first) < len(others) and second == []
 
 

@@ -14,7 +14,7 @@ from jmoe.config import ModelConfig
 from jmoe.inference import runner
 from jmoe.inference.few_tokens import attend_and_route
 from jmoe.inference.kv_cache import BLOCK, KVCache
-from jmoe.inference.runner import CachedAttention, CachePlaces, Hidden, attend_local
+from jmoe.inference.runner import CachedAttention, CachePlaces, Hidden, attend_and_route_local
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block
 from jmoe.models.functional import split_arrays
@@ -64,7 +64,7 @@ def operands() -> tuple[KVCache, Hidden, CachePlaces]:
 )
 def test_block_equals_xlas(kind: Any, changes: dict[str, Any]) -> None:
     block, (cache, hidden, places) = block_of(kind, **changes), operands()
-    by_xla = runner._attend_in_xla(block, cache, hidden, places, runner.UNSHARDED)
+    by_xla = runner._attend_and_route_in_xla(block, cache, hidden, places, runner.UNSHARDED)
     cached = CachedAttention(cache, places)
 
     def attend(attention: Any, h_PCD: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def test_a_gpus_program_of_few_tokens(rows: int, kernels: int) -> None:
     places = CachePlaces(of(jnp.int32, rows, 8), of(jnp.int32, rows, 1))
 
     def step(arrays: Any, cache: KVCache, hidden: Hidden, places: CachePlaces) -> Any:
-        return attend_local(structure, arrays, cache, hidden, places)
+        return attend_and_route_local(structure, arrays, cache, hidden, places)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend

@@ -16,11 +16,11 @@ import pytest
 from jmoe.inference.kv_cache import (
     BLOCK,
     KVCache,
-    consecutive_blocks,
     copy_cache_blocks,
+    tables_of_consecutive_blocks,
     write_and_attend,
+    write_by_scatter,
     write_keys_and_values,
-    write_scattered,
 )
 from jmoe.layers.attention import CacheInputs
 from jmoe.run.ahead_of_time import lower_for_device
@@ -85,7 +85,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("write", [write_keys_and_values, write_scattered])
+@pytest.mark.parametrize("write", [write_keys_and_values, write_by_scatter])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), STEPS)
 def test_write(
@@ -255,4 +255,4 @@ def test_copies_happen_in_order() -> None:
 
 
 def test_tables_of_rows_of_their_own() -> None:
-    assert consecutive_blocks(2, BLOCK + 1).tolist() == [[0, 1], [2, 3]]
+    assert tables_of_consecutive_blocks(2, BLOCK + 1).tolist() == [[0, 1], [2, 3]]

@@ -69,7 +69,7 @@ def requests(count: int, seed: int = 1) -> list[tuple[list[int], SamplingParams]
 @pytest.fixture
 def no_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sequences enter whatever those that run will need: most are preempted then."""
-    monkeypatch.setattr(Scheduler, "_num_blocks_soon", lambda *_: 0)
+    monkeypatch.setattr(Scheduler, "_num_sequences_that_may_grow", lambda *_: 0)
 
 
 def run_together(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:

@@ -62,7 +62,7 @@ def run(name: str, **options: Any) -> tuple[list[Completion], Any]:
     with tiny_engine(name, **options) as engine:
         found = engine.generate(PROMPTS, max_new_tokens=12, ignore_eos=True, logprobs=2)
         assert isinstance(engine._runner, ModelRunner)
-        if engine._runner.needs_no_choices:
+        if engine._runner.needs_no_choice_readback:
             assert engine.stats().readback_s == 0
         elif engine.residency.takes_guesses:
             assert 0 < engine.stats().readback_s < engine.stats().step_s
@@ -130,7 +130,7 @@ def test_paths_of_a_profile_change_no_token(tmp_path: Path) -> None:
             fingerprint, config.num_experts
         )
         assert table.header.tokens == sum(map(len, sequences))
-        chosen = engine.last_choices()[0]
+        chosen = engine.last_expert_choices()[0]
         popularity_E, without_share = table.estimate_popularity([chosen])
         real = np.count_nonzero(chosen < config.num_experts)
         assert (popularity_E.sum(), without_share) == (pytest.approx(real), 0)

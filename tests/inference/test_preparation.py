@@ -21,7 +21,7 @@ from tests.inference.test_calibration import PROMPTS, layer_bytes, run
 def prepare(engine: Engine) -> int:
     """Prepare an engine until nothing is left; return the number of calls that did something."""
     calls = 0
-    while engine.prepare_next():
+    while engine.run_next_preparation_task():
         calls += 1
     return calls
 
@@ -33,14 +33,14 @@ def test_requests_between_preparations_get_their_own_programs_first() -> None:
     said: list[str] = []
     with tiny_engine("mixtral", policy="resident", max_batch=4) as engine:
         engine._say = said.append
-        assert engine.prepare_next()
+        assert engine.run_next_preparation_task()
         with compilations() as own:
             engine.generate([[5, 6, 7]], max_new_tokens=2, ignore_eos=True)
         with compilations() as others:
             assert prepare(engine) > 5
         with compilations() as service:
             engine.generate([[5], [11, 3], list(range(5, 20))], max_new_tokens=10, logprobs=2)
-        assert not engine.prepare_next()
+        assert not engine.run_next_preparation_task()
     assert 0 < len(own) < len(others) and service == []
     assert len(said) == 1 and said[0].startswith("the programs of all requests are compiled: ")
 
@@ -114,7 +114,7 @@ def test_a_last_step_of_whole_layers_leaves_no_trace(monkeypatch: pytest.MonkeyP
         residency.begin_step(whole_layers=True)
         residency.acquire(0, None)
         residency.release(0)
-        assert engine.prepare_next() and residency.needs_choices
+        assert engine.run_next_preparation_task() and residency.needs_choices
 
 
 def test_failures_of_preparation_are_no_failures_of_requests(

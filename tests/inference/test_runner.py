@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_engines import tiny_engine
 
-from jmoe.inference.runner import num_positions_read
+from jmoe.inference.runner import context_bucket
 from kernels_pallas.implementations import trace_for_device
 
 
@@ -50,4 +50,4 @@ def test_a_kernel_that_reads_blocks_serves_all_lengths(
     """Else a program reads a bounded number of positions, one of a few."""
     device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
     with trace_for_device(device):
-        assert [num_positions_read(end, 600) for end in (3, 513)] == expected
+        assert [context_bucket(end, 600) for end in (3, 513)] == expected

@@ -163,8 +163,8 @@ def test_the_sets_kept_are_exact(step: float) -> None:
     and with none.
     """
     rng = np.random.default_rng(2)
-    kept_vocabulary = jax.jit(sampler._kept_vocabulary_mask)
-    kept_candidates = jax.jit(sampler._kept_candidates_mask)
+    kept_vocabulary = jax.jit(sampler._vocabulary_filter_mask)
+    kept_candidates = jax.jit(sampler._candidate_filter_mask)
     for _ in range(10):
         rows = [
             SamplingParams(temperature=1.0, top_k=k, top_p=p)

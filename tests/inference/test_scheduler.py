@@ -609,7 +609,7 @@ def test_a_preempted_sequence_lets_those_pass_that_rank_before_it() -> None:
         scheduler.add(new)
     while not second.num_preemptions:
         engine.step()
-    assert scheduler.has_room_for(0) and not scheduler.has_room_for(1)
+    assert scheduler.has_capacity_for(0) and not scheduler.has_capacity_for(1)
     later, urgent = (request(name, [i] * 3, max_new_tokens=4) for i, name in ((2, "c"), (3, "d")))
     later.priority = 1
     for new in (later, urgent):

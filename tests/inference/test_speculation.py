@@ -26,14 +26,18 @@ from jmoe.inference.speculation import MAX_FALSE_MATCHES, MAX_PAUSE, MISS_PAUSE,
 )
 def test_what_followed_the_latest_tokens_before(tokens: list[int], draft: list[int]) -> None:
     for cut in range(len(tokens) + 1):  # wherever the output begins
-        assert PromptLookup(4, 3, 2).draft(tokens[:cut], tokens[cut:], 9) == draft
-    assert PromptLookup(4, 3, 2).draft(tokens, [], 2) == draft[:2]
-    assert PromptLookup(4, 3, 2).draft(tokens, [], 0) == []
+        assert PromptLookup(4, 3, 2).draft_tokens(tokens[:cut], tokens[cut:], 9) == draft
+    assert PromptLookup(4, 3, 2).draft_tokens(tokens, [], 2) == draft[:2]
+    assert PromptLookup(4, 3, 2).draft_tokens(tokens, [], 0) == []
 
 
 def test_a_prompt_whose_bytes_match_everywhere_does_not_hold_up_a_step() -> None:
     """The bytes of 2, 2 are in 0x200, 0x200 too, between the tokens."""
-    draft = lambda false: PromptLookup(4, 2, 2).draft([2, 2, 9] + [0x200] * false + [2, 2], [], 2)  # noqa: E731
+
+    def draft(false: int) -> list[int]:
+        tokens = [2, 2, 9] + [0x200] * false + [2, 2]
+        return PromptLookup(4, 2, 2).draft_tokens(tokens, [], 2)
+
     assert draft(MAX_FALSE_MATCHES) == [9, 0x200]
     assert draft(2 * MAX_FALSE_MATCHES) == []
 
@@ -55,27 +59,29 @@ def test_equals_a_search_token_by_token() -> None:
                     whole.append(whole[ends[-1] + i])
                 expected = whole[len(tokens) :]
                 break
-        assert lookup.draft(tokens[:7], tokens[7:], 5) == expected
-        assert lookup.draft(tokens[:7], tokens[7:], 5) == expected, "nothing changes by asking"
+        assert lookup.draft_tokens(tokens[:7], tokens[7:], 5) == expected
+        assert lookup.draft_tokens(tokens[:7], tokens[7:], 5) == expected, (
+            "nothing changes by asking"
+        )
         tokens.append(rng.choice([rng.randrange(4), rng.randrange(2**31 - 1)]))
 
 
 def test_it_backs_off_and_comes_back() -> None:
     lookup, tokens = PromptLookup(8, 2, 1), [7] * 10
-    most = lambda: len(lookup.draft(tokens, [], 99))  # noqa: E731
+    most = lambda: len(lookup.draft_tokens(tokens, [], 99))  # noqa: E731
     assert most() == 8
-    lookup.record(10, 8, 3)
+    lookup.record_acceptance(10, 8, 3)
     assert most() == 3
-    lookup.record(10, 3, 3)
+    lookup.record_acceptance(10, 3, 3)
     assert most() == 6
-    lookup.record(10, 6, 0)
+    lookup.record_acceptance(10, 6, 0)
     assert most() == 0 and lookup.is_paused(10) and not lookup.is_paused(11)
     pauses = []
     for _ in range(8):
-        lookup.record(10, 1, 0)
+        lookup.record_acceptance(10, 1, 0)
         pauses.append(next(n for n in range(10, 99) if not lookup.is_paused(n)) - 10)
     assert pauses == [3, 7, 15, 31, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
-    lookup.record(10, 1, 1)
+    lookup.record_acceptance(10, 1, 1)
     assert most() == 2 and not lookup.is_paused(10)
     lookup.pause_after_miss(10)
     assert lookup.is_paused(10 + MISS_PAUSE - 1) and not lookup.is_paused(10 + MISS_PAUSE)
@@ -118,5 +124,5 @@ def test_drafts_take_free_blocks_and_none_of_others() -> None:
     groups = scheduler.group_chunks(plan)
     assert [(group.num_rows, group.width) for group in groups] == [(1, 1), (1, 7)]
     assert (1, 7) in scheduler.draft_program_shapes and scheduler.max_decode_tokens == 14
-    single = chunk.token_at(2)
+    single = chunk.single_token_chunk(2)
     assert (single.start, single.tokens, single.num_drafted) == (chunk.start + 2, [5], 0)

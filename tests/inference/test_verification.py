@@ -238,7 +238,9 @@ def test_drafts_under_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copytree(CHECKPOINTS / "mixtral", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 512}))
-    monkeypatch.setattr(Scheduler, "_num_blocks_soon", lambda *_: 0)  # preempts more often
+    monkeypatch.setattr(
+        Scheduler, "_num_sequences_that_may_grow", lambda *_: 0
+    )  # preempts more often
     rng = np.random.default_rng(0)
     shared = rng.integers(3, 60, 150).tolist()
     prompts = [shared[: 90 + 3 * i] + rng.integers(3, 60, 20).tolist() for i in range(6)]
@@ -276,7 +278,7 @@ def test_drafts_under_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_programs_are_compiled_before_requests_come() -> None:
     with tiny_engine("mixtral", **SIZES, policy="resident", native="off", **LOOKUP) as engine:
-        engine.compile_for_service()
+        engine.compile_all_programs()
         with compilations() as own:
             traffic(engine)
         assert own == [] and engine.stats().drafts > 10

@@ -15,7 +15,7 @@ import pytest
 
 from jmoe.config import ModelConfig
 from jmoe.config.positions import YarnConfig
-from jmoe.inference.kv_cache import KVCache, write_and_attend, write_scattered
+from jmoe.inference.kv_cache import KVCache, write_and_attend, write_by_scatter
 from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.experts import affine
 from jmoe.run.ahead_of_time import lower_for_device
@@ -82,7 +82,7 @@ def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
         operands = unbiased, cache.k_NGLd, cache.v_NGLe, *places
         ours = attention._rotate_and_write(*operands, dtype=dtype, interpret=True)
         q, k, v = attention._normed_and_rotated(qkv, places[1])
-        return ours, (q, write_scattered(cache, *places, k, v))
+        return ours, (q, write_by_scatter(cache, *places, k, v))
 
     cache = stored_cache(dtype)
     (q, *written), (expected, scattered) = both(cache)

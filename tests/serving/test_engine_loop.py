@@ -199,11 +199,11 @@ def test_an_engine_whose_thread_goes_on_stays_open(
     """Its store is not closed while a long preparation reads it."""
     begun, may_end = threading.Event(), threading.Event()
 
-    def prepare_next() -> bool:
+    def run_next_preparation_task() -> bool:
         begun.set()
         return not may_end.wait(60)
 
-    monkeypatch.setattr(engine, "prepare_next", prepare_next)
+    monkeypatch.setattr(engine, "run_next_preparation_task", run_next_preparation_task)
     monkeypatch.setattr(engine_loop, "JOIN_LIMIT_S", 0.05)
     monkeypatch.setattr(engine, "is_in_use", False)
     monkeypatch.setattr(engine._model, "close", lambda: pytest.fail("the thread uses it"))

@@ -31,7 +31,7 @@ from jmoe.collectives.exchange import PerDeviceExchange, TokenChoices
 from jmoe.collectives.ragged import RaggedExchange
 from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
-from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_local, embed_local
+from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
 from jmoe.layers.slot_experts import ExpertInputs, stored_group_mlp
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
@@ -106,7 +106,7 @@ def embed_on_mesh(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def attend_on_mesh(
+def attend_and_route_on_mesh(
     layout: RowLayout,
     structure: ModuleStructure,
     arrays: Arrays,
@@ -117,7 +117,7 @@ def attend_on_mesh(
     window: jax.Array | None,
 ) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
     """Run a block without its experts on each device's part of the cache; return (hidden states,
-    cache, y), as `attend_local` does.
+    cache, y), as `attend_and_route_local` does.
 
     The third result is the dense MLP's output, or a `GateOutput`.
     """
@@ -132,7 +132,7 @@ def attend_on_mesh(
         at: jax.Array,
     ) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
         layers = layout.dense_runner(at.size)
-        x_PCD, cache, y = attend_local(
+        x_PCD, cache, y = attend_and_route_local(
             structure,
             layout.device_weights(arrays),
             cache,

@@ -43,7 +43,7 @@ from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
 from jmoe.inference.mesh.programs import (
     ExchangeShape,
     GateOutput,
-    attend_on_mesh,
+    attend_and_route_on_mesh,
     copy_cache_blocks_on_mesh,
     embed_on_mesh,
     experts_on_mesh,
@@ -190,7 +190,7 @@ class MeshRunner:
             ys: list[jax.Array] = []
             gates: list[GateOutput] = []
             for n, (_, blocks_MW, positions_MC) in enumerate(groups):
-                x, self.caches[i], y = attend_on_mesh(
+                x, self.caches[i], y = attend_and_route_on_mesh(
                     layout, *layer, self.caches[i], xs[n], blocks_MW, positions_MC, self._windows[i]
                 )
                 xs[n] = xs[n]._replace(x_PCD=x)
@@ -296,7 +296,7 @@ class MeshRunner:
                 use_LE[layer] += np.bincount(idx_TK.reshape(-1), minlength=experts + 1)
         return use_LE[:, :-1]
 
-    def last_choices(self) -> list[np.ndarray]:
+    def last_expert_choices(self) -> list[np.ndarray]:
         """Return the last step's choices of experts, int32 [T, K] for each layer with experts.
 
         T counts the tokens of all devices; E marks padding.

@@ -38,7 +38,7 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
             steps = []
             for prompts in batches[1:]:
                 engine.generate(prompts, max_new_tokens=1, ignore_eos=True)
-                steps.append(engine.last_choices())
+                steps.append(engine.last_expert_choices())
             stats = engine.stats()
             assert stats.placement is not None
             assert stats.steps == len(steps)

@@ -335,11 +335,11 @@ def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) 
         expected = traffic(engine)
     options = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2}
     with on_mesh("mixtral", devices=2, **options) as engine:
-        engine.compile_for_service()
+        engine.compile_all_programs()
         runner_of(engine).enable_swaps(1.0, 0.0)
         with compilations() as compiled:
             answer = traffic(engine)
-        assert engine.last_choices()[0].shape[1] == 2
+        assert engine.last_expert_choices()[0].shape[1] == 2
         stats = engine.stats().placement
         assert stats is not None and stats.swaps > 0
     assert (answer.tokens, answer.reused_tokens) == (expected.tokens, expected.reused_tokens)
