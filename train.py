@@ -70,7 +70,7 @@ from jmoe.training.expert_packing import (
     initial_packing,
 )
 from jmoe.training.finetune import (
-    base_fingerprint,
+    base_model_fingerprint,
     companion_files,
     is_run_folder,
     with_pretrained_model,
@@ -337,7 +337,7 @@ def config_to_save(config: TrainConfig) -> JsonObject:
     if config.distil.teacher:
         resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
     if config.lora.rank is not None:
-        resolved[BASE] = base_fingerprint(config.init_from)
+        resolved[BASE] = base_model_fingerprint(config.init_from)
     return resolved
 
 

@@ -55,4 +55,4 @@ def saved_run(folder: Path, config: VisionTrainConfig = CONFIG, **changes: Any) 
         files = {CLASSES: json.dumps(CLASS_NAMES).encode()}
         checkpoints.save(3, state, {}, config.to_json(), files)
         checkpoints.wait_for_save()
-    return sharded.merge_params(state.params, state.router_bias)
+    return sharded.model_with_params(state.params, state.router_bias)

@@ -374,11 +374,11 @@ class _CollectiveOrder:
     last: what the next collective waits for, see `markers_of`.
     """
 
-    def __init__(self, axes: tuple[str, ...], begin: jax.Array) -> None:
+    def __init__(self, axes: tuple[str, ...], start_after: jax.Array) -> None:
         self._uses_barriers = target_device().platform == "gpu"
         if not self._uses_barriers:
             self._zero = lax.axis_index(axes) // lax.axis_size(axes)
-        self.last = self.markers_of(begin)
+        self.last = self.markers_of(start_after)
 
     def after_last_collective(self, x: jax.Array) -> jax.Array:
         """Return x, available only once the last collective is done."""
@@ -472,7 +472,7 @@ def interleave_collectives(
     work: Sequence[Work],
     schedule: CollectiveSchedule,
     axes: tuple[str, ...],
-    begin: jax.Array,
+    start_after: jax.Array,
 ) -> tuple[PyTree, list[jax.Array]]:
     """Return (function(*args), results of `work`), with all collectives in the order of `schedule`,
     inside `shard_map` over `axes`.
@@ -480,11 +480,11 @@ def interleave_collectives(
     Work is dealt to the places where the next all-to-all cannot start yet, in proportion to the
     multiplications there. Collectives depend on the previous ones, see `_CollectiveOrder`.
 
-    work: functions that each run one of the other collectives. begin: no work starts before this
-    value is known. Without it XLA would gather the parameters of all layers at once, or keep those
-    gathered in the forward pass for the backward pass.
+    work: functions that each run one of the other collectives. start_after: no work starts before
+    this value is known. Without it XLA would gather the parameters of all layers at once, or keep
+    those gathered in the forward pass for the backward pass.
     """
-    order = _CollectiveOrder(axes, begin)
+    order = _CollectiveOrder(axes, start_after)
     if not schedule.ordered:
         return function(*args), [send(order.after_last_collective) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)

@@ -18,7 +18,7 @@ from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
 from jmoe.models.weights import load_arrays
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import BASE
-from jmoe.training.finetune import base_fingerprint, pretrained_folder
+from jmoe.training.finetune import base_model_fingerprint, pretrained_folder
 from jmoe.training.fused.adapting import ADAPTERS
 from jmoe.training.state import TrainState
 from jmoe.types import JsonObject, PyTree
@@ -64,7 +64,7 @@ def write_run_adapter(run_dir: Path, out_dir: Path) -> int:
 def _base_of_run(saved: JsonObject) -> Path:
     """Return the folder of a run's frozen model. Raises ValueError if its weights have changed."""
     base = pretrained_folder(saved["init_from"])
-    same = base.is_dir() and base_fingerprint(saved["init_from"]) == saved[BASE]
+    same = base.is_dir() and base_model_fingerprint(saved["init_from"]) == saved[BASE]
     must = "must still be the model whose adapters the run trained"
     check(same, "init_from", saved["init_from"], must)
     return base

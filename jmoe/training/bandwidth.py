@@ -49,7 +49,7 @@ def measure_all_gather_bytes_per_s(mesh: Mesh) -> float:
     )
     size = -(-PAYLOAD_BYTES // 4 // mesh.size) * mesh.size
     x = jax.jit(lambda: jnp.zeros(size, jnp.float32), out_shardings=NamedSharding(mesh, BATCH))()
-    return 4 * size / slowest_process_s(gather, x)
+    return 4 * size / time_on_slowest_process_s(gather, x)
 
 
 def measure_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
@@ -173,10 +173,10 @@ def _time_collective_s(
         lambda: jnp.zeros(mesh.size * num_floats, jnp.float32),
         out_shardings=NamedSharding(mesh, BATCH),
     )()
-    return slowest_process_s(program, zeros) / REPEATS
+    return time_on_slowest_process_s(program, zeros) / REPEATS
 
 
-def slowest_process_s(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+def time_on_slowest_process_s(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
     """Return the seconds of `program`: the minimum over `ROUNDS` calls on each process, then the
     maximum over processes.
     """

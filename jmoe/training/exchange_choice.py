@@ -23,7 +23,7 @@ from jmoe.config.parallel import ExchangeKind
 from jmoe.data.shards import replace_content_durably
 from jmoe.mesh import BATCH, DATA, EXPERT
 from jmoe.planning.exchange import MIN_SAVING, plan_exchange
-from jmoe.training.bandwidth import slowest_process_s
+from jmoe.training.bandwidth import time_on_slowest_process_s
 
 # XLA copies rows between peers in one kernel only in groups of so many GPUs of a process. In others
 # it sends each block by itself, after the host has read the offsets: `auto` does not try that.
@@ -31,20 +31,20 @@ MOST_PEERS = 8
 
 
 @dataclass(frozen=True)
-class RowTimes:
-    """Seconds of one layer's rows to their experts and back, forwards."""
+class ExchangeTimes:
+    """Measured seconds of one layer's dispatch and combine in the forward pass, by exchange."""
 
     padded_s: float
     ragged_s: float
 
     @property
-    def chosen(self) -> ExchangeKind:
+    def chosen_exchange(self) -> ExchangeKind:
         """The faster exchange; flat, which pads, unless ragged saves `MIN_SAVING` of its time."""
         return "ragged" if self.ragged_s <= (1 - MIN_SAVING) * self.padded_s else "flat"
 
     def __str__(self) -> str:
         return (
-            f"comm.exchange = auto: {self.chosen}; a layer's rows there and back take"
+            f"comm.exchange = auto: {self.chosen_exchange}; a layer's rows there and back take"
             f" {1e3 * self.padded_s:.3g} ms padded and {1e3 * self.ragged_s:.3g} ms ragged"
         )
 
@@ -75,28 +75,32 @@ def with_faster_exchange(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, 
     """
     if not may_choose_ragged(config, mesh):
         return config, []
-    times = _read_or_time_rows(config, mesh)
-    return replace(config, comm=replace(config.comm, exchange=times.chosen)), [str(times)]
+    times = _read_or_measure_exchange_times(config, mesh)
+    return replace(config, comm=replace(config.comm, exchange=times.chosen_exchange)), [str(times)]
 
 
-def _read_or_time_rows(config: TrainConfig, mesh: Mesh) -> RowTimes:
-    """Return the times that an earlier start stored in the output folder, or else new ones."""
+def _read_or_measure_exchange_times(config: TrainConfig, mesh: Mesh) -> ExchangeTimes:
+    """Return the times that an earlier start stored in the output folder; measure them
+    otherwise.
+    """
     shape = "x".join(str(size) for size in mesh.devices.shape)
     path = Path(config.output_dir) / f"exchange-{shape}.json"
     stored = np.zeros(2, np.float32)
     if jax.process_index() == 0 and config.output_dir:
-        stored = _read_stored_times(path)
+        stored = _read_stored_exchange_times(path)
     padded_s, ragged_s = (float(s) for s in multihost_utils.broadcast_one_to_all(stored))
     if padded_s > 0:
-        return RowTimes(padded_s, ragged_s)
-    times = RowTimes(time_rows_s(config, mesh, "flat"), time_rows_s(config, mesh, "ragged"))
+        return ExchangeTimes(padded_s, ragged_s)
+    times = ExchangeTimes(
+        time_exchange_s(config, mesh, "flat"), time_exchange_s(config, mesh, "ragged")
+    )
     if jax.process_index() == 0 and config.output_dir and path.parent.is_dir():
         content = {"padded_s": times.padded_s, "ragged_s": times.ragged_s}
         replace_content_durably(path, json.dumps(content).encode())
     return times
 
 
-def _read_stored_times(path: Path) -> np.ndarray:
+def _read_stored_exchange_times(path: Path) -> np.ndarray:
     """Return (padded, ragged) seconds, float32; zeros if the file is missing or damaged."""
     try:
         stored = json.loads(path.read_text())
@@ -105,9 +109,9 @@ def _read_stored_times(path: Path) -> np.ndarray:
         return np.zeros(2, np.float32)
 
 
-def time_rows_s(config: TrainConfig, mesh: Mesh, kind: ExchangeKind) -> float:
-    """Return the seconds of one layer's dispatch and combine, forwards, with experts that change
-    nothing and as many rows for each; the slowest process's. Every process must call this.
+def time_exchange_s(config: TrainConfig, mesh: Mesh, kind: ExchangeKind) -> float:
+    """Return the seconds of one layer's dispatch and combine in the forward pass, on the slowest
+    process, with equally loaded experts that return their rows. Every process must call this.
     """
     model, sizes = config.model, [mesh.shape[axis] for axis in EXPERT]
     plan = plan_exchange(
@@ -135,4 +139,4 @@ def time_rows_s(config: TrainConfig, mesh: Mesh, kind: ExchangeKind) -> float:
     place = jax.sharding.NamedSharding(mesh, BATCH)
     shape = mesh.size * tokens, model.hidden_size
     make_ones = jax.jit(lambda: jnp.ones(shape, config.compute_dtype), out_shardings=place)
-    return slowest_process_s(program, make_ones())
+    return time_on_slowest_process_s(program, make_ones())

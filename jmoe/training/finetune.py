@@ -153,13 +153,13 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
     memory. Every process must call this.
     """
     shape = trainer.full_shape
-    places = flatten_by_path(shape.params) | flatten_by_path(shape.router_bias)
-    wanted, stored = _checked_parameters(config, places)
+    abstract_params = flatten_by_path(shape.params) | flatten_by_path(shape.router_bias)
+    wanted, stored = _match_parameters(config, abstract_params)
     streamed = [p for p in wanted if p.experts and not experts_of(trainer.saved_shape.params)]
     with TensorReader() as reader:
         loader = ParameterLoader(stored, reader)
         arrays = {
-            p.path: loader.load(p, FLOAT32, places[p.path].sharding)
+            p.path: loader.load(p, FLOAT32, abstract_params[p.path].sharding)
             for p in wanted
             if p not in streamed
         }
@@ -179,31 +179,34 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 
 
 def load_pretrained_parameters(
-    config: TrainConfig, places: dict[Names, jax.ShapeDtypeStruct]
+    config: TrainConfig, abstract_params: dict[Names, jax.ShapeDtypeStruct]
 ) -> dict[Names, jax.Array]:
-    """Return the parameters of `init_from` by path, each with the dtype and sharding in `places`.
+    """Return the parameters of `init_from` by path, each with the dtype and sharding in
+    `abstract_params`.
 
     Every process must call this.
     """
-    wanted, stored = _checked_parameters(config, places)
+    wanted, stored = _match_parameters(config, abstract_params)
     with TensorReader() as reader:
         loader = ParameterLoader(stored, reader)
         return {
-            p.path: loader.load(p, places[p.path].dtype, places[p.path].sharding) for p in wanted
+            p.path: loader.load(p, abstract_params[p.path].dtype, abstract_params[p.path].sharding)
+            for p in wanted
         }
 
 
-def _checked_parameters(
-    config: TrainConfig, places: dict[Names, jax.ShapeDtypeStruct]
+def _match_parameters(
+    config: TrainConfig, abstract_params: dict[Names, jax.ShapeDtypeStruct]
 ) -> tuple[list[Parameter], dict[str, StoredTensor]]:
-    """Return (the decoder's parameters, the stored tensors of `init_from` that make them up).
+    """Return (the decoder's parameters, all stored tensors of `init_from`), after checking that the
+    tensors make up the parameters.
 
     Every process must call this: it compares the folder's content with that of process 0.
     """
     folder = pretrained_folder(config.init_from)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(
-        jax.tree.structure(shapes), [places[path] for path in flatten_by_path(shapes)]
+        jax.tree.structure(shapes), [abstract_params[path] for path in flatten_by_path(shapes)]
     )
     stored = read_weight_headers(folder)
     wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)
@@ -212,7 +215,7 @@ def _checked_parameters(
     return wanted, stored
 
 
-def base_fingerprint(init_from: str) -> str:
+def base_model_fingerprint(init_from: str) -> str:
     """Return a hash of the weights that a LoRA run's adapters belong to."""
     return weights_identity(read_weight_headers(pretrained_folder(init_from)))
 

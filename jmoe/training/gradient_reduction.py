@@ -43,11 +43,11 @@ def reduce_gradients_local(
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
     sums, everywhere = {}, {}
     for i, (path, g) in enumerate(leaves):
-        if path_names(path)[0] in already_reduced or model.is_split_expert(path):
+        if path_names(path)[0] in already_reduced or model.is_data_split_expert(path):
             sums[i] = g
         elif is_expert(path):
             sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
-        elif model.is_sharded(names_in_layer(path)) or mesh.size == 1:
+        elif model.is_fully_sharded(names_in_layer(path)) or mesh.size == 1:
             sums[i] = g
         else:
             everywhere[i] = g
@@ -70,8 +70,8 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
             axis=tuple(range(1, g.ndim)) if stacked else None
         )
         if is_expert(path):
-            square = square / (1 if model.is_split_expert(path) else model.mesh.shape[DATA])
-        elif not model.is_sharded(names_in_layer(path)):
+            square = square / (1 if model.is_data_split_expert(path) else model.mesh.shape[DATA])
+        elif not model.is_fully_sharded(names_in_layer(path)):
             square = square / model.mesh.size
         sums[name] = sums[name] + square if name in sums else square
     return sums

@@ -116,9 +116,11 @@ class ShardedDecoder(ShardedModel):
         )
         replicas = self.mesh.shape[DATA] > 1
         whole = (
-            not self.is_sharded(path_names(path)[1:]) for path, _ in leaves if not is_expert(path)
+            not self.is_fully_sharded(path_names(path)[1:])
+            for path, _ in leaves
+            if not is_expert(path)
         )
-        summed = (is_expert(path) and not self.is_split_expert(path) for path, _ in leaves)
+        summed = (is_expert(path) and not self.is_data_split_expert(path) for path, _ in leaves)
         return any(whole) or (replicas and any(summed))
 
     @property
@@ -169,7 +171,7 @@ class ShardedDecoder(ShardedModel):
         )
 
         def cast_weight(path: KeyPath, w: jax.Array) -> jax.Array:
-            cast_experts = is_expert(path) and alone and not self.is_split_expert(path)
+            cast_experts = is_expert(path) and alone and not self.is_data_split_expert(path)
             is_cast = self.mesh.size == 1 or cast_experts
             return self.cast_param(path, w) if is_cast else w
 
@@ -209,7 +211,10 @@ class ShardedDecoder(ShardedModel):
         limit_bytes = chunk_bytes or comm.chunk_bytes or MAX_CHUNK_BYTES
 
         def buffers_of(stack: PyTree) -> LayerBuffers:
-            dense, experts = self.buffer_layout(stack, stacked=True), self.expert_entries(stack)
+            dense, experts = (
+                self.buffer_layout(stack, stacked=True),
+                self.expert_buffer_entries(stack),
+            )
             return LayerBuffers(stack, dense, experts, self.hierarchy)
 
         return ReverseScan(
@@ -245,7 +250,7 @@ class ShardedDecoder(ShardedModel):
             outside = self.gather_params(
                 {name: tree for name, tree in params.items() if name not in stacks}
             )
-        model = self.merge_params(outside | stacks, router_bias)
+        model = self.model_with_params(outside | stacks, router_bias)
         if layer_runner is None:
             execution = DecoderExecution(
                 scan_layers, self.embedding.lookup, self.gather_params, remat=remat
@@ -263,7 +268,7 @@ class ShardedDecoder(ShardedModel):
         return self.initial_saved_state().map_embedding_table(self.embedding.to_parameter_shape)
 
     @cached_property
-    def _saved_table_conversion(
+    def _table_conversions_and_saved_shape(
         self,
     ) -> (
         tuple[
@@ -294,21 +299,21 @@ class ShardedDecoder(ShardedModel):
         """Shapes, dtypes and shardings of a checkpoint's state; the shapes are the same for every
         mesh.
         """
-        shape, form = self.state_shape, self._saved_table_conversion
+        shape, form = self.state_shape, self._table_conversions_and_saved_shape
         return shape if form is None else shape.map_embedding_table(lambda _: form[2])
 
     def to_saved(self, state: TrainState) -> TrainState:
         """Return `state` in the layout of a checkpoint, which is the same for every mesh."""
         return (
             state
-            if self._saved_table_conversion is None
-            else state.map_embedding_table(self._saved_table_conversion[0])
+            if self._table_conversions_and_saved_shape is None
+            else state.map_embedding_table(self._table_conversions_and_saved_shape[0])
         )
 
     def from_saved(self, state: TrainState) -> TrainState:
         """Return a checkpoint's state in the layout used by training."""
         return (
             state
-            if self._saved_table_conversion is None
-            else state.map_embedding_table(self._saved_table_conversion[1])
+            if self._table_conversions_and_saved_shape is None
+            else state.map_embedding_table(self._table_conversions_and_saved_shape[1])
         )

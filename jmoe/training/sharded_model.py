@@ -38,7 +38,7 @@ from jmoe.mesh import (
 from jmoe.models.functional import split_parameters
 from jmoe.optim.loss_scale import LossScale, initial_loss_scale
 from jmoe.training.state import TrainState
-from jmoe.training.trained_parts import trained_part
+from jmoe.training.trained_parts import trained_subtree
 from jmoe.types import PyTree
 
 # Tables read by row: the lookup's result is cast, so that the rows' gradients add in float32.
@@ -70,14 +70,14 @@ class ShardedModel(ABC):
         # path inside a layer -> dimension split over all devices
         self._shard_dims = dict(self._fully_sharded_params())
         # path inside a layer -> dimension in which the data axis splits an array of experts
-        self._expert_shard_dims = dict(self._split_experts()) if shard_experts else {}
+        self._expert_shard_dims = dict(self._data_split_experts()) if shard_experts else {}
 
     @abstractmethod
     def build_model(self) -> nnx.Module:
         """Return the model with random parameters."""
 
-    def merge_params(self, params: PyTree, router_bias: PyTree) -> PyTree:
-        """Return the `nnx` model with these parameters, given as nested dicts."""
+    def model_with_params(self, params: PyTree, router_bias: PyTree) -> PyTree:
+        """Return an `nnx` model with these parameters and router biases, nested dicts."""
         trees = zip(self._structures, (params, router_bias), strict=True)
         return nnx.merge(
             self._graph, *(jax.tree.unflatten(s, jax.tree.leaves(tree)) for s, tree in trees)
@@ -86,6 +86,9 @@ class ShardedModel(ABC):
     # Where parameters lie
 
     def _fully_sharded_params(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Yield (path inside its layer, split dimension) of each parameter split over all
+        devices.
+        """
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
             dim = shard_dim(
                 path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused
@@ -94,19 +97,22 @@ class ShardedModel(ABC):
                 yield names_in_layer(path), dim - num_stack_dims(path)
         yield from (((name,), dim) for name, dim in self._split.items())
 
-    def _split_experts(self) -> Iterator[tuple[tuple[str, ...], int]]:
+    def _data_split_experts(self) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Yield (path inside its layer, split dimension) of each array of experts that the data
+        axis can split.
+        """
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
             dim = expert_shard_dim(path, leaf.shape, self.mesh.shape[DATA])
             if dim >= 0:
                 yield names_in_layer(path), dim - num_stack_dims(path)
 
-    def is_split_expert(self, path: KeyPath) -> bool:
+    def is_data_split_expert(self, path: KeyPath) -> bool:
         """Return whether the parameter at `path` is an array of experts that the data axis
         splits.
         """
         return names_in_layer(path) in self._expert_shard_dims
 
-    def is_sharded(self, names: tuple[str, ...]) -> bool:
+    def is_fully_sharded(self, names: tuple[str, ...]) -> bool:
         """Return whether a parameter is split over all devices. names: its path inside a layer."""
         return names in self._shard_dims
 
@@ -134,7 +140,7 @@ class ShardedModel(ABC):
             tree, [place_in_buffer(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(tree)]
         )
 
-    def expert_entries(self, stack: PyTree) -> list[ShardInBuffer | None]:
+    def expert_buffer_entries(self, stack: PyTree) -> list[ShardInBuffer | None]:
         """Return, for each parameter of a stack of layers that `buffer_layout` leaves outside its
         buffer, its place in the buffer of the experts that the data axis splits, or None.
         """
@@ -212,7 +218,7 @@ class ShardedModel(ABC):
         bias = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
         step: PyTree = REPLICATED
         scaling = None if self.config.compute_dtype != "float16" else LossScale(step, step)
-        moments = trained_part(self.config, self.specs)
+        moments = trained_subtree(self.config, self.specs)
         return TrainState(self.specs, moments, moments, bias, step, scaling)
 
     def initial_saved_state(self) -> TrainState:
@@ -221,7 +227,7 @@ class ShardedModel(ABC):
         state = TrainState.at_step_0(
             nnx.to_pure_dict(params), nnx.to_pure_dict(bias), initial_loss_scale(self.config)
         )
-        m, v = (trained_part(self.config, tree) for tree in (state.m, state.v))
+        m, v = (trained_subtree(self.config, tree) for tree in (state.m, state.v))
         return replace(state, m=m, v=v)
 
     def initial_state(self) -> TrainState:

@@ -24,7 +24,7 @@ from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_deca
 from jmoe.optim.learning_rate import learning_rate_schedule
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, undo_loss_scale
 from jmoe.training.state import TrainState
-from jmoe.training.trained_parts import is_trained, subtree, with_subtree
+from jmoe.training.trained_parts import is_trained, replace_subtree, subtree_like
 from jmoe.types import PyTree
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ def finish_step(
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
     now = OptimizerStepScalars(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):
-        trained = subtree(state.params, state.m)
+        trained = subtree_like(state.params, state.m)
         leaves, tree = jax.tree_util.tree_flatten_with_path(trained)
         old = zip(
             leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
@@ -168,7 +168,7 @@ def finish_step(
         step = partial(adamw_update, config=config.optimizer, now=now)
         new = [step(w, m, v, g, decay=has_weight_decay(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
-        params = with_subtree(state.params, params)
+        params = replace_subtree(state.params, params)
     speed = config.model.router.bias_update_speed
 
     def update_bias(path: KeyPath, bias: jax.Array) -> jax.Array:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jmoe.config import CommConfig, TiersConfig, TrainConfig
 from jmoe.training import exchange_choice
 from jmoe.training.exchange_choice import (
-    RowTimes,
+    ExchangeTimes,
     may_choose_ragged,
-    time_rows_s,
+    time_exchange_s,
     with_faster_exchange,
 )
 from jmoe.training.trainer import make_trainer
@@ -64,12 +64,12 @@ def test_a_cpu_pads() -> None:
 
 
 def test_ragged_must_save_a_tenth() -> None:
-    assert RowTimes(1e-3, 0.9e-3).chosen == "ragged"
-    assert RowTimes(1e-3, 0.91e-3).chosen == "flat"
+    assert ExchangeTimes(1e-3, 0.9e-3).chosen_exchange == "ragged"
+    assert ExchangeTimes(1e-3, 0.91e-3).chosen_exchange == "flat"
     words = (
         "comm.exchange = auto: ragged; a layer's rows there and back take 2 ms padded and 1 ms r"
     )
-    assert str(RowTimes(2e-3, 1e-3)).startswith(words)
+    assert str(ExchangeTimes(2e-3, 1e-3)).startswith(words)
 
 
 @pytest.mark.usefixtures("on_gpus")
@@ -83,7 +83,7 @@ def test_a_run_takes_the_faster_one_and_keeps_to_it(
         timed.append(kind)
         return ragged_s if kind == "ragged" else 2e-3
 
-    monkeypatch.setattr(exchange_choice, "time_rows_s", pretend)
+    monkeypatch.setattr(exchange_choice, "time_exchange_s", pretend)
     config = dataclasses.replace(CONFIG, output_dir=str(tmp_path))
     for _ in range(2):
         trainer = make_trainer(spread_over(config, 1, 1, 8), mesh_of(1, 1, 8))
@@ -97,5 +97,5 @@ def test_a_run_takes_the_faster_one_and_keeps_to_it(
 
 def test_both_forms_are_timed() -> None:
     for kind in ("flat", "ragged"):
-        assert time_rows_s(CONFIG, mesh_of(2, 2, 2), kind) > 0
+        assert time_exchange_s(CONFIG, mesh_of(2, 2, 2), kind) > 0
     assert jax.device_count() == 8

@@ -15,7 +15,13 @@ from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import TrainState
-from jmoe.training.trained_parts import is_trained, matches, subtree, trained_part, with_subtree
+from jmoe.training.trained_parts import (
+    is_trained,
+    pattern_matches,
+    replace_subtree,
+    subtree_like,
+    trained_subtree,
+)
 from tests.model_configs import mesh_of
 
 W_UP = ("moe_layers", "moe", "experts", "w_up")
@@ -38,7 +44,7 @@ PARTS = {"train": ("experts", "attention.w_*", "embedding"), "freeze": ("w_out",
     ],
 )
 def test_a_pattern_names_a_part(pattern: str, expected: bool) -> None:
-    assert matches(pattern, W_UP) == expected
+    assert pattern_matches(pattern, W_UP) == expected
 
 
 def test_what_is_trained() -> None:
@@ -47,9 +53,9 @@ def test_what_is_trained() -> None:
     assert not is_trained(config, ("moe_layers", "attention", "w_out"))
     assert not is_trained(config, ("moe_layers", "moe", "router", "kernel"))
     tree = {"embedding": 1, "moe_layers": {"moe": {"router": {"kernel": 2}}}}
-    part = trained_part(config, tree)
-    assert part == {"embedding": 1} == subtree(tree, part)
-    assert with_subtree(tree, {"embedding": 3}) == tree | {"embedding": 3}
+    part = trained_subtree(config, tree)
+    assert part == {"embedding": 1} == subtree_like(tree, part)
+    assert replace_subtree(tree, {"embedding": 3}) == tree | {"embedding": 3}
 
 
 def config_of(**options: object) -> TrainConfig:
@@ -95,9 +101,9 @@ def test_frozen_parameters_stay_and_the_norm_is_that_of_the_others() -> None:
     state, (metrics,) = run(freezing, mesh_of(1, 1, 1))
     assert "embedding" not in state.m and "router" not in state.m["moe_layers"]["moe"]
     assert state.params.keys() == whole.params.keys()
-    trained = subtree(whole.params, state.m)
+    trained = subtree_like(whole.params, state.m)
     for own, other in zip(
-        *map(jax.tree.leaves, (subtree(state.params, state.m), trained)), strict=True
+        *map(jax.tree.leaves, (subtree_like(state.params, state.m), trained)), strict=True
     ):
         np.testing.assert_allclose(own, other, atol=1e-6)
     for name in ("embedding", "router"):

@@ -62,7 +62,7 @@ class AdaptedDecoder(ShardedDecoder):
     @property
     def notes(self) -> list[str]:
         """The notes of `ShardedDecoder`, and the sizes of adapters and frozen parameters."""
-        frozen = jax.tree.leaves(self.frozen_shape)
+        frozen = jax.tree.leaves(self.saved_frozen_shape)
         trained, gib = num_adapter_elements(self.adapted, self.rank), 2**30
         frozen_bytes = sum(w.size * w.dtype.itemsize for w in frozen)
         elements = sum(w.size for w in frozen)
@@ -113,7 +113,7 @@ class AdaptedDecoder(ShardedDecoder):
                 )
                 for kind, stack in inputs.items()
             }
-            changed = replace(apply_block, gather=self._gather, prepare=self._drop)
+            changed = replace(apply_block, gather=self._gather, prepare=self._install_dropout)
             return scan_layers(patterns, changed, adapted, x_BSD)
 
         return super().__call__(frozen, router_bias, tokens_BS, run_layers, **options)
@@ -127,8 +127,8 @@ class AdaptedDecoder(ShardedDecoder):
         matrix = ndim - is_expert(path) - num_stack_dims(path) >= 2
         return self.dtype if matrix and "router" not in path_names(path) else jnp.float32
 
-    def _freeze(self, params: PyTree) -> PyTree:
-        """Return parameters in the dtypes in which they are frozen."""
+    def _cast_frozen(self, params: PyTree) -> PyTree:
+        """Return the model's parameters, each cast to its `_frozen_dtype`."""
         return jax.tree_util.tree_map_with_path(
             lambda path, w: w.astype(self._frozen_dtype(path, w.ndim)), params
         )
@@ -149,15 +149,15 @@ class AdaptedDecoder(ShardedDecoder):
         """Return the state of step 0: new adapters of a model with random parameters."""
         whole = super().initial_state()
         adapted = TrainState.at_step_0(self._initial_adapters(), whole.router_bias)
-        return replace(adapted, frozen=self._freeze(whole.params))
+        return replace(adapted, frozen=self._cast_frozen(whole.params))
 
     @cached_property
-    def frozen_shape(self) -> PyTree:
-        """Shapes, dtypes and shardings of the frozen parameters as a checkpoint of them lies, which
-        is the same for every mesh.
+    def saved_frozen_shape(self) -> PyTree:
+        """Shapes, dtypes and shardings of the frozen parameters in the layout of a checkpoint,
+        which is the same for every mesh.
         """
         shape = self.state_shape.frozen
-        if (form := self._saved_table_conversion) is None:
+        if (form := self._table_conversions_and_saved_shape) is None:
             return shape
         table = form[2].update(dtype=shape["embedding"].dtype)
         return shape | {"embedding": table}
@@ -175,22 +175,26 @@ class AdaptedDecoder(ShardedDecoder):
         """Return a checkpoint's state as it is; `AdapterTrainer.load_state` adds what is frozen."""
         return state
 
-    def table_from_saved(self, frozen: PyTree) -> PyTree:
-        """Return frozen parameters with the embedding table in the layout used by training."""
-        if (form := self._saved_table_conversion) is None:
+    def frozen_from_saved(self, frozen: PyTree) -> PyTree:
+        """Return frozen parameters, read in the layout of a checkpoint, in the layout of
+        training.
+        """
+        if (form := self._table_conversions_and_saved_shape) is None:
             return frozen
         return frozen | {"embedding": form[1](frozen["embedding"])}
 
     def _gather(self, layer: PyTree) -> PyTree:
-        """Return the unsharded parameters of one layer, with its adapters added unless their
-        inputs are dropped.
+        """Return the unsharded parameters of one layer, with its adapters added to the weights; not
+        added under dropout, for which `_install_dropout` adds them to the products.
         """
         shards, adapters, key = layer
         whole = self.gather_params(shards)
         return self._applied.add_to_layer(whole, adapters) if key is None else whole
 
-    def _drop(self, block: Block, layer: PyTree) -> None:
-        """Give a layer's weights adapters with dropped inputs, where the layer has a key."""
+    def _install_dropout(self, block: Block, layer: PyTree) -> None:
+        """Install adapters with dropout in the block, in place; do nothing if `layer` has
+        no key.
+        """
         _, adapters, key = layer
         if key is not None:
             install_dropout_adapters(block, adapters, self._applied, self.lora.dropout, key)
@@ -242,7 +246,7 @@ class AdapterTrainer(FusedTrainer):
 
     def _load_frozen(self) -> tuple[PyTree, PyTree]:
         """Return (frozen parameters, router biases) of `init_from`, each on its devices."""
-        shape, bias = self.model.frozen_shape, self.saved_shape.router_bias
+        shape, bias = self.model.saved_frozen_shape, self.saved_shape.router_bias
         arrays = load_pretrained_parameters(
             self.config, flatten_by_path(shape) | flatten_by_path(bias)
         )
@@ -253,4 +257,4 @@ class AdapterTrainer(FusedTrainer):
             leaves = [jnp.copy(arrays.pop(path)) for path in paths]
             return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-        return self.model.table_from_saved(take(shape)), take(bias)
+        return self.model.frozen_from_saved(take(shape)), take(bias)

@@ -112,7 +112,7 @@ class UnbufferedParams:
         )
         return replicated, experts
 
-    def store_unreduced(
+    def store_needing_no_reduction(
         self, stacks: list[jax.Array], index: Index, grads: list[jax.Array]
     ) -> list[jax.Array]:
         """Return `stacks` with the gradients of layer `index` that need no reduction written at

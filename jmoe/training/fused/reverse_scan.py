@@ -619,7 +619,9 @@ class _BoundReverseScan:
             earlier = layer_slice(self.kinds[kind].split(saved.summed[kind]).others, index)
             gradients = jax.tree.map(jnp.add, gradients, earlier)
         own = self.outside_buffer[kind]
-        others = state.others | {kind: own.store_unreduced(state.others[kind], index, gradients)}
+        others = state.others | {
+            kind: own.store_needing_no_reduction(state.others[kind], index, gradients)
+        }
         return state._replace(others=others), UnreducedGradients(
             rows.dense, rows.experts, *own.flatten(gradients)
         )

@@ -38,7 +38,11 @@ from jmoe.training.native import trace_natively_if
 from jmoe.training.sample_batch import SampleTotals, documents_of, sample_totals_local
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, read_missing_experts
-from jmoe.training.trained_parts import check_patterns, describe_parts, subtree
+from jmoe.training.trained_parts import (
+    check_train_and_freeze_patterns,
+    describe_trained_and_frozen,
+    subtree_like,
+)
 from jmoe.training.update import (
     auxiliary_losses,
     evaluation_program,
@@ -75,10 +79,10 @@ class FusedTrainer:
         links: LinksConfig | None = None,
     ) -> None:
         self.config, self.model = config, (model := self.decoder(config, mesh, links))
-        check_patterns(config, model.shapes)
+        check_train_and_freeze_patterns(config, model.shapes)
         self._layer_runner = model.reverse_scan(chunk_bytes)
         self.saved_shape = self.full_shape = model.saved_shape
-        self.notes = [*model.notes, *describe_parts(config, model.shapes)]
+        self.notes = [*model.notes, *describe_trained_and_frozen(config, model.shapes)]
         sharded = self.shard_over_mesh
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
         on_one: PyTree = tuple(REPLICATED for _ in copies)
@@ -126,7 +130,7 @@ class FusedTrainer:
             already_reduced: Collection[str] = () if self._layer_runner is None else STACKS.values()
             grads = reduce_gradients_local(grads, self.model, already_reduced)
             metrics = sum_over_mesh(num_devices, metrics)
-        grads = subtree(grads, state.m)
+        grads = subtree_like(grads, state.m)
         squares = sum_over_mesh(num_devices, squared_norms_local(grads, self.model))
         state, metrics = finish_step(self.config, state, grads, squares, metrics)
         return self.refresh_cast_copies(state), metrics
@@ -147,7 +151,7 @@ class FusedTrainer:
         options: dict[str, PyTree] = {
             "loss_scale": state.loss_scale,
             "full_capacity": full_capacity,
-            **_frozen_parameters(state),
+            **_frozen_as_keyword(state),
         } | constants
         if isinstance(batch, SampleRows):
             options["totals"] = sample_totals_local(batch, self.model.mesh.size)
@@ -283,14 +287,15 @@ class FusedTrainer:
 
     # Without gradients
 
-    def _run_model_local(
+    def _hidden_states_local(
         self, state: TrainState, tokens_BS: jax.Array, **options: PyTree
     ) -> tuple[jax.Array, jax.Array, PyTree]:
+        """Return (last hidden states, output head, MoE statistics) of this device's tokens."""
         return self.model(
             self.model.with_cast_copies(state.params, state.cast),
             state.router_bias,
             tokens_BS,
-            **_frozen_parameters(state),
+            **_frozen_as_keyword(state),
             **options,
         )
 
@@ -301,7 +306,7 @@ class FusedTrainer:
         devices.
         """
         tokens_BS, weights_BS, *_ = batch
-        hidden, head, stats = self._run_model_local(
+        hidden, head, stats = self._hidden_states_local(
             state,
             tokens_BS[:, :-1],
             full_capacity=full_capacity,
@@ -321,7 +326,10 @@ class FusedTrainer:
     def _logits_local(
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
-        hidden, head, stats = self._run_model_local(state, tokens_BS, full_capacity=full_capacity)
+        """Return (logits [V] as of `next_logits`, dropped assignments), equal on all devices."""
+        hidden, head, stats = self._hidden_states_local(
+            state, tokens_BS, full_capacity=full_capacity
+        )
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
         last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
         return self.model.head.logits(last, head), num_dropped_assignments(stats)
@@ -359,6 +367,8 @@ class FusedTrainer:
         """Do nothing: this trainer has no threads."""
 
 
-def _frozen_parameters(state: TrainState) -> dict[str, PyTree]:
-    """Return the model's keyword argument `frozen`; none if all parameters are trained."""
+def _frozen_as_keyword(state: TrainState) -> dict[str, PyTree]:
+    """Return {"frozen": the frozen parameters}, keyword arguments of the model; {} if all
+    parameters are trained.
+    """
     return {} if state.frozen is None else {"frozen": state.frozen}

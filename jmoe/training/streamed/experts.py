@@ -190,7 +190,7 @@ class StreamedExperts:
         else:
             self._open_experts.abandon_step()
 
-    def _wait_on_mesh(self, result: PyTree) -> PyTree:
+    def _wait_on_cpu_mesh(self, result: PyTree) -> PyTree:
         """Return `result`, after waiting for it on several CPU devices: there, programs with
         collectives that run at the same time may deadlock. Accelerators run them in order.
         """

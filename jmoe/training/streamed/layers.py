@@ -129,11 +129,11 @@ class LayerFunctions:
         )
         return layout.join(fused, layer_slice(layout.split(params.stack)[1], layer.number))
 
-    def _skip_if_empty(
+    def _run_unless_empty(
         self, layer: LayerOptions, function: Callable[..., PyTree], args: tuple[PyTree, ...]
     ) -> PyTree:
-        """Return `function(*args)`; zeros of the same shapes, without computing, on a device whose
-        micro-batch has no images.
+        """Return `function(*args)`; on a device whose micro-batch has no images, zeros of the same
+        shapes, without computing.
         """
         if layer.weight_B is None:
             return function(*args)
@@ -147,16 +147,16 @@ class LayerFunctions:
         layer: LayerOptions,
         function: Callable[..., PyTree],
         args: tuple[PyTree, ...],
-        begin: jax.Array,
+        start_after: jax.Array,
         work: NeighborWork,
     ) -> tuple[PyTree, NeighborResults]:
         """Return (`function(*args)`, results of the neighbours' collectives), run concurrently.
 
-        begin: an array that is ready when the collectives may start.
+        start_after: an array; the collectives start once it is computed.
         """
         scan, pending = self._scan, work.pending
         if scan is None or not jax.tree.leaves((work.next_layer, pending)):
-            return self._skip_if_empty(layer, function, args), NeighborResults()
+            return self._run_unless_empty(layer, function, args), NeighborResults()
         row_C = None if work.next_layer is None else layer_slice(*work.next_layer)
         gathers = scan.all_gathers_by_chunk(row_C)[len(work.gathered) :]
         rows_RG, experts = pending.rows_RG, pending.experts
@@ -164,7 +164,9 @@ class LayerFunctions:
         flat = None if experts is None else _flatten_experts(experts)
         all_reductions = [] if flat is None else scan.all_reduces_by_chunk(flat, ((DATA,),))
         works = gathers + reductions + all_reductions
-        result, received = interleave_collectives(function, args, works, scan.schedule, ALL, begin)
+        result, received = interleave_collectives(
+            function, args, works, scan.schedule, ALL, start_after
+        )
         num_gathers, num_reductions = len(gathers), len(reductions)
         gathered, reduced = received[:num_gathers], received[num_gathers:]
         unsharded_RC = None
@@ -182,7 +184,7 @@ class LayerFunctions:
         """
         if self._slots is not None and pending.experts is not None:
             reduced = self._slots.reduce_layer_local(pending.experts, number)
-            stored, squares_S = self._cast_to_tier_dtype(reduced, None)
+            stored, squares_S = self._tier_gradients_and_squared_norms(reduced, None)
             owns_S = self._slots.device_row_local(self._slots.is_first_holder_RNS[:, number])
             return SummedGradients(None, stored, jnp.where(owns_S, squares_S, 0.0))
         row_G = experts_G = jnp.zeros(0)
@@ -205,10 +207,10 @@ class LayerFunctions:
             return sums
         experts = unflatten_gradient_shards(experts_G, _expert_buffer_entries(pending.experts))
         by_name = dict(zip(pending.experts, experts, strict=True))
-        stored, square = self._cast_to_tier_dtype(by_name, pending.ids_M)
+        stored, square = self._tier_gradients_and_squared_norms(by_name, pending.ids_M)
         return sums._replace(experts=stored, square=square)
 
-    def _cast_to_tier_dtype(
+    def _tier_gradients_and_squared_norms(
         self, experts: ExpertStacks, ids_M: jax.Array | None
     ) -> tuple[ExpertStacks, jax.Array]:
         """Return (the experts' gradients in the dtype of their tier, squared norms [R, L] with one
@@ -282,7 +284,7 @@ class LayerFunctions:
         gathered: Sequence[jax.Array] = []
         scan = self._scan
         if scan is None or work.next_layer is None:
-            routed, residuals = self._skip_if_empty(layer, run, args)
+            routed, residuals = self._run_unless_empty(layer, run, args)
         else:
             row_C, model = layer_slice(*work.next_layer), self.config.model
             gathers, dense = scan.all_gathers_by_chunk(row_C), row_C.size * self.mesh.size
@@ -412,16 +414,16 @@ class LayerFunctions:
         *,
         kind: LayerKind,
         full_capacity: bool,
-        last: bool,
+        is_last_micro_batch: bool,
     ) -> tuple[jax.Array, GradAccumulator, NeighborResults, jax.Array | None, jax.Array | None]:
         """Return (dx, summed gradients, results of `work`, squared norms of the experts' gradients
         [R, L], gradients of the routing weights).
 
         inputs.residuals: (routed tokens, residuals of `route`, residuals of `apply_experts`), or
-        None to rerun the layer. last: this is the final micro-batch; the experts' gradients are
-        then converted to their tier's dtype and their squared norms returned, unless
-        `reduce_pending` has to sum them over devices first. The routing weights' gradients are None
-        if the caller supplied no weights.
+        None to rerun the layer. is_last_micro_batch: the experts' gradients are then converted to
+        their tier's dtype and their squared norms returned, unless `reduce_pending` has to sum them
+        over devices first. The routing weights' gradients are None if the caller supplied no
+        weights.
         """
         loss_tokens = None
         if inputs.loss_tokens is not None and layer.accumulation is not None:
@@ -436,9 +438,9 @@ class LayerFunctions:
 
         moe = _MoEBackwardConstants(kind, layer, bias, ids_M, full_capacity, router_losses)
         if inputs.residuals is not None:
-            function, saved = partial(self._moe_from_residuals, moe), inputs.residuals
+            function, saved = partial(self._moe_gradients_from_residuals, moe), inputs.residuals
         else:
-            function, saved = partial(self._moe_by_rerunning, moe), inputs.choices
+            function, saved = partial(self._moe_gradients_by_rerunning, moe), inputs.choices
         args = (
             self._unsharded_dense_params(params, layer),
             experts,
@@ -451,14 +453,18 @@ class LayerFunctions:
         )
         dparams, dexperts, dx_BSD, dweights_TK = results
         sums, square = self._add_gradients(params, layer, sums, dparams, dexperts), None
-        if last and self._slots is None and (self.replicas == 1 or self._scan is None):
+        if (
+            is_last_micro_batch
+            and self._slots is None
+            and (self.replicas == 1 or self._scan is None)
+        ):
             assert sums.experts is not None
             own = sums.experts if self.replicas == 1 else lax.psum(sums.experts, DATA)
-            stored, square = self._cast_to_tier_dtype(own, sums.ids_M)
+            stored, square = self._tier_gradients_and_squared_norms(own, sums.ids_M)
             sums = sums._replace(experts=stored)
         return dx_BSD, sums, overlapped, square, dweights_TK
 
-    def _moe_from_residuals(
+    def _moe_gradients_from_residuals(
         self,
         moe: _MoEBackwardConstants,
         params: Params,
@@ -477,7 +483,7 @@ class LayerFunctions:
         before, dx_BSD = apply_vjp(route_residuals, (params, moe.bias, moe.options, x_BSD), drouted)
         return jax.tree.map(jnp.add, before, dparams), dexperts, dx_BSD, None
 
-    def _moe_by_rerunning(
+    def _moe_gradients_by_rerunning(
         self,
         moe: _MoEBackwardConstants,
         params: Params,

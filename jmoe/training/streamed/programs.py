@@ -65,7 +65,7 @@ class StepPrograms:
     dense_forward: Callable[..., tuple[jax.Array, PyTree, NeighborResults]]
     route: Callable[..., tuple[RoutedTokens, PyTree, Sequence[jax.Array]]]
     apply_experts: Callable[..., tuple[jax.Array, PyTree, NeighborResults]]
-    most_chosen_experts: Callable[[Sequence[jax.Array]], jax.Array]
+    max_chosen_experts_per_device: Callable[[Sequence[jax.Array]], jax.Array]
     routing_totals: Callable[[Stats], RoutingTotals]
     dropped_assignments: Callable[[Stats], jax.Array]
     zero_gradients: Callable[[dict[str, Params], Params], StreamedGradients]
@@ -120,7 +120,7 @@ class _StepFunctions:
     def __init__(self, model: StreamedModel[PyTree], layers: LayerFunctions) -> None:
         self._model, self._layers, self._num_devices = model, layers, model.sharded.mesh.size
 
-    def most_chosen_experts(self, arrived_counts: Sequence[jax.Array]) -> jax.Array:
+    def max_chosen_experts_per_device(self, arrived_counts: Sequence[jax.Array]) -> jax.Array:
         """Return the maximum over devices of the number of a device's experts that get a token in
         any micro-batch. arrived_counts: token counts by expert, one array per micro-batch.
         """
@@ -267,7 +267,7 @@ def _layer_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> Pro
         "moe_gradients": make(
             *(layers.moe_gradients, moe, layer, inputs, split, work),
             out=(*forward, split, split),
-            static=["kind", "full_capacity", "last"],
+            static=["kind", "full_capacity", "is_last_micro_batch"],
             donate=3,
         ),
         "dense_gradients": make(
@@ -295,7 +295,7 @@ def _outside_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> P
             static=["first_kind"],
         ),
         "embed": make(model.embed, outside, micro_batch, out=split),
-        "most_chosen_experts": make(step.most_chosen_experts, split, out=same),
+        "max_chosen_experts_per_device": make(step.max_chosen_experts_per_device, split, out=same),
         "routing_totals": make(step.routing_totals, split, out=same),
         "dropped_assignments": make(step.dropped_assignments, split, out=same),
         "zero_gradients": make(step.zero_gradients, model.stack_specs, outside, out=split),

@@ -119,7 +119,9 @@ class PassState(Generic[MicroBatch]):
         return LayerParams(self.stacks[layer.stack_name], self.unsharded_RC, bias, experts)
 
 
-def state_without_experts(model: nnx.Module, loss_scale: LossScale | None = None) -> TrainState:
+def initial_state_without_experts(
+    model: nnx.Module, loss_scale: LossScale | None = None
+) -> TrainState:
     """Return the state of step 0 without experts, from a model with random parameters."""
     _, params, bias = split_parameters(model)
     dense = without_experts(nnx.to_pure_dict(params))
@@ -206,7 +208,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             state, micro_batches, train=True, full_capacity=full_capacity
         )
         totals = (
-            self._wait_on_mesh(programs.routing_totals(pass_state.stats))
+            self._wait_on_cpu_mesh(programs.routing_totals(pass_state.stats))
             if pass_state.stats
             else RoutingTotals()
         )
@@ -219,10 +221,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         squares = self._backward(pass_state, xs, grads, totals.loss_tokens)
         for micro_batch, dx, dweights in zip(micro_batches, xs, pass_state.dweights, strict=True):
             args = pass_state.outside, micro_batch, dx, outside, dweights[::-1]
-            outside = self._wait_on_mesh(programs.embed_gradients(*args))
+            outside = self._wait_on_cpu_mesh(programs.embed_gradients(*args))
         grads = grads._replace(outside=outside)
         results = FinishStepInputs(grads, squares, losses, pass_state.stats, totals)
-        state, metrics = self._wait_on_mesh(programs.finish_step(state, results))
+        state, metrics = self._wait_on_cpu_mesh(programs.finish_step(state, results))
         self._commit_or_discard_gradients(metrics)
         return state, metrics
 
@@ -235,7 +237,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         losses, scale = list[PyTree](), pass_state.state.loss_scale
         for a, micro_batch in enumerate(pass_state.micro_batches):
             args = pass_state.outside, xs[a], micro_batch, sums, scale
-            loss, xs[a], sums = self._wait_on_mesh(self.programs.loss_gradients(*args))
+            loss, xs[a], sums = self._wait_on_cpu_mesh(self.programs.loss_gradients(*args))
             losses.append(loss)
         return losses, sums
 
@@ -274,7 +276,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         micro-batch).
         """
         programs, first = self.programs, self._layers[0].kind
-        unsharded = self._wait_on_mesh(programs.gather_first_params(state.params, first_kind=first))
+        unsharded = self._wait_on_cpu_mesh(
+            programs.gather_first_params(state.params, first_kind=first)
+        )
         # Full-capacity buffers hold the tokens of all devices: too large to save for every layer.
         saves_residuals = train and not full_capacity and self.streamed.saves_residuals
         stacks = unsharded.stacks
@@ -284,7 +288,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         pass_state = PassState(state, micro_batches, *args, train, full_capacity, saves_residuals)
         xs = []
         for micro_batch in micro_batches:
-            x, choices = self._wait_on_mesh(programs.embed(pass_state.outside, micro_batch))
+            x, choices = self._wait_on_cpu_mesh(programs.embed(pass_state.outside, micro_batch))
             xs.append(x)
             pass_state.choices.append(choices)
             pass_state.dweights.append([])
@@ -310,7 +314,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         for a, x in enumerate(xs):
             work = NeighborWork(None if a else next_layer)
             args = params, self._layer_options(pass_state, layer, a), x, work
-            xs[a], residuals, overlapped = self._wait_on_mesh(
+            xs[a], residuals, overlapped = self._wait_on_cpu_mesh(
                 self.programs.dense_forward(*args, saves_residuals=pass_state.saves_residuals)
             )
             pass_state.passed[-1].residuals.append(residuals)
@@ -328,10 +332,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         params, size = pass_state.layer_params(self._layers[i]), len(xs) if pass_state.train else 1
         for first in range(0, len(xs), size):
             group = slice(first, first + size)
-            xs[group] = self._forward_experts_of_group(pass_state, i, params, xs[group], first)
+            xs[group] = self._forward_micro_batch_group(pass_state, i, params, xs[group], first)
         self._open_experts.release_layer()
 
-    def _forward_experts_of_group(
+    def _forward_micro_batch_group(
         self,
         pass_state: PassState[MicroBatch],
         i: int,
@@ -357,7 +361,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         ]
         works = list(map(NeighborWork, ahead))
         each = [
-            self._wait_on_mesh(programs.route(params, options, x, work, **route_static))
+            self._wait_on_cpu_mesh(programs.route(params, options, x, work, **route_static))
             for x, options, work in zip(xs, all_options, works, strict=True)
         ]
         routed: list[RoutedTokens] = [tokens for tokens, _, _ in each]
@@ -369,7 +373,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             for tokens, options in zip(routed, all_options, strict=True)
         ]
         passed.chosen_P = self._chosen_experts(arrived)
-        passed.slot_rows = self._grow_slots_to_chosen(arrived)
+        passed.slot_rows = self._grow_slots_for_chosen(arrived)
         fetch = (
             self._open_experts.fetch_more_experts
             if first_micro_batch
@@ -382,7 +386,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             (tokens, route_residuals, gathered), options, work = halves
             work = work._replace(gathered=gathered)
             args = params, tokens, options._replace(choices=None), work
-            y, residuals, overlapped = self._wait_on_mesh(programs.apply_experts(*args, **static))
+            y, residuals, overlapped = self._wait_on_cpu_mesh(
+                programs.apply_experts(*args, **static)
+            )
             if work.next_layer is not None:
                 pass_state.unsharded_RC = overlapped.unsharded_RC
             ys.append(y)
@@ -390,7 +396,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             passed.residuals.append(both)
         return jax.block_until_ready(ys)  # the slot is overwritten after this
 
-    def _grow_slots_to_chosen(self, arrived_counts: Sequence[jax.Array]) -> int:
+    def _grow_slots_for_chosen(self, arrived_counts: Sequence[jax.Array]) -> int:
         """Grow the slots if the chosen experts of a device do not fit; return the rows per device.
 
         Returns 0, and grows nothing, if the slot has a row for each expert.
@@ -399,7 +405,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         if experts.experts_per_slot is None:
             return 0
         experts.grow_slots(
-            int(self._wait_on_mesh(self.programs.most_chosen_experts(arrived_counts)))
+            int(self._wait_on_cpu_mesh(self.programs.max_chosen_experts_per_device(arrived_counts)))
         )
         return experts.experts_per_slot
 
@@ -451,7 +457,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """
         if jax.tree.leaves(pending.gradients):
             number = pending.layer.number
-            summed = self._wait_on_mesh(
+            summed = self._wait_on_cpu_mesh(
                 self.programs.reduce_pending(pending.gradients, number=number)
             )
             self._store_reduced(pending, summed, grads, squares)
@@ -490,7 +496,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             inputs = BackwardInputs(x, dxs[a], None, residuals)
             options = self._layer_options(pass_state, layer, a)
             args = params, options, inputs, sums, NeighborWork() if a else work
-            dxs[a], sums, overlapped = self._wait_on_mesh(self.programs.dense_gradients(*args))
+            dxs[a], sums, overlapped = self._wait_on_cpu_mesh(self.programs.dense_gradients(*args))
             results = results if a else overlapped
         return sums, results
 
@@ -520,9 +526,12 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             loss_scale = pass_state.state.loss_scale
             inputs = BackwardInputs(x, dxs[a], choices, residuals, loss_scale, loss_tokens)
             args = params, options, inputs, sums, NeighborWork() if a else work
-            static = {"full_capacity": pass_state.full_capacity, "last": a == len(passed.xs) - 1}
+            static = {
+                "full_capacity": pass_state.full_capacity,
+                "is_last_micro_batch": a == len(passed.xs) - 1,
+            }
             program = partial(self.programs.moe_gradients, kind=layer.kind, **static)
-            dxs[a], sums, overlapped, square, dweights = self._wait_on_mesh(program(*args))
+            dxs[a], sums, overlapped, square, dweights = self._wait_on_cpu_mesh(program(*args))
             results = results if a else overlapped
             if dweights is not None:
                 pass_state.dweights[a].append(dweights)
@@ -552,7 +561,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
                 state, micro_batches, train=False, full_capacity=full_capacity
             )
             dropped = (
-                self._wait_on_mesh(self.programs.dropped_assignments(pass_state.stats))
+                self._wait_on_cpu_mesh(self.programs.dropped_assignments(pass_state.stats))
                 if pass_state.stats
                 else jnp.int32(0)
             )

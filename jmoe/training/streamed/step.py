@@ -21,7 +21,7 @@ from jmoe.optim.loss_scale import initial_loss_scale
 from jmoe.training.sample_batch import documents_of
 from jmoe.training.state import Batch, TrainState, without_experts
 from jmoe.training.streamed.programs import jit_over_mesh
-from jmoe.training.streamed.runner import StreamedRunner, state_without_experts
+from jmoe.training.streamed.runner import StreamedRunner, initial_state_without_experts
 from jmoe.training.streamed.text import StreamedDecoder, TokenMicroBatch, split_samples
 from jmoe.types import PyTree
 
@@ -90,7 +90,9 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
 
         def draw_dense() -> TrainState:
             decoder = Decoder(small, rngs=nnx.Rngs(config.seed))
-            return self.model.from_saved(state_without_experts(decoder, initial_loss_scale(config)))
+            return self.model.from_saved(
+                initial_state_without_experts(decoder, initial_loss_scale(config))
+            )
 
         shape = self.model.state_shape.map_params_and_moments(without_experts)
         places = None if self._device else jax.tree.map(lambda s: s.sharding, shape)
@@ -133,7 +135,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
     ) -> list[TokenMicroBatch]:
         placed = jax.device_put(batch, self._tokens_place)
         if isinstance(placed, SampleRows):
-            return self._wait_on_mesh(self._text.split_samples(placed))
+            return self._wait_on_cpu_mesh(self._text.split_samples(placed))
         return [self._text.split(tokens_BS) for tokens_BS in self._text.unstack(placed)]
 
     def evaluate_batches(
@@ -143,11 +145,13 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         are fetched once for all batches.
         """
         batches = [jax.device_put(batch, self._batch_place) for batch in batches]
-        micro_batches = [self._wait_on_mesh(self._held_out_micro_batch(one)) for one in batches]
+        micro_batches = [self._wait_on_cpu_mesh(self._held_out_micro_batch(one)) for one in batches]
         outside, xs = self._last_hidden_states(state, micro_batches)
         each = zip(xs, micro_batches, (weights for _, weights, *_ in batches), strict=True)
         return [
-            self._wait_on_mesh(self._text.summed_nll(outside, x, micro_batch.labels_BS, weights))
+            self._wait_on_cpu_mesh(
+                self._text.summed_nll(outside, x, micro_batch.labels_BS, weights)
+            )
             for x, micro_batch, weights in each
         ]
 
@@ -161,5 +165,5 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         """Return logits [V] after the token at `position` of the first sequence of `tokens_BS`."""
         tokens = jax.device_put(tokens_BS, self._batch_place)
         outside, (x_BSD,) = self._last_hidden_states(state, [TokenMicroBatch(tokens, tokens)])
-        logits_V: jax.Array = self._wait_on_mesh(self._text.logits(outside, x_BSD, position))
+        logits_V: jax.Array = self._wait_on_cpu_mesh(self._text.logits(outside, x_BSD, position))
         return logits_V

@@ -35,7 +35,7 @@ def count_own_experts_by_task(config: VisionTrainConfig) -> dict[str, int]:
     }
 
 
-def count_unnamed_experts(config: VisionTrainConfig) -> int:
+def count_experts_without_task(config: VisionTrainConfig) -> int:
     """Return how many experts no task's path names, summed over task-routed layers."""
     always = {SHARED_EXPERT} if config.model.learn_paths else set()
     named = [
@@ -149,7 +149,7 @@ def device_memory_and_bytes_by_task(
         }
         return DeviceMemory(device_bytes, shared), own_bytes
     apart = groups == 1 and config.layout == "elastic"
-    own, unnamed = count_own_experts_by_task(config), count_unnamed_experts(config)
+    own, unnamed = count_own_experts_by_task(config), count_experts_without_task(config)
     everywhere = model.num_experts * len(model.task_layers)
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())

@@ -497,7 +497,7 @@ class VisionTrainer:
     ) -> PyTree:
         pixels = batch.pixels.astype(jnp.float32) / 255.0
         options |= {} if self.slots is None else {"slot_NE": self.slots.expert_slots_local()}
-        return self.model.merge_params(params, router_bias)(
+        return self.model.model_with_params(params, router_bias)(
             pixels, batch.task, dtype=self.model.dtype, **options
         )
 

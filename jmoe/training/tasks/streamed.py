@@ -28,7 +28,7 @@ from jmoe.planning.elastic import TaskLayout
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.model import Params
 from jmoe.training.streamed.programs import jit_over_mesh
-from jmoe.training.streamed.runner import PassState, StreamedRunner, state_without_experts
+from jmoe.training.streamed.runner import PassState, StreamedRunner, initial_state_without_experts
 from jmoe.training.tasks.experts import task_slots
 from jmoe.training.tasks.layouts import layout_notes, tiers_line
 from jmoe.training.tasks.losses import ContrastiveTerms
@@ -128,7 +128,7 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
         sizes = {name: tasks[name].head_size(count) for name, count in counts.items()}
 
         def draw_dense() -> TrainState:
-            return state_without_experts(
+            return initial_state_without_experts(
                 VisionTransformer(small, sizes, paths, rngs=nnx.Rngs(config.seed))
             )
 
@@ -181,7 +181,7 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
     def _micro_batches(self, state: TrainState, batch: ImageBatch) -> list[ImageMicroBatch]:
         return [
             ImageMicroBatch(images, state.step)
-            for images in self._wait_on_mesh(self._tasks.split(batch))
+            for images in self._wait_on_cpu_mesh(self._tasks.split(batch))
         ]
 
     def _loss_gradients(
@@ -195,10 +195,10 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
         if any(self.is_contrastive[tasks.index(name)] for name in self.losses.active):
             each = zip(xs, pass_state.micro_batches, strict=True)
             z = [
-                self._wait_on_mesh(self._tasks.embeddings(pass_state.outside, x, micro_batch))
+                self._wait_on_cpu_mesh(self._tasks.embeddings(pass_state.outside, x, micro_batch))
                 for x, micro_batch in each
             ]
-            contrasts = self._wait_on_mesh(
+            contrasts = self._wait_on_cpu_mesh(
                 self._tasks.contrastive_terms(
                     z, [micro_batch.images for micro_batch in pass_state.micro_batches]
                 )
@@ -215,7 +215,7 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
         """Yield (unsharded parameters outside the layers, last hidden states, images) for each
         batch.
         """
-        each = [self._wait_on_mesh(self._tasks.split(batch)) for batch in batches]
+        each = [self._wait_on_cpu_mesh(self._tasks.split(batch)) for batch in batches]
         micro_batches = [ImageMicroBatch(images) for images in itertools.chain(*each)]
         outside, xs = self._last_hidden_states(state, micro_batches)
         for x_BSD, micro_batch in zip(xs, micro_batches, strict=True):
@@ -228,7 +228,7 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
         sums, rest = np.zeros(self.losses.class_means_shape, np.float32), iter(batches)
         while some := list(itertools.islice(rest, self.evaluation_batches)):
             for args in self._iterate_last_hidden_states(state, some):
-                sums += np.asarray(self._wait_on_mesh(self._tasks.class_embedding_sums(*args)))
+                sums += np.asarray(self._wait_on_cpu_mesh(self._tasks.class_embedding_sums(*args)))
         return jnp.asarray(sums)
 
     def evaluate_batches(

@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
     )
 
     def loss(params: Any) -> jax.Array:
-        model = trainer.model.merge_params(params, state.router_bias)
+        model = trainer.model.model_with_params(params, state.router_bias)
         pixels = rows.pixels.astype(jnp.float32) / 255
         scores, _ = model(pixels, rows.task, train=True, full_capacity=True)
         z = l2_normalized(jnp.where(jnp.isfinite(scores), scores, 0.0)[:, np.r_[0:8, 11:19]])

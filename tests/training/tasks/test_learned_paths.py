@@ -131,13 +131,13 @@ def test_a_task_decides_for_itself_and_reads_its_logits_without_noise() -> None:
         "small": (3, 0),
         "other": (0, 0),
     }
-    model = trainer.model.merge_params(state.params, state.router_bias)
+    model = trainer.model.model_with_params(state.params, state.router_bias)
     given = dataclasses.replace(LEARNED.model, learn_paths=False)
     tasks = {name: dataclasses.replace(task, path=(0, 0)) for name, task in LEARNED.tasks.items()}
     tasks["small"] = dataclasses.replace(tasks["small"], path=(3, 0))
     fixed, _ = trainer_of(1, model=given, tasks=tasks)
     same = {name: tree for name, tree in state.params.items() if name != "path_logits"}
-    expected = fixed.model.merge_params(same, state.router_bias)
+    expected = fixed.model.model_with_params(same, state.router_bias)
     pixels = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 1), np.float32))
     numbers = jnp.arange(4, dtype=jnp.int32)
     np.testing.assert_array_equal(model(pixels, numbers)[0], expected(pixels, numbers)[0])

@@ -42,7 +42,7 @@ def begun(run: Path, classes: dict[str, list[str]], **changes: Any) -> tuple[Ima
 def test_a_further_task_changes_no_bit_of_the_others(tmp_path: Path) -> None:
     network = saved_run(tmp_path)
     trainer, state = begun(tmp_path, CLASSES)
-    grown = trainer.model.merge_params(state.params, state.router_bias)
+    grown = trainer.model.model_with_params(state.params, state.router_bias)
     pixels, first = jnp.asarray(np.random.default_rng(0).random((5, 8, 8, 1), np.float32)), 0
     for number, (task, names) in enumerate(CLASS_NAMES.items()):
         before, _ = network(pixels, jnp.full(5, number, jnp.int32), full_capacity=True)
