@@ -54,8 +54,8 @@ from jmoe.run.compatibility import (
     BASE,
     TEACHER,
     check_same_on_all_processes,
-    has_checkpoint,
-    raise_data_changed,
+    has_compatible_checkpoint,
+    raise_if_checkpoint_has_other_data,
 )
 from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.run.metrics import CompilationCounter, ProgressBar, make_progress_bar, make_step_record
@@ -286,7 +286,7 @@ def prepare_text_data(
     with watchdog.waiting_for(
         "data", timeout_s=limits.start_timeout_s, progress=preparing.progress_text, option=option
     ):
-        keep = has_checkpoint(config, resolved)
+        keep = has_compatible_checkpoint(config, resolved)
         role = PreparationRole(
             main_process,
             preparing.report,
@@ -297,7 +297,7 @@ def prepare_text_data(
         try:
             corpus = prepare_corpus(config.data, config.model.vocab_size, cache, role)
         except TextChangedError:
-            raise_data_changed(config, resolved)
+            raise_if_checkpoint_has_other_data(config, resolved)
             raise
     files = {TOKENIZER: corpus.tokenizer_path.read_bytes()} if corpus.tokenizer_path else {}
     if config.init_from:

@@ -245,11 +245,11 @@ class PlainSteps:
             shutil.rmtree(leftover, ignore_errors=True)
         (half / ITEM).mkdir(parents=True)
         (half / "total").write_text(float(total).hex())
-        self.records.write_list(half / ITEM, self.records.pin_versions(step))
+        self.records.write_record_list(half / ITEM, self.records.pin_versions(step))
         half.rename(folder)
         for old in self._steps()[:-2]:
             shutil.rmtree(self.root / str(old))
-        self.records.drain_committed(folder / ITEM, self._steps())
+        self.records.begin_drain(folder / ITEM, self._steps())
 
     def close(self) -> None:
         self.records.close()

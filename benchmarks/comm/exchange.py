@@ -66,7 +66,10 @@ def make_program(
     import jax.numpy as jnp
 
     from jmoe.collectives.exchange import TokenChoices
-    from jmoe.collectives.planned_exchange import exchange_unchanged, make_exchange
+    from jmoe.collectives.planned_exchange import (
+        dispatch_and_combine_without_experts,
+        make_exchange,
+    )
     from jmoe.collectives.ragged import RaggedExchange
     from jmoe.collectives.ragged_rounds import RoundsExchange
     from jmoe.mesh import BATCH, EXPERT
@@ -80,7 +83,7 @@ def make_program(
 
         def there_and_back(x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             chosen = TokenChoices(idx, weights, counts)
-            y, dropped = exchange_unchanged(exchange, x, chosen, full_capacity)
+            y, dropped = dispatch_and_combine_without_experts(exchange, x, chosen, full_capacity)
             return y, dropped[None]
 
         if direction == "forward":

@@ -47,7 +47,7 @@ from jax.typing import DTypeLike
 from benchmarks.lib import ahead_of_time, report
 from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.attention import causal_attention
-from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
 from jmoe.offload.slot_arrays import dtype_of_stored_bits
 from jmoe.planning.gpu_estimate import TRITON
@@ -329,7 +329,11 @@ def experts_in_slots(
         "tile_rows": 64,
         "implementation": implementation,
     }
-    return partial(table_mlp, **options), (ExpertInputs(*routed), slots, of(jnp.int32, e))
+    return partial(add_expert_outputs_by_slot_table, **options), (
+        ExpertInputs(*routed),
+        slots,
+        of(jnp.int32, e),
+    )
 
 
 def engine_exchange(shape: MoEShape, devices: list[jax.Device], kind: str = "wide") -> JsonObject:

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
-from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from kernels_pallas.compressed import SCALES, compress
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.implementations import default_implementations
@@ -79,7 +79,12 @@ def measure(
     for name in default_implementations():
         tile_rows = min(64, tokens)
         run = jax.jit(
-            partial(table_mlp, activation="swiglu", tile_rows=tile_rows, implementation=name)
+            partial(
+                add_expert_outputs_by_slot_table,
+                activation="swiglu",
+                tile_rows=tile_rows,
+                implementation=name,
+            )
         )
         try:
             results[name] = jax.block_until_ready(run(routed, slots, table_E))

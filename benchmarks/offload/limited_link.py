@@ -62,7 +62,7 @@ def limit_links(session: Session, bytes_per_s: float | None) -> None:
     """Limit each direction of every device's link of a run whose experts the host updates; None
     ends the limit.
     """
-    experts = session.program._open_experts
+    experts = session.program._loaded_experts
     update = cast(HostUpdate, experts._update)
     update.links.update({device: Link(bytes_per_s) for device in update.links})
     experts._gradients.links = [Link(bytes_per_s) for _ in experts._gradients.links]
@@ -141,13 +141,13 @@ def _measure_tier(
     for share in a.link_shares:
         limit_links(session, None)
         passes = take_free_passes(session, rounds)
-        session.program._open_experts._ring.wait_for_loads()
+        session.program._loaded_experts._ring.wait_for_loads()
         computing = take_steps(on_device, rounds[:2])[0]
         limit = share * H100_BYTES_PER_FLOP * rate
         limit_links(session, limit)
         take_steps(session, [WARM_UP])  # begins with what the limit did not delay
         seconds, to, back = take_steps(session, rounds)
-        session.program._open_experts._ring.wait_for_loads()
+        session.program._loaded_experts._ring.wait_for_loads()
         computing += take_steps(on_device, rounds[:2])[0]
         forward = to / (1 + sent_again)
         links = forward / limit, max(to - forward, back) / limit

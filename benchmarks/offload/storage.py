@@ -163,7 +163,7 @@ def checkpoint(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
                 save_s = time.perf_counter() - start_s
                 manager.wait_until_finished()
                 commit_s = time.perf_counter() - start_s
-                records.drain_committed(
+                records.begin_drain(
                     folder / "checkpoints" / str(step) / ITEM, list(manager.all_steps())
                 )
                 records.wait_until_drained()

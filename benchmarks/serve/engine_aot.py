@@ -157,7 +157,7 @@ def step_programs(
     for name, arrays in kept.items():
         table_E = of(jnp.int32, config.num_experts)
         operands = config.hidden_act, routed, arrays, table_E
-        y_TD = do(f"experts, {name}, {what}", slots.tiled_table_mlp, *operands)
+        y_TD = do(f"experts, {name}, {what}", slots.add_expert_outputs_in_tiles, *operands)
     do(f"next layer's router, {what}", popularity._route_other_layer, *router, routed.h_TD)
     do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
     x_PCD = do(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))

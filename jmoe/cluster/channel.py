@@ -36,7 +36,7 @@ class Channel:
         """Send one message of JSON values and numpy arrays; tuples arrive as lists. Raises
         `OSError` if the connection is closed.
         """
-        data = encode(message)
+        data = encode_message(message)
         with self._lock:
             self._socket.sendall(data)
 
@@ -51,7 +51,7 @@ class Channel:
             return None
         json_num_bytes, arrays_bytes = _HEADER.unpack(header)
         data = self._read_exactly(json_num_bytes + arrays_bytes)
-        return None if data is None else decode(data, json_num_bytes)
+        return None if data is None else decode_message(data, json_num_bytes)
 
     def close(self) -> None:
         """Close the connection; `receive` returns None at the other end."""
@@ -87,7 +87,7 @@ class Channel:
             return self._socket.recv(most_bytes)
 
 
-def encode(message: Json) -> bytes:
+def encode_message(message: Json) -> bytes:
     """Return a message as bytes: header, JSON, then the arrays' contents. Raises `TypeError` for a
     value that is neither JSON nor a numpy array.
     """
@@ -104,9 +104,9 @@ def encode(message: Json) -> bytes:
     return _HEADER.pack(len(text), len(data)) + text + data
 
 
-def decode(data: bytes | bytearray, json_num_bytes: int) -> list[Json]:
-    """Return the message that `encode` wrote. data: bytes without the header; json_num_bytes:
-    length of the JSON.
+def decode_message(data: bytes | bytearray, json_num_bytes: int) -> list[Json]:
+    """Return the message that `encode_message` wrote. data: bytes without the header;
+    json_num_bytes: length of the JSON.
     """
     at = json_num_bytes
 

@@ -34,16 +34,16 @@ class Heartbeat:
         self._devices = local_devices
         self._beats = 0
 
-    def beat(self, at: str, waits: int = 0, since_s: float = 0.0) -> None:
-        """Write one beat, or only its time if the disk is full. at: what the process is doing;
-        waits: number of waits it has begun; since_s: seconds since the last wait began.
+    def beat(self, activity: str, num_waits: int = 0, wait_s: float = 0.0) -> None:
+        """Write one beat, or only its time if the disk is full. activity: what the process is
+        doing; num_waits: number of waits it has begun; wait_s: seconds since the last one began.
         """
         self._beats += 1
         beat = {
             "beat": self._beats,
-            "at": at,
-            "waits": waits,
-            "since_s": since_s,
+            "at": activity,
+            "waits": num_waits,
+            "since_s": wait_s,
             "devices": self._devices,
         }
         new = self._path.with_suffix(".new")
@@ -72,6 +72,7 @@ class HeartbeatListener:
         self._changed = [(0, clock())] * processes
 
     def update_beat_times(self) -> None:
+        """Note which ranks' files have changed since the last call, and the time of this call."""
         now = self._clock()
         for rank, path in enumerate(self._paths):
             try:
@@ -87,6 +88,7 @@ class HeartbeatListener:
         return self._clock() - since if stamp else 0.0
 
     def has_begun(self, rank: int) -> bool:
+        """Return whether a beat of the rank has been seen."""
         return self._changed[rank][0] != 0
 
     def last_activity(self, rank: int) -> str:

@@ -115,7 +115,7 @@ def read_overview(folder: Path) -> RunOverview:
     )
     ranks, starts = _read_rank_heartbeats(folder, config, now), _start_events(events)
     num_steps, steps_done = config.get("num_steps"), progress.step + 1
-    seen = _Evidence(config, events, ranks, now)
+    seen = _RunEvidence(config, events, ranks, now)
     state, why = _state_and_reason(folder, seen, steps_done, num_steps, checkpoint)
     run = str(_read_json_object(folder / IDENTITY).get("run", folder.resolve().name))
     return RunOverview(
@@ -199,7 +199,7 @@ def _seconds_behind(rank: RankHeartbeat, other: RankHeartbeat) -> float:
 
 
 @dataclass(frozen=True)
-class _Evidence:
+class _RunEvidence:
     """A run's configuration, its supervisor's events and its ranks, as read from the run's folder
     at the Unix time `now`.
     """
@@ -211,7 +211,7 @@ class _Evidence:
 
 
 def _state_and_reason(
-    folder: Path, seen: _Evidence, done: int, num_steps: int | None, checkpoint: int | None
+    folder: Path, seen: _RunEvidence, done: int, num_steps: int | None, checkpoint: int | None
 ) -> tuple[State, str]:
     """Return the run's state and a clause that gives the evidence for it."""
     owner = _read_json_object(folder / LOCK)
@@ -262,7 +262,7 @@ def _is_locked(path: Path) -> bool | None:
         return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
 
 
-def _silence_and_limit_s(folder: Path, seen: _Evidence) -> tuple[float, float]:
+def _silence_and_limit_s(folder: Path, seen: _RunEvidence) -> tuple[float, float]:
     """Return (seconds since the run's last sign of life, seconds of silence after which the run
     counts as dead).
     """

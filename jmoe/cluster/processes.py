@@ -104,16 +104,17 @@ def split_into_rounds(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
 
 
 def exchange_bytes(
-    outgoing: NDArray[np.uint8], incoming: NDArray[np.uint8], pairs: Pairs, most_bytes: int
+    outgoing: NDArray[np.uint8], incoming: NDArray[np.uint8], pairs: Pairs, max_sent_bytes: int
 ) -> None:
     """Send `outgoing` to the process that `pairs` gives for this one, and fill `incoming` with the
     bytes received.
 
     No process may send or receive twice. A process that sends (or receives) nothing passes an empty
-    array. most_bytes: size of the largest array sent by any process; it must be the same on all.
+    array. max_sent_bytes: size of the largest array sent by any process; it must be the same on
+    all.
     """
-    chunk_bytes = min(CHUNK_BYTES, max(1, most_bytes))
-    for begin in range(0, most_bytes, chunk_bytes):
+    chunk_bytes = min(CHUNK_BYTES, max(1, max_sent_bytes))
+    for begin in range(0, max_sent_bytes, chunk_bytes):
         piece, room = outgoing[begin : begin + chunk_bytes], incoming[begin : begin + chunk_bytes]
         chunk_1C = np.zeros((1, chunk_bytes), np.uint8)
         chunk_1C[0, : piece.size] = piece

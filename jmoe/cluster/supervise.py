@@ -446,15 +446,15 @@ class Supervisor:
             AttemptEnding("done", 0) if codes[0] == 0 else AttemptEnding("stopped", EXIT_STOPPED)
         )
 
-    def _pass_on_signals(self, ranks: Sequence[RemoteProcess], passed: int) -> int:
-        """Send all processes the signals received so far except the first `passed`, which they
+    def _pass_on_signals(self, ranks: Sequence[RemoteProcess], num_passed: int) -> int:
+        """Send all processes the signals received so far except the first `num_passed`, which they
         have; return the number that they have now.
         """
-        new = self._signals[passed:]  # more may arrive meanwhile
+        new = self._signals[num_passed:]  # more may arrive meanwhile
         for number in new:
             for remote in ranks:
                 remote.send_signal(number)
-        return passed + len(new)
+        return num_passed + len(new)
 
     @staticmethod
     def _kill_and_wait_for_processes(ranks: Sequence[RemoteProcess]) -> None:

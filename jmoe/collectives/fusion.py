@@ -110,28 +110,28 @@ def _buffer_dtype(entries: Sequence[ShardInBuffer]) -> np.dtype:
     )
 
 
-def _num_words(entry: ShardInBuffer, carrier: np.dtype) -> int:
-    return entry.num_elements * (jnp.dtype(entry.dtype).itemsize // carrier.itemsize)
+def _num_words(entry: ShardInBuffer, buffer_dtype: np.dtype) -> int:
+    return entry.num_elements * (jnp.dtype(entry.dtype).itemsize // buffer_dtype.itemsize)
 
 
 def flatten_shards(shards: Sequence[jax.Array], entries: Sequence[ShardInBuffer]) -> jax.Array:
     """Return a device's row [C]: its shards end to end, each cast to the dtype of its use."""
-    carrier = _buffer_dtype(entries)
+    buffer_dtype = _buffer_dtype(entries)
     rows = [
-        lax.bitcast_convert_type(w.astype(entry.dtype), carrier)
+        lax.bitcast_convert_type(w.astype(entry.dtype), buffer_dtype)
         for w, entry in zip(shards, entries, strict=True)
     ]
-    return jnp.concatenate([jnp.zeros(0, carrier), *(row.reshape(-1) for row in rows)])
+    return jnp.concatenate([jnp.zeros(0, buffer_dtype), *(row.reshape(-1) for row in rows)])
 
 
 def unflatten_parameters(
     buffer_RC: jax.Array, entries: Sequence[ShardInBuffer], hierarchy: Hierarchy
 ) -> list[jax.Array]:
     """Return the unsharded parameters from the rows of all devices, buffer_RC."""
-    carrier, sizes = buffer_RC.dtype, _level_sizes(hierarchy)
+    buffer_dtype, sizes = buffer_RC.dtype, _level_sizes(hierarchy)
     unsharded, start = [], 0
     for entry in entries:
-        words = buffer_RC[:, start : start + (width := _num_words(entry, carrier))]
+        words = buffer_RC[:, start : start + (width := _num_words(entry, buffer_dtype))]
         start += width
         if width > entry.num_elements:
             words = words.reshape(words.shape[0], entry.num_elements, -1)

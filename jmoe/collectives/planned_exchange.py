@@ -61,7 +61,7 @@ def make_exchange(
     )
 
 
-def exchange_unchanged(
+def dispatch_and_combine_without_experts(
     exchange: Exchange | RoundsExchange,
     x_TD: jax.Array,
     chosen: TokenChoices,

@@ -79,12 +79,12 @@ class BlockOffsets(NamedTuple):
     returns_to_RL: jax.Array  # offset in the source device's rows
 
     @property
-    def outward(self) -> Blocks:
+    def send_blocks(self) -> Blocks:
         """The offsets and sizes with which this device's rows travel to the experts."""
         return self.sent_at_E, self.sent_E, self.lands_at_E, self.taken_RL.reshape(-1)
 
     @property
-    def homeward(self) -> Blocks:
+    def return_blocks(self) -> Blocks:
         """The offsets and sizes with which the experts' rows travel back."""
         back = (x.reshape(-1) for x in (self.taken_at_RL, self.taken_RL, self.returns_to_RL))
         taken_at, taken, returns_to = back
@@ -175,7 +175,7 @@ class SortedChoices(NamedTuple):
     row_TK: jax.Array
 
     @classmethod
-    def sort(cls, chosen: TokenChoices) -> "SortedChoices":
+    def from_token_choices(cls, chosen: TokenChoices) -> "SortedChoices":
         """Return the choices of this device's tokens, sorted."""
         (num_tokens, k), num_experts = chosen.topk_idx_TK.shape, chosen.counts_E.size
         order_N, rank_N = sort_by_expert(chosen.topk_idx_TK.reshape(-1), num_experts)
@@ -214,14 +214,14 @@ class RaggedExchange:
     ) -> jax.Array:
         """Return `buffer_MD` with the rows that arrived for this device's experts."""
         with jax.named_scope("all_to_all"):
-            return self._move(rows_ND, buffer_MD, offsets.outward, offsets.homeward)
+            return self._move(rows_ND, buffer_MD, offsets.send_blocks, offsets.return_blocks)
 
     def return_rows(
         self, out_MD: jax.Array, buffer_ND: jax.Array, offsets: BlockOffsets
     ) -> jax.Array:
         """Return `buffer_ND` with the experts' outputs for this device's rows."""
         with jax.named_scope("all_to_all_back"):
-            return self._move(out_MD, buffer_ND, offsets.homeward, offsets.outward)
+            return self._move(out_MD, buffer_ND, offsets.return_blocks, offsets.send_blocks)
 
     def _move(
         self, rows_ND: jax.Array, buffer_MD: jax.Array, blocks: Blocks, reverse: Blocks
@@ -239,7 +239,7 @@ class RaggedExchange:
         device receives when the load is balanced.
         """
         with jax.named_scope("dispatch"):
-            choices = SortedChoices.sort(chosen)
+            choices = SortedChoices.from_token_choices(chosen)
             send_ND = choices.gather_rows(x_TD)
             offsets = block_offsets(self.gather_counts(chosen.counts_E), lax.axis_index(self.axes))
         empty_MD = jnp.zeros((rows, send_ND.shape[1]), send_ND.dtype)

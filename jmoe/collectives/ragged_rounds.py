@@ -40,8 +40,8 @@ class RoundsHandle(NamedTuple):
     counts_RE: jax.Array
 
 
-class _Arrays(NamedTuple):
-    """The arrays of a round that have no gradient. others: of the experts."""
+class _RoundArrays(NamedTuple):
+    """The arrays of a round that have no gradient. others: arrays of the experts without one."""
 
     choices: SortedChoices
     counts_RE: jax.Array
@@ -49,8 +49,8 @@ class _Arrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Round:
-    """One round: rows to their experts, and the outputs back."""
+class _ExchangeRound:
+    """One round of an exchange: send rows to their experts, run these, and return the outputs."""
 
     ragged: RaggedExchange
     run_experts: RunExperts
@@ -59,7 +59,7 @@ class _Round:
         self,
         params: PyTree,
         x_TD: jax.Array,
-        arrays: _Arrays,
+        arrays: _RoundArrays,
         number: jax.Array | int,
         back_ND: jax.Array,
         buffer_MD: jax.Array,
@@ -89,10 +89,10 @@ def _num_rounds(counts_RE: jax.Array, rows: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_later_rounds(
-    run: _Round,
+    run: _ExchangeRound,
     params: PyTree,
     x_TD: jax.Array,
-    arrays: _Arrays,
+    arrays: _RoundArrays,
     back_ND: jax.Array,
     buffer_MD: jax.Array,
 ) -> tuple[jax.Array, jax.Array, PyTree, jax.Array]:
@@ -115,14 +115,16 @@ def _run_later_rounds(
     return back_ND, buffer_MD, params, x_TD
 
 
-def _run_later_rounds_fwd(run: _Round, params: PyTree, x_TD: jax.Array, *rest: PyTree) -> PyTree:
+def _run_later_rounds_fwd(
+    run: _ExchangeRound, params: PyTree, x_TD: jax.Array, *rest: PyTree
+) -> PyTree:
     arrays, _, buffer_MD = rest
     # a residual without elements: only its shape is read
     empty_M0 = jnp.zeros((buffer_MD.shape[0], 0), buffer_MD.dtype)
     return _run_later_rounds(run, params, x_TD, *rest), (params, x_TD, arrays, empty_M0)
 
 
-def _run_later_rounds_bwd(run: _Round, residuals: PyTree, gradients: PyTree) -> PyTree:
+def _run_later_rounds_bwd(run: _ExchangeRound, residuals: PyTree, gradients: PyTree) -> PyTree:
     params, x_TD, arrays, empty_M0 = residuals
     dback_ND, _, dparams, dx_TD = gradients
     buffer_MD = jnp.zeros((empty_M0.shape[0], x_TD.shape[1]), x_TD.dtype)
@@ -170,7 +172,7 @@ class RoundsExchange:
         if num_chunks != 1:
             raise ValueError(f"num_chunks = {num_chunks}: must be 1 for a ragged exchange")
         with jax.named_scope("dispatch"):
-            choices = SortedChoices.sort(chosen)
+            choices = SortedChoices.from_token_choices(chosen)
             counts_RE = self.ragged.gather_counts(chosen.counts_E)
         handle = RoundsHandle(x_TD, chosen.topk_weights_TK, choices, counts_RE)
         return DispatchedTokens((), jnp.zeros((), jnp.int32), handle)
@@ -183,7 +185,10 @@ class RoundsExchange:
         params, others: the experts' arrays with and without a gradient.
         """
         x_TD, weights_TK, choices, counts_RE = handle
-        run, arrays = _Round(self.ragged, run_experts), _Arrays(choices, counts_RE, others)
+        run, arrays = (
+            _ExchangeRound(self.ragged, run_experts),
+            _RoundArrays(choices, counts_RE, others),
+        )
         num_assignments, num_devices = choices.token_N.size, self.ragged.num_devices
         rows = ragged_buffer_rows(num_assignments, num_devices)
         back_ND, buffer_MD = (

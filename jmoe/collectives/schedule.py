@@ -380,8 +380,8 @@ class _CollectiveOrder:
             self._zero = lax.axis_index(axes) // lax.axis_size(axes)
         self.last = self.markers_of(start_after)
 
-    def after_last_collective(self, x: jax.Array) -> jax.Array:
-        """Return x, available only once the last collective is done."""
+    def delay_until_last_collective(self, x: jax.Array) -> jax.Array:
+        """Return x with a data dependence on the last collective's result."""
         return self.delay_until(x, self.last)
 
     def delay_until(self, x: jax.Array, markers: Markers) -> jax.Array:
@@ -394,7 +394,8 @@ class _CollectiveOrder:
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         with jax.named_scope("order"):
             return lax.bitcast_convert_type(
-                lax.bitcast_convert_type(x, words) ^ self._one_zero(markers).astype(words), x.dtype
+                lax.bitcast_convert_type(x, words) ^ self._combine_zeros(markers).astype(words),
+                x.dtype,
             )
 
     def markers_of(self, y: jax.Array) -> Markers:
@@ -409,7 +410,8 @@ class _CollectiveOrder:
             return (lax.bitcast_convert_type(first, words).astype(jnp.int32) & self._zero,)
 
     @staticmethod
-    def _one_zero(zeros: Markers) -> jax.Array:
+    def _combine_zeros(zeros: Markers) -> jax.Array:
+        """Return an int32 0 that is known once all these int32 zeros are."""
         return functools.reduce(operator.or_, zeros)
 
     def hold_memory(self, arrays: list[jax.Array], result: jax.Array, *, at_end: bool) -> jax.Array:
@@ -420,8 +422,8 @@ class _CollectiveOrder:
         """
         if not arrays:
             return result
-        self.last = (delay_until_available(self._one_zero(self.last), arrays),)
-        return self.after_last_collective(result) if at_end else result
+        self.last = (delay_until_available(self._combine_zeros(self.last), arrays),)
+        return self.delay_until_last_collective(result) if at_end else result
 
     def set_last_collective(self, y: jax.Array) -> jax.Array:
         """Make every later collective wait for y, the result of the last one. Return y, which the
@@ -441,8 +443,12 @@ class _CollectiveOrder:
         several. Elsewhere each waits for the one before it.
         """
         if not self._uses_barriers:
-            return [self.set_last_collective(run(self.after_last_collective)) for run in chunks]
-        results = [lax.optimization_barrier(run(self.after_last_collective)) for run in chunks]
+            return [
+                self.set_last_collective(run(self.delay_until_last_collective)) for run in chunks
+            ]
+        results = [
+            lax.optimization_barrier(run(self.delay_until_last_collective)) for run in chunks
+        ]
         self.last = tuple(results)
         return results
 
@@ -486,7 +492,7 @@ def interleave_collectives(
     """
     order = _CollectiveOrder(axes, start_after)
     if not schedule.ordered:
-        return function(*args), [send(order.after_last_collective) for send in work]
+        return function(*args), [send(order.delay_until_last_collective) for send in work]
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     program = _Program(closed)
     if schedule.all_to_alls_first:
@@ -533,12 +539,12 @@ class _InterleavedRun:
             self._run_work(at)
             if equation.is_all_to_all:
                 # its rows, and the buffer that a ragged one writes, which should not be made early
-                waiting = [self._smallest_array(operands)] if equation.is_loop else [0, 1]
+                waiting = [self._index_of_smallest_array(operands)] if equation.is_loop else [0, 1]
                 can_start = order.markers_of(operands[waiting[0]])
                 for i in waiting[: len(operands)]:
-                    operands[i] = order.after_last_collective(operands[i])
+                    operands[i] = order.delay_until_last_collective(operands[i])
             if equation.deferred:
-                smallest = self._smallest_array(operands)
+                smallest = self._index_of_smallest_array(operands)
                 operands[smallest] = order.delay_until(operands[smallest], can_start)
             with jax.named_scope(equation.scope):
                 outputs = equation.eqn.primitive.bind(
@@ -553,7 +559,7 @@ class _InterleavedRun:
         return [self._read_value(x) for x in program.outputs], results
 
     @staticmethod
-    def _smallest_array(operands: Sequence[PyTree]) -> int:
+    def _index_of_smallest_array(operands: Sequence[PyTree]) -> int:
         """Return the index of the smallest operand that can carry a dependence."""
         arrays = (i for i, x in enumerate(operands) if jnp.ndim(x) and _can_carry_dependence(x))
         return min(arrays, key=lambda i: int(operands[i].nbytes))
@@ -579,7 +585,7 @@ class _InterleavedRun:
             )
 
 
-def chunk_bytes(bytes_per_s: float) -> int:
+def chunk_bytes_at(bytes_per_s: float) -> int:
     """Return the bytes of a chunk that takes `CHUNK_S` at this bandwidth, at most
     `MAX_CHUNK_BYTES`.
     """

@@ -31,7 +31,7 @@ from jmoe.deploy.cut import check_empty_or_new, copy_files_beside_weights, creat
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.kv_cache import KVCache, empty_caches
 from jmoe.inference.runner import CachePlaces, Hidden, attend_and_route_local, embed_local
-from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual
 from jmoe.models.functional import ModuleStructure, split_arrays
@@ -90,7 +90,7 @@ def _apply_layer(
     if isinstance(y, ExpertInputs):
         table_E = jnp.arange(experts["w_up"].shape[0], dtype=jnp.int32)
         tile_rows = min(TILE_ROWS, y.h_TD.shape[0])
-        y = table_mlp(
+        y = add_expert_outputs_by_slot_table(
             y, experts, table_E, activation=activation, tile_rows=tile_rows, implementation="xla"
         )
     return cache, Hidden(x_PCD, y)

@@ -323,7 +323,7 @@ class _StepEstimator:
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
             tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
             table_E = self._abstract_array(jnp.int32, config.num_experts)
-            function = slots.tiled_table_mlp
+            function = slots.add_expert_outputs_in_tiles
             y, mlp = self._compile_and_estimate(
                 tiles, function, config.hidden_act, routed, self._slots, table_E, chosen=chosen
             )

@@ -24,7 +24,7 @@ from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.served_adapters import ServedAdapters, adapter_bytes
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
-from jmoe.memory.moesys_counts import ranks_maker
+from jmoe.memory.moesys_counts import record_ranks_factory
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.tiered_store import LinkName, TieredStore
 from jmoe.mesh import expert_mesh
@@ -120,7 +120,7 @@ class LoadedModel(Closing):
                     bandwidth_limit_bytes_per_s=limits,
                     placements=segment_placements(checkpoint, options),
                     pin=options.pin_host_memory,
-                    make_ranks=ranks_maker(options),
+                    make_ranks=record_ranks_factory(options),
                 )
                 self.on_mesh = make_mesh_runner(checkpoint, options, experts, table)
         self.folder, self.options = checkpoint.folder, options
@@ -176,7 +176,7 @@ def _make_runner_on_one_device(
         and not options.lora
         and load_native_for_host_experts(options, memory),
         pin=options.pin_host_memory,
-        make_ranks=ranks_maker(options),
+        make_ranks=record_ranks_factory(options),
     )
     embed_and_head, layers = checkpoint.load_dense_modules()
     # Arguments committed to a device compile another program than uncommitted ones, so everything

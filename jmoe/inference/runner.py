@@ -51,7 +51,7 @@ from jmoe.models.block import Block, add_residual
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
-from jmoe.offload.slots import tiled_table_mlp
+from jmoe.offload.slots import add_expert_outputs_in_tiles
 from jmoe.types import PyTree
 from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.native import ExpertByteOffsets, allow_native_inference, find_slots, slot_mlp
@@ -228,7 +228,7 @@ def attend_and_route_local(
     """
     block: Block = structure.merge(arrays)
     if adapters is not None:
-        adapters.adapt(block, places.positions_PC.size)
+        adapters.install(block, places.positions_PC.size)
 
     def by_xla() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
         return _attend_and_route_in_xla(block, cache, hidden, places, layer_runner)
@@ -441,7 +441,7 @@ def with_adapters(routed: ExpertInputs, adapters: LayerAdapters | None) -> Exper
     """Return a layer's routed tokens with the adapters of its experts."""
     if adapters is None:
         return routed
-    return routed._replace(changes=adapters.expert_changes(routed.h_TD.shape[0]))
+    return routed._replace(adapters=adapters.expert_adapters(routed.h_TD.shape[0]))
 
 
 def _add_experts_in_slots(
@@ -449,7 +449,7 @@ def _add_experts_in_slots(
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
     if static.layout is None:
-        return tiled_table_mlp(static.activation, routed, slots, table_E)
+        return add_expert_outputs_in_tiles(static.activation, routed, slots, table_E)
     tokens = (routed.h_TD, routed.idx_TK, routed.weights_TK, routed.y_TD)
     return slot_mlp(tokens, slots, table_E, static.layout, static.activation)
 

@@ -23,7 +23,7 @@ from jmoe.config import ModelConfig
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
-from jmoe.layers.rotary import rotary, rotation
+from jmoe.layers.rotary import apply_rotary, rotary_frequencies_and_scale
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, log_once, target_device
@@ -398,16 +398,16 @@ class Attention(nnx.Module):
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
         """
-        return self._normed_and_rotated(self._products(x_BSD), positions)
+        return self._normed_and_rotated(self._project_qkv(x_BSD), positions)
 
-    def _products(self, x_BSD: jax.Array) -> jax.Array:
+    def _project_qkv(self, x_BSD: jax.Array) -> jax.Array:
         """Return queries, keys and values of all heads side by side, in x's dtype."""
         return mark_saved(affine(x_BSD, self.w_qkv, self.b_qkv).astype(x_BSD.dtype), "qkv")
 
     def _normed_and_rotated(
         self, qkv: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return `project` from the output of `_products`."""
+        """Return `project` from the output of `_project_qkv`."""
         config, dtype = self.config, qkv.dtype
         dh = config.dim_per_head
         heads = config.num_attention_heads
@@ -428,7 +428,7 @@ class Attention(nnx.Module):
         """Return x with the first `rotary_dim` dimensions of each head rotated."""
         config = self.config
         rotate = partial(
-            rotary,
+            apply_rotary,
             positions=positions,
             theta=config.rope_theta,
             scaling=config.rope_scaling,
@@ -458,7 +458,7 @@ class Attention(nnx.Module):
             weighted sums of values [B, S, H, e].
         with_output_bias: False if the caller adds `b_out`.
         """
-        qkv = self._products(x_BSD)
+        qkv = self._project_qkv(x_BSD)
         new = self._normed_and_rotated(qkv, positions_BS)
 
         def write(*cached: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -482,7 +482,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (queries, cached keys, cached values), by a kernel; see `CacheInputs.write`.
 
-        qkv: `_products` before its bias, then in float32. dtype: of the queries; None for qkv's.
+        qkv: `_project_qkv` before its bias, then in float32. dtype: of the queries; None for qkv's.
         """
         from kernels_pallas import rotary_write  # not at the top: needs Pallas' Triton backend
 
@@ -500,7 +500,9 @@ class Attention(nnx.Module):
             for norm in norms
         )
         options: dict[str, Any] = {"clip": config.clip_qkv, "q_norm": q_norm, "k_norm": k_norm}
-        frequencies, factor = rotation(config.dim_per_head, config.rope_theta, config.rope_scaling)
+        frequencies, factor = rotary_frequencies_and_scale(
+            config.dim_per_head, config.rope_theta, config.rope_scaling
+        )
         rotary = rotary_write.Rotary(frequencies if rotated else None, factor, **options)
         operands = qkv, (k_NGLd, v_NGLe), blocks_PW, positions_PC, rotary
         bias = None if self.b_qkv is None else (self.b_qkv[...], dtype or qkv.dtype)

@@ -57,8 +57,10 @@ def contrastive_losses(
     return loss_G, is_right_G.astype(jnp.float32)
 
 
-def similarities(z_GC: jax.Array, means_KC: jax.Array, temperature_G: jax.Array) -> jax.Array:
-    """Return float32 [G, K] class logits: the cosine of each embedding and each class mean, divided
+def cosine_class_logits(
+    z_GC: jax.Array, means_KC: jax.Array, temperature_G: jax.Array
+) -> jax.Array:
+    """Return float32 [G, K]: the cosine of each embedding and each class mean, divided
     by the embedding's temperature.
     """
     cosine_GK = jnp.dot(z_GC, l2_normalized(means_KC).T, precision=lax.Precision.HIGHEST)

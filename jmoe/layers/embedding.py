@@ -117,13 +117,13 @@ class _RowExchange:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _lookup_rows(
+def _lookup_striped_rows(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, exchange: _RowExchange
 ) -> jax.Array:
-    return _lookup_rows_fwd(table_VD, tokens_T, dtype, exchange)[0]
+    return _lookup_striped_rows_fwd(table_VD, tokens_T, dtype, exchange)[0]
 
 
-def _lookup_rows_fwd(
+def _lookup_striped_rows_fwd(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, exchange: _RowExchange
 ) -> PyTree:
     num_rows, size = table_VD.shape[0], exchange.num_devices * exchange.rows
@@ -156,7 +156,7 @@ def _lookup_rows_fwd(
     return x_TD, (asked_URC, owner_T, place_T, needed, table_VD)
 
 
-def _lookup_rows_bwd(
+def _lookup_striped_rows_bwd(
     dtype: DTypeLike, exchange: _RowExchange, residuals: PyTree, g_TD: jax.Array
 ) -> PyTree:
     asked_URC, owner_T, place_T, needed, table_VD = residuals
@@ -177,10 +177,10 @@ def _lookup_rows_bwd(
     return lax.fori_loop(0, needed, send_round_gradients, jnp.zeros_like(table_VD)), None
 
 
-_lookup_rows.defvjp(_lookup_rows_fwd, _lookup_rows_bwd)
+_lookup_striped_rows.defvjp(_lookup_striped_rows_fwd, _lookup_striped_rows_bwd)
 
 
-def lookup_rows_local(
+def lookup_striped_rows_local(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:
     """Return the embeddings of this device's tokens, [T, D] in `dtype`, where device r holds rows
@@ -190,7 +190,7 @@ def lookup_rows_local(
     `dtype`, and summed there in the table's dtype.
     """
     devices = lax.axis_size(axes)
-    return _lookup_rows(
+    return _lookup_striped_rows(
         table_VD,
         tokens_T,
         dtype,
@@ -239,7 +239,9 @@ class Embedding:
             return lookup(table, tokens_BS, dtype)
         tokens_T = tokens_BS.reshape(-1)
         if self.is_striped:
-            x_TD = lookup_rows_local(table.reshape(table.shape[0], -1), tokens_T, dtype, self.axes)
+            x_TD = lookup_striped_rows_local(
+                table.reshape(table.shape[0], -1), tokens_T, dtype, self.axes
+            )
         else:
             x_TD = lookup_columns_local(table, tokens_T, dtype, self.axes)
         return x_TD.reshape(*tokens_BS.shape, -1)

@@ -34,7 +34,7 @@ def affine(x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> ja
     """
     y = matmul(x, weight[...].astype(x.dtype))
     if isinstance(weight, AdaptedParam):
-        y = y + weight.change(x)
+        y = y + weight.product_change(x)
     return y if bias is None else y + bias[...].astype(jnp.float32)
 
 

@@ -20,7 +20,7 @@ from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
-from jmoe.layers.rotary import rotary
+from jmoe.layers.rotary import apply_rotary
 from kernels_pallas.matmul import dot
 from kernels_pallas.saved import mark_saved
 
@@ -125,7 +125,9 @@ class LatentAttention(Attention):
     def _rotated(self, x_BSHd: jax.Array, positions: jax.Array) -> jax.Array:
         config = self.config
         scaling, interleave = config.rope_scaling, config.rope_interleave
-        return rotary(x_BSHd, positions, config.rope_theta, scaling=scaling, interleave=interleave)
+        return apply_rotary(
+            x_BSHd, positions, config.rope_theta, scaling=scaling, interleave=interleave
+        )
 
     def project(
         self, x_BSD: jax.Array, positions: jax.Array
@@ -150,7 +152,7 @@ class LatentAttention(Attention):
         numbers a token.
 
         Single tokens use the absorbed form, long chunks of a prompt the expanded one, as in
-        DeepSeek's, vLLM's and SGLang's code; `absorbs` chooses. Needs `split_w_kv_b`.
+        DeepSeek's, vLLM's and SGLang's code; `uses_absorbed_form` chooses. Needs `split_w_kv_b`.
         """
         c_BSr, k_rope = self.latents(x_BSD, positions_BS)
         c_BS1r = c_BSr[:, :, None]
@@ -158,7 +160,7 @@ class LatentAttention(Attention):
             jnp.concatenate([c_BS1r, k_rope], axis=-1),
             self.queries(x_BSD, positions_BS),
         )
-        if not self.absorbs(x_BSD.shape[1]):
+        if not self.uses_absorbed_form(x_BSD.shape[1]):
             heads = attend(CacheInputs(q_BSHd, k_BS1l, c_BS1r, self._expand))
             return self.output(heads, with_bias=with_output_bias)
         q_nope, q_rope = jnp.split(q_BSHd, [self.config.qk_nope_head_dim], axis=-1)
@@ -167,7 +169,7 @@ class LatentAttention(Attention):
         heads = _product_by_head(o_BSHr, self.w_uv, transposed=True)
         return self.output(heads, with_bias=with_output_bias)
 
-    def absorbs(self, num_tokens: int) -> bool:
+    def uses_absorbed_form(self, num_tokens: int) -> bool:
         """Return whether chunks of `num_tokens` attend to a cache in the absorbed form: whether it
         takes fewer multiplications for each cached token.
 

@@ -194,11 +194,11 @@ class VocabularyShard:
         devices = lax.axis_size(self.axes)
         return jnp.where(ids % devices == rank, ids // devices, -1)
 
-    def all_gather(self, part_V: jax.Array) -> jax.Array:
-        """Return the entries of the whole vocabulary, by ascending id, on every device. part_V:
+    def all_gather(self, shard_V: jax.Array) -> jax.Array:
+        """Return the entries of the whole vocabulary, by ascending id, on every device. shard_V:
         this device's entries.
         """
-        parts_RV = lax.all_gather(part_V, self.axes)
+        parts_RV = lax.all_gather(shard_V, self.axes)
         return (parts_RV.T if self.striped else parts_RV).reshape(-1)
 
 

@@ -35,30 +35,31 @@ class LowRank(NamedTuple):
     b: jax.Array
     owner_R: jax.Array
 
-    def change(self, x: jax.Array, adapter: jax.Array) -> jax.Array:
+    def product_change(self, x: jax.Array, adapter: jax.Array) -> jax.Array:
         """Return float32 [..., O]: what each row's adapter adds to the product x @ weight.
 
         adapter: int32, the number of each row's adapter; `BASE` adds zero.
         """
-        ranks = self._own_ranks(dot(x, self.a.astype(x.dtype)), adapter)
+        ranks = self._zero_ranks_of_other_adapters(dot(x, self.a.astype(x.dtype)), adapter)
         return dot(ranks.astype(x.dtype), self.b.astype(x.dtype))
 
-    def of_expert(self, expert: jax.Array) -> "LowRank":
+    def for_expert(self, expert: jax.Array) -> "LowRank":
         """Return the adapters of one expert's weight."""
         a, b = (lax.dynamic_index_in_dim(w, expert, 0, keepdims=False) for w in (self.a, self.b))
         return LowRank(a, b, self.owner_R)
 
-    def change_of_groups(
+    def grouped_product_change(
         self, x_NI: jax.Array, adapter_N: jax.Array, group_sizes_E: jax.Array
     ) -> jax.Array:
-        """Return [N, O] in x's dtype: `change` for rows sorted by expert. Rows beyond the groups
-        hold arbitrary values.
+        """Return [N, O] in x's dtype: `product_change` of rows sorted by expert. Rows beyond the
+        groups hold arbitrary values.
         """
         ranks = grouped_matmul(x_NI, self.a.astype(x_NI.dtype), group_sizes_E)
-        own_NR = self._own_ranks(ranks, adapter_N)
+        own_NR = self._zero_ranks_of_other_adapters(ranks, adapter_N)
         return grouped_matmul(own_NR, self.b.astype(x_NI.dtype), group_sizes_E)
 
-    def _own_ranks(self, ranks: jax.Array, adapter: jax.Array) -> jax.Array:
+    def _zero_ranks_of_other_adapters(self, ranks: jax.Array, adapter: jax.Array) -> jax.Array:
+        """Return `ranks` [..., R] with 0 for ranks that are not of the row's own adapter."""
         return jnp.where(self.owner_R == adapter[..., None], ranks, jnp.zeros((), ranks.dtype))
 
 
@@ -68,38 +69,48 @@ class AdaptedParam(nnx.Param):
     Its metadata: `low_rank`, and `adapter_T`, the number of each token's adapter.
     """
 
-    def change(self, x: jax.Array) -> jax.Array:
+    def product_change(self, x: jax.Array) -> jax.Array:
         """Return float32: what adapters add to x @ weight, with x of [..., I] for all tokens."""
         low_rank: LowRank = self.get_metadata("low_rank")
         adapter_T: jax.Array = self.get_metadata("adapter_T")
-        return low_rank.change(x, adapter_T.reshape(x.shape[:-1]))
+        return low_rank.product_change(x, adapter_T.reshape(x.shape[:-1]))
 
 
-class ExpertChanges(NamedTuple):
+class ExpertAdapters(NamedTuple):
     """The adapters of a layer's experts, by name of their weight, and each token's adapter."""
 
     low_rank: Mapping[str, LowRank]
     adapter_T: jax.Array
 
-    def for_rows(self, expert: jax.Array, rows_B: jax.Array) -> ProductChange:
-        """Return the change of one expert's products, for the tokens `rows_B`."""
+    def product_change_of_expert(self, expert: jax.Array, rows_B: jax.Array) -> ProductChange:
+        """Return a function of (weight name, x) that returns what adapters add to x times that
+        weight of the expert, for the tokens `rows_B`; None for a weight without adapters.
+        """
         adapter_B = self.adapter_T[rows_B]
 
         def change(name: str, x: jax.Array) -> jax.Array | None:
             low_rank = self.low_rank.get(name)
-            return None if low_rank is None else low_rank.of_expert(expert).change(x, adapter_B)
+            return (
+                None
+                if low_rank is None
+                else low_rank.for_expert(expert).product_change(x, adapter_B)
+            )
 
         return change
 
-    def for_groups(self, token_N: jax.Array, group_sizes_E: jax.Array) -> ProductChange:
-        """Return the change of products of rows sorted by expert; row n is token `token_N[n]`."""
+    def product_change_of_groups(
+        self, token_N: jax.Array, group_sizes_E: jax.Array
+    ) -> ProductChange:
+        """Return the function of `product_change_of_expert` for rows sorted by expert, where row n
+        is token `token_N[n]`.
+        """
         adapter_N = self.adapter_T[token_N]
 
         def change(name: str, x: jax.Array) -> jax.Array | None:
             low_rank = self.low_rank.get(name)
             if low_rank is None:
                 return None
-            return low_rank.change_of_groups(x, adapter_N, group_sizes_E)
+            return low_rank.grouped_product_change(x, adapter_N, group_sizes_E)
 
         return change
 
@@ -114,11 +125,13 @@ class LayerAdapters(NamedTuple):
     adapter_P: jax.Array
 
     def adapter_T(self, num_tokens: int) -> jax.Array:
-        """Return each token's adapter, where every row has as many tokens."""
+        """Return each token's adapter; every row has num_tokens / P tokens."""
         return jnp.repeat(self.adapter_P, num_tokens // self.adapter_P.size)
 
-    def adapt(self, block: nnx.Module, num_tokens: int) -> None:
-        """Add the adapters to the products of a block's weights, save those of experts."""
+    def install(self, block: nnx.Module, num_tokens: int) -> None:
+        """Replace the adapted weights of a block, except experts, by `AdaptedParam`s, whose
+        products include the adapters.
+        """
         adapter_T = self.adapter_T(num_tokens)
         for path, low_rank in self.low_rank.items():
             *modules, name = path.split("/")
@@ -130,7 +143,7 @@ class LayerAdapters(NamedTuple):
             weight = getattr(module, name)[...]
             setattr(module, name, AdaptedParam(weight, low_rank=low_rank, adapter_T=adapter_T))
 
-    def expert_changes(self, num_tokens: int) -> ExpertChanges | None:
+    def expert_adapters(self, num_tokens: int) -> ExpertAdapters | None:
         """Return the adapters of the layer's experts; None if these have none."""
         of_experts = {
             path.rpartition("/")[2]: low_rank
@@ -139,4 +152,4 @@ class LayerAdapters(NamedTuple):
         }
         if not of_experts:
             return None
-        return ExpertChanges(of_experts, self.adapter_T(num_tokens))
+        return ExpertAdapters(of_experts, self.adapter_T(num_tokens))

@@ -404,12 +404,12 @@ class MoELayer(nnx.Module):
         return dispatch_local(
             x_TD,
             routing,
-            self._exchange_of(masked=masked),
+            self._exchange_for(masked=masked),
             full_capacity=full_capacity,
             num_chunks=self.num_chunks,
         )
 
-    def _exchange_of(self, *, masked: bool) -> AnyExchange:
+    def _exchange_for(self, *, masked: bool) -> AnyExchange:
         """Return the layer's exchange; on one device and `masked` (some tokens go to no expert) one
         that takes choices without an expert.
         """
@@ -448,7 +448,7 @@ class MoELayer(nnx.Module):
             x_TD,
             routing,
             self.experts,
-            self._exchange_of(masked=token_mask_T is not None),
+            self._exchange_for(masked=token_mask_T is not None),
             full_capacity=full_capacity,
             num_chunks=self.num_chunks,
         )

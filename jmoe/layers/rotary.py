@@ -62,9 +62,11 @@ def _yarn_frequencies(dim: int, theta: float, yarn: YarnConfig) -> np.ndarray:
     return plain * (1 - slowed) + plain / yarn.factor * slowed
 
 
-def rotation(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
+def rotary_frequencies_and_scale(
+    dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[np.ndarray, float]:
     """Return (float32 [dim / 2], the radians per position of each pair; the factor of the rotated
-    dimensions) of `rotary`.
+    dimensions) of `apply_rotary`.
     """
     if scaling is not None:
         return rotary_frequencies(dim, theta, scaling), scaling.rotary_scale
@@ -72,7 +74,7 @@ def rotation(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.nd
     return theta ** (-np.arange(half, dtype=np.float32) / half), 1.0
 
 
-def rotary(
+def apply_rotary(
     x_BSHd: jax.Array,
     positions: jax.Array,
     theta: float,
@@ -81,7 +83,8 @@ def rotary(
     interleave: bool = False,
 ) -> jax.Array:
     """Return x with each pair (x[i], x[i + d/2]) rotated by position * theta^(-2i/d), in x's dtype
-    (RoFormer, with the half split of Hugging Face). The rotation is computed in float32.
+    (RoFormer, with the half split of Hugging Face). The rotation is computed in
+    float32.
 
     positions: [S] or [B, S]. scaling: replaces the frequencies and scales the result by its
     `rotary_scale`. interleave: the pairs are (x[2i], x[2i + 1]) (DeepSeek); the result holds the

@@ -435,7 +435,7 @@ class Router(nnx.Module):
             few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
         )
         if isinstance(self.kernel, AdaptedParam):
-            logits_TE = logits_TE + self.kernel.change(x_TD)
+            logits_TE = logits_TE + self.kernel.product_change(x_TD)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]

@@ -1,8 +1,9 @@
 """The experts' MLP over weights that lie in slots, for inference; exact for any routing.
 
-No compiled program depends on which slot holds which expert. `table_mlp` reads one array of slots
-in place through a table from expert to slot, on a GPU in one grouped matmul per projection.
-XLA:CPU would copy the slots, so `mlp_in_bundles` takes the arrays of a few experts at a time there.
+No compiled program depends on which slot holds which expert. `add_expert_outputs_by_slot_table`
+reads one array of slots in place through a table from expert to slot, on a GPU in one grouped
+matmul per projection. XLA:CPU would copy the slots, so `add_expert_outputs_in_bundles` takes the
+arrays of a few experts at a time there.
 
 Legend: T tokens, K choices per token, N = T K assignments, E experts of a layer, M slots, B rows of
 a tile, A experts of a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmoe.layers.low_rank import ExpertChanges
+from jmoe.layers.low_rank import ExpertAdapters
 from kernels_pallas.compressed import decompressed_or_plain_weight
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.api import MODULES
@@ -51,14 +52,14 @@ class ExpertInputs(NamedTuple):
     idx_TK: jax.Array
     weights_TK: jax.Array
     y_TD: jax.Array
-    changes: ExpertChanges | None = None
+    adapters: ExpertAdapters | None = None
 
 
 class _TokensOfExperts(NamedTuple):
     """The tokens [T, D] that experts multiply, and the experts' adapters."""
 
     h_TD: jax.Array
-    changes: ExpertChanges | None
+    adapters: ExpertAdapters | None
 
 
 class _SortedAssignments(NamedTuple):
@@ -118,7 +119,11 @@ def _write_tile(
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
     token_B = lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)
     number, weights = expert
-    change = None if tokens.changes is None else tokens.changes.for_rows(number, token_B)
+    change = (
+        None
+        if tokens.adapters is None
+        else tokens.adapters.product_change_of_expert(number, token_B)
+    )
     y_BD = expert_mlp(tokens.h_TD[token_B], weights, activation, change)
     return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
 
@@ -126,7 +131,7 @@ def _write_tile(
 # From one array of slots, through a table
 
 
-def table_mlp(
+def add_expert_outputs_by_slot_table(
     routed: ExpertInputs,
     slots: Mapping[str, jax.Array],
     table_E: jax.Array,
@@ -135,8 +140,8 @@ def table_mlp(
     tile_rows: int,
     implementation: Name | None = None,
 ) -> jax.Array:
-    """Return float32 [T, D]: y plus the weighted sum of each token's experts, whose weights are in
-    slot `table_E[expert]`.
+    """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts, whose
+    weights are in slot `table_E[expert]`.
 
     slots: arrays [M, ...] by name; bfloat16 as uint16 bits. An expert without tokens costs nothing,
     and its slot may hold anything. tile_rows: rows of a tile in the implementation `xla`.
@@ -144,27 +149,27 @@ def table_mlp(
     """
     forms: dict[Name, Callable[[], jax.Array]] = {
         **{
-            name: partial(_table_mlp_by_grouped_matmul, name, routed, slots, table_E, activation)
+            name: partial(_add_outputs_by_grouped_matmul, name, routed, slots, table_E, activation)
             for name in ("mosaic_gpu", "triton")
         },
         "xla": partial(
-            _table_mlp_by_tiles, routed, slots, table_E, activation, tile_rows, implementation
+            _add_outputs_by_tiles, routed, slots, table_E, activation, tile_rows, implementation
         ),
     }
     names = default_implementations() if implementation is None else (implementation,)
     candidates: list[tuple[str, Callable[[], jax.Array]]] = [(name, forms[name]) for name in names]
     is_few = routed.h_TD.shape[0] <= MAX_TOKENS_BY_CHOICE
-    if "triton" in names and is_few and routed.changes is None:
-        by_choice = partial(_table_mlp_by_choice, routed, slots, table_E, activation)
+    if "triton" in names and is_few and routed.adapters is None:
+        by_choice = partial(_add_outputs_by_choice, routed, slots, table_E, activation)
         candidates.insert(0, ("triton by choice", by_choice))
-    return first_supported("table_mlp", candidates)
+    return first_supported("add_expert_outputs_by_slot_table", candidates)
 
 
-def _table_mlp_by_choice(
+def _add_outputs_by_choice(
     routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
 ) -> jax.Array:
-    """Return the result of `table_mlp` in three launches, for few tokens: a step of decoding would
-    spend more time in the launches of a sort than in its kernels.
+    """Return the result of `add_expert_outputs_by_slot_table` in three launches, for few tokens: a
+    step of decoding would spend more time in the launches of a sort than in its kernels.
     """
     # imported on first use: the import takes a second
     mlp_of_choices = import_module(MODULES["triton"]).mlp_of_choices
@@ -175,15 +180,15 @@ def _table_mlp_by_choice(
     return routed.y_TD + jnp.where(is_expert_TK1, weighted_TKD, 0.0).sum(axis=1)
 
 
-def _table_mlp_by_grouped_matmul(
+def _add_outputs_by_grouped_matmul(
     implementation: Name,
     routed: ExpertInputs,
     slots: Mapping[str, jax.Array],
     table_E: jax.Array,
     activation: str,
 ) -> jax.Array:
-    """Return the result of `table_mlp`, by one grouped matmul per projection over all experts,
-    which reads the slots as stored.
+    """Return the result of `add_expert_outputs_by_slot_table`, by one grouped matmul per projection
+    over all experts, which reads the slots as stored.
     """
     # imported on first use: the import takes a second
     grouped_mlp_in_slots = import_module(MODULES[implementation]).grouped_mlp_in_slots
@@ -192,8 +197,8 @@ def _table_mlp_by_grouped_matmul(
     by_expert = _sort_by_expert(routed.idx_TK, num_experts, 0)
     rows_ND = routed.h_TD[by_expert.token_N]
     change = None
-    if routed.changes is not None:
-        change = routed.changes.for_groups(by_expert.token_N, by_expert.sizes_E)
+    if routed.adapters is not None:
+        change = routed.adapters.product_change_of_groups(by_expert.token_N, by_expert.sizes_E)
     out = grouped_mlp_in_slots(
         rows_ND, by_expert.sizes_E, slots, table_E, activation=activation, change=change
     )
@@ -202,7 +207,7 @@ def _table_mlp_by_grouped_matmul(
     return routed.y_TD + combine(out, routed.weights_TK, by_expert.token_N, rank_TK, False)
 
 
-def _table_mlp_by_tiles(
+def _add_outputs_by_tiles(
     routed: ExpertInputs,
     slots: Mapping[str, jax.Array],
     table_E: jax.Array,
@@ -210,16 +215,16 @@ def _table_mlp_by_tiles(
     tile_rows: int,
     implementation: Name | None,
 ) -> jax.Array:
-    """Return the result of `table_mlp`, by a loop over tiles of assignments sorted by expert; a
-    tile belongs to one expert.
+    """Return the result of `add_expert_outputs_by_slot_table`, by a loop over tiles of assignments
+    sorted by expert; a tile belongs to one expert.
     """
     h_TD, num_experts = routed.h_TD, table_E.shape[0]
-    tokens = _TokensOfExperts(h_TD, routed.changes)
+    tokens = _TokensOfExperts(h_TD, routed.adapters)
     by_expert = _sort_by_expert(routed.idx_TK, num_experts, tile_rows)
     tiles_E = (by_expert.sizes_E + tile_rows - 1) // tile_rows
 
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert, row = _tile_expert_and_row(i, by_expert.starts_E, tiles_E, tile_rows)
+        expert, row = _expert_and_first_row_of_tile(i, by_expert.starts_E, tiles_E, tile_rows)
         mine = expert, _decode_slot(slots, table_E[expert], h_TD.dtype)
         return _write_tile(out, tokens, by_expert, row, mine, activation)
 
@@ -229,7 +234,7 @@ def _table_mlp_by_tiles(
     )
 
 
-def _tile_expert_and_row(
+def _expert_and_first_row_of_tile(
     i: jax.Array, starts_E: jax.Array, tiles_E: jax.Array, tile_rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return (expert, first row) of tile i, counted over the tiles of all experts."""
@@ -238,7 +243,7 @@ def _tile_expert_and_row(
     return expert, starts_E[expert] + (i - (ends_E[expert] - tiles_E[expert])) * tile_rows
 
 
-def stored_group_mlp(
+def grouped_mlp_from_slots(
     x_ND: jax.Array,
     group_sizes_E: jax.Array,
     slots: Mapping[str, jax.Array],
@@ -270,14 +275,20 @@ def stored_group_mlp(
         "mosaic_gpu": partial(by_grouped_matmul, "mosaic_gpu"),
         "triton": partial(by_grouped_matmul, "triton"),
         "xla": partial(
-            _stored_group_mlp_by_tiles, x_ND, group_sizes_E, slots, slot_E, activation, tile_rows
+            _grouped_mlp_from_slots_in_tiles,
+            x_ND,
+            group_sizes_E,
+            slots,
+            slot_E,
+            activation,
+            tile_rows,
         ),
     }
     names = default_implementations() if implementation is None else (implementation,)
-    return first_supported("stored_group_mlp", [(name, forms[name]) for name in names])
+    return first_supported("grouped_mlp_from_slots", [(name, forms[name]) for name in names])
 
 
-def _stored_group_mlp_by_tiles(
+def _grouped_mlp_from_slots_in_tiles(
     x_ND: jax.Array,
     group_sizes_E: jax.Array,
     slots: Mapping[str, jax.Array],
@@ -285,14 +296,16 @@ def _stored_group_mlp_by_tiles(
     activation: str,
     tile_rows: int,
 ) -> jax.Array:
-    """Return the result of `stored_group_mlp`, by a loop over tiles of rows, each of one group."""
+    """Return the result of `grouped_mlp_from_slots`, by a loop over tiles of rows, each of one
+    group.
+    """
     tiles_E = (group_sizes_E + tile_rows - 1) // tile_rows
     starts_E = jnp.cumsum(group_sizes_E) - group_sizes_E
     # the last tile may run past the end
     padded_ND = jnp.pad(x_ND, ((0, tile_rows), (0, 0)))
 
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert, row = _tile_expert_and_row(i, starts_E, tiles_E, tile_rows)
+        expert, row = _expert_and_first_row_of_tile(i, starts_E, tiles_E, tile_rows)
         x_BD = lax.dynamic_slice_in_dim(padded_ND, row, tile_rows)
         y_BD = expert_mlp(x_BD, _decode_slot(slots, slot_E[expert], x_ND.dtype), activation)
         return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
@@ -320,7 +333,7 @@ def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
 # From the arrays of single experts, a bundle at a time
 
 
-def mlp_in_bundles(
+def add_expert_outputs_in_bundles(
     routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str
 ) -> jax.Array:
     """Return float32 [T, D]: y plus the weighted sum of each token's experts, added by ascending
@@ -335,12 +348,12 @@ def mlp_in_bundles(
         y_TD = routed.y_TD
         for numbers_A, weights in bundles:
             y_TD = _add_bundle_on_all_tokens(
-                activation, y_TD, *routed[:3], routed.changes, numbers_A, weights
+                activation, y_TD, *routed[:3], routed.adapters, numbers_A, weights
             )
         return y_TD
     tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
     by_expert, out = _sort_and_allocate(len(experts), tile_rows, routed)
-    tokens = _TokensOfExperts(routed.h_TD, routed.changes)
+    tokens = _TokensOfExperts(routed.h_TD, routed.adapters)
     for numbers_A, weights in bundles:
         out = _write_bundle_rows(activation, tile_rows, out, tokens, by_expert, numbers_A, weights)
     return _add_combined_compiled(out, routed, by_expert)
@@ -380,7 +393,7 @@ def _add_bundle_on_all_tokens(
     h_TD: jax.Array,
     idx_TK: jax.Array,
     weights_TK: jax.Array,
-    changes: ExpertChanges | None,
+    adapters: ExpertAdapters | None,
     numbers_A: jax.Array,
     experts: Sequence[StoredExpert],
 ) -> jax.Array:
@@ -388,7 +401,9 @@ def _add_bundle_on_all_tokens(
     all_T = jnp.arange(h_TD.shape[0])
     for a, expert in enumerate(experts):
         mine_TK = idx_TK == numbers_A[a]
-        change = None if changes is None else changes.for_rows(numbers_A[a], all_T)
+        change = (
+            None if adapters is None else adapters.product_change_of_expert(numbers_A[a], all_T)
+        )
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
         weights = decode_expert(expert, h_TD.dtype)
         out_TD = expert_mlp(h_TD, weights, activation, change).astype(jnp.float32)

@@ -168,8 +168,8 @@ class LFUCache:
         if index in self._staged:
             self._to_write.setdefault(index)
 
-    def drop_changes(self, index: int) -> None:
-        """Do not write a dirty record back; a write under way continues."""
+    def cancel_write_back(self, index: int) -> None:
+        """Mark a dirty record as clean without writing it; a write under way continues."""
         for queue in (self._dirty, self._to_write, self._to_clean):
             queue.pop(index, None)
 
@@ -232,27 +232,27 @@ class LFUCache:
                 return None
             if victim in self._dirty and not self._move_to_staging(victim, place, awaited):
                 return None
-            self._count_unused(victim)
+            self._count_if_unused(victim)
             self._table.evict(place)
             self.counts.count_eviction(victim)
             self._stats.evictions += 1
         self.counts.count_load(index)
         return self._slot_at[self._table.place(index)]
 
-    def _move_to_staging(self, victim: int, place: int, awaited: bool) -> bool:
-        """Move a dirty victim out of the cache: its slot becomes a staging slot, and the cache gets
-        another.
+    def _move_to_staging(self, victim: int, table_slot: int, awaited: bool) -> bool:
+        """Move a dirty record out of the cache: its slot becomes a staging slot, and the cache gets
+        a free staging slot in exchange. Return False if no staging slot is free.
 
-        Return False if no staging slot is free.
+        table_slot: the slot number of the record in the `LFUSlotTable`.
         """
         slot = self._take_staging_slot(awaited)
         if slot is None:
             return False
-        self._staged[victim] = self._slot_at[place]
+        self._staged[victim] = self._slot_at[table_slot]
         self._to_write.setdefault(victim)
-        del self._place_of[self._slot_at[place]]
-        self._slot_at[place] = slot
-        self._place_of[slot] = place
+        del self._place_of[self._slot_at[table_slot]]
+        self._slot_at[table_slot] = slot
+        self._place_of[slot] = table_slot
         return True
 
     def _take_staging_slot(self, awaited: bool) -> int | None:
@@ -270,10 +270,10 @@ class LFUCache:
         candidates = used or (unpinned if awaited else [])
         if not candidates:
             return None
-        self._count_unused(candidates[0])
+        self._count_if_unused(candidates[0])
         return self._staged.pop(candidates[0])
 
-    def _count_unused(self, index: int) -> None:
+    def _count_if_unused(self, index: int) -> None:
         """Add 1 to the statistics' `unused` if the record has not been used since it was read."""
         if index in self._fresh:
             self._fresh.remove(index)

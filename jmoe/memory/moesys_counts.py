@@ -80,7 +80,7 @@ class CacheOptions(Protocol):
     def cache_interval(self) -> int: ...
 
 
-def ranks_maker(options: CacheOptions) -> Callable[[int], RecordRanks]:
+def record_ranks_factory(options: CacheOptions) -> Callable[[int], RecordRanks]:
     """Return the function that makes the ranks of `options.cache_policy`, for `TieredStore`."""
     if options.cache_policy == "lfu":
         return HitCounts

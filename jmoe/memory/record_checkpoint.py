@@ -125,7 +125,8 @@ class RecordCheckpoints:
         )
 
     def pin_versions(self, step: int) -> JsonObject:
-        """Pin the current versions under the step's number; return the list for `write_list`.
+        """Pin the current versions under the step's number; return the list of their names, for
+        `write_record_list`.
 
         Flush caches first. Waits for the drain of the previous step, so that at most one step is
         not durable.
@@ -158,7 +159,7 @@ class RecordCheckpoints:
                 folder / name, layout, pinned["versions"][name], records, self._count_progress
             )
 
-    def write_list(self, folder: Path, pinned: JsonObject) -> None:
+    def write_record_list(self, folder: Path, pinned: JsonObject) -> None:
         """Write the result of `pin_versions` into a step that is being saved, and make the files of
         `write_memory_records` durable.
         """
@@ -167,10 +168,14 @@ class RecordCheckpoints:
         path = folder / f"process-{self.process}.json"
         path.write_text(json.dumps(pinned))
 
-    def drain_committed(self, folder: Path, steps: list[int]) -> None:
-        """Begin to drain a committed step; afterwards free the pins of all steps except `steps`."""
+    def begin_drain(self, folder: Path, kept_steps: list[int]) -> None:
+        """Begin to link or copy the pinned records of a committed step into `folder`, in the
+        background; afterwards remove the pins of all steps except `kept_steps`.
+        """
         self.wait_until_drained()
-        self._start_drain(self._drain_and_free, folder, {str(step) for step in steps})
+        self._start_drain(
+            self._drain_and_remove_old_pins, folder, {str(step) for step in kept_steps}
+        )
 
     def raise_drain_error(self) -> None:
         """Raise the error of a failed drain, if any, without waiting."""
@@ -295,7 +300,7 @@ class RecordCheckpoints:
         self._draining, self._drained = Future(), (0, 0)
         self._drains_to = arguments[0]
         threading.Thread(
-            target=_set_result_of,
+            target=_run_into_future,
             args=(self._draining, drain, *arguments),
             name="drain",
             daemon=True,
@@ -308,17 +313,20 @@ class RecordCheckpoints:
             for name, store in self.stores.items()
         }
 
-    def _drain_and_free(self, folder: Path, steps: set[str]) -> None:
+    def _drain_and_remove_old_pins(self, folder: Path, kept_steps: set[str]) -> None:
+        """Drain the step of `folder`, then remove the pins and records that no kept step needs."""
         if not self._drain(folder):
             return  # the step was deleted meanwhile
         for store in self.stores.values():
             for pins in (store.path / PINS).iterdir():
-                if is_pins_folder(pins) and pins.name not in steps:
+                if is_pins_folder(pins) and pins.name not in kept_steps:
                     remove_versions(pins)
         if self.stores:
-            self._free_processes([folder.parent.with_name(step) / folder.name for step in steps])
+            self._remove_records_of_gone_processes(
+                [folder.parent.with_name(step) / folder.name for step in kept_steps]
+            )
 
-    def _free_processes(self, folders: list[Path]) -> None:
+    def _remove_records_of_gone_processes(self, folders: list[Path]) -> None:
         """Remove the records of processes that no longer exist and that no kept step needs.
 
         Their folders are `process-NUMBER/KIND` beside this process's folder. Stores with another
@@ -396,7 +404,10 @@ class RecordCheckpoints:
         return True
 
 
-def _set_result_of(future: Future[object], work: Callable[..., object], *arguments: object) -> None:
+def _run_into_future(
+    future: Future[object], work: Callable[..., object], *arguments: object
+) -> None:
+    """Call `work`, and set its result or its exception as that of the future."""
     try:
         result = work(*arguments)
     except BaseException as error:  # raised by `wait_until_drained`, in the caller's thread
@@ -419,6 +430,7 @@ def _previous_records_folder(folder: Path) -> Path:
 def _copy_record(
     store: VersionStore, source: Path, target: Path, record_R: NDArray[np.uint8], io: Io
 ) -> None:
+    """Copy a version's file durably to `target`, with `record_R` as the buffer."""
     store.read_version(source, record_R)
     half = target.with_name(f"{target.name}.tmp")
     write_file_durably(half, record_R, io)
@@ -434,7 +446,7 @@ class RecordsHandler(ocp.AsyncCheckpointHandler):
         args.records.write_memory_records(Path(directory), pinned)
 
         async def write() -> None:
-            args.records.write_list(Path(directory), pinned)
+            args.records.write_record_list(Path(directory), pinned)
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name=ITEM)]
 

@@ -72,15 +72,15 @@ def candidate_paths(folder: Path, kind: str, lists: Lists) -> dict[int, list[Pat
 
 
 def find_undamaged_files(
-    where: Mapping[int, list[Path]],
+    paths_by_record: Mapping[int, list[Path]],
     layout: RecordLayout,
     owned: Sequence[int],
-    count: Callable[[], None],
+    count_record: Callable[[], None],
 ) -> tuple[dict[int, Path], list[str]]:
     """Return (record -> its first undamaged file, a sentence for each damaged file).
 
-    where: the result of `candidate_paths`. layout: the result of `layout_with_seal`. owned: the
-    records to look for. count: called once per record.
+    paths_by_record: the result of `candidate_paths`. layout: the result of `layout_with_seal`.
+    owned: the records to look for. count_record: called once per record.
     """
     files: dict[int, Path] = {}
     damaged: list[str] = []
@@ -88,8 +88,8 @@ def find_undamaged_files(
     def verify_share(first: int) -> None:
         record_R = layout.zeros()
         for index in owned[first::THREADS]:
-            count()
-            path, lines = read_first_undamaged(where.get(index, []), layout, record_R)
+            count_record()
+            path, lines = read_first_undamaged(paths_by_record.get(index, []), layout, record_R)
             if path is not None:
                 files[index] = path
             damaged.extend(lines)
@@ -159,13 +159,13 @@ def write_records(
     layout: RecordLayout,
     names: Iterable[str],
     records: Iterable[Indexed],
-    count: Callable[[], None] = lambda: None,
+    count_record: Callable[[], None] = lambda: None,
 ) -> None:
     """Write records from memory as files in a step's folder; call `flush_files` to make them
     durable.
 
-    layout: without the seal. names: file names, one per record. count: called once per record. At
-    most 2 `THREADS` records are copied at a time.
+    layout: without the seal. names: file names, one per record. count_record: called once per
+    record. At most 2 `THREADS` records are copied at a time.
     """
     folder.mkdir(exist_ok=True)
     layout = layout_with_seal(layout)
@@ -189,7 +189,7 @@ def write_records(
     with ThreadPoolExecutor(THREADS, "save") as pool:
         writing = []
         for index, arrays in records:
-            count()
+            count_record()
             record_R = free.get()
             record_R[:] = 0
             views = layout.views(record_R)

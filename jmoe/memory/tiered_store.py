@@ -59,7 +59,7 @@ class _RecordRead:
     """A read of one record from NVMe that is queued or under way."""
 
     index: int
-    empty: bool = False  # the caller overwrites the record: only a slot is needed
+    will_overwrite: bool = False  # the caller overwrites the record: only a slot is needed
     slot: int | None = None  # None: no thread has begun the read
     awaited: bool = False
     waiters: int = 0
@@ -257,15 +257,15 @@ class TieredStore(Closing):
                     del self._reads[index]
             self._to_do.notify_all()
 
-    def get(self, index: int, *, writable: bool = False, empty: bool = False) -> Record:
+    def get(self, index: int, *, writable: bool = False, will_overwrite: bool = False) -> Record:
         """Return an open record, once it is in host memory; the caller must close it.
 
-        writable: exclusive access; needs a `VersionStore` or unmapped host memory. empty: the
-        caller overwrites the whole record, so it is not read, and its content is
-        undefined until then. Raises `ValueError` if the record is already open and either access is
-        writable, `TimeoutError` after `wait_limit_s`.
+        writable: exclusive access; needs a `VersionStore` or unmapped host memory. will_overwrite:
+        the caller overwrites the whole record, so it is not read, and its content is undefined
+        until then. Raises `ValueError` if the record is already open and either access is writable,
+        `TimeoutError` after `wait_limit_s`.
         """
-        check(writable or not empty, "empty", empty, "needs writable")
+        check(writable or not will_overwrite, "will_overwrite", will_overwrite, "needs writable")
         check(0 <= index < self.num_records, "index", index, f"must be in [0, {self.num_records})")
         if writable and self._store is not None:
             check(
@@ -291,8 +291,8 @@ class TieredStore(Closing):
                         lambda: not cache.is_writing(index), f"record {index} to be written"
                     )
                 held = None if index in self._reads else self._cache.pin_record(index)
-                slot = self._wait_for_slot(index, empty) if held is None else held
-            taken = index in self._changing or (index in self._unwritten and not empty)
+                slot = self._wait_for_slot(index, will_overwrite) if held is None else held
+            taken = index in self._changing or (index in self._unwritten and not will_overwrite)
             if taken or (writable and self._open[index]):
                 if self._cache is not None:
                     self._cache.unpin(slot)
@@ -328,14 +328,14 @@ class TieredStore(Closing):
         views = self.layout.views(version.record_R)
         return Record(index, version.record_R, views, self._host_link, lambda _: version.close())
 
-    def drop_changes(self, index: int) -> None:
+    def cancel_write_back(self, index: int) -> None:
         """Do not write back a dirty record whose content is no longer needed.
 
         Nobody may read the record before it is written anew.
         """
         with self._lock:
             if self._cache is not None:
-                self._cache.drop_changes(index)
+                self._cache.cancel_write_back(index)
                 self._to_do.notify()  # its slot may be evicted now
 
     def flush(self) -> None:
@@ -421,12 +421,16 @@ class TieredStore(Closing):
         return data_R, self.layout.views(data_R)
 
     def _check_usable(self) -> None:
+        """Raise if the store is closed, or raise its permanent error."""
         if self._closing.is_set():
             raise ValueError("the store is closed")
         if self._error is not None:
             raise self._error
 
     def _release_record(self, index: int, dirty: bool) -> None:
+        """Unpin a record that a caller has closed, and mark it as dirty if the caller
+        changed it.
+        """
         with self._lock:
             self._open[index] -= 1
             if not self._open[index]:
@@ -448,36 +452,43 @@ class TieredStore(Closing):
             if self._awaited or self._prefetches:
                 self._to_do.notify()
 
-    def _wait_counted(self, done: Callable[[], bool], late: Callable[[], str]) -> None:
-        """Wait, with the lock held, until `done()`, and count the wait.
+    def _wait_and_count(
+        self, is_done: Callable[[], bool], timeout_message: Callable[[], str]
+    ) -> None:
+        """Wait, with the lock held, until `is_done()`, and add the wait to the statistics.
 
-        late: a function that returns the message of the `TimeoutError`.
+        timeout_message: returns the message of the `TimeoutError` raised after `wait_limit_s`.
         """
         start_s = time.monotonic()
         try:
-            if not self._arrived.wait_for(done, self._wait_limit_s):
-                raise TimeoutError(late())
+            if not self._arrived.wait_for(is_done, self._wait_limit_s):
+                raise TimeoutError(timeout_message())
         finally:
             self._waits += 1
             self._waited_s += time.monotonic() - start_s
 
-    def _wait_for_writes(self, done: Callable[[], bool], what: str) -> None:
-        self._wait_counted(
-            lambda: done() or self._closing.is_set() or self._error is not None,
+    def _wait_for_writes(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait, with the lock held, until `is_done()` or the store is closed or has failed; then
+        raise if it is not done.
+
+        what: what is written, for the message of the `TimeoutError`.
+        """
+        self._wait_and_count(
+            lambda: is_done() or self._closing.is_set() or self._error is not None,
             lambda: f"waited {self._wait_limit_s} s for {what} back to {self._location_text()}",
         )
-        if not done():
+        if not is_done():
             self._check_usable()
 
-    def _wait_for_slot(self, index: int, empty: bool) -> int:
-        """Wait for a record that has no slot yet; return its slot with a pin. The caller holds the
-        lock.
+    def _wait_for_slot(self, index: int, will_overwrite: bool) -> int:
+        """Queue the read of a record that has no slot, and wait for it; return its slot with a pin.
+        The caller holds the lock.
         """
         read = self._reads.get(index)
         if read is None:
-            self._reads[index] = read = _RecordRead(index, empty)
+            self._reads[index] = read = _RecordRead(index, will_overwrite)
         elif read.slot is None:
-            read.empty = read.empty and empty
+            read.will_overwrite = read.will_overwrite and will_overwrite
         if not read.awaited:
             read.awaited = True
             self._awaited.append(read)  # threads skip it if its read has begun
@@ -497,7 +508,7 @@ class TieredStore(Closing):
 
         try:
             # if writes fail, no slot will become free
-            self._wait_counted(
+            self._wait_and_count(
                 lambda: (
                     read.done or self._closing.is_set() or (read.slot is None and self._write_error)
                 ),
@@ -521,10 +532,11 @@ class TieredStore(Closing):
         return str(self._store.path) if self._store is not None else "host memory"
 
     def _read_until_closed(self) -> None:
+        """Run a reading thread: read queued records until the store closes."""
         while (read := self._wait_for_work(self._to_do, self._next_read)) is not None:
             error: Exception | None = None
             try:
-                if not read.empty:
+                if not read.will_overwrite:
                     assert self._store is not None and read.slot is not None
                     self._nvme_link.run_transfer(
                         partial(self._transfer_record, self._store.read_into, read.index, read.slot)
@@ -546,11 +558,19 @@ class TieredStore(Closing):
             return None
 
     def _next_read(self) -> _RecordRead | None:
-        return self._next_startable(self._awaited, awaited=True) or self._next_startable(
+        """Return a read to begin now, one that a caller waits for before a prefetch; None if none
+        can begin.
+        """
+        return self._pop_startable_read(self._awaited, awaited=True) or self._pop_startable_read(
             self._prefetches, awaited=False
         )
 
-    def _next_startable(self, queue: deque[_RecordRead], *, awaited: bool) -> _RecordRead | None:
+    def _pop_startable_read(
+        self, queue: deque[_RecordRead], *, awaited: bool
+    ) -> _RecordRead | None:
+        """Remove the first read of the queue that has not begun, give it a slot, and return it;
+        None if the queue is empty or no slot is free.
+        """
         assert self._cache is not None
         while queue:
             read = queue[0]
@@ -565,12 +585,15 @@ class TieredStore(Closing):
         return None
 
     def _finish_read(self, read: _RecordRead, error: Exception | None) -> None:
+        """Record that a read has ended and wake its waiters; an error without a waiter becomes
+        permanent.
+        """
         with self._lock:
             assert self._cache is not None and read.slot is not None
             del self._reads[read.index]
             read.done, read.error = True, error
             if error is None:
-                if read.empty:
+                if read.will_overwrite:
                     self._unwritten.add(read.index)
                 for _ in range(read.waiters):
                     self._cache.pin_record(read.index)
@@ -583,6 +606,7 @@ class TieredStore(Closing):
                 self._arrived.notify_all()
 
     def _write_until_closed(self) -> None:
+        """Run a writing thread: write dirty records back until the store closes."""
         assert self._versions is not None
         while (work := self._wait_for_work(self._to_write, self._next_write)) is not None:
             index, slot = work

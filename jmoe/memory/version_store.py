@@ -378,7 +378,7 @@ class VersionStore(Closing):
         """
         self._check_owned(index)
         check_buffer(record_R, self.layout.record_bytes)
-        self._check_synced()
+        self._raise_sync_error()
         with self._lock:
             self._counter += 1
             version = Version(index, self._counter, self._token)
@@ -412,7 +412,7 @@ class VersionStore(Closing):
         recycled.
         """
         with self._sync_lock:
-            self._check_synced()
+            self._raise_sync_error()
             with self._lock:
                 dead = list(self._dead)
             try:
@@ -432,7 +432,7 @@ class VersionStore(Closing):
         Costs time per record, not per byte. The folder gets its name when it is complete and
         durable; an existing folder of this name is replaced.
         """
-        self._check_synced()
+        self._raise_sync_error()
         folder, half = self.path / PINS / name, self.path / PINS / f"{name}.tmp"
         for leftover in (half, folder):  # left by a save that was interrupted
             if leftover.exists():
@@ -512,7 +512,8 @@ class VersionStore(Closing):
             if error is None:
                 raise
 
-    def _check_synced(self) -> None:
+    def _raise_sync_error(self) -> None:
+        """Raise the error of an earlier failed sync, if any."""
         if self._sync_error is not None:
             raise self._sync_error
 

@@ -25,11 +25,11 @@ from jmoe.mesh import DATA
 
 @dataclass(frozen=True, eq=False)
 class LocalExperts:
-    """The experts of this process, the same in every layer, in equal parts of consecutive experts.
+    """The experts of this process, the same in every layer, in equal shards of consecutive experts.
 
-    experts: int64 [P], expert numbers, part by part. devices: for each part, this process's devices
-    that hold it; several if they are replicas of each other. saved: the experts whose records this
-    process writes to a checkpoint; processes with the same experts split the writing.
+    experts: int64 [P], expert numbers, shard by shard. devices: for each shard, this process's
+    devices that hold it; several if they are replicas of each other. saved: the experts whose
+    records this process writes to a checkpoint; processes with the same experts split the writing.
     """
 
     experts: NDArray[np.int64]
@@ -43,13 +43,13 @@ class LocalExperts:
         Devices that differ only in their position on the data axis hold the same experts.
         """
         process, experts, devices, saved = jax.process_index(), [], [], []
-        replicas_of_parts = mesh.devices.reshape(mesh.shape[DATA], -1).T.tolist()
-        for part, replicas in enumerate(replicas_of_parts):
+        replicas_by_shard = mesh.devices.reshape(mesh.shape[DATA], -1).T.tolist()
+        for shard, replicas in enumerate(replicas_by_shard):
             mine = tuple(device for device in replicas if device.process_index == process)
             if not mine:
                 continue
             devices.append(mine)
-            numbers = np.split(np.arange(num_experts), len(replicas_of_parts))[part]
+            numbers = np.split(np.arange(num_experts), len(replicas_by_shard))[shard]
             experts.append(numbers)
             processes = sorted({device.process_index for device in replicas})
             # processes with the same experts split the saving evenly
@@ -58,12 +58,12 @@ class LocalExperts:
 
     @property
     def max_experts_per_device(self) -> int:
-        """Return the number of experts in each part, which every device of the part holds."""
+        """Return the number of experts in each shard, which every device of the shard holds."""
         return self.experts.size // len(self.devices)
 
     @property
     def all_devices(self) -> tuple[jax.Device, ...]:
-        """Return this process's devices, part by part."""
+        """Return this process's devices, shard by shard."""
         return tuple(device for replicas in self.devices for device in replicas)
 
     def local_mask(self, layer: int) -> NDArray[np.bool_]:
@@ -74,7 +74,7 @@ class LocalExperts:
         """Return the numbers of the layer's experts that this process has, ascending."""
         return self.experts[self.local_mask(layer)]
 
-    def saved_in_layer(self, layer: int) -> NDArray[np.int64]:
+    def saved_experts_in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts whose records this process writes to a
         checkpoint.
         """
@@ -84,12 +84,12 @@ class LocalExperts:
         """Return (position in `all_devices`, row on that device) of every replica of
         `experts[position]`.
         """
-        part, row = divmod(position, self.max_experts_per_device)
-        first = sum(map(len, self.devices[:part]))
-        return [(first + replica, row) for replica in range(len(self.devices[part]))]
+        shard, row = divmod(position, self.max_experts_per_device)
+        first = sum(map(len, self.devices[:shard]))
+        return [(first + replica, row) for replica in range(len(self.devices[shard]))]
 
     def chosen_fractions(self, layer: int, chosen_P: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """Return float64, one value a part: the fraction of the part's experts that are chosen.
+        """Return float64, one value a shard: the fraction of the shard's experts that are chosen.
 
         chosen_P: whether each expert of `experts` is chosen.
         """
@@ -104,15 +104,15 @@ class LocalExperts:
         The arrays are views [experts per device, ...] of `arrays`; replicas share one dict. arrays:
         by name, [experts of this process, ...], in the order of `local_experts_in_layer(layer)`.
         """
-        parts = zip(self.split_by_part(arrays), self.devices, strict=True)
-        return [part for part, replicas in parts for _ in replicas]
+        shards = zip(self.split_by_shard(arrays), self.devices, strict=True)
+        return [shard for shard, replicas in shards for _ in replicas]
 
-    def split_by_part(
+    def split_by_shard(
         self, arrays: Mapping[str, np.ndarray], axis: int = 0
     ) -> list[dict[str, np.ndarray]]:
-        """Return arrays of all P experts, by name, split along `axis` into one dict a part."""
-        parts = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
-        return [{name: part[d] for name, part in parts.items()} for d in range(len(self.devices))]
+        """Return arrays of all P experts, by name, split along `axis` into one dict a shard."""
+        split = {name: np.split(w, len(self.devices), axis) for name, w in arrays.items()}
+        return [{name: ws[d] for name, ws in split.items()} for d in range(len(self.devices))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class SlottedExperts(LocalExperts):
         has_E: NDArray[np.bool_] = np.any(self.slot_RNE[:, layer] >= 0, axis=0)
         return has_E
 
-    def saved_in_layer(self, layer: int) -> NDArray[np.int64]:
+    def saved_experts_in_layer(self, layer: int) -> NDArray[np.int64]:
         """Return the numbers of the layer's experts whose records this process writes to a
         checkpoint.
         """
@@ -242,12 +242,15 @@ class ExpertIndex:
     def saved_records(self) -> list[int]:
         """Return the record numbers that this process writes to a checkpoint, layer by layer."""
         return self._records_of_all_layers(
-            None if self.local_experts is None else self.local_experts.saved_in_layer
+            None if self.local_experts is None else self.local_experts.saved_experts_in_layer
         )
 
     def _records_of_all_layers(
         self, experts_of: Callable[[int], NDArray[np.int64]] | None
     ) -> list[int]:
+        """Return the record numbers, layer by layer, of the experts that `experts_of` returns for a
+        layer; of all experts if it is None.
+        """
         every = range(self.num_layers)
         records = [
             self.record_numbers(layer, None if experts_of is None else experts_of(layer))

@@ -268,7 +268,7 @@ class ExpertState:
         Slots that are large enough stay as they are. All processes must call this with the same
         number, since the step's programs are compiled for the slot size.
         """
-        self.slots.grow_slots(needed)
+        self.slots.request_slot_size(needed)
 
     @_with_permanent_errors
     def fetch_layer(self, layer: int, chosen_P: NDArray[np.bool_]) -> Slot:
@@ -295,7 +295,7 @@ class ExpertState:
         chosen_P = chosen_P & self.local.local_mask(layer)
         self._chosen[layer] |= chosen_P
         begun = time.perf_counter()
-        self.slots.grow_if_asked(slot)
+        self.slots.grow_if_requested(slot)
         self._fetch_up_to_date(layer, slot, np.flatnonzero(chosen_P))
         self._waited_s += time.perf_counter() - begun
         return self.slots.stacks[slot]
@@ -327,7 +327,7 @@ class ExpertState:
                 layer,
                 None if read is None else read(layer, self.local.local_experts_in_layer(layer)),
             )
-        self.slots.grow_if_asked(slot)
+        self.slots.grow_if_requested(slot)
         foreseen = np.flatnonzero(self._chosen[layer])
         return self._fetch_up_to_date(
             layer, slot, next(self.slots.groups_that_fit(slot, foreseen), foreseen)
@@ -347,7 +347,7 @@ class ExpertState:
         needed = missing | stale
         by_device = self.slots.groups_by_device(slot, layer, experts)
         by_device = [own[needed[own]] for own in by_device if np.any(needed[own])]
-        in_turn = _one_after_the_other(by_device)  # of each device in turn
+        in_turn = _interleave_groups(by_device)  # of each device in turn
         if stores.weights is not None:
             stores.weights.prefetch(records[in_turn][(missing | (stale & on_host))[in_turn]])
         stores.moments.prefetch(records[in_turn][stale[in_turn]])
@@ -397,8 +397,10 @@ class ExpertState:
             gradient = held.enter_context(stores.gradients.get(index)) if pending else None
             weights = None
             if stores.weights is not None:
-                empty = not self._update.on_host
-                weights = held.enter_context(stores.weights.get(index, writable=True, empty=empty))
+                will_overwrite = not self._update.on_host
+                weights = held.enter_context(
+                    stores.weights.get(index, writable=True, will_overwrite=will_overwrite)
+                )
             missed = self.skipped.missed_windows(steps, pending=pending)
             load.catch_up(expert, ExpertRecords(weights, moments, gradient), missed)
             moments.close_as_changed()
@@ -406,7 +408,7 @@ class ExpertState:
                 weights.close_as_changed()
             self.skipped.note_caught_up(index, now)
         if pending:
-            stores.gradients.drop_changes(index)
+            stores.gradients.cancel_write_back(index)
         with self._counters:
             self._updates += 1
             self._replayed += len(steps) - pending
@@ -467,20 +469,20 @@ class ExpertState:
     # All experts
 
     @_with_permanent_errors
-    def apply_pending_updates(self, most_behind: int = 0) -> None:
-        """Bring every local expert that is more than `most_behind` steps behind up to the present
-        step.
+    def apply_pending_updates(self, steps_behind_allowed: int = 0) -> None:
+        """Bring every local expert that is more than `steps_behind_allowed` steps behind up to the
+        present step.
         """
         own, layers = np.array(self.index.local_records), range(self.index.num_layers)
         records_NP = np.stack([self._record_numbers(layer) for layer in layers])
-        stale_NP = self.skipped.are_behind(records_NP, self.steps_taken - most_behind)
+        stale_NP = self.skipped.are_behind(records_NP, self.steps_taken - steps_behind_allowed)
         stale_NP &= np.stack([self.local.local_mask(layer) for layer in layers])
         if np.any(stale_NP):
             self.begin_pass(layers)
             for layer, stale_P in enumerate(stale_NP):
                 acquired, slot = self._ring.acquire()
                 assert acquired == layer, (acquired, layer)
-                self.slots.grow_if_asked(slot)
+                self.slots.grow_if_requested(slot)
                 for experts in self.slots.groups_that_fit(slot, np.flatnonzero(stale_P)):
                     self._fetch_up_to_date(layer, slot, experts)
                 self._ring.release()
@@ -488,8 +490,9 @@ class ExpertState:
         self.skipped.forget_history(own)
 
     @_with_permanent_errors
-    def save_records(self) -> ReplayState:
-        """Write all dirty records to their store; return how far each record is behind.
+    def flush_records(self) -> ReplayState:
+        """Write all dirty records to their store; return the optimizer steps that each record still
+        lacks.
 
         Experts more than `MAX_STEPS_BEHIND` steps behind are updated first, which bounds the saved
         history and the later replay. The ring loads nothing until the next pass begins, so the
@@ -547,13 +550,14 @@ class ExpertState:
             store.close()
 
 
-def _one_after_the_other(groups: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _interleave_groups(groups: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return the entries of all groups: the first of each, then the second of each, and so on."""
     turns = np.concatenate([np.arange(0), *(np.arange(group.size) for group in groups)])
     return np.concatenate([np.arange(0), *groups])[np.argsort(turns, kind="stable")]
 
 
 def _iterate_records(store: TieredStore) -> Iterator[Indexed]:
+    """Yield (record number, arrays without the seal) of every record that the store owns."""
     for index in store.owned:
         with store.get(index) as record:
             yield (

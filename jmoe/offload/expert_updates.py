@@ -230,7 +230,8 @@ class HostUpdate:
         )
         with jax.default_device(self._cpu):
             factors_W2 = np.array(
-                [_bias_factors(self.optimizer, t) for t in range(first, first + count)], np.float32
+                [_bias_corrections(self.optimizer, t) for t in range(first, first + count)],
+                np.float32,
             )
         lr_W, clip = np.asarray(window.lr_W)[:count], float(np.asarray(window.clip))
         steps = native.HostAdamWSteps(lr_W, factors_W2[:, 0], factors_W2[:, 1], clip)
@@ -300,7 +301,7 @@ class _HostLoad:
             staging = self._update.staging[device]
             self._size = staging.largest_size(self._left)
             self._left -= self._size
-            self._group = self._held.enter_context(staging.take(self._size))
+            self._group = self._held.enter_context(staging.borrow(self._size))
         self._experts.append(expert)
         group = self._group
         yield {name: array[len(self._experts) - 1] for name, array in group.arrays.items()}
@@ -319,6 +320,7 @@ class _HostLoad:
 
 
 def _num_bytes(*trees: Moments) -> int:
+    """Return the bytes of all arrays of the dicts."""
     return sum(array.nbytes for tree in trees for array in tree.values())
 
 
@@ -334,14 +336,19 @@ def _cpu_device() -> jax.Device:
 
 
 @lru_cache(maxsize=4096)
-def _bias_factors(config: OptimizerConfig, step: int) -> tuple[float, float]:
-    """Return 1 / (1 - beta^t) of both moments for step number `step`, as XLA:CPU computes them."""
-    m_factor, v_factor = _compute_bias_factors(config, np.int32(step))
+def _bias_corrections(config: OptimizerConfig, step: int) -> tuple[float, float]:
+    """Return AdamW's bias corrections 1 / (1 - beta^t) of both moments, t = `step` + 1, as XLA:CPU
+    computes them.
+    """
+    m_factor, v_factor = _compute_bias_corrections(config, np.int32(step))
     return float(m_factor), float(v_factor)
 
 
 @partial(jax.jit, static_argnums=0)
-def _compute_bias_factors(config: OptimizerConfig, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _compute_bias_corrections(
+    config: OptimizerConfig, step: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the two corrections of `_bias_corrections`, float32; compiled once per config."""
     t = (step + 1).astype(jnp.float32)
     return 1 / (1 - config.beta1**t), 1 / (1 - config.beta2**t)
 

@@ -90,7 +90,7 @@ class GradientWriter:
             link.finish_transfer(start_s, sum(g.nbytes for g in on_host.values()))
             del stacks
             for index, row in rows:
-                with self._store.get(index, writable=True, empty=True) as record:
+                with self._store.get(index, writable=True, will_overwrite=True) as record:
                     for name, g in on_host.items():
                         np.copyto(record[name], g[row])
                     record.close_as_changed()

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.mesh import BATCH
 from jmoe.offload.expert_index import ExpertIndex
-from jmoe.offload.placed_experts import MeshExperts, local_expert_numbers
+from jmoe.offload.placed_experts import MeshExperts, expert_numbers_by_local_device
 from jmoe.offload.policies import ChosenExperts, ResidencyStats
 from jmoe.offload.slot_arrays import Arrays, Fields
 from jmoe.offload.slots import DeviceSlots
@@ -42,7 +42,7 @@ class MeshChosenExperts(MeshExperts):
         """num_slots: M. Raises `ValueError` if they do not hold the experts of one layer."""
         super().__init__(mesh, index, fields, -(-index.num_experts // mesh.size))
         self._store = store
-        self._experts = local_expert_numbers(self.placements[0], mesh)
+        self._experts = expert_numbers_by_local_device(self.placements[0], mesh)
         self._policies = [
             ChosenExperts(
                 DeviceSlots(num_slots, fields, device, as_bits=device.platform != "cpu"),

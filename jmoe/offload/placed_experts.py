@@ -215,7 +215,9 @@ class PlacedExperts(MeshExperts):
             slots.write(slot, arrays)
 
 
-def local_expert_numbers(placement: Placement, mesh: Mesh) -> dict[jax.Device, np.ndarray]:
+def expert_numbers_by_local_device(
+    placement: Placement, mesh: Mesh
+) -> dict[jax.Device, np.ndarray]:
     """Return the numbers of the experts on each of this process's devices, in mesh order."""
     return {
         device: experts[experts != EMPTY]

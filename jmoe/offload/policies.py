@@ -283,7 +283,7 @@ class ChosenExperts(Residency):
     def prefetch_guessed(self, moe_layer: int, guessed: np.ndarray) -> None:
         records = self._distinct_records(moe_layer, guessed)
         if self._recent_right >= MIN_TRUST * self._recent_guesses:
-            self._guesses[moe_layer] = guesses = self._copy_early(moe_layer, records)
+            self._guesses[moe_layer] = guesses = self._copy_before_acquire(moe_layer, records)
             self._stats.guessed += len(guesses)
         else:
             slot_of = self.pool.slot_of
@@ -321,7 +321,7 @@ class ChosenExperts(Residency):
             records = self._records_to_copy(records)
         self._assign_slots_and_copy(moe_layer, records)
         if chosen is None and moe_layer + 1 < self.index.num_layers:
-            self._copy_early(moe_layer + 1, self._layer_records(moe_layer + 1))
+            self._copy_before_acquire(moe_layer + 1, self._layer_records(moe_layer + 1))
         return records
 
     def _records_to_copy(self, records: list[int]) -> list[int]:
@@ -427,12 +427,13 @@ class ChosenExperts(Residency):
             self._copies.update((record, copy) for record, _ in batch)
 
     def _copy_records(self, loads: list[tuple[int, int]]) -> None:
+        """Copy each (record, slot) from the store; run by a copy thread."""
         for record, slot in loads:
             copy_record(self._store, record, self.slots, slot)
 
-    def _copy_early(self, moe_layer: int, records: list[int]) -> set[int]:
-        """Bring as many records as fit while another layer is in use; return the records to be
-        copied.
+    def _copy_before_acquire(self, moe_layer: int, records: list[int]) -> set[int]:
+        """Pin or begin to copy as many of a layer's records as fit while another layer is in use;
+        return the records that are copied.
 
         Records that have slots are pinned first, so that new records do not evict them.
         """

@@ -35,7 +35,7 @@ from jmoe.offload.placed_experts import (
     PlacedExperts,
     ReadRecord,
     even_placement,
-    local_expert_numbers,
+    expert_numbers_by_local_device,
 )
 from jmoe.offload.policies import AllResident, ChosenExperts, Residency
 from jmoe.offload.slots import DeviceSlots, HostSlots
@@ -131,7 +131,7 @@ def open_placed_experts(
                 for layer in layers
                 for number in index.record_numbers(layer, experts).tolist()
             ]
-            for device, experts in local_expert_numbers(placement, mesh).items()
+            for device, experts in expert_numbers_by_local_device(placement, mesh).items()
         }
         counts = list(map(len, owned_by_device.values()))
         memory = choose_host_allocator(

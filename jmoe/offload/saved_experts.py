@@ -89,6 +89,7 @@ class SavedExperts:
         return self.read_weights(layer, np.array([expert]))[name][0]
 
     def _read_from_records(self, kind: str, layer: int, experts: NDArray[np.int64]) -> ExpertArrays:
+        """Return the experts' weights or moments, float32 [P, ...] by name, from record files."""
         assert self._records is not None
         prefixes = ("",) if kind == "weights" else ("m.", "v.")
         arrays = {
@@ -131,10 +132,15 @@ class SavedExperts:
         return arrays
 
     def _read_from_array(
-        self, part: str, name: str, layer: int, experts: NDArray[np.int64]
+        self, state_field: str, name: str, layer: int, experts: NDArray[np.int64]
     ) -> NDArray[np.float32]:
+        """Return one parameter of these experts, or its moment, [P, ...], from a checkpoint's
+        arrays.
+
+        state_field: the field of `TrainState`: "params", "m" or "v".
+        """
         own = self._layers[layer]
-        key = f"{part}.{PREFIXES[own.stack_name]}{name}"
+        key = f"{state_field}.{PREFIXES[own.stack_name]}{name}"
         if key not in self._arrays:
             self._arrays[key] = _open_array(self._state, key)
         array: NDArray[np.float32] = self._arrays[key][own.number, experts.tolist()].read().result()

@@ -98,14 +98,14 @@ class SkippedSteps:
 
     # Checkpoints
 
-    def forget_history(self, own: NDArray[np.int64]) -> None:
-        """Drop the history of steps that are applied to all of the process's records `own`."""
-        self._history.forget_before(int(np.min(self._steps_applied[own])))
+    def forget_history(self, local_records: NDArray[np.int64]) -> None:
+        """Drop the history of steps that are applied to all of these records."""
+        self._history.forget_before(int(np.min(self._steps_applied[local_records])))
 
-    def replay_state_of(self, own: NDArray[np.int64]) -> ReplayState:
-        """Return the replay state of the process's records `own`, for a checkpoint."""
-        behind = own[self._steps_applied[own] < self.now].tolist()
-        pending = own[self._pending[own]].tolist()
+    def replay_state_of(self, records: NDArray[np.int64]) -> ReplayState:
+        """Return the replay state of these records, for a checkpoint."""
+        behind = records[self._steps_applied[records] < self.now].tolist()
+        pending = records[self._pending[records]].tolist()
         return ReplayState(
             step=self.now,
             history=self._history.copy(),

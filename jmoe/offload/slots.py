@@ -24,7 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmoe.layers.slot_experts import ExpertInputs, StoredExpert, mlp_in_bundles, table_mlp
+from jmoe.layers.slot_experts import (
+    ExpertInputs,
+    StoredExpert,
+    add_expert_outputs_by_slot_table,
+    add_expert_outputs_in_bundles,
+)
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.offload.slot_arrays import (
     Arrays,
@@ -84,7 +89,7 @@ class ExpertSlots(ABC):
         table.
 
         With a layout, the operand is bytes [M, R] for native operations. With None, it is arrays
-        [M, ...] by name, for `tiled_table_mlp`.
+        [M, ...] by name, for `add_expert_outputs_in_tiles`.
         """
 
 
@@ -143,7 +148,9 @@ class HostSlots(ExpertSlots):
                 self.native.slots_MR,
                 table_E,
             )
-        return mlp_in_bundles(routed, [self._stored[slot] for slot in table_E], activation)
+        return add_expert_outputs_in_bundles(
+            routed, [self._stored[slot] for slot in table_E], activation
+        )
 
     def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         assert self.native is not None
@@ -257,7 +264,7 @@ class DeviceSlots(ExpertSlots):
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
     ) -> jax.Array:
         with self._lock:
-            return tiled_table_mlp(activation, routed, self._slots.arrays, table_E)
+            return add_expert_outputs_in_tiles(activation, routed, self._slots.arrays, table_E)
 
     def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         return None, self._slots.arrays
@@ -270,9 +277,13 @@ class DeviceSlots(ExpertSlots):
 
 
 @partial(jax.jit, static_argnums=0)
-def tiled_table_mlp(
+def add_expert_outputs_in_tiles(
     activation: str, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
 ) -> jax.Array:
-    """Return float32 [T, D] of `table_mlp`, with tiles of at most `TABLE_TILE_ROWS` tokens."""
+    """Return float32 [T, D] of `add_expert_outputs_by_slot_table`, with tiles of at most
+    `TABLE_TILE_ROWS` tokens.
+    """
     tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
-    return table_mlp(routed, slots, table_E, activation=activation, tile_rows=tile_rows)
+    return add_expert_outputs_by_slot_table(
+        routed, slots, table_E, activation=activation, tile_rows=tile_rows
+    )

@@ -20,7 +20,7 @@ import numpy as np
 
 from jmoe.config import TrainConfig, check
 from jmoe.memory.buffers import allocate_slots
-from jmoe.memory.moesys_counts import ranks_maker
+from jmoe.memory.moesys_counts import record_ranks_factory
 from jmoe.memory.pinned import HostAllocator, choose_host_allocator
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.memory.record_store import Fill, HostRecords
@@ -170,14 +170,15 @@ class ExpertStores:
         if self._tiers.optimizer != "nvme":
             experts.apply_pending_updates()
             return
-        self._replay_state = replay_state = experts.save_records()
+        self._replay_state = replay_state = experts.flush_records()
         if self._tiers.gradients == "host":
-            self._write_gradients(experts.stores.gradients, replay_state)
+            self._write_pending_gradients(experts.stores.gradients, replay_state)
         saved = replay_state.select_records(self._saved)
         self.records.save_only["gradients"] = saved.pending
         self.records.replay_json = saved.to_json()
 
-    def _write_gradients(self, gradients: TieredStore, replay_state: ReplayState) -> None:
+    def _write_pending_gradients(self, gradients: TieredStore, replay_state: ReplayState) -> None:
+        """Write the gradients in host memory that records still lack to files on nvme, durably."""
         store = self._versions["gradients"]
         steps = {index: replay_state.applied[index] for index in sorted(replay_state.pending)}
         new = [index for index, step in steps.items() if self._written.get(index) != step]
@@ -289,7 +290,7 @@ class ExpertStores:
             write_back_every_steps=self._tiers.write_back_every_steps or None,
             wait_limit_s=self._config.distributed.step_timeout_s,
             allocate=self._allocate,
-            make_ranks=ranks_maker(self._tiers),
+            make_ranks=record_ranks_factory(self._tiers),
         )
 
     def _record_filler(self, read: ReadExperts | None) -> Fill:

@@ -82,8 +82,9 @@ class TrainingSlots:
     present.
 
     Slots are numbered from 0, experts from 0 to P - 1. num_rows: rows of a slot on a device; None
-    means one row for each of the device's experts. After `grow_slots` a slot takes its larger size
-    at its next `grow_if_asked`. dtypes: of the weights, by parameter; None means float32.
+    means one row for each of the device's experts. After `request_slot_size` a slot takes its
+    larger size at its next `grow_if_requested`. dtypes: of the weights, by parameter; None means
+    float32.
 
     Several threads may write experts at once (`write_weights`, `write_group`, `catch_up_expert`);
     of the other methods only those of different slots may run at once.
@@ -138,9 +139,9 @@ class TrainingSlots:
 
     # Experts of a slot
 
-    def grow_slots(self, needed: int) -> None:
-        """Grow the slots to hold `needed` experts of a device from their next `grow_if_asked` on;
-        never shrink them.
+    def request_slot_size(self, needed: int) -> None:
+        """Request slots that hold `needed` experts of a device; a slot grows at its next
+        `grow_if_requested`. A smaller number than before changes nothing.
         """
         per_device = self.local.max_experts_per_device
         if self.num_rows is None or needed <= self.num_rows:
@@ -152,8 +153,8 @@ class TrainingSlots:
             *(needed, per_device, self.num_rows),
         )
 
-    def grow_if_asked(self, slot: int) -> None:
-        """Replace the slot by an empty, larger one if `grow_slots` has asked for more rows than it
+    def grow_if_requested(self, slot: int) -> None:
+        """Replace the slot by an empty one if `request_slot_size` has asked for more rows than it
         has.
         """
         num_rows = self.num_rows

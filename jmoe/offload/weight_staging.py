@@ -63,7 +63,7 @@ class ExpertGroup:
     def send(self, device: jax.Device) -> tuple[dict[str, jax.Array], Transfer]:
         """Begin to send the group; return its arrays, by parameter, in the device's memory.
 
-        The group's memory must not change until `wait` has returned.
+        The group's memory must not change until `wait_until_writable` has returned.
         """
         link = self._links[device]
         start_s = link.start_transfer()
@@ -79,7 +79,7 @@ class ExpertGroup:
         self._transfers.append(transfer)
         return sent, transfer
 
-    def wait(self) -> None:
+    def wait_until_writable(self) -> None:
         """Wait until the group's memory may be written again."""
         for transfer in self._transfers:
             transfer.wait()
@@ -106,15 +106,17 @@ class StagedGroups:
                 self._free[size].put(ExpertGroup(layout, memory, number, links))
 
     def largest_size(self, num_experts: int) -> int:
-        """Return the size of the largest group that so many experts fill."""
+        """Return the size of the largest group that `num_experts` experts fill."""
         return next(size for size in self._free if size <= num_experts)
 
     @contextlib.contextmanager
-    def take(self, size: int) -> Iterator[ExpertGroup]:
-        """Yield a group that no other thread has, whose memory may be written; waits for one."""
+    def borrow(self, size: int) -> Iterator[ExpertGroup]:
+        """Yield a group of `size` experts that no other thread has, whose memory may be written;
+        wait for one. The group is free again when the block ends.
+        """
         group = self._free[size].get()
         try:
-            group.wait()
+            group.wait_until_writable()
             yield group
         finally:
             self._free[size].put(group)

@@ -355,6 +355,9 @@ class Checkpoints:
     def _check_arrays(
         self, step: int, wanted: dict[str, jax.Array], skipped_arrays: Collection[str]
     ) -> None:
+        """Raise `ValueError` listing the arrays of the step, by name, whose dtype or shape differs
+        from `wanted`, or that only one of the two has.
+        """
         saved = {
             name: entry
             for name, entry in self._read_manifest(step)["arrays"].items()
@@ -435,7 +438,7 @@ class Checkpoints:
         try:
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
-            self._raise_not_written(error)
+            self._raise_save_failed(error)
         self._commit = threading.Thread(
             target=self._finish_save, args=(manager, step), name=f"checkpoint {step}"
         )
@@ -476,7 +479,7 @@ class Checkpoints:
             self._commit.join()
             self._commit = None
         if self._error is not None:
-            self._raise_not_written(self._error)
+            self._raise_save_failed(self._error)
 
     def close(self) -> None:
         """Wait for the current save, including expert records, and close Orbax's manager."""
@@ -493,7 +496,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             try:
                 make_folder_durably(self.directory)
-                self._set_incomplete_aside()
+                self._set_incomplete_steps_aside()
             except OSError as error:
                 problem = f"checkpoint folder {self.directory} cannot be written: {error}"
         self._check_folder_shared(problem)
@@ -527,7 +530,7 @@ class Checkpoints:
         )
         return self._manager
 
-    def _set_incomplete_aside(self) -> None:
+    def _set_incomplete_steps_aside(self) -> None:
         """Rename the folders of incomplete steps: Orbax would count them among the steps to keep,
         and refuse to save them again.
         """
@@ -542,7 +545,7 @@ class Checkpoints:
                     f"warning: incomplete checkpoint moved to {aside}", file=sys.stderr, flush=True
                 )
 
-    def _remove_set_aside(self) -> None:
+    def _delete_old_steps_set_aside(self) -> None:
         """Delete renamed incomplete steps that are older than every complete step; most are
         interrupted deletions.
         """
@@ -585,7 +588,8 @@ class Checkpoints:
                 " writes; it must lie on a file system that all processes share"
             )
 
-    def _raise_not_written(self, error: BaseException) -> None:
+    def _raise_save_failed(self, error: BaseException) -> None:
+        """Raise `OSError` naming the step whose save failed, and forget that save."""
         step, self._step, self._error = self._step, -1, None
         self._manager = None  # the next save begins afresh and removes what this one left
         root = _root_error(error)
@@ -603,9 +607,9 @@ class Checkpoints:
             if jax.process_index() == 0:
                 fsync(self.step_folder(step))
                 fsync(self.directory)
-                self._remove_set_aside()
+                self._delete_old_steps_set_aside()
             if self._records is not None:
-                self._records.drain_committed(self.records_folder(step), self._steps_on_disk())
+                self._records.begin_drain(self.records_folder(step), self._steps_on_disk())
         except BaseException as error:  # raised at the next call, in the caller's thread
             self._error = error
 
@@ -698,7 +702,7 @@ def _report_unraisable(
     earlier write failed.
 
     The failed write closes the event loop of its save, so each later write would print a traceback;
-    `_raise_not_written` raises the first error.
+    `_raise_save_failed` raises the first error.
     """
     late = (
         isinstance(unraisable.exc_value, RuntimeError)

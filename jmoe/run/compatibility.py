@@ -120,9 +120,9 @@ def check_same_on_all_processes(config: TrainConfig) -> None:
     check_same_options(json.loads(config.to_json()), places)
 
 
-def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
-    """Return True if the run resumes from a checkpoint, as process 0 sees it. Every process must
-    call this.
+def has_compatible_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
+    """Return True if the run has a checkpoint to resume from, as process 0 sees it; False if it has
+    none. Every process must call this.
 
     resolved: the run's configuration with its teacher's fingerprint, if it has one; the data
     fingerprint may be absent. Raises an error if the checkpoint is of an incompatible configuration
@@ -150,16 +150,16 @@ def has_checkpoint(config: TrainConfig, resolved: JsonObject) -> bool:
     )
 
 
-def raise_data_changed(config: TrainConfig, resolved: JsonObject) -> None:
-    """Raise the `ValueError` that tells the user that the training data has changed since the
-    checkpoint. Does nothing without a checkpoint.
+def raise_if_checkpoint_has_other_data(config: TrainConfig, resolved: JsonObject) -> None:
+    """Raise `ValueError` that the training data has changed if there is a checkpoint; the caller
+    knows that it has changed.
     """
     saved = Checkpoints(Path(config.output_dir) / "checkpoints", config.checkpoint).newest_config()
     if saved is not None:
         check_and_list_differences(saved, resolved | {FINGERPRINT: "of other data"})
 
 
-def _compare_models(
+def _compare_model_fingerprints(
     saved: JsonObject, now: JsonObject, changed: dict[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return ({field: note} of models that are the same, lines about models that differ), and
@@ -196,7 +196,7 @@ def check_and_list_differences(saved: JsonObject, now: JsonObject) -> list[str]:
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
     changed = {line.partition(":")[0]: line for line in describe_differences(saved, now)}
-    same, refused = _compare_models(saved, now, changed)
+    same, refused = _compare_model_fingerprints(saved, now, changed)
     noted, notes = noted | same, list[str]()
     other_data = changed.pop(FINGERPRINT, "") and FINGERPRINT in saved and FINGERPRINT in now
     places = [

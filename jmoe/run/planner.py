@@ -76,7 +76,7 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         packing=packing,
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
-        on_gpu=_is_gpu_described(config),
+        on_gpu=_has_gpu_memory_size(config),
         expert_sharding=config.comm.expert_sharding if replicas > 1 else "none",
         **activations._asdict(),
     )
@@ -99,7 +99,7 @@ def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) ->
     model, compute_dtype_bytes, on_gpu = (
         config.model,
         _compute_dtype_bytes(config),
-        _is_gpu_described(config),
+        _has_gpu_memory_size(config),
     )
     number_bytes = (
         compute_dtype_bytes if on_gpu else 4
@@ -131,7 +131,8 @@ def _compute_dtype_bytes(config: TrainConfig) -> int:
     return 4 if config.compute_dtype == "float32" else 2
 
 
-def _is_gpu_described(config: TrainConfig) -> bool:
+def _has_gpu_memory_size(config: TrainConfig) -> bool:
+    """Return whether `machine` gives the memory of an accelerator, so that the plan is for GPUs."""
     return bool(config.machine.device_figures().device_bytes)
 
 
@@ -362,7 +363,7 @@ def with_chosen_tiers(config: TrainConfig) -> TrainConfig:
     model, machine = training_sizes(config), described_machine(config)
     places = list[StatePlacement]()
     for pair in candidate_tier_pairs(tiers.experts, tiers.optimizer):
-        updates = _candidate_updates(tiers.update, experts=pair[0])
+        updates = _candidate_update_places(tiers.update, experts=pair[0])
         both = [_state_placement(config, *pair, update) for update in updates]
         places += sorted(both, key=lambda place: plan_training(model, place, machine).step_s())
     place = places[0]
@@ -394,7 +395,7 @@ def with_chosen_expert_sharding(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, comm=dataclasses.replace(comm, shard_experts=sharding))
 
 
-def _candidate_updates(update: str, *, experts: Tier) -> tuple[Update, ...]:
+def _candidate_update_places(update: str, *, experts: Tier) -> tuple[Update, ...]:
     """Return the values of `tiers.update` that are possible with the weights on the tier `experts`:
     the configured `update`, or all if that is `auto`. The first is taken if predictions are equal.
     """
@@ -425,6 +426,7 @@ def tier_counts(stats: ExpertStats) -> dict[str, float]:
 
 
 def _summable_counts(stats: ExpertStats) -> dict[str, float]:
+    """Return the counters of `tier_counts` whose total over processes is their sum."""
     stores = stats.store_stats
     return {
         "nvme_read_bytes": sum(store.nvme.num_bytes for store in stores),
@@ -478,7 +480,7 @@ def summarize_and_log_tiers(config: TrainConfig, totals: dict[str, float], log: 
         line += f" ({predicted_s:.3g} s with the measured share of chosen experts)"
         plan = plan.with_chosen_share(share)
     predicted["predicted_waited_share"] = 1 - sum(plan.compute_s_by_pass) / plan.step_s()
-    waited = _waited_share(steps)
+    waited = _share_waited_for_tiers(steps)
     if waited is not None:
         predicted["waited_share"] = waited
     log.write_event("tiers", len(steps), **predicted, measured_step_s=measured_s, **totals)
@@ -491,7 +493,7 @@ def summarize_and_log_tiers(config: TrainConfig, totals: dict[str, float], log: 
     return f"{line}\n{tier_totals_text(totals)}"
 
 
-def _waited_share(steps: Sequence[JsonObject]) -> float | None:
+def _share_waited_for_tiers(steps: Sequence[JsonObject]) -> float | None:
     """Return the share of the steps' time in which process 0 waited for a tier; None if no step's
     wait is known.
 

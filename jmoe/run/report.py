@@ -47,7 +47,7 @@ _LOAD_TICKS: Final = {0.25: "¼", 0.5: "½", 1.0: "1", 2.0: "2", 4.0: "4"}
 
 
 @dataclass(frozen=True)
-class _Curves:
+class _RunCurves:
     """Series of a run, each [S] with one value per step; non-finite values mark steps without
     one.
     """
@@ -64,7 +64,7 @@ class _Curves:
     tiers: JsonObject | None = None  # the event of `summarize_and_log_tiers`
 
 
-def _load_run(path: Path) -> _Curves:
+def _load_run(path: Path) -> _RunCurves:
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
     def curve_values_and_load(record: JsonObject) -> tuple[list[float], np.ndarray]:
@@ -84,7 +84,7 @@ def _load_run(path: Path) -> _Curves:
     resumes = sorted(
         {int(e["step"]) for e in events if e["event"] == "resume" and int(e["step"]) > 0}
     )
-    return _Curves(
+    return _RunCurves(
         np.array(list(steps), np.int64),
         loss,
         tokens_per_s,
@@ -127,9 +127,9 @@ def write_report(output_dir: Path) -> Path:
     axes = figure.subplots(2, 2)
     panels = (
         (axes[0, 0], "Loss", "nats per token", _draw_loss),
-        (axes[0, 1], "Tokens per second", "", _draw_rate),
-        (axes[1, 0], "Expert load by layer", "", _draw_load),
-        (axes[1, 1], "Dropped tokens", "% of assignments", _draw_dropped),
+        (axes[0, 1], "Tokens per second", "", _draw_tokens_per_s),
+        (axes[1, 0], "Expert load by layer", "", _draw_expert_load),
+        (axes[1, 1], "Dropped tokens", "% of assignments", _draw_dropped_fraction),
     )
     for ax, title, unit, draw in panels:
         _style_axes(ax, title, unit, run)
@@ -147,7 +147,7 @@ def _loss_text(loss: float, bits_per_byte: float) -> str:
     )
 
 
-def _headline_text(run: _Curves) -> str:
+def _headline_text(run: _RunCurves) -> str:
     """Return a line of text with the run's main results."""
     if not run.step.size:
         return "no step yet"
@@ -183,7 +183,7 @@ def _tiers_text(tiers: JsonObject) -> str:
     return text
 
 
-def _style_axes(ax: Axes, title: str, unit: str, run: _Curves) -> None:
+def _style_axes(ax: Axes, title: str, unit: str, run: _RunCurves) -> None:
     """Draw title, unit and a thin grid, and a dotted line at each step where the run was
     resumed.
     """
@@ -253,7 +253,7 @@ def _group_means(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 def _draw_curve(
     ax: Axes,
-    run: _Curves,
+    run: _RunCurves,
     y: np.ndarray,
     color: str,
     label: str,
@@ -291,7 +291,7 @@ def _draw_curve(
     )
 
 
-def _draw_loss(ax: Axes, run: _Curves) -> None:
+def _draw_loss(ax: Axes, run: _RunCurves) -> None:
     _draw_curve(ax, run, run.loss, _BLUE, "training")
     points = [
         (int(e["step"]), e["loss"], e["bits_per_byte"])
@@ -323,7 +323,7 @@ def _draw_loss(ax: Axes, run: _Curves) -> None:
         ax.legend(frameon=False, fontsize=9.5, labelcolor=_INK, loc="best")
 
 
-def _draw_rate(ax: Axes, run: _Curves) -> None:
+def _draw_tokens_per_s(ax: Axes, run: _RunCurves) -> None:
     _draw_curve(ax, run, run.tokens_per_s, _TEAL, "tokens/s", _running_median)
     known = run.tokens_per_s[np.isfinite(run.tokens_per_s)]
     # A few fast steps are far above the rest and must not set the scale.
@@ -333,7 +333,7 @@ def _draw_rate(ax: Axes, run: _Curves) -> None:
     )
 
 
-def _draw_dropped(ax: Axes, run: _Curves) -> None:
+def _draw_dropped_fraction(ax: Axes, run: _RunCurves) -> None:
     percent = 100 * run.dropped_fraction
     _draw_curve(ax, run, percent, _RED, "dropped")
     highest = float(np.nanmax(percent)) if np.isfinite(percent).any() else 0.0
@@ -351,7 +351,7 @@ def _draw_dropped(ax: Axes, run: _Curves) -> None:
         )
 
 
-def _expert_load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _expert_load_map(run: _RunCurves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (values [rows, columns] in log2 of the fair share, x edges, y edges) of the heat map
     of expert load.
 
@@ -379,7 +379,7 @@ def _expert_load_map(run: _Curves) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values.reshape(-1, num_columns), np.append(steps[starts], run.step[-1] + 1), y_edges
 
 
-def _draw_load(ax: Axes, run: _Curves) -> None:
+def _draw_expert_load(ax: Axes, run: _RunCurves) -> None:
     ax.grid(visible=False)
     ax.spines["bottom"].set_visible(False)
     if not run.loads:

@@ -181,13 +181,13 @@ def read_state(file: NDArray[np.uint8], abstract_state: PyTree) -> PyTree:
             position = end
         arrays.append(
             jax.make_array_from_callback(
-                leaf.shape, shape_with_sharding(leaf).sharding, partial(_piece_at, pieces, leaf)
+                leaf.shape, shape_with_sharding(leaf).sharding, partial(_shard_at, pieces, leaf)
             )
         )
     return jax.tree.unflatten(tree, arrays)
 
 
-def _piece_at(
+def _shard_at(
     pieces: dict[str, np.ndarray], leaf: jax.Array | jax.ShapeDtypeStruct, index: tuple[slice, ...]
 ) -> np.ndarray:
     return pieces[str(_slices_to_bounds(_explicit_slices(index, leaf.shape)))]

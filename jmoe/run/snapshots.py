@@ -232,16 +232,16 @@ class Snapshots:
             own = [[*key, entry.num_bytes, entry.checkpoint] for key, entry in held.items()]
             views = gather_json([own, problems, newest_folder])
             lines += [line for _, others, _ in views for line in others]
-            everyone = [
+            entries_by_process = [
                 {(step, rank): SnapshotEntry(*rest) for step, rank, *rest in entries}
                 for entries, _, _ in views
             ]
-            step, why = _newest_step(everyone, self._processes)
+            step, why = _newest_step(entries_by_process, self._processes)
             if step is None:
                 return None, "; ".join(dict.fromkeys([*lines, *([why] if why else [])]))
             past = max(
                 entry.checkpoint
-                for entries in everyone
+                for entries in entries_by_process
                 for key, entry in entries.items()
                 if key[0] == step
             )
@@ -251,7 +251,9 @@ class Snapshots:
             if checkpoint is not None and step < checkpoint:
                 lines.append(f"step {step} is older than the checkpoint")
                 return None, "; ".join(dict.fromkeys(lines))
-            snapshot, unusable, problems = self._read_step(step, everyone, abstract_state, layout)
+            snapshot, unusable, problems = self._read_step(
+                step, entries_by_process, abstract_state, layout
+            )
             if snapshot is not None:
                 return snapshot, "; ".join(dict.fromkeys(lines))
             held = {key: entry for key, entry in held.items() if key not in unusable}
@@ -291,7 +293,7 @@ class Snapshots:
     def _read_step(
         self,
         step: int,
-        everyone: list[dict[Key, SnapshotEntry]],
+        entries_by_process: list[dict[Key, SnapshotEntry]],
         abstract_state: PyTree,
         layout: ShardLayout,
     ) -> tuple[StateSnapshot | None, set[Key], list[str]]:
@@ -299,7 +301,7 @@ class Snapshots:
         turned out to be damaged.
         """
         holders = [
-            [rank for rank, entries in enumerate(everyone) if (step, whose) in entries]
+            [rank for rank, entries in enumerate(entries_by_process) if (step, whose) in entries]
             for whose in self._all_ranks
         ]
         sources = [
@@ -323,7 +325,10 @@ class Snapshots:
                 list(bad.values()),
             )
         moves = [(source, whose) for whose, source in enumerate(sources) if source != whose]
-        sizes = [everyone[source][step, whose].num_bytes for whose, source in enumerate(sources)]
+        sizes = [
+            entries_by_process[source][step, whose].num_bytes
+            for whose, source in enumerate(sources)
+        ]
         for pairs in split_into_rounds(moves):
             target, arrives = dict(pairs).get(self._rank), self._rank in dict(pairs).values()
             if arrives:
@@ -374,12 +379,12 @@ class Snapshots:
 
 
 def _newest_step(
-    everyone: list[dict[Key, SnapshotEntry]], processes: int
+    entries_by_process: list[dict[Key, SnapshotEntry]], processes: int
 ) -> tuple[int | None, str]:
     """Return (newest step with the shards of all processes, why newer steps are incomplete); the
     step is None if there is none.
     """
-    there = {key for entries in everyone for key in entries}
+    there = {key for entries in entries_by_process for key in entries}
     why = ""
     for step in sorted({step for step, _ in there}, reverse=True):
         missing = [rank for rank in range(processes) if (step, rank) not in there]

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from jmoe.collectives.schedule import SCHEDULES, chunk_bytes
+from jmoe.collectives.schedule import SCHEDULES, chunk_bytes_at
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.config.cluster import LinkConfig, LinksConfig, links_to_toml, read_links
 from jmoe.data.shards import replace_content_durably
@@ -62,7 +62,7 @@ def measure_chunk_bytes(config: CommConfig, mesh: Mesh) -> int | None:
     chunked = SCHEDULES[config.schedule].chunked and mesh.size > 1
     if not chunked or config.chunk_bytes or jax.process_count() == 1:
         return None
-    return chunk_bytes(measure_all_gather_bytes_per_s(mesh))
+    return chunk_bytes_at(measure_all_gather_bytes_per_s(mesh))
 
 
 def read_or_measure_links(config: TrainConfig, mesh: Mesh) -> LinksConfig | None:

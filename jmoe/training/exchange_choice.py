@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jmoe.collectives.exchange import TokenChoices
-from jmoe.collectives.planned_exchange import exchange_unchanged, make_exchange
+from jmoe.collectives.planned_exchange import dispatch_and_combine_without_experts, make_exchange
 from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import TrainConfig
 from jmoe.config.parallel import ExchangeKind
@@ -130,7 +130,7 @@ def time_exchange_s(config: TrainConfig, mesh: Mesh, kind: ExchangeKind) -> floa
         idx_TK = (number_TK % model.num_experts).reshape(tokens, -1)
         weights_TK = jnp.full(idx_TK.shape, 1 / model.num_experts_per_tok, jnp.float32)
         chosen = TokenChoices.from_topk(idx_TK, weights_TK, model.num_experts)
-        y_TD, _ = exchange_unchanged(exchange, x_TD, chosen)
+        y_TD, _ = dispatch_and_combine_without_experts(exchange, x_TD, chosen)
         return y_TD.astype(x_TD.dtype)
 
     program = jax.jit(

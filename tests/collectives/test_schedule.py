@@ -16,7 +16,7 @@ from jmoe.collectives.schedule import (
     MAX_CHUNK_BYTES,
     SCHEDULES,
     After,
-    chunk_bytes,
+    chunk_bytes_at,
     cut_ranges,
     interleave_collectives,
 )
@@ -38,9 +38,9 @@ def test_cuts() -> None:
 
 
 def test_chunk_bytes() -> None:
-    assert chunk_bytes(1e6) == 20_000
-    assert chunk_bytes(1e12) == MAX_CHUNK_BYTES
-    assert chunk_bytes(0.1) == 1
+    assert chunk_bytes_at(1e6) == 20_000
+    assert chunk_bytes_at(1e12) == MAX_CHUNK_BYTES
+    assert chunk_bytes_at(0.1) == 1
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
 from kernels_pallas.compressed import SCALES, compress, decompress
@@ -186,8 +186,14 @@ def test_experts_out_of_slots(kind: str | None, monkeypatch: pytest.MonkeyPatch)
     in_interpreter = partial(mlp_mosaic.grouped_mlp_in_slots, matmul=MATMUL)
     monkeypatch.setattr(mlp_mosaic, "grouped_mlp_in_slots", in_interpreter)
     options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4}
-    ours = table_mlp(routed, arrays, table, implementation="mosaic_gpu", **options)
-    assert_close(ours, table_mlp(routed, arrays, table, implementation="xla", **options), 2e-2)
+    ours = add_expert_outputs_by_slot_table(
+        routed, arrays, table, implementation="mosaic_gpu", **options
+    )
+    assert_close(
+        ours,
+        add_expert_outputs_by_slot_table(routed, arrays, table, implementation="xla", **options),
+        2e-2,
+    )
     assert (ours[1] == 1).all()
 
 

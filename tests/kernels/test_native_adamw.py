@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import OptimizerConfig
-from jmoe.offload.expert_updates import _bias_factors
+from jmoe.offload.expert_updates import _bias_corrections
 from jmoe.offload.lazy_adamw import MissedSteps, StepHistory, catch_up_arrays
 from kernels_pallas import native
 from kernels_pallas.native import adamw
@@ -62,7 +62,9 @@ def history(first: int, count: int) -> MissedSteps:
 
 def steps_of(window: MissedSteps) -> native.HostAdamWSteps:
     first, count = int(window.step), int(window.num_steps)  # type: ignore[arg-type]
-    factors = np.array([_bias_factors(CONFIG, t) for t in range(first, first + count)], np.float32)
+    factors = np.array(
+        [_bias_corrections(CONFIG, t) for t in range(first, first + count)], np.float32
+    )
     lr_W = np.asarray(window.lr_W)[:count]
     return native.HostAdamWSteps(lr_W, *factors.T, clip=float(window.clip))  # type: ignore[arg-type]
 

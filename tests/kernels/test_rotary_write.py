@@ -77,7 +77,7 @@ def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
 
     @jax.jit
     def both(cache: KVCache) -> Any:
-        qkv, places = attention._products(x), (jnp.asarray(TABLES), jnp.asarray(POSITIONS))
+        qkv, places = attention._project_qkv(x), (jnp.asarray(TABLES), jnp.asarray(POSITIONS))
         unbiased = qkv if attention.b_qkv is None else affine(x, attention.w_qkv)
         operands = unbiased, cache.k_NGLd, cache.v_NGLe, *places
         ours = attention._rotate_and_write(*operands, dtype=dtype, interpret=True)

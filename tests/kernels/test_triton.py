@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from jmoe.layers import slot_experts
-from jmoe.layers.low_rank import ExpertChanges, LowRank
-from jmoe.layers.slot_experts import ExpertInputs, table_mlp
+from jmoe.layers.low_rank import ExpertAdapters, LowRank
+from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
@@ -255,7 +255,7 @@ def test_experts_out_of_slots(
         a, b = (normal(i, (experts, *s)) for i, s in ((8, (d, 2)), (9, (2, 2 * f))))
         change = {"w_up": LowRank(a, b * 0.2, owner_R)}
         adapter_T = jnp.asarray([1, 0, 2, 1, 0, 2], jnp.int32)
-        routed = routed._replace(changes=ExpertChanges(change, adapter_T))
+        routed = routed._replace(adapters=ExpertAdapters(change, adapter_T))
     table = jnp.asarray([3, 0, 1], jnp.int32)
     in_interpreter = partial(mlp_triton.grouped_mlp_in_slots, matmul=MATMUL)
     monkeypatch.setattr(mlp_triton, "grouped_mlp_in_slots", in_interpreter)
@@ -264,8 +264,14 @@ def test_experts_out_of_slots(
     monkeypatch.setattr(mlp_triton, "mlp_of_choices", of_choices)
     monkeypatch.setattr(slot_experts, "MAX_TOKENS_BY_CHOICE", 64 if by_choice else 0)
     options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4}
-    ours = table_mlp(routed, arrays, table, implementation="triton", **options)
-    assert_close(ours, table_mlp(routed, arrays, table, implementation="xla", **options), 2e-2)
+    ours = add_expert_outputs_by_slot_table(
+        routed, arrays, table, implementation="triton", **options
+    )
+    assert_close(
+        ours,
+        add_expert_outputs_by_slot_table(routed, arrays, table, implementation="xla", **options),
+        2e-2,
+    )
     assert (ours[1:2] == 1).all()
 
 

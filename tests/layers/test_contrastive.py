@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.layers.contrastive import contrastive_losses, l2_normalized, similarities
+from jmoe.layers.contrastive import contrastive_losses, cosine_class_logits, l2_normalized
 from tests.arrays import on_host
 
 G, C = 12, 4
@@ -68,5 +68,5 @@ def test_gradients_are_finite_and_touch_only_what_is_compared() -> None:
 def test_classes_are_ranked_by_the_direction_of_their_means() -> None:
     means = np.array([[2.0, 0, 0, 0], [0, 0.1, 0, 0]], np.float32)
     z = l2_normalized(jnp.array([[1.0, 0.2, 0, 0], [0.2, 1.0, 0, 0]]))
-    scores = on_host(similarities(z, jnp.asarray(means), jnp.full(2, 0.5)))
+    scores = on_host(cosine_class_logits(z, jnp.asarray(means), jnp.full(2, 0.5)))
     np.testing.assert_allclose(scores, np.asarray(z)[:, :2] / 0.5, rtol=1e-5)

@@ -99,7 +99,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(
     want = layer(x_SD[None])[0]
     layer.split_w_kv_b()
     assert_close(layer(x_SD[None])[0], want, 1e-5)
-    assert not layer.absorbs(120) and layer.absorbs(13)
+    assert not layer.uses_absorbed_form(120) and layer.uses_absorbed_form(13)
     got = run_chunks(layer, x_SD, lambda count: None, native=native)
     assert_close(got, want, 1e-5)
     if not native:  # single tokens as on an accelerator
@@ -132,7 +132,9 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_which_form_takes_fewer_operations() -> None:
-    """DeepSeek's sizes: the count of `absorbs` against the shapes of the products themselves."""
+    """DeepSeek's sizes: the count of `uses_absorbed_form` against the shapes of the products
+    themselves.
+    """
     config = model_config(published("deepseek-lite", 2))
     layer = nnx.eval_shape(lambda: LatentAttention(config, 0.1, rngs=nnx.Rngs(0)))
     r, rope, n, v = 512, 64, 128, 128
@@ -142,4 +144,4 @@ def test_which_form_takes_fewer_operations() -> None:
             chunk * n * r + chunk * context * (r + rope) + chunk * context * r + chunk * r * v
         )
         expanded = context * r * (n + v) + chunk * context * (n + rope) + chunk * context * v
-        assert layer.absorbs(chunk) == (absorbed <= expanded)
+        assert layer.uses_absorbed_form(chunk) == (absorbed <= expanded)

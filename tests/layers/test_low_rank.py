@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from jmoe.layers.experts import affine
-from jmoe.layers.low_rank import BASE, AdaptedParam, ExpertChanges, LayerAdapters, LowRank
-from jmoe.layers.slot_experts import ExpertInputs, mlp_in_bundles, table_mlp
+from jmoe.layers.low_rank import BASE, AdaptedParam, ExpertAdapters, LayerAdapters, LowRank
+from jmoe.layers.slot_experts import (
+    ExpertInputs,
+    add_expert_outputs_by_slot_table,
+    add_expert_outputs_in_bundles,
+)
 
 OWNERS = np.asarray([1, 1, 2], np.int32)  # an adapter of rank 2, and one of rank 1
 
@@ -54,13 +58,13 @@ def test_a_layer_replaces_the_weights_that_have_adapters() -> None:
         "moe/experts/w_up": low_rank_of(3, 2, 4, 6),
     }
     adapters, layer = LayerAdapters(low_rank, jnp.asarray([1, BASE])), Layer()
-    adapters.adapt(layer, num_tokens=4)
+    adapters.install(layer, num_tokens=4)
     assert isinstance(layer.attention.w_out, AdaptedParam)
     assert not isinstance(layer.attention.w_qkv, AdaptedParam)
-    changes = adapters.expert_changes(4)
+    changes = adapters.expert_adapters(4)
     assert changes is not None and list(changes.low_rank) == ["w_up"]
     np.testing.assert_array_equal(changes.adapter_T, [1, 1, BASE, BASE])
-    assert LayerAdapters({}, jnp.asarray([1])).expert_changes(1) is None
+    assert LayerAdapters({}, jnp.asarray([1])).expert_adapters(1) is None
 
 
 @pytest.mark.parametrize("num_tokens", [5, 70])  # all tokens through each expert; sorted tiles
@@ -88,12 +92,14 @@ def test_experts(num_tokens: int, adapted: tuple[str, ...]) -> None:
             n: merged(w, low_rank[n], adapter) if n in low_rank else w for n, w in arrays.items()
         }
         rows = adapter_T == adapter
-        expected[rows] = np.asarray(table_mlp(plain, own, table_E, **options))[rows]
-    routed = plain._replace(changes=ExpertChanges(low_rank, jnp.asarray(adapter_T)))
+        expected[rows] = np.asarray(
+            add_expert_outputs_by_slot_table(plain, own, table_E, **options)
+        )[rows]
+    routed = plain._replace(adapters=ExpertAdapters(low_rank, jnp.asarray(adapter_T)))
     experts = [{name: w[i] for name, w in arrays.items()} for i in range(e)]
-    by_table = table_mlp(routed, arrays, table_E, **options)
+    by_table = add_expert_outputs_by_slot_table(routed, arrays, table_E, **options)
     np.testing.assert_allclose(by_table, expected, atol=2e-3, rtol=1e-4)
-    by_bundles = mlp_in_bundles(routed, experts, "swiglu")
+    by_bundles = add_expert_outputs_in_bundles(routed, experts, "swiglu")
     np.testing.assert_allclose(by_bundles, expected, atol=2e-3, rtol=1e-4)
 
 
@@ -101,10 +107,10 @@ def test_groups_of_rows() -> None:
     """The form beside grouped products: rows sorted by expert, of any adapter each."""
     low_rank, sizes = low_rank_of(0, 3, 8, 5), np.asarray([4, 0, 3], np.int32)
     x_NI, adapter_N = normal(3, 8, 8), jnp.asarray([1, 2, BASE, 1, 2, 1, BASE, 2])
-    y = low_rank.change_of_groups(x_NI, adapter_N, jnp.asarray(sizes))
+    y = low_rank.grouped_product_change(x_NI, adapter_N, jnp.asarray(sizes))
     expert_N = np.repeat(np.arange(3), sizes)
     for n, expert in enumerate(expert_N.tolist()):
-        expected = low_rank.of_expert(jnp.int32(expert)).change(
+        expected = low_rank.for_expert(jnp.int32(expert)).product_change(
             x_NI[n : n + 1], adapter_N[n : n + 1]
         )
         np.testing.assert_allclose(y[n : n + 1], expected, atol=1e-4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import LinearRopeConfig, Llama3RopeConfig, RopeScaling, YarnConfig
-from jmoe.layers.rotary import rotary, rotary_frequencies
+from jmoe.layers.rotary import apply_rotary, rotary_frequencies
 
 B, d = 2, 16
 
@@ -21,11 +21,14 @@ def test_rotary_is_a_complex_rotation() -> None:
     turn = np.exp(1j * positions[:, None, None] * theta ** (-2 * np.arange(d // 2) / d))
     rotated = (x[..., : d // 2] + 1j * x[..., d // 2 :]) * turn
     expected = np.concatenate([rotated.real, rotated.imag], axis=-1)
-    ours = rotary(jnp.asarray(x, jnp.float32), jnp.asarray(positions), theta)
+    ours = apply_rotary(jnp.asarray(x, jnp.float32), jnp.asarray(positions), theta)
     # an angle of 1000 has 6e-5 of rounding in float32
     np.testing.assert_allclose(ours, expected, rtol=0, atol=3e-4)
     np.testing.assert_allclose(ours[:, :2], expected[:, :2], rtol=1e-5, atol=1e-6)
-    assert rotary(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), theta).dtype == jnp.bfloat16
+    assert (
+        apply_rotary(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), theta).dtype
+        == jnp.bfloat16
+    )
 
 
 def test_rotary_of_neighbouring_pairs() -> None:
@@ -33,12 +36,12 @@ def test_rotary_of_neighbouring_pairs() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, 5, 3, d)), jnp.float32)
     halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     positions = jnp.arange(5)
-    ours = rotary(x, positions, 100.0, interleave=True)
-    np.testing.assert_array_equal(ours, rotary(halves, positions, 100.0))
+    ours = apply_rotary(x, positions, 100.0, interleave=True)
+    np.testing.assert_array_equal(ours, apply_rotary(halves, positions, 100.0))
     # positions of each row of the batch
-    each = rotary(x, jnp.stack([positions, positions + 3]), 100.0)
-    np.testing.assert_array_equal(each[0], rotary(x, positions, 100.0)[0])
-    np.testing.assert_array_equal(each[1], rotary(x, positions + 3, 100.0)[1])
+    each = apply_rotary(x, jnp.stack([positions, positions + 3]), 100.0)
+    np.testing.assert_array_equal(each[0], apply_rotary(x, positions, 100.0)[0])
+    np.testing.assert_array_equal(each[1], apply_rotary(x, positions + 3, 100.0)[1])
 
 
 def test_yarn_frequencies() -> None:
@@ -69,7 +72,8 @@ def test_yarn_frequencies() -> None:
     np.testing.assert_allclose(np.diff(between), np.diff(between).mean(), rtol=1e-3)
     x = jnp.ones((1, 3, 1, dim))
     ratio = (
-        rotary(x, jnp.arange(3), theta, scaling=yarn)[0, 0] / rotary(x, jnp.arange(3), theta)[0, 0]
+        apply_rotary(x, jnp.arange(3), theta, scaling=yarn)[0, 0]
+        / apply_rotary(x, jnp.arange(3), theta)[0, 0]
     )
     np.testing.assert_allclose(ratio, 0.1 * np.log(8) + 1, rtol=1e-6)  # position 0 is only scaled
 
@@ -78,7 +82,7 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
     q, k = (
         jnp.asarray(np.random.default_rng(s).normal(size=(1, 1, 1, d)), jnp.float32) for s in (1, 2)
     )
-    at = lambda x, position: rotary(x, jnp.array([position]), 100.0)  # noqa: E731
+    at = lambda x, position: apply_rotary(x, jnp.array([position]), 100.0)  # noqa: E731
     near, far = (float((at(q, p + 3) * at(k, p)).sum()) for p in (0, 40))
     assert near == pytest.approx(far, rel=1e-4)
     assert near != pytest.approx(float((at(q, 4) * at(k, 0)).sum()), rel=1e-2)
@@ -114,7 +118,7 @@ def test_frequencies_of_transformers(scaling: RopeScaling, expected: list[float]
     angle = np.arange(3)[:, None, None] * np.array(expected)
     turned = (x[..., :16] + 1j * x[..., 16:]) * np.exp(1j * angle)
     np.testing.assert_allclose(
-        rotary(jnp.asarray(x, jnp.float32), jnp.arange(3), 500_000.0, scaling=scaling),
+        apply_rotary(jnp.asarray(x, jnp.float32), jnp.arange(3), 500_000.0, scaling=scaling),
         np.concatenate([turned.real, turned.imag], axis=-1),
         rtol=0,
         atol=1e-6,

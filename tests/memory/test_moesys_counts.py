@@ -7,7 +7,7 @@ import pytest
 
 from jmoe.config.tiers import TiersConfig
 from jmoe.memory.lfu_cache import LFUCache
-from jmoe.memory.moesys_counts import MoESysCounts, ranks_maker
+from jmoe.memory.moesys_counts import MoESysCounts, record_ranks_factory
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.slot_table import HitCounts
 from jmoe.memory.tiered_store import TieredStore
@@ -144,12 +144,16 @@ def test_a_store_keeps_what_the_policy_keeps(tmp_path: Path) -> None:
     tiers = TiersConfig(
         "nvme", "nvme", cache_policy="moesys", cache_threshold=2.0, cache_interval=100
     )
-    assert ranks_maker(TiersConfig("nvme", "nvme")) is HitCounts
+    assert record_ranks_factory(TiersConfig("nvme", "nvme")) is HitCounts
     with VersionStore.open(tmp_path, LAYOUT, 8, fingerprint="test") as store:
         store.write_all_records(lambda index, views: None)
         size = 3 * store.layout.record_bytes
         with TieredStore(
-            store, cache_bytes=size, threads=1, write_threads=1, make_ranks=ranks_maker(tiers)
+            store,
+            cache_bytes=size,
+            threads=1,
+            write_threads=1,
+            make_ranks=record_ranks_factory(tiers),
         ) as tiered:
             assert tiered._cache is not None and tiered._cache.num_slots == 2
             for index in (0, 1, 2, 1, 0, 3):

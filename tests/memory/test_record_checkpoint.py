@@ -178,7 +178,7 @@ class TrainingRun:
 
     def commit(self) -> None:
         self.manager.wait_until_finished()
-        self.records.drain_committed(self.folder(self.saved), list(self.manager.all_steps()))
+        self.records.begin_drain(self.folder(self.saved), list(self.manager.all_steps()))
 
     def save_durably(self) -> None:
         self.save()
@@ -351,8 +351,8 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(record_checkpoint, "_copy_record", hangs_at_the_tenth)
         folder = tmp_path / "checkpoints" / "1" / ITEM
         folder.mkdir(parents=True)
-        records.write_list(folder, records.pin_versions(1))
-        records.drain_committed(folder, [1])
+        records.write_record_list(folder, records.pin_versions(1))
+        records.begin_drain(folder, [1])
         with pytest.raises(
             TimeoutError,
             match=rf"drain of records to {folder}: .* 9 of {2 * NUM_RECORDS} are there",
@@ -374,7 +374,7 @@ def test_damage_is_noticed_when_drained(tmp_path: Path) -> None:
         path = next((store.path / PINS / "1").iterdir())
         with path.open("r+b") as file:
             file.write(b"rotten")
-        run.records.drain_committed(run.folder(1), [1])
+        run.records.begin_drain(run.folder(1), [1])
         # it is never forgotten
         for call in (
             run.records.wait_until_drained,
@@ -403,8 +403,8 @@ def train_process(folder: Path, process: int, num_processes: int, first: int, la
         cache.flush()
     step_folder = checkpoints / str(last) / ITEM
     step_folder.mkdir(parents=True, exist_ok=True)
-    records.write_list(step_folder, records.pin_versions(last))
-    records.drain_committed(step_folder, [first, last])
+    records.write_record_list(step_folder, records.pin_versions(last))
+    records.begin_drain(step_folder, [first, last])
     records.close()
     found = {f"{name} {index}": array.hex() for (name, index), array in content(stores).items()}
     (folder / f"content-{last}-{process}").write_text(json.dumps(found))
@@ -470,10 +470,10 @@ def test_processes_with_the_same_records_share_the_saving(tmp_path: Path) -> Non
         records.save_only = dict.fromkeys(("moments", "memory"), range(process, NUM_RECORDS, 2))
         pinned = records.pin_versions(1)
         records.write_memory_records(step, pinned)
-        records.write_list(step, pinned)
+        records.write_record_list(step, pinned)
         everyone.append((store, records))
     for _, records in everyone:
-        records.drain_committed(step, [1])
+        records.begin_drain(step, [1])
         records.wait_until_drained()
     assert is_durable(step)
     for kind in ("moments", "memory"):
@@ -568,9 +568,9 @@ def test_records_of_processes_that_are_no_more_are_freed(
         folder = tmp_path / "checkpoints" / str(step) / ITEM
         folder.mkdir(parents=True)
         for records in processes:
-            records.write_list(folder, records.pin_versions(step))
+            records.write_record_list(folder, records.pin_versions(step))
         for records in processes:
-            records.drain_committed(folder, kept)
+            records.begin_drain(folder, kept)
             records.wait_until_drained()
         return folder
 

@@ -239,8 +239,8 @@ def test_a_record_being_written_is_not_changed(
         check_record(tiers, 2, 0)
         wait_for(lambda: gate.begun == [1])
         check_record(tiers, 1, 1)  # reading is allowed
-        waits, wait, waiting = tiers.stats().waits, tiers._wait_counted, threading.Event()
-        monkeypatch.setattr(tiers, "_wait_counted", lambda *words: (waiting.set(), wait(*words)))
+        waits, wait, waiting = tiers.stats().waits, tiers._wait_and_count, threading.Event()
+        monkeypatch.setattr(tiers, "_wait_and_count", lambda *words: (waiting.set(), wait(*words)))
         changer = threading.Thread(target=add, args=(tiers, 1))
         changer.start()
         assert waiting.wait(240) and changer.is_alive()
@@ -273,33 +273,33 @@ def test_not_read_where_all_is_replaced(
     reads = Gate(store, "read_into", monkeypatch)
     with TieredStore(store, cache_bytes=4 * RECORD_BYTES) as tiers:
         for index in range(NUM_RECORDS):
-            with tiers.get(index, writable=True, empty=True) as record:
+            with tiers.get(index, writable=True, will_overwrite=True) as record:
                 record["w"][:] = index + 5
                 record["n"][...] = 5
                 record.close_as_changed()
         tiers.flush()
         assert not reads.begun
-        with tiers.get(20, writable=True, empty=True) as record:  # it has left the cache
+        with tiers.get(20, writable=True, will_overwrite=True) as record:  # it has left the cache
             record["w"][:] = -1  # and then thinks better of it
         check_record(tiers, 20, 5)
-        with pytest.raises(ValueError, match="empty = True: needs writable"):
-            tiers.get(0, empty=True)
+        with pytest.raises(ValueError, match="will_overwrite = True: needs writable"):
+            tiers.get(0, will_overwrite=True)
 
 
 def test_what_is_forgotten_is_not_written(store: VersionStore, gate: Gate) -> None:
     with TieredStore(store, cache_bytes=6 * RECORD_BYTES, threads=1, write_threads=1) as tiers:
         for index in range(NUM_RECORDS):
-            with tiers.get(index, writable=True, empty=True) as record:
+            with tiers.get(index, writable=True, will_overwrite=True) as record:
                 record["n"][...] = 1
                 record.close_as_changed()
             if index % 2:
-                tiers.drop_changes(index)
+                tiers.cancel_write_back(index)
         tiers.flush()
         assert set(range(0, NUM_RECORDS, 2)) <= set(gate.begun)
         # but for what was being written already
         assert len(gate.begun) == len(set(gate.begun)) < NUM_RECORDS
         gate.begun.clear()
-        with tiers.get(1, writable=True, empty=True) as record:
+        with tiers.get(1, writable=True, will_overwrite=True) as record:
             record["w"][:] = 1 + 5
             record["n"][...] = 5
             record.close_as_changed()

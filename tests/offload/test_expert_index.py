@@ -26,7 +26,7 @@ def test_a_process_has_records_of_its_own() -> None:
     assert ExpertIndex(3, 4, local).saved_records == [3, 7, 11]
     everyone = LocalExperts.from_mesh(mesh_of(1, 2, 2), 8)
     assert (everyone.experts.tolist(), everyone.max_experts_per_device) == (list(range(8)), 2)
-    parts = everyone.split_by_part({"w": np.arange(8)})
+    parts = everyone.split_by_shard({"w": np.arange(8)})
     assert [part["w"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 

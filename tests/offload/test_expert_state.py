@@ -180,7 +180,7 @@ PLACES = [
     (jmoe.offload.training_slots, "put_record"),
     (StepPrograms, "route"),
     (StepPrograms, "moe_gradients"),
-    (RecordCheckpoints, "write_list"),
+    (RecordCheckpoints, "write_record_list"),
     (RecordCheckpoints, "_drain"),
 ]
 PLACES_OF_HOST_UPDATES = [
@@ -194,7 +194,7 @@ PLACES_OF_HOST_UPDATES = [
     (ExpertGroup, "send"),
     (jmoe.offload.training_slots, "put_records"),
 ]
-OF_SAVES = ("pin_versions", "write_list", "_drain", "flush")  # the experts are as they were
+OF_SAVES = ("pin_versions", "write_record_list", "_drain", "flush")  # the experts are as they were
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jmoe.mesh import expert_mesh
 from jmoe.offload import mesh_ring
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.mesh_ring import MeshRing
-from jmoe.offload.placed_experts import even_placement, local_expert_numbers
+from jmoe.offload.placed_experts import even_placement, expert_numbers_by_local_device
 from jmoe.offload.slot_arrays import DeviceSlotArrays, HostSlotArrays, NamedArrays
 from jmoe.planning.placement import EMPTY
 
@@ -35,7 +35,7 @@ def fill(number: int, views: dict[str, np.ndarray]) -> None:
 
 def open_store(mesh: Mesh, *, pins: bool = False) -> TieredStore:
     """Return all records in host memory, each for one device of the mesh."""
-    by_device = local_expert_numbers(even_placement(INDEX.num_experts, mesh.size), mesh)
+    by_device = expert_numbers_by_local_device(even_placement(INDEX.num_experts, mesh.size), mesh)
     owned = [
         [int(n) for layer in range(3) for n in INDEX.record_numbers(layer, experts)]
         for experts in by_device.values()
@@ -114,7 +114,7 @@ def test_all_devices_are_copied_to_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_process_has_the_experts_of_its_devices() -> None:
     """This one has all, each once."""
     mesh = expert_mesh(4)
-    by_device = local_expert_numbers(even_placement(5, 4), mesh)
+    by_device = expert_numbers_by_local_device(even_placement(5, 4), mesh)
     assert list(by_device) == list(mesh.devices.flat)
     assert np.concatenate(list(by_device.values())).tolist() == list(range(5))
 

@@ -209,7 +209,7 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
         versions = [run.listed(0)["versions"]]
         for step in (4, 8):
             state = run.steps(state, step)
-            experts = run.program._open_experts
+            experts = run.program._loaded_experts
             experts._ring.wait_for_loads()
             updates = experts.stats().updates
             run.save(state)
@@ -235,7 +235,7 @@ def test_what_changed_is_written_back_every_few_steps(every: int, tmp_path: Path
     tiers = dataclasses.replace(NVME, host_cache_bytes=10_000_000, write_back_every_steps=every)
     with Opened(tmp_path, tiers) as run:
         state = run.steps(run.program.init(), 1)
-        experts = run.program._open_experts
+        experts = run.program._loaded_experts
 
         def written() -> list[int]:
             return [

@@ -67,13 +67,13 @@ def test_a_larger_room_empties_a_slot_when_it_is_next_used(
     assert slots.assign_rows_and_find_absent(0, np.array([1])).tolist() == [True]
     slots.write_weights(SlotPlace(0, 0, 1), record(7.0))
     slots.set_present(0, 1, True)
-    slots.grow_slots(1)
-    slots.grow_if_asked(0)
+    slots.request_slot_size(1)
+    slots.grow_if_requested(0)
     assert weights(slots, 0) == [[7], [7], [0]] and not caplog.records
-    slots.grow_slots(2)
+    slots.request_slot_size(2)
     assert "tokens chose 2 of a device's 2 experts; there is room for 2 from now on" in caplog.text
     assert weights(slots, 0) == [[7], [7], [0]]
-    slots.grow_if_asked(0)
+    slots.grow_if_requested(0)
     assert weights(slots, 0) == [[0, 0], [0, 0], [0, 0]] and slots.assign_rows_and_find_absent(
         0, np.array([1])
     ).tolist() == [True]

@@ -37,7 +37,7 @@ def test_a_group_that_was_sent_may_be_written_again(pinned: bool) -> None:
     link = Link()
     groups, sent = groups_of(DEVICES[1], link, pinned=pinned), []
     for value in range(6):  # more than there are groups
-        with groups.take(2) as group:
+        with groups.borrow(2) as group:
             group.arrays["w"][:], group.arrays["b"][:] = value, -value
             sent.append(group.send(DEVICES[1]))
     for value, (arrays, transfer) in enumerate(sent):
@@ -66,13 +66,13 @@ def test_a_group_waits_for_its_transfer_and_others_do_not() -> None:
     slow = WaitingLink(lambda: may_end.wait(60))
     groups = groups_of(DEVICES[0], slow)
     for _ in range(2):
-        with groups.take(1) as group:
+        with groups.borrow(1) as group:
             _, transfer = group.send(DEVICES[0])
-    with groups.take(2):
+    with groups.borrow(2):
         pass
     assert slow.num_ended == 0
     threading.Timer(0.1, may_end.set).start()
-    with groups.take(1):
+    with groups.borrow(1):
         assert slow.num_ended >= 1
     transfer.wait()
 
@@ -80,7 +80,7 @@ def test_a_group_waits_for_its_transfer_and_others_do_not() -> None:
 def test_a_group_is_free_after_an_error() -> None:
     groups = groups_of(DEVICES[0], Link())
     for _ in range(4):
-        with pytest.raises(OSError, match="broken"), groups.take(1):
+        with pytest.raises(OSError, match="broken"), groups.borrow(1):
             raise OSError("broken")
 
 
@@ -98,7 +98,7 @@ def test_all_links_are_busy_at_once() -> None:
     assert [part.tolist() for part in parts] == [[2 * d, 2 * d + 1] for d in range(8)]
 
     def load(d: int) -> None:
-        with staging[d].take(2) as group:
+        with staging[d].borrow(2) as group:
             group.arrays["w"][:] = parts[d][:, None, None]
             (transfer,) = slots.write_group(0, 0, parts[d].tolist(), group)
         transfer.wait()

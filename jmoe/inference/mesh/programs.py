@@ -33,7 +33,7 @@ from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
-from jmoe.layers.slot_experts import ExpertInputs, stored_group_mlp
+from jmoe.layers.slot_experts import ExpertInputs, grouped_mlp_from_slots
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
 from jmoe.models.block import add_residual
 from jmoe.models.functional import ModuleStructure
@@ -234,7 +234,7 @@ def _run_slots_local(
     their format, and otherwise decoded for each tile of `batched_rows` rows.
     """
     if table_S is not None or any(name.endswith(SCALES) for name in weights):
-        return stored_group_mlp(
+        return grouped_mlp_from_slots(
             x_MD,
             group_sizes_L,
             weights,

@@ -67,7 +67,7 @@ class StreamedExperts:
         self._rows, self._split = before._rows, before._split
         self.experts, self.stores, self.records = before.experts, before.stores, before.records
 
-    def _fill_stores(
+    def _stop_threads_and_fill_stores(
         self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
     ) -> None:
         self.stop_expert_threads()
@@ -95,10 +95,10 @@ class StreamedExperts:
             if weights is moments is None
             else self.stores.fresh_replay_state(step)
         )
-        self._fill_stores(replay_state, weights, moments)
+        self._stop_threads_and_fill_stores(replay_state, weights, moments)
 
     @property
-    def _open_experts(self) -> ExpertState:
+    def _loaded_experts(self) -> ExpertState:
         if self.experts is None:
             raise ValueError("the experts are nowhere yet: init or load_state comes first")
         return self.experts
@@ -132,7 +132,7 @@ class StreamedExperts:
         """
         if not size:
             return None
-        rows = self._open_experts.chosen_slot_rows(chosen_P, size)
+        rows = self._loaded_experts.chosen_slot_rows(chosen_P, size)
         if self.mesh.size == 1:
             return ChosenRows(*map(jnp.asarray, rows[0]))
         sharding = NamedSharding(self.mesh, self._split)
@@ -176,7 +176,7 @@ class StreamedExperts:
         by parameter.
         """
         by_device = zip(*(self._local_shards(g) for g in experts.values()), strict=True)
-        self._open_experts.store_gradients(
+        self._loaded_experts.store_gradients(
             number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
         )
 
@@ -186,9 +186,9 @@ class StreamedExperts:
         """
         values = jax.device_get({name: metrics[name] for name in ("ok", "learning_rate", "clip")})
         if values["ok"]:
-            self._open_experts.commit_step(float(values["learning_rate"]), float(values["clip"]))
+            self._loaded_experts.commit_step(float(values["learning_rate"]), float(values["clip"]))
         else:
-            self._open_experts.abandon_step()
+            self._loaded_experts.abandon_step()
 
     def _wait_on_cpu_mesh(self, result: PyTree) -> PyTree:
         """Return `result`, after waiting for it on several CPU devices: there, programs with
@@ -199,7 +199,7 @@ class StreamedExperts:
 
     def expert_stats(self) -> ExpertStats:
         """Return the counters of traffic between tiers."""
-        return self._open_experts.stats()
+        return self._loaded_experts.stats()
 
     def progress_counters(self) -> tuple[int, ...]:
         """Return counters that change while records are moving or being updated; for watchdogs."""

@@ -179,7 +179,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             drawn = draw_layer(jnp.int32(place.number), kind=place.kind)
             return {name: np.asarray(w)[experts] for name, w in drawn.items()}
 
-        self._fill_stores(
+        self._stop_threads_and_fill_stores(
             self.stores.fresh_replay_state(0), draw_weights, lambda layer, experts: {}
         )
 
@@ -191,7 +191,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """Return (new state, metrics) after one optimizer step, like `Trainer.step`. After a buffer
         overflow the metrics are only `overflow` and `ok`.
         """
-        experts = self._open_experts
+        experts = self._loaded_experts
         waited_s = experts.waited_s
         with experts.permanent_errors():
             result = self._step_unguarded(state, batch, full_capacity)
@@ -201,7 +201,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
     def _step_unguarded(
         self, state: TrainState, batch: PyTree, full_capacity: bool
     ) -> tuple[TrainState, Metrics]:
-        programs, experts = self.programs, self._open_experts
+        programs, experts = self.programs, self._loaded_experts
         micro_batches = self._micro_batches(state, batch)
         experts.begin_pass(self._down + self._down[::-1])
         pass_state, xs = self._forward(
@@ -333,7 +333,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         for first in range(0, len(xs), size):
             group = slice(first, first + size)
             xs[group] = self._forward_micro_batch_group(pass_state, i, params, xs[group], first)
-        self._open_experts.release_layer()
+        self._loaded_experts.release_layer()
 
     def _forward_micro_batch_group(
         self,
@@ -375,9 +375,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         passed.chosen_P = self._chosen_experts(arrived)
         passed.slot_rows = self._grow_slots_for_chosen(arrived)
         fetch = (
-            self._open_experts.fetch_more_experts
+            self._loaded_experts.fetch_more_experts
             if first_micro_batch
-            else partial(self._open_experts.fetch_layer, layer.record)
+            else partial(self._loaded_experts.fetch_layer, layer.record)
         )
         params = params._replace(experts=self._global_arrays(fetch(passed.chosen_P)))
         params = params._replace(chosen=self._chosen_slot_rows(passed.chosen_P, passed.slot_rows))
@@ -401,7 +401,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
 
         Returns 0, and grows nothing, if the slot has a row for each expert.
         """
-        experts = self._open_experts
+        experts = self._loaded_experts
         if experts.experts_per_slot is None:
             return 0
         experts.grow_slots(
@@ -515,7 +515,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         The experts' gradients go to their tier. If they first need a reduction over devices, they
         are among the summed gradients instead, and the norms are None.
         """
-        experts, layer, passed = self._open_experts, self._layers[i], pass_state.passed[i]
+        experts, layer, passed = self._loaded_experts, self._layers[i], pass_state.passed[i]
         fetched = self._global_arrays(experts.fetch_layer(layer.record, passed.chosen_P))
         params = pass_state.layer_params(layer, fetched)
         params = params._replace(chosen=self._chosen_slot_rows(passed.chosen_P, passed.slot_rows))
@@ -556,7 +556,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         """
 
         def run_forward(*, full_capacity: bool) -> tuple[tuple[Params, list[jax.Array]], jax.Array]:
-            self._open_experts.begin_pass(self._down)
+            self._loaded_experts.begin_pass(self._down)
             pass_state, xs = self._forward(
                 state, micro_batches, train=False, full_capacity=full_capacity
             )
@@ -567,5 +567,5 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             )
             return (pass_state.outside, xs), dropped
 
-        with self._open_experts.permanent_errors():
+        with self._loaded_experts.permanent_errors():
             return run_without_drops(run_forward)

@@ -110,8 +110,8 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
         With moments on the tier nvme, the records are durable afterwards and experts keep their
         pending updates; otherwise all pending updates are applied first.
         """
-        with self._open_experts.permanent_errors():
-            self.stores.prepare_checkpoint(self._open_experts)
+        with self._loaded_experts.permanent_errors():
+            self.stores.prepare_checkpoint(self._loaded_experts)
             return self.model.to_saved(state)
 
     def load_state(

@@ -27,7 +27,7 @@ from jax import lax
 
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatch
-from jmoe.layers.contrastive import contrastive_losses, l2_normalized, similarities
+from jmoe.layers.contrastive import contrastive_losses, cosine_class_logits, l2_normalized
 from jmoe.mesh import ALL
 from jmoe.types import JsonObject, PyTree
 
@@ -182,7 +182,9 @@ class TaskLosses:
             z_BC = self.embeddings(logits_BY)
             temperature_B = jnp.asarray(self._temperature)[part.task]
             near_BK = jnp.where(
-                part.task[:, None] == owner_K, similarities(z_BC, means_KC, temperature_B), -jnp.inf
+                part.task[:, None] == owner_K,
+                cosine_class_logits(z_BC, means_KC, temperature_B),
+                -jnp.inf,
             )
             compared = _nll_and_is_correct(
                 near_BK, part.label + jnp.asarray(self._classes)[part.task]

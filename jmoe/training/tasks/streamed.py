@@ -147,8 +147,8 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
         """Return the state for a checkpoint, without experts, and prepare their records; see
         `StreamedTrainer.save_state`.
         """
-        with self._open_experts.permanent_errors():
-            self.stores.prepare_checkpoint(self._open_experts)
+        with self._loaded_experts.permanent_errors():
+            self.stores.prepare_checkpoint(self._loaded_experts)
             return state
 
     def load_state(

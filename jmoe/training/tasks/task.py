@@ -14,7 +14,7 @@ from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task
 from jmoe.planning.elastic import TaskLayout
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.compatibility import has_checkpoint
+from jmoe.run.compatibility import has_compatible_checkpoint
 from jmoe.run.snapshots import Snapshots
 from jmoe.training.session import print_on_rank_0
 from jmoe.training.task import RunSetup, TrainingData, open_session
@@ -56,7 +56,7 @@ class ImageTraining:
         """Return the images of all tasks. Every process reads all of them."""
         config = self.config
         with setup.watchdog.waiting_for("images", timeout_s=config.distributed.start_timeout_s):
-            has_checkpoint(config, setup.resolved)
+            has_compatible_checkpoint(config, setup.resolved)
             tasks = tuple(
                 load_task(name, task.source, config.model, config.images)
                 for name, task in config.tasks.items()

@@ -29,7 +29,7 @@ def train(config: TrainConfig, links: dict[str, list[TracedLink]] | None = None)
     """Losses, the last state, and bytes to devices and back of the last step."""
     with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, DEVICES))) as program:
         state, losses, moved = program.init(), [], []
-        experts = program._open_experts
+        experts = program._loaded_experts
         for step in range(STEPS):
             state, metrics = program.step(state, batch(config, step))
             losses.append(float(metrics["loss"]))

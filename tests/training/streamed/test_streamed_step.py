@@ -251,7 +251,7 @@ def test_an_update_on_the_host_moves_few_bytes(
         state, links = program.init(), []
         for step in range(3):
             state, _ = program.step(state, batch(config, step))
-            program._open_experts._ring.wait_for_loads()  # until the next step begins
+            program._loaded_experts._ring.wait_for_loads()  # until the next step begins
             links.append(program.expert_stats().link)
     per_parameter = [
         np.subtract(links[2], links[1])[i] / (N * E * model.parameters_per_expert) for i in (0, 1)
