@@ -1,33 +1,44 @@
-"""GPT with experts in every layer: the training shapes of MoESys, Table 2 (arXiv:2205.10034).
+"""GPT, dense (MoESys, Table 1, arXiv:2205.10034) and with experts in every layer (Table 2).
 
-One expert of every layer and one sequence per GPU: mesh (1, nodes, 8 GPUs in a node). The paper's
-totals (13.9, 26.8, 52.6, 104.1 and 207.2 billion parameters) are those of experts in *every* layer
-and tied embeddings.
+Table 2 has one expert of every layer and one sequence per GPU: mesh (1, nodes, 8 GPUs in a node).
+The paper's totals (13.9, 26.8, 52.6, 104.1 and 207.2 billion parameters) are those of experts in
+*every* layer and tied embeddings.
 """
+
+from dataclasses import replace
 
 from jmoe.config import MeshConfig, ModelConfig, OptimizerConfig, RouterConfig, TrainConfig
 
 
+def gpt_dense(hidden_size: int, num_layers: int, num_heads: int) -> ModelConfig:
+    """Return a dense GPT of contexts of 1,024 tokens."""
+    return ModelConfig(
+        vocab_size=50304,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=1024,
+        intermediate_size=4 * hidden_size,
+        num_experts=0,
+        num_experts_per_tok=0,
+        hidden_act="gelu",
+        norm="layernorm",
+        norm_eps=1e-5,
+        position="learned",
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    )
+
+
 def _gpt_moe_preset(num_experts: int) -> TrainConfig:
     return TrainConfig(
-        model=ModelConfig(
-            vocab_size=50304,
-            hidden_size=4096,
-            num_hidden_layers=12,
-            num_attention_heads=64,
-            num_key_value_heads=64,
-            max_position_embeddings=1024,
-            intermediate_size=16384,
+        model=replace(
+            gpt_dense(4096, 12, 64),
             moe_intermediate_size=16384,
             num_experts=num_experts,
             num_experts_per_tok=1,
-            hidden_act="gelu",
-            norm="layernorm",
-            norm_eps=1e-5,
-            position="learned",
-            attention_bias=True,
-            mlp_bias=True,
-            tie_word_embeddings=True,
             capacity_factor=1.25,
             router=RouterConfig(kind="switch", aux_loss_coef=0.01),
         ),

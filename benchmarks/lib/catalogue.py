@@ -24,6 +24,7 @@ TITLES = {
     "curves_cpu": ("training", "Loss curves: float16, bfloat16, GShard's second expert"),
     "ufo_tiny_cpu": ("training", "Preset `ufo-tiny`, trained to its end"),
     "estimates": ("training", "Steps on GPUs, estimated; planned bytes beside compiled ones"),
+    "paper_estimates": ("papers", "The papers' training steps at their sizes, estimated for A100"),
     "super_network_aot": ("training", "A training step of `ufo-17b`, compiled for H200"),
     "startup_cpu": ("runs", "Starting many processes"),
     "restart_cpu": ("runs", "Restarting after the loss of a rank"),

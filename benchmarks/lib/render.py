@@ -25,7 +25,8 @@ from typing import TypeGuard
 from benchmarks import DOCS, RESULTS, ROOT
 from benchmarks.lib.catalogue import AREAS, TITLES, with_todays_paths
 from benchmarks.lib.report import JsonObject
-from benchmarks.paper.index import PLACES
+from benchmarks.paper.index import PAPERS
+from benchmarks.paper.index import table as table_of_paper
 from benchmarks.paper.pictures import PICTURES
 
 PAGES = DOCS / "benchmarks"
@@ -35,13 +36,12 @@ HEAD = """# Benchmarks
 python -m benchmarks     # every program, and what it measures; with a name and options it runs one
 ```
 
-One page for each file of [`benchmarks/results`](../benchmarks/results), written by `make docs`; do
-not edit. Where a result has several machines its page begins with the newest measurement and folds
-the others. Machines vary from hour to hour: compare ratios of one run, not times of two.
+A page for each file of [`benchmarks/results`](../benchmarks/results), which `make docs` writes,
+begins with the newest measurement and folds the others. Machines vary: compare ratios of one run.
+[The papers' tables and figures](papers.md) stand beside ours on a page of their own.
 
 | area | what was measured | machine | date |
 |---|---|---|---|
-| papers | [Every table and figure of the papers](benchmarks/papers.md) | those below | |
 """
 # The first pattern that a result's machine contains names it in the index.
 MACHINES = {
@@ -210,28 +210,25 @@ def papers() -> Iterator[str]:
     """Yield the page of the papers' tables and figures, ours beside theirs."""
     yield "# The papers' tables and figures\n"
     yield "```"
-    yield "python -m benchmarks.paper                  # lists them, with their figures and ours"
+    yield "python -m benchmarks.paper                  # prints them; with a name runs that program"
     yield "python -m benchmarks.paper --all --quick    # smoke tests, without root, in minutes"
     yield "```\n"
     yield (
-        "`benchmarks/peers/setup.py` makes the environments of the peers. A column says what was"
-        " not measured here, and why.\n"
+        "One table for each paper: every table and every figure of it, its figures, ours, and the"
+        " program that gives ours. `make docs` writes the page from the results. SE-MoE and MoESys"
+        " are [arXiv 2205.10034](https://arxiv.org/abs/2205.10034), first and third version; Lina"
+        " is of USENIX ATC '23. The papers measured on up to 128 A100. Ours are measured on two CPU"
+        " cores unless they say *estimated* (from programs compiled for GPUs) or *simulated*, so"
+        " compare ratios. `benchmarks/peers/setup.py` makes the environments of the peers.\n"
     )
     yield "Both pictures are drawn from the results by `python -m benchmarks.paper.pictures`.\n"
     yield from (
-        f"![figures of {name[7:-4]}, drawn from the results](../{name})\n" for name in PICTURES
+        f"![figures of {name[7:-4]}, drawn from the results]({name})\n" for name in PICTURES
     )
-    yield "| paper | shows | the paper has | here | not measured here |\n|---|---|---|---|---|"
-    for place in PLACES:
-        result = f" ([all figures]({Path(place.result).stem}.md))" if place.result else ""
-        cells = (
-            f"{place.paper}, {place.place}",
-            place.shows,
-            place.paper_has,
-            place.here() + result,
-            place.lacking,
-        )
-        yield f"| {' | '.join(cells)} |"
+    for paper in PAPERS:
+        yield f"## {paper}\n"
+        yield from table_of_paper(paper)
+        yield ""
 
 
 def page(path: Path, result: JsonObject) -> Iterator[str]:
@@ -270,7 +267,7 @@ def pages() -> dict[Path, str]:
     files = sorted(RESULTS.glob("*.json"))
     results = {path: json.loads(with_todays_paths(path.read_text())) for path in files}
     made = {PAGES / f"{path.stem}.md": page(path, result) for path, result in results.items()}
-    made |= {DOCS / "benchmarks.md": index(results), PAGES / "papers.md": papers()}
+    made |= {DOCS / "benchmarks.md": index(results), DOCS / "papers.md": papers()}
     return {path: "\n".join(lines).rstrip() + "\n" for path, lines in made.items()}
 
 

@@ -1,11 +1,11 @@
 """The papers' tables and figures, ours beside theirs; the last line of a run is one JSON object.
 
-    python -m benchmarks.paper                       lists them, with their figures and ours
-    python -m benchmarks.paper moesys-table-3        runs the command that makes it
-    python -m benchmarks.paper lina-step
+    python -m benchmarks.paper                       prints them, with the papers' figures and ours
+    python -m benchmarks.paper moesys-table-3        runs the command of a program that gives ours
+    python -m benchmarks.paper lina-order
         draws its figures from the committed result first, if it has any
     python -m benchmarks.paper --all --quick
-        smoke tests of all, and the committed figures beside the papers'
+        smoke tests of all programs, and the committed figures beside the papers'
 
 A smoke test shows that a benchmark runs, not what it measures: figures come from
 `benchmarks/results`, and XLA leaves most optimisations out, to compile sooner. One that fails or
@@ -32,54 +32,85 @@ from benchmarks import ROOT
 from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
 from benchmarks.lib.report import JsonObject
-from benchmarks.paper.index import PLACES, Place
+from benchmarks.paper.index import BY_NAME, PAPERS, here, rows_of
+from benchmarks.paper.tables.programs import PROGRAMS
+from benchmarks.paper.tables.row import Program
 
-DRAWN = ROOT / "runs" / "papers"  # figures of single places
+DRAWN = ROOT / "runs" / "papers"  # figures of single programs
+MADE_BY_HAND = "DIR", "FILE", "ENVIRONMENT"
 
 
-def comparison(place: Place) -> JsonObject:
-    """Return the paper's figures and those of the committed result."""
-    row = {"name": place.name, "paper": place.paper, "place": place.place, "shows": place.shows}
-    row |= {
-        "paper_has": place.paper_has,
-        "here": place.here(),
-        "result": place.result,
-        "command": place.command,
+def comparison(program: Program) -> JsonObject:
+    """Return the papers' figures beside those of a program's committed result."""
+    rows = [
+        {"paper": paper, "item": row.item, "paper_has": row.paper_has, "here": here(row)}
+        for paper, row in rows_of(program)
+    ]
+    return {
+        "name": program.name,
+        "command": program.command,
+        "result": program.result,
+        "rows": rows,
     }
-    return row | ({"lacking": place.lacking} if place.lacking else {})
 
 
-def smoke_test(place: Place) -> JsonObject:
-    """Run a place's smoke test, if it has one."""
-    row = comparison(place)
-    if place.quick is None:
-        return row | {"ran": False}
+def smoke_test(program: Program) -> JsonObject:
+    """Run a program's smoke test, if it has one."""
+    row = comparison(program)
+    if program.quick is None:
+        return row | {"ran": False, "why": program.no_quick}
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = run_part(shlex.split(place.quick), place.limit_s, environment, ROOT)
+    done = run_part(shlex.split(program.quick), program.limit_s, environment, ROOT)
     done.pop("result", None)
     return row | {"ran": True} | done
 
 
-def draw(place: Place) -> Path | None:
-    """Draw a place's figures from its result; return the picture's path, None without figures."""
+def draw(program: Program) -> Path | None:
+    """Draw a program's figures from its result; return the picture's path, None without figures."""
     from benchmarks.paper import pictures  # which needs matplotlib
 
-    if place.name not in pictures.PANELS:
+    if program.name not in pictures.PANELS:
         return None
     DRAWN.mkdir(parents=True, exist_ok=True)
-    return pictures.draw([place], DRAWN / f"{place.name}.png")
+    return pictures.draw([program], DRAWN / f"{program.name}.png")
 
 
-def chosen(names: list[str]) -> list[Place]:
-    """Return the places of these names; `ValueError` naming those that there are not."""
-    by_name = {place.name: place for place in PLACES}
-    if unknown := [name for name in names if name not in by_name]:
-        raise ValueError(f"{', '.join(unknown)}: must be among {', '.join(by_name)}")
-    return [by_name[name] for name in names]
+def chosen(names: list[str]) -> list[Program]:
+    """Return the programs of these names; `ValueError` naming the unknown ones."""
+    if unknown := [name for name in names if name not in BY_NAME]:
+        raise ValueError(f"{', '.join(unknown)}: must be among {', '.join(BY_NAME)}")
+    return [BY_NAME[name] for name in names]
+
+
+def print_tables() -> None:
+    """Print every row of the papers: their figures, ours, and the program that gives ours."""
+    for paper, rows in PAPERS.items():
+        for row in rows:
+            command = BY_NAME[row.program].command if row.program else f"pytest {row.held_by}"
+            print(f"{paper}, {row.item}: {row.shows}")
+            print(f"    paper: {row.paper_has}\n    here: {here(row)}")
+            print(f"    the same quantity? {row.compared}\n    {row.program}: {command}")
+
+
+def run_in_full(programs: list[Program]) -> int:
+    """Draw each program's committed figures, then run its command; return the first exit status
+    that is not 0. `ValueError` for a command with something to fill in.
+    """
+    for program in programs:
+        if path := draw(program):
+            print(f"{program.name}: drawn from benchmarks/results/{program.result}: {path}")
+        if any(word in program.command for word in MADE_BY_HAND):
+            raise ValueError(f"{program.name}: needs what you have: {program.command}")
+        sys.stdout.flush()
+        command = program.command.replace("python ", f"{shlex.quote(sys.executable)} ", 1)
+        status = subprocess.run(command, shell=True, cwd=ROOT, check=False).returncode
+        if status:
+            return status
+    return 0
 
 
 def main() -> int:
-    """List the places, run one, or smoke test some."""
+    """Print the tables, run programs, or smoke test some."""
     parser = report.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true", help="all of them; needs --quick")
@@ -90,34 +121,19 @@ def main() -> int:
     if a.all == bool(a.names) and a.quick:
         parser.error("--quick: needs names or --all, not both")
     try:
-        places = list(PLACES) if a.all else chosen(a.names)
+        programs = list(PROGRAMS) if a.all else chosen(a.names)
+        if a.quick:
+            rows = [report.progress(smoke_test(program)) for program in programs]
+            failed = [row["name"] for row in rows if "failed" in row]
+            report.finish(
+                {"benchmark": "the papers' tables and figures", "failed": failed, "rows": rows}
+            )
+            return 1 if failed else 0
+        if programs:
+            return run_in_full(programs)
     except ValueError as error:
         parser.error(str(error))
-    if a.quick:
-        rows = [report.progress(smoke_test(place)) for place in places]
-        failed = [row["name"] for row in rows if "failed" in row]
-        report.finish(
-            {"benchmark": "the papers' tables and figures", "failed": failed, "rows": rows}
-        )
-        return 1 if failed else 0
-    if not places:
-        for place in PLACES:
-            lacking = f"\n    lacking: {place.lacking}" if place.lacking else ""
-            print(f"{place.name}: {place.paper}, {place.place}: {place.shows}")
-            print(
-                f"    paper: {place.paper_has}\n    here: {place.here()}\n    "
-                f"{place.command}{lacking}"
-            )
-        return 0
-    for place in places:
-        if path := draw(place):
-            print(f"{place.name}: drawn from benchmarks/results/{place.result}: {path}", flush=True)
-        if "DIR" in place.command or "FILE" in place.command or ", " in place.command:
-            parser.error(f"{place.name}: needs what you have: {place.command}")
-        command = place.command.replace("python ", f"{shlex.quote(sys.executable)} ", 1)
-        status = subprocess.run(command, shell=True, cwd=ROOT, check=False).returncode
-        if status:
-            return status
+    print_tables()
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.paper.pictures
 
 Writes docs/papers_moesys.png and docs/papers_lina.png. Titles name the figures whose place they
-take; what a paper has is in `python -m benchmarks.paper`.
+take; what a paper has is in docs/papers.md.
 """
 
 if __name__ == "__main__":
@@ -23,7 +23,8 @@ from matplotlib.figure import Figure
 
 from benchmarks import DOCS
 from benchmarks.lib.report import JsonObject
-from benchmarks.paper.index import PLACES, Place
+from benchmarks.paper.index import BY_NAME
+from benchmarks.paper.tables.row import Program
 
 Result = JsonObject
 Rows = list[JsonObject]
@@ -199,14 +200,13 @@ def inference(axes: Axes, result: Result) -> None:
     axes.tick_params(axis="x", labelsize=6)
 
 
-PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # of each place that has figures
+PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # by program
     "moesys-table-4": (embedding,),
     "moesys-fusion": (fusion,),
     "moesys-figure-10": (levels,),
     "moesys-figure-12": (ring,),
-    "lina-step": (step_times, all_to_alls),
+    "lina-order": (step_times, all_to_alls),
     "lina-layer": (layers,),
-    "lina-ablation": (step_times,),
     "lina-partition-size": (partition_sizes,),
     "lina-popularity": (paths,),
     "lina-inference": (inference,),
@@ -219,7 +219,7 @@ PICTURES = {
         "moesys-figure-12",
     ),
     "papers_lina.png": (
-        "lina-step",
+        "lina-order",
         "lina-layer",
         "lina-partition-size",
         "lina-popularity",
@@ -228,15 +228,14 @@ PICTURES = {
 }
 
 
-def draw(places: Sequence[Place], path: Path) -> Path:
-    """Draw these places' figures from their results, two a row; return the picture's path."""
-    drawn = [(panel, place.committed()) for place in places for panel in PANELS[place.name]]
+def draw(programs: Sequence[Program], path: Path) -> Path:
+    """Draw these programs' figures from their results, two a row; return the picture's path."""
+    drawn = [(panel, program.committed()) for program in programs for panel in PANELS[program.name]]
     columns = min(2, len(drawn))
     figure = Figure(figsize=(6 * columns, 3.6 * len(drawn) / columns), layout="constrained")
     for axes, (panel, result) in zip(
         figure.subplots(len(drawn) // columns, columns, squeeze=False).flat, drawn, strict=True
     ):
-        assert result is not None, "what has figures has a result"
         panel(axes, result)
         axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -245,8 +244,7 @@ def draw(places: Sequence[Place], path: Path) -> Path:
 
 def draw_picture(name: str, folder: Path) -> Path:
     """Draw one of `PICTURES` into the folder; return its path."""
-    by_name = {place.name: place for place in PLACES}
-    return draw([by_name[place] for place in PICTURES[name]], folder / name)
+    return draw([BY_NAME[program] for program in PICTURES[name]], folder / name)
 
 
 def main() -> None:

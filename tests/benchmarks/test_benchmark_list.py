@@ -14,7 +14,7 @@ from benchmarks.__main__ import programs, summary
 from benchmarks.lib.catalogue import with_todays_paths
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
-PATH = re.compile(r"\bbenchmarks/[\w/]+\.py\b")
+PATH = re.compile(r"(?<!tests/)\bbenchmarks/[\w/]+\.py\b")
 TEXTS = [
     *ROOT.glob("*.md"),
     ROOT / "Makefile",

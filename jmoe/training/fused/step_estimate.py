@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding
 
 from jmoe.collectives.ragged_rounds import LATER_ROUNDS
 from jmoe.config import TrainConfig
-from jmoe.config.cluster import read_links
+from jmoe.config.cluster import NetworkConfig, read_links
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.planning.exchange import DROPLESS_BUFFER, RAGGED_BUFFER
 from jmoe.planning.gpu_estimate import GpuEstimate, KernelFacts, estimate_module, gpu_rates
-from jmoe.planning.gpu_links import GPUS_PER_NODE
+from jmoe.planning.gpu_links import GPU_LINKS, GPUS_PER_NODE
 from jmoe.planning.hlo import parse_hlo
 from jmoe.run import ahead_of_time
 from jmoe.run.planner import with_chosen_expert_sharding
@@ -46,12 +46,14 @@ class StepEstimate:
     """Estimated time and memory of a run's step on `num_devices` GPUs; `str` gives the report.
 
     config.estimate: the kind of GPU. gpu: time, kernels and communication. memory: of one device.
+    links: the links that communication is priced on.
     """
 
     config: TrainConfig
     num_devices: int
     gpu: GpuEstimate
     memory: StepMemory
+    links: NetworkConfig = GPU_LINKS
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,7 +101,7 @@ class StepEstimate:
             *map(str, gpu.kernels[:MOST_COSTLY]),
         ]
         if gpu.communication:
-            links = gpu_rates(kind).links
+            links = self.links
             lines.append(
                 f"communication: {gpu.exposed_s:.3g} s of the step, on links each way and device of"
                 f" {links.inside_bytes_per_s / 1e9:g} GB/s inside a node,"
@@ -109,8 +111,8 @@ class StepEstimate:
         return "\n".join([*lines, *(f"note: {note}" for note in gpu.notes)])
 
 
-def estimate_step(config: TrainConfig) -> StepEstimate:
-    """Return the estimate for the GPU that `config.estimate` names.
+def estimate_step(config: TrainConfig, links: NetworkConfig = GPU_LINKS) -> StepEstimate:
+    """Return the estimate for the GPU that `config.estimate` names, on these links between GPUs.
 
     Raises ValueError if jmoe cannot compile for that GPU here.
     """
@@ -121,14 +123,14 @@ def estimate_step(config: TrainConfig) -> StepEstimate:
     config = with_chosen_expert_sharding(replace(config, machine=machine))
     hosts, each = hosts_and_devices_per_host(config)
     compiled = lower_step(config, config.estimate).compile()
-    rates = replace(gpu_rates(config.estimate), devices_per_node=each)
+    rates = replace(gpu_rates(config.estimate), devices_per_node=each, links=links)
     gpu = estimate_module(
         parse_hlo(compiled.as_text() or ""),
         rates,
         assumed_expert_kernel_facts(config),
         lambda scope: 0 if LATER_ROUNDS in scope else None,
     )
-    return StepEstimate(config, hosts * each, gpu, step_memory(compiled))
+    return StepEstimate(config, hosts * each, gpu, step_memory(compiled), links)
 
 
 def hosts_and_devices_per_host(config: TrainConfig) -> tuple[int, int]:

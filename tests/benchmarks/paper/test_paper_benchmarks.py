@@ -1,9 +1,8 @@
-"""The index of the papers' tables and figures: whole, true to the result files; what fails stops
-nothing.
-"""
+"""The tables of the papers: whole, true to the result files; a smoke test that fails stops nothing."""
 
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -17,10 +16,14 @@ from benchmarks.lib.linked_nodes import LinkedNodes
 from benchmarks.lib.parts import run_part
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import moesys_table6, pictures, simulator, step_simulator
-from benchmarks.paper.index import PLACES, Place
+from benchmarks.paper.index import BY_NAME, PAPERS, here, rows_of
+from benchmarks.paper.tables import moesys_words
+from benchmarks.paper.tables.programs import PROGRAMS
+from benchmarks.paper.tables.row import Program, Row
 from tests.fakes import wait_for
 
 KINDS = {"loop": "while", "dot": "dot", "add": "add", "sum": "all-reduce"}
+MISSING = {("Lina", "Table"): {2}}
 BESIDE_NO_PAPER = {"eplb"}  # of benchmarks/paper: what shows no table or figure of the three papers
 
 
@@ -32,33 +35,59 @@ def call(
     return code, json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
-def test_every_benchmark_of_the_papers_is_in_the_index() -> None:
-    words = " ".join(f"{place.command} {place.quick}" for place in PLACES)
+def numbered(kind: str, item: str) -> set[int]:
+    """Return the numbers of the tables or figures in an item: {10, 11, 12} in "Figures 10 to 12"."""
+    found = set[int]()
+    for first, last in re.findall(rf"{kind}s? (\d+)(?: to (\d+))?", item):
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("paper", "tables", "figures"), [("MoESys", 6, 12), ("SE-MoE", 4, 11), ("Lina", 6, 19)]
+)
+def test_every_table_and_figure_of_a_paper_has_a_row(paper: str, tables: int, figures: int) -> None:
+    items = [row.item for row in PAPERS[paper]]
+    assert len(set(items)) == len(items)
+    for kind, number in (("Table", tables), ("Figure", figures)):
+        found = set[int]().union(*(numbered(kind, item) for item in items))
+        assert found == set(range(1, number + 1)) - MISSING.get((paper, kind), set())
+
+
+def test_each_row_has_a_figure_or_a_test_of_what_is_drawn() -> None:
+    """And its cells are filled; one without a program is refused."""
+    for rows in PAPERS.values():
+        for row in rows:
+            assert all((row.item, row.shows, row.paper_has, row.compared))
+            assert row.held_by or any(character.isdigit() for character in here(row))
+            assert "not at hand" not in f"{row.paper_has} {row.compared}"
+    with pytest.raises(ValueError, match="Figure 9: must have a program with figures, or held_by"):
+        Row("Figure 9", "s", "p", "c")
+    with pytest.raises(ValueError, match=r"'tests/test_none.py': must be a test file"):
+        Row("Figure 9", "s", "p", "c", held_by="tests/test_none.py")
+
+
+def test_every_benchmark_of_the_papers_gives_a_row() -> None:
+    words = " ".join(f"{program.command} {program.quick}" for program in PROGRAMS)
     scripts = {path.stem for path in (ROOT / "benchmarks" / "paper").glob("*.py")} - {
         "__main__",
         "index",
         "pictures",
     }
     assert {name for name in scripts if name not in words} == BESIDE_NO_PAPER
-    assert len({place.name for place in PLACES}) == len(PLACES)
+    assert len(BY_NAME) == len(PROGRAMS)
+    assert {row.program for rows in PAPERS.values() for row in rows} - {""} == set(BY_NAME)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_what_is_shown_is_there(place: Place) -> None:
-    """A place has a committed result whose figures can be told, or a smoke test; and programs
-    that exist.
-    """
-    assert place.quick is not None or place.result is not None
-    assert place.lacking or place.result is not None or place.paper == "all"
-    if place.result is not None:
-        assert any(character.isdigit() for character in place.here())
-    for text in filter(None, (place.command, place.quick)):
-        program = next(
-            (word for word in shlex.split(text.replace(",", "")) if word.endswith(".py")), None
-        )
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_a_program_exists_and_has_a_smoke_test_or_a_reason(program: Program) -> None:
+    assert bool(program.quick) != bool(program.no_quick) and list(rows_of(program))
+    assert (RESULTS / program.result).is_file()
+    for text in filter(None, (program.command, program.quick)):
+        script = next((word for word in shlex.split(text) if word.endswith(".py")), None)
         module = next((word for word in text.split() if word.startswith("benchmarks.paper.")), None)
-        assert program or module
-        assert (ROOT / (program or f"{str(module).replace('.', '/')}.py")).is_file()
+        assert script or module
+        assert (ROOT / (script or f"{str(module).replace('.', '/')}.py")).is_file()
 
 
 def test_the_ratios_on_one_device_are_those_of_their_figures() -> None:
@@ -195,29 +224,27 @@ def test_the_papers_figures_are_drawn_from_the_results(name: str, tmp_path: Path
     assert (ROOT / "docs" / name).is_file()
 
 
-@pytest.mark.parametrize("name", [*pictures.PANELS, "lina-planning"])
-def test_a_place_draws_its_own_figure(
+@pytest.mark.parametrize("name", [*pictures.PANELS, "lina-packing"])
+def test_a_program_draws_its_own_figure(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "DRAWN", tmp_path)
     path = command.draw(command.chosen([name])[0])
-    assert (path is None) == (name == "lina-planning")
+    assert (path is None) == (name == "lina-packing")
     assert path is None or path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_names_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The picture's path comes first, then what the place's command prints."""
-    made = dataclasses.replace(
-        command.chosen(["lina-ablation"])[0], command="python -c 'print({})'"
-    )
-    monkeypatch.setattr(command, "PLACES", (made,))
+    """The picture's path comes first, then what the program prints."""
+    made = dataclasses.replace(command.chosen(["lina-layer"])[0], command="python -c 'print({})'")
+    monkeypatch.setattr(command, "BY_NAME", {"lina-layer": made})
     monkeypatch.setattr(command, "DRAWN", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.paper", "lina-ablation"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.paper", "lina-layer"])
     assert command.main() == 0
     drawn, last = capfd.readouterr().out.splitlines()
-    assert drawn.endswith(str(tmp_path / "lina-ablation.png")) and last == "{}"
+    assert drawn.endswith(str(tmp_path / "lina-layer.png")) and last == "{}"
 
 
 def fusion_row(
@@ -243,9 +270,8 @@ def test_fused_and_in_two_levels_crosswise() -> None:
         "fused_chunks": 2.0,
     }
     sparse = [fusion_row(name, 8, 200.0, ratio, 0.4 / ratio) for name, ratio in cells.items()]
-    place = next(place for place in PLACES if place.name == "moesys-fusion")
     assert (
-        place.ours({"rows": dense + sparse})
+        moesys_words.fusion_text({"rows": dense + sparse})
         == "dense, 0 Mbit/s: fused in two levels 3.00 times; top-1 of 8 experts, 200 Mbit/s: fused"
         " 1.50 times, two levels 1.10 times, fused in two levels 1.70 times, its all-to-alls 41%"
         " shorter"
@@ -274,28 +300,18 @@ def test_a_smoke_test_that_fails_stops_nothing(
         (tmp_path / f"{name}.py").write_text(text)
         quick = str(tmp_path / f"{name}.py")
         limit_s = 3 if name == "hangs" else 240
-        made.append(
-            Place(
-                name,
-                "P",
-                "T",
-                "s",
-                "-",
-                "python x.py",
-                None,
-                command.comparison,
-                quick=quick,
-                limit_s=limit_s,
-            )
-        )
-    committed = next(place for place in PLACES if place.name == "moesys-figure-12")
-    monkeypatch.setattr(command, "PLACES", (*made, committed))
+        made.append(Program(name, "python x.py", "levels_cpu.json", quick=quick, limit_s=limit_s))
+    programs = (*made, BY_NAME["moesys-figure-12"])
+    monkeypatch.setattr(command, "PROGRAMS", programs)
+    monkeypatch.setattr(command, "BY_NAME", {program.name: program for program in programs})
     code, result = call(monkeypatch, capsys, "--all", "--quick")
     assert code == 1 and result["failed"] == ["fails", "hangs", "says_no_json"]
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["fails"]["last_lines"] == ["half of it", "out of memory"]
     assert rows["hangs"]["failed"] == "longer than 3 s"
-    assert not rows["moesys-figure-12"]["ran"] and "resident" in rows["moesys-figure-12"]["here"]
+    shown = rows["moesys-figure-12"]
+    assert not shown["ran"] and shown["why"] == "needs a trained model in DIR"
+    assert "resident" in shown["rows"][0]["here"]
     assert call(monkeypatch, capsys, "works", "--quick")[0] == 0
 
 
@@ -326,8 +342,9 @@ def test_the_list(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     monkeypatch.setattr(sys, "argv", ["benchmarks.paper"])
     assert command.main() == 0
     shown = capsys.readouterr().out
-    assert all(f"{place.name}: {place.paper}, {place.place}" in shown for place in PLACES)
-    assert "10.0 to 209.6 billion parameters" in shown
+    for paper, rows in PAPERS.items():
+        assert all(f"{paper}, {row.item}: {row.shows}" in shown for row in rows)
+    assert "13.9 to 207.2 billion parameters" in shown
 
 
 def test_a_part_that_was_run(tmp_path: Path) -> None:
