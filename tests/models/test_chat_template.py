@@ -17,7 +17,11 @@ from jmoe.models.chat_template import (
 )
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "chat_templates"
-CONVERSATIONS = json.loads((FIXTURES / "conversations.json").read_text())
+CONVERSATIONS = {
+    name: one
+    for file in ("conversations.json", "agent_conversations.json")
+    for name, one in json.loads((FIXTURES / file).read_text()).items()
+}
 RENDERINGS = json.loads((FIXTURES / "renderings.json").read_text())
 HELLO = [{"role": "user", "content": "hello"}]
 

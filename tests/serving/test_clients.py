@@ -46,6 +46,7 @@ SCENES = (
 CALLED = [["weather", "Zürich"], ["weather", "Oslo"], ["add", 21, 12]]
 SIZES = ("--max-batch", 2, "--max-seq-len", POSITIONS, "--prefill-chunk-tokens", 256)
 ASKED = "Write 33 to answer.txt"
+CLIENT_LIMIT_S = 900  # a guard against what hangs
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def run_client(script: str, package: str, server: HttpProcess) -> Any:
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=CLIENT_LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -96,7 +97,7 @@ def run_program(program: str, arguments: Sequence[str], home: Path, **env: str) 
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=CLIENT_LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -118,6 +119,14 @@ def test_litellm(server: HttpProcess) -> None:
     for one in made.values():
         assert one["answer"] == ANSWER and one["called"] == CALLED
         assert one["reasoning"] == REASONING
+
+
+@pytest.mark.slow
+def test_litellm_proxy(server: HttpProcess) -> None:
+    made = run_client("litellm_proxy.py", "litellm.proxy.proxy_cli, openai", server)
+    assert len(made) == 4
+    for one in made.values():
+        assert one == {"answer": ANSWER, "called": CALLED, "reasoning": REASONING, "counted": True}
 
 
 @pytest.mark.slow
@@ -184,6 +193,32 @@ def test_guidellm(shared_server: HttpProcess, model_folder: Path, tmp_path: Path
     requests = benchmark["requests"]
     assert (len(requests["successful"]), requests["errored"]) == (count, [])
     assert {one["output_metrics"]["text_tokens"] for one in requests["successful"]} == {tokens}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "path"),
+    [
+        ("openai", "completions"),
+        ("openai-chat", "chat/completions"),
+    ],
+)
+def test_vllm_bench(
+    shared_server: HttpProcess, model_folder: Path, tmp_path: Path, backend: str, path: str
+) -> None:
+    """Random prompts, streamed: each answer has the tokens that were asked for, and no error."""
+    tokens, count = 16, 6
+    options = ["bench", "serve", "--base-url", shared_server.url, "--tokenizer", str(model_folder)]
+    options += ["--model", "tiny-moe", "--backend", backend, "--endpoint", f"/v1/{path}"]
+    options += ["--dataset-name", "random", "--random-input-len", "32", "--ignore-eos"]
+    options += ["--random-output-len", str(tokens), "--num-prompts", str(count)]
+    options += ["--max-concurrency", "2", "--temperature", "0", "--disable-tqdm"]
+    options += ["--save-result", "--save-detailed", "--result-filename", "bench.json"]
+    run_program("vllm", options, tmp_path, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    made = json.loads((tmp_path / "work" / "bench.json").read_text())
+    assert (made["completed"], made["failed"], set(made["errors"])) == (count, 0, {""})
+    assert set(made["output_lens"]) == {tokens} and made["total_output_tokens"] == count * tokens
+    assert min(made["ttfts"]) > 0
 
 
 @pytest.mark.slow
