@@ -253,11 +253,13 @@ class Watchdog:
         self._answered_s = math.inf
         self._closing = threading.Event()
         self._ending = threading.Lock()
-        self._threads = [threading.Thread(target=self._watch_limits, name="watchdog", daemon=True)]
+        self._threads = [
+            threading.Thread(target=self._watch_until_closed, name="watchdog", daemon=True)
+        ]
         if self._client is not None:
             self._threads.append(
                 threading.Thread(
-                    target=self._exchange_reports, name="watchdog reports", daemon=True
+                    target=self._exchange_reports_until_closed, name="watchdog reports", daemon=True
                 )
             )
             if self._rank > 0:  # not joined at exit: the thread waits for rank 0's end
@@ -337,7 +339,10 @@ class Watchdog:
         if regular and self._client is not None:
             _result_within_timeout(lambda: self._publish_report(CLOSED))
 
-    def _watch_limits(self) -> None:
+    def _watch_until_closed(self) -> None:
+        """Run a thread that beats, reports a silent coordinator, and ends the process at an overdue
+        wait.
+        """
         while not self._closing.wait(min(self._tick_s, self._beat_s)):
             wait, now_s = self._wait, self._clock.skip_suspension()
             self._write_heartbeat()
@@ -473,7 +478,10 @@ class Watchdog:
 
     # Reports run in their own thread: a call to a stopped coordinator does not return
 
-    def _exchange_reports(self) -> None:
+    def _exchange_reports_until_closed(self) -> None:
+        """Run a thread that publishes this rank's reports, prints other ranks' notices, and ends
+        the process if a notice says so.
+        """
         seen: set[str] = set()
         changed: dict[int, tuple[int, float]] = {}
         beat = 0
@@ -542,6 +550,7 @@ class Watchdog:
         return f"{wait.describe()} since {self._clock.now() - wait.since:.0f} s"
 
     def _publish_notice(self, line: str, *, ends: bool, rank: int | None = None) -> None:
+        """Publish a line that all ranks print; `ends` makes them end as well."""
         key = f"{NOTICES}{self._rank if rank is None else rank}"
         self._client.key_value_set(
             key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True
@@ -740,7 +749,7 @@ class AgreedStep:
         """Start a thread that watches for requests made on other ranks."""
         if self._client is not None:
             threading.Thread(
-                target=self._listen_for_requests, name="agreed step", daemon=True
+                target=self._listen_until_asked, name="agreed step", daemon=True
             ).start()
 
     def close(self) -> None:
@@ -766,7 +775,8 @@ class AgreedStep:
                 self._step = max(steps.values()) + self._margin_steps
         return self._step is not None and step >= self._step
 
-    def _listen_for_requests(self) -> None:
+    def _listen_until_asked(self) -> None:
+        """Run a thread that sets `asked` once another rank has published a step."""
         while not self.asked.is_set() and not self._closing.wait(self._poll_s):
             try:
                 if _read_json_by_rank(self._client, self._keys):
@@ -792,6 +802,7 @@ class RequestSignal:
         self._poll_s = poll_s
 
     def _begin_agreement(self) -> None:
+        """Begin to listen for the next request."""
         self._agreed = AgreedStep(f"{ASKED}{self.times}/", steps_in_flight=0, poll_s=self._poll_s)
         self._agreed.start_listening()
 

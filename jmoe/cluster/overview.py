@@ -115,8 +115,8 @@ def read_overview(folder: Path) -> RunOverview:
     )
     ranks, starts = _read_rank_heartbeats(folder, config, now), _start_events(events)
     num_steps, steps_done = config.get("num_steps"), progress.step + 1
-    seen = _RunEvidence(config, events, ranks, now)
-    state, why = _state_and_reason(folder, seen, steps_done, num_steps, checkpoint)
+    evidence = _RunEvidence(config, events, ranks, now)
+    state, why = _state_and_reason(folder, evidence, steps_done, num_steps, checkpoint)
     run = str(_read_json_object(folder / IDENTITY).get("run", folder.resolve().name))
     return RunOverview(
         folder=str(folder),
@@ -211,7 +211,7 @@ class _RunEvidence:
 
 
 def _state_and_reason(
-    folder: Path, seen: _RunEvidence, done: int, num_steps: int | None, checkpoint: int | None
+    folder: Path, evidence: _RunEvidence, done: int, num_steps: int | None, checkpoint: int | None
 ) -> tuple[State, str]:
     """Return the run's state and a clause that gives the evidence for it."""
     owner = _read_json_object(folder / LOCK)
@@ -219,7 +219,7 @@ def _state_and_reason(
         _is_locked(folder / LOCK),
         owner.get("host") not in (None, socket.gethostname()),
     )
-    silent_s, limit_s = _silence_and_limit_s(folder, seen)
+    silent_s, limit_s = _silence_and_limit_s(folder, evidence)
     by = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "a process"
     if held:
         return "running", f"{by} holds the folder"
@@ -232,8 +232,8 @@ def _state_and_reason(
         and checkpoint >= num_steps
     ):
         return "ended", "all steps are done and saved"
-    awaited = bool(seen.events) and (
-        seen.events[-1]["event"] == "start" or seen.events[-1].get("kind") != "done"
+    awaited = bool(evidence.events) and (
+        evidence.events[-1]["event"] == "start" or evidence.events[-1].get("kind") != "done"
     )
     if awaited and _is_locked(folder / SUPERVISE / "lock"):
         return "starting", "its supervisor starts its processes"
@@ -262,14 +262,16 @@ def _is_locked(path: Path) -> bool | None:
         return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
 
 
-def _silence_and_limit_s(folder: Path, seen: _RunEvidence) -> tuple[float, float]:
+def _silence_and_limit_s(folder: Path, evidence: _RunEvidence) -> tuple[float, float]:
     """Return (seconds since the run's last sign of life, seconds of silence after which the run
     counts as dead).
     """
-    limits = dataclasses.asdict(DistributedConfig()) | seen.config.get("distributed", {})
-    if seen.ranks:
-        return min(rank.silent_s for rank in seen.ranks), 5.0 + 1.5 * limits["heartbeat_timeout_s"]
-    ages = [_age_s(_modification_time(folder / name), seen.now) for name in (METRICS, LOCK)]
+    limits = dataclasses.asdict(DistributedConfig()) | evidence.config.get("distributed", {})
+    if evidence.ranks:
+        return min(rank.silent_s for rank in evidence.ranks), 5.0 + 1.5 * limits[
+            "heartbeat_timeout_s"
+        ]
+    ages = [_age_s(_modification_time(folder / name), evidence.now) for name in (METRICS, LOCK)]
     known = [age for age in ages if age is not None]
     return min(known, default=float("inf")), max(
         limits["step_timeout_s"], limits["start_timeout_s"]

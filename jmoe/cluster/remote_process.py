@@ -89,9 +89,11 @@ class RemoteProcess:
         return self._process.stdout.fileno()
 
     def start(self, order: LaunchOrder) -> None:
+        """Send the launcher its order, which starts the process."""
         self._write_line(json.dumps(dataclasses.asdict(order)))
 
     def send_signal(self, number: int) -> None:
+        """Have the launcher send the process a signal."""
         self._write_line(str(int(number)))
 
     def exit_code(self) -> int | None:
@@ -198,7 +200,7 @@ def run_ordered_command(order: LaunchOrder, signals_fd: int) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C on a terminal comes from the supervisor alone
-                preexec_fn=_prepare_child,
+                preexec_fn=_set_child_signals,
             )
     except OSError as error:
         there = log.parent.is_dir()
@@ -249,7 +251,10 @@ def describe_oom_kill(before: Mapping[Path, int], after: Mapping[Path, int]) -> 
     return "perhaps by the kernel for lack of memory: dmesg or the job's accounting would say so"
 
 
-def _prepare_child() -> None:
+def _set_child_signals() -> None:
+    """Have the kernel kill this child with its parent, and reset the handlers of
+    passed-on signals.
+    """
     ctypes.CDLL(None).prctl(KILL_WITH_PARENT, signal.SIGKILL)
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_DFL)

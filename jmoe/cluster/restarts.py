@@ -50,6 +50,7 @@ def _newest_checkpoint(checkpoints: Path) -> int:
 
 
 def _last_finished_step(metrics: Path) -> int:
+    """Return the last finished step in metrics.jsonl; `NONE` without one."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))

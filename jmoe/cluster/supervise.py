@@ -262,11 +262,15 @@ class Supervisor:
         return [name for name in names for _ in range(self._config.processes_per_host)]
 
     def _absent_hosts(self, present: Sequence[RemoteProcess]) -> set[str]:
+        """Return the hosts of the run that none of these processes is on."""
         return set(self._host_of_each_process()) - {remote.host for remote in present}
 
     def _start_launchers(
         self, stack: contextlib.ExitStack, hosts: Sequence[str]
     ) -> list[RemoteProcess]:
+        """Return a `RemoteProcess` for each entry of `hosts`, not yet answered; `stack`
+        closes them.
+        """
         remotes: list[RemoteProcess] = []
         for host in hosts:
             local_rank = sum(remote.host == host for remote in remotes)

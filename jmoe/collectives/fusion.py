@@ -111,6 +111,7 @@ def _buffer_dtype(entries: Sequence[ShardInBuffer]) -> np.dtype:
 
 
 def _num_words(entry: ShardInBuffer, buffer_dtype: np.dtype) -> int:
+    """Return the elements of the buffer's dtype that a shard takes."""
     return entry.num_elements * (jnp.dtype(entry.dtype).itemsize // buffer_dtype.itemsize)
 
 
@@ -177,6 +178,7 @@ def _level_sizes(hierarchy: Hierarchy) -> tuple[int, ...]:
 
 
 def _unsharded_shape(entry: ShardInBuffer, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the parameter from the shape of its shard and the sizes of all levels."""
     shape = list(entry.shape)
     shape[entry.dim] *= math.prod(sizes)
     return tuple(shape)

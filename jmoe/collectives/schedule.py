@@ -119,7 +119,8 @@ class _Equation(NamedTuple):
         return _contains_all_to_all(self.eqn)
 
     @property
-    def is_loop(self) -> bool:
+    def has_inner_functions(self) -> bool:
+        """Whether the equation is a loop, a conditional or another call."""
         return bool(_inner_functions(self.eqn))
 
 
@@ -156,7 +157,7 @@ def _inner_functions(eqn: JaxprEqn) -> list[_ClosedJaxpr]:
     return [leaf for leaf in leaves if hasattr(leaf, "eqns")]
 
 
-def _shape_of(var: Var | Literal) -> ShapedArray:
+def _shaped_array_of(var: Var | Literal) -> ShapedArray:
     assert isinstance(var.aval, ShapedArray), var.aval
     return var.aval
 
@@ -177,10 +178,10 @@ def _num_multiplications(eqn: JaxprEqn) -> int:
         return 0
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
-        left, out = _shape_of(eqn.invars[0]), _shape_of(eqn.outvars[0])
+        left, out = _shaped_array_of(eqn.invars[0]), _shaped_array_of(eqn.outvars[0])
         return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
     if eqn.primitive.name == "ffi_call":
-        shapes = [_shape_of(var).shape for var in eqn.invars]
+        shapes = [_shaped_array_of(var).shape for var in eqn.invars]
         return count_op_multiplications(eqn.params["target_name"], shapes)
     inner = (sum(map(_num_multiplications, function.eqns)) for function in _inner_functions(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
@@ -200,6 +201,7 @@ class _Program:
     def _inline(
         self, jaxpr: Jaxpr, consts: Sequence[jax.Array], inputs: Sequence[Operand], scope: str
     ) -> list[Operand]:
+        """Append a function's equations to the program; return its outputs as operands."""
         names: dict[Var, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             names[var] = name = next(self._names)
@@ -279,7 +281,7 @@ class _Program:
         numbers = [
             name
             for name, var in inputs
-            if not isinstance(name, Literal) and _can_carry_dependence(_shape_of(var))
+            if not isinstance(name, Literal) and _can_carry_dependence(_shaped_array_of(var))
         ]
         waiting = [name for name in numbers if name in known and latest[known[name]] >= 0]
         return waiting or [max(numbers, key=lambda name: known.get(name, -1))]
@@ -539,7 +541,11 @@ class _InterleavedRun:
             self._run_work(at)
             if equation.is_all_to_all:
                 # its rows, and the buffer that a ragged one writes, which should not be made early
-                waiting = [self._index_of_smallest_array(operands)] if equation.is_loop else [0, 1]
+                waiting = (
+                    [self._index_of_smallest_array(operands)]
+                    if equation.has_inner_functions
+                    else [0, 1]
+                )
                 can_start = order.markers_of(operands[waiting[0]])
                 for i in waiting[: len(operands)]:
                     operands[i] = order.delay_until_last_collective(operands[i])
@@ -568,6 +574,7 @@ class _InterleavedRun:
         return x.val if isinstance(x, Literal) else self._values[x]
 
     def _run_work(self, place: int) -> None:
+        """Run the collectives assigned to a place, and keep their results."""
         order, program, share = self._order, self._program, self._shares.get(place, ())
         if not share:
             return

@@ -202,13 +202,16 @@ class VocabularyShard:
         return (parts_RV.T if self.striped else parts_RV).reshape(-1)
 
 
-def _gather_operands(
+def _gather_tokens_of_all_devices(
     x_TD: jax.Array,
     w_DV: jax.Array,
     labels_T: jax.Array,
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return (hidden states, w, labels as indices into this device's columns, weights), of all
+    devices' tokens.
+    """
     x_MD, labels_M, weights_M = (
         all_gather_rows_local(a, shard.axes) for a in (x_TD, labels_T, weights_T)
     )
@@ -233,7 +236,7 @@ def parallel_cross_entropy(
     of the global sum, whose cotangent must be equal on all devices.
     """
     total = _chunked_cross_entropy(
-        *_gather_operands(x_TD, w_DV, labels_T, weights_T, shard), shard.axes
+        *_gather_tokens_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard), shard.axes
     )
     return total / lax.axis_size(shard.axes)
 
@@ -245,7 +248,7 @@ def _parallel_fwd(
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> PyTree:
-    operands = _gather_operands(x_TD, w_DV, labels_T, weights_T, shard)
+    operands = _gather_tokens_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard)
     total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
     dx_TD = reduce_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
     return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)

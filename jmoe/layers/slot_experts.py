@@ -75,6 +75,7 @@ class _SortedAssignments(NamedTuple):
 
 
 def _sort_by_expert(idx_TK: jax.Array, num_experts: int, tile_rows: int) -> _SortedAssignments:
+    """Return the assignments sorted by expert. tile_rows: entries appended to `token_N`."""
     num_tokens, k = idx_TK.shape
     n, idx_N = num_tokens * k, idx_TK.reshape(-1)
     order_N = jnp.argsort(idx_N, stable=True).astype(jnp.int32)
@@ -315,6 +316,7 @@ def _grouped_mlp_from_slots_in_tiles(
 
 
 def _decode_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
+    """Return the decoded weights of the expert in a slot."""
     pick = lambda values: lax.dynamic_index_in_dim(values, slot, 0, keepdims=False)  # noqa: E731
     return decode_expert({name: pick(values) for name, values in slots.items()}, dtype)
 
@@ -352,7 +354,7 @@ def add_expert_outputs_in_bundles(
             )
         return y_TD
     tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
-    by_expert, out = _sort_and_allocate(len(experts), tile_rows, routed)
+    by_expert, out = _sort_and_allocate_output(len(experts), tile_rows, routed)
     tokens = _TokensOfExperts(routed.h_TD, routed.adapters)
     for numbers_A, weights in bundles:
         out = _write_bundle_rows(activation, tile_rows, out, tokens, by_expert, numbers_A, weights)
@@ -412,9 +414,10 @@ def _add_bundle_on_all_tokens(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _sort_and_allocate(
+def _sort_and_allocate_output(
     num_experts: int, tile_rows: int, routed: ExpertInputs
 ) -> tuple[_SortedAssignments, jax.Array]:
+    """Return (the assignments sorted by expert, zeros for the experts' output rows)."""
     out = jnp.zeros((routed.idx_TK.size + tile_rows, routed.h_TD.shape[1]), jnp.float32)
     return _sort_by_expert(routed.idx_TK, num_experts, tile_rows), out
 

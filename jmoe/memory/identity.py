@@ -61,6 +61,9 @@ def sampled_content_hash(
 
 
 def _sampled_blocks(path: Path, size_bytes: int, marks: Iterable[int]) -> Iterator[Block]:
+    """Yield the (path, first byte, bytes) of a file to hash: all of a small file, samples of a
+    large one.
+    """
     if size_bytes <= WHOLE_BYTES:
         yield path, 0, size_bytes
         return
@@ -69,6 +72,7 @@ def _sampled_blocks(path: Path, size_bytes: int, marks: Iterable[int]) -> Iterat
 
 
 def _hash_blocks(blocks: list[Block]) -> bytes:
+    """Return the SHA-256 digest of the content of these blocks of files."""
     digest = hashlib.sha256()
     for path, group in itertools.groupby(blocks, key=lambda block: block[0]):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -221,7 +221,7 @@ class LFUCache:
         """Return a cache slot for the record, after evicting the record of lowest rank if none is
         free; None if the new record may not evict it.
         """
-        if not self._table.num_free:
+        if not self._table.num_free_slots:
             place = self._table.next_victim()
             if place is None:
                 return None

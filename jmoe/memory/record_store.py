@@ -244,6 +244,7 @@ class RecordStore(Closing):
         self._repair_record(index, record_R, why)
 
     def _read(self, index: int, record_R: NDArray[np.uint8]) -> None:
+        """Read one record unchecked; open the file again if the file server has forgotten it."""
         where = index * self.layout.record_bytes, self.path, f"reading record {index}"
         try:
             read_fully_at(self._fd, record_R, *where)

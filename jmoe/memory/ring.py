@@ -186,6 +186,7 @@ class Ring(Closing):
             )
 
     def _is_idle(self) -> bool:
+        """Return whether no load is planned or under way; also after an error or `close`."""
         return (
             self._error is not None
             or self._closing.is_set()
@@ -197,6 +198,7 @@ class Ring(Closing):
             raise self._error
 
     def _check_between_rounds(self) -> None:
+        """Raise an earlier load error, or `RuntimeError` if a layer is still acquired."""
         self._raise_load_error()
         if self._released != self._acquired:
             raise RuntimeError(
@@ -213,6 +215,7 @@ class Ring(Closing):
         self._plan_slots()
 
     def _layer_at(self, position: int) -> int:
+        """Return the layer at a position of the endless repetition of the order."""
         return self._order[position % len(self._order)]
 
     def _plan_slots(self) -> None:
@@ -264,6 +267,9 @@ class Ring(Closing):
         self._loaded[slot] = False
 
     def _next_is_ready(self) -> bool:
+        """Return whether the next layer of the order is loaded. Raises an earlier load error,
+        `ValueError` if the ring is closed, and `RuntimeError` if no slot is left to load it into.
+        """
         if self._closing.is_set():
             raise ValueError("ring: closed")
         self._raise_load_error()
@@ -278,6 +284,7 @@ class Ring(Closing):
         return False
 
     def _load_until_closed(self) -> None:
+        """Run the ring's thread: load the planned layers until the ring closes or a load fails."""
         while True:
             with self._changed:
                 while not self._to_load and not self._closing.is_set():

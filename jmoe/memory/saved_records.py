@@ -40,6 +40,7 @@ def read_record_lists(folder: Path) -> Lists:
 
 
 def _read_list(path: Path) -> JsonObject:
+    """Return a process's list of records; raise `ValueError` if it is damaged."""
     try:
         listed = json.loads(path.read_text())
         whole = (

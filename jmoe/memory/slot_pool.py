@@ -68,7 +68,10 @@ class SlotPool(LFUSlotTable):
             self.evict(slot)
 
     def _assign_slot(self, record: int) -> int:
-        if not self.num_free:
+        """Return a slot for an absent record, pinned once, after evicting another record if none is
+        free.
+        """
+        if not self.num_free_slots:
             slot = self.next_victim()
             assert slot is not None
             self.evict(slot)

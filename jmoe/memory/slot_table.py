@@ -231,7 +231,7 @@ class LFUSlotTable:
         return self.record_in.size
 
     @property
-    def num_free(self) -> int:
+    def num_free_slots(self) -> int:
         return len(self._free)
 
     def next_victim(self) -> int | None:
@@ -296,6 +296,7 @@ class LFUSlotTable:
         return self.counts.rank(int(self.record_in[slot]))
 
     def _heap_entry(self, slot: int) -> tuple[float, int, int]:
+        """Return a key by which the next victim sorts first: rank, arrival, slot."""
         return self._eviction_rank(slot), self._arrival_sign * self._came[slot], slot
 
     def _push_slot(self, slot: int) -> None:

@@ -416,6 +416,7 @@ class TieredStore(Closing):
         return slots - staging_slots, staging_slots
 
     def _read_only_views(self, slot: int) -> tuple[NDArray[np.uint8], dict[str, np.ndarray]]:
+        """Return a slot's bytes and its arrays by name, all read-only."""
         data_R = self._slots_MR[slot][:]
         data_R.flags.writeable = False
         return data_R, self.layout.views(data_R)

@@ -223,6 +223,9 @@ class ExpertState:
     def _record_numbers(
         self, layer: int, experts: NDArray[np.int64] | slice = slice(None)
     ) -> NDArray[np.int64]:
+        """Return the record numbers of experts of a layer by their positions among the local
+        experts.
+        """
         return self.index.record_numbers(layer, self.local.experts[experts])
 
     @contextlib.contextmanager

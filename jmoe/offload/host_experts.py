@@ -63,7 +63,9 @@ class HostExperts:
         Return a future of (float32 [T, D] on the CPU, seconds). tokens: (h_TD, idx_TK with E for no
         expert, weights_TK), on any device. rows_E: each expert's record number.
         """
-        return self._thread.submit(self._compute_sums, tokens, rows_E.astype(np.int32), activation)
+        return self._thread.submit(
+            self._compute_weighted_sums, tokens, rows_E.astype(np.int32), activation
+        )
 
     def measure_bytes_per_s(self, num_experts: int, activation: str) -> float:
         """Return the measured rate, in bytes per second, at which one token's computation reads
@@ -79,7 +81,7 @@ class HostExperts:
         begun = first = time.perf_counter()
         while len(rates) < 2 or begun - first < MEASURED_S:
             start = len(rates) * num_experts % max(1, self._num_records - num_experts)
-            _, seconds = self._compute_sums(
+            _, seconds = self._compute_weighted_sums(
                 tokens, np.arange(start, start + num_experts, dtype=np.int32), activation
             )
             rates.append(num_experts * self.expert_bytes / seconds)
@@ -90,9 +92,10 @@ class HostExperts:
         """End the thread, after its current work; queued work is dropped."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _compute_sums(
+    def _compute_weighted_sums(
         self, tokens: Tokens, rows_E: np.ndarray, activation: str
     ) -> tuple[jax.Array, float]:
+        """Return the result of the future of `start_compute`."""
         h_TD, idx_TK, weights_TK = jax.device_put(jax.block_until_ready(tokens), self._cpu)
         begun, parts = time.perf_counter(), []
         for start in range(0, h_TD.shape[0], MAX_ROWS):
@@ -110,6 +113,7 @@ class HostExperts:
 def _weighted_expert_sum(
     layout: ExpertByteOffsets, activation: str, h_TD: jax.Array, *arrays: jax.Array
 ) -> jax.Array:
+    """Return float32 [T, D], the weighted sum of each token's experts, by a native operation."""
     idx_TK, weights_TK, slots_MR, rows_E = arrays
     tokens = h_TD, idx_TK, weights_TK, jnp.zeros(h_TD.shape, jnp.float32)
     return slot_mlp(tokens, slots_MR, rows_E, layout, activation)
@@ -204,6 +208,9 @@ class HybridExperts(ChosenExperts):
         super().close()
 
     def _records_to_copy(self, records: list[int]) -> list[int]:
+        """Return the records in slots, and the share of the missing ones that the link copies while
+        the CPU computes the others.
+        """
         if not self._on_host:
             return records
         there = [r for r in records if self.pool.slot_of[r] >= 0]
@@ -227,4 +234,5 @@ _sum = jax.jit(jnp.add)
 
 
 def _smoothed_rate(rate: float, new: float) -> float:
+    """Return the exponential moving average of a rate after the sample `new`."""
     return new if rate == 0 else SMOOTHING * rate + (1 - SMOOTHING) * new

@@ -260,6 +260,7 @@ class ChosenExperts(Residency):
         self._used += chosen.tolist()
 
     def _acquire_for_program(self, moe_layer: int, chosen: np.ndarray) -> None:
+        """Bring missing experts into slots for a running program; called by the finder's thread."""
         try:
             self.acquire(moe_layer, chosen)
             self.release(moe_layer)
@@ -329,6 +330,7 @@ class ChosenExperts(Residency):
         return records
 
     def _wait_for_copies(self, records: list[int]) -> None:
+        """Wait until these records are in their slots, and count the wait."""
         begun = time.perf_counter()
         copies = [self._copies.pop(r) for r in records if r in self._copies]
         self._stats.waits += any(not copy.done() for copy in copies)
@@ -396,9 +398,11 @@ class ChosenExperts(Residency):
             )
 
     def _layer_records(self, moe_layer: int) -> list[int]:
+        """Return the record numbers of all of the layer's experts that this object holds."""
         return list(map(int, self.index.record_numbers(moe_layer, self._experts)))
 
     def _distinct_records(self, moe_layer: int, experts: np.ndarray) -> list[int]:
+        """Return the record numbers of these experts without repeats, and without "no expert"."""
         chosen = np.unique(experts)
         if self._experts is not None:
             chosen = np.intersect1d(chosen, self._experts)

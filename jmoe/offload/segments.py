@@ -66,6 +66,10 @@ def placements_to_segments(placements: Sequence[Placement]) -> list[list[list[in
 
 
 def _check_segments(mesh: EngineMesh, devices: Json, num_layers: int, num_experts: int) -> None:
+    """Raise `ValueError` naming device, layer and expert if the file does not fit the model and
+    mesh.
+    """
+
     def check(ok: bool, constraint: str) -> None:
         if not ok:
             raise ValueError(f"{FIELD} = {mesh.segments!r}: {constraint}")

@@ -128,6 +128,7 @@ class ExpertStores:
         )
 
     def _open_version_stores(self, run: str) -> dict[str, VersionStore]:
+        """Open the stores of the kinds of records that have files on nvme, by kind."""
         tiers, fingerprint = self._tiers, f"jmoe experts of {run}"
         kinds = {"weights": tiers.experts, "moments": tiers.optimizer, "gradients": tiers.gradients}
         layouts = {kind: self.layouts[kind] for kind, tier in kinds.items() if tier == "nvme"}

@@ -178,6 +178,9 @@ class Checkpoints:
         )
 
     def _newest_complete_step(self, skipped: set[int]) -> int | None:
+        """Return the newest complete step that is not in `skipped`, as process 0 sees it; warn of
+        each incomplete one.
+        """
         newest = -1
         if jax.process_index() == 0:
             for step in sorted(set(self._steps_on_disk()) - skipped, reverse=True):
@@ -490,6 +493,7 @@ class Checkpoints:
             self._manager = None
 
     def _open_manager(self) -> ocp.CheckpointManager:
+        """Return Orbax's manager, made at the first call after setting incomplete steps aside."""
         if self._manager is not None:
             return self._manager
         problem = ""

@@ -65,6 +65,7 @@ class _RunCurves:
 
 
 def _load_run(path: Path) -> _RunCurves:
+    """Return the curves of the run whose metrics.jsonl is at `path`."""
     names = ("loss", "tokens_per_s", "dropped_fraction")
 
     def curve_values_and_load(record: JsonObject) -> tuple[list[float], np.ndarray]:
@@ -245,6 +246,7 @@ def _reduce_groups(
 
 
 def _group_means(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the mean of the finite values of each group; nan for a group without any."""
     known = np.isfinite(y)
     total = np.add.reduceat(np.where(known, y, 0.0), starts)
     count = np.add.reduceat(known.astype(np.int64), starts)

@@ -96,11 +96,13 @@ class PackingController:
 
     @property
     def _unpacked_mesh_shape(self) -> tuple[int, int, int]:
+        """(data, expert_inter, expert_intra) of the mesh at packing 1."""
         mesh = self._config.mesh
         return mesh.data, mesh.expert_inter, mesh.expert_intra
 
     @property
     def _unpacked_experts_per_device(self) -> int:
+        """Number of experts of one layer on each device at packing 1."""
         return self._config.model.num_experts // (
             self._unpacked_mesh_shape[1] * self._unpacked_mesh_shape[2]
         )
@@ -137,7 +139,7 @@ class PackingController:
         Every process must call this: measurements are collectives, and each number is the maximum
         over processes.
         """
-        shortfall = self._next_packing_shortfall()
+        shortfall = self._shortfall_at_double_packing()
         own = [
             *time_exchange_and_experts(trainer, state),
             median(self._seconds[1 - EVERY_STEPS :] or [0.0]),
@@ -162,7 +164,10 @@ class PackingController:
         self.done, self._steps, self._seconds = decision.done, 0, []
         return decision, {"all_to_all_s": all_to_all_s, "ffn_s": ffn_s, "step_s": step_s}
 
-    def _next_packing_shortfall(self) -> MemoryShortfall:
+    def _shortfall_at_double_packing(self) -> MemoryShortfall:
+        """Return the bytes that memory lacks with twice the current packing; 0 if the packing is
+        the largest.
+        """
         assert self._machine is not None
         if self.packing == largest_packing(self._unpacked_mesh_shape):
             return MemoryShortfall()

@@ -261,6 +261,7 @@ def _state_at_step_0(
 def _read_expert(
     loader: ParameterLoader, parameter: Parameter, layer: int, expert: int
 ) -> NDArray[np.float32]:
+    """Return one expert of a stored parameter, with the shape of one expert."""
     everything = (slice(None),) * len(parameter.matrix_shape)
     matrix: NDArray[np.float32] = loader.read_slice(
         parameter, FLOAT32, (slice(layer, layer + 1), slice(expert, expert + 1), *everything)

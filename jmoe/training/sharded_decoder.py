@@ -64,6 +64,7 @@ def _tokens_per_device(config: TrainConfig, mesh: Mesh) -> int:
 
 
 def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
+    """Return the embedding, with its layout over devices as planned from sizes and nodes."""
     model, inside = config.model, mesh.shape[ALL[-1]]
     tokens = _tokens_per_device(config, mesh)
     itemsize = jnp.dtype(config.compute_dtype).itemsize
@@ -136,6 +137,7 @@ class ShardedDecoder(ShardedModel):
         return self.mesh.devices.flat[0].platform != "cpu"
 
     def _has_cast_copy(self, path: KeyPath, w: jax.Array) -> bool:
+        """Return whether `cast_copies` copies the parameter."""
         narrows = (
             path_names(path)[0] in STACKS.values()
             and self.compute_dtype_at(path, w.ndim) != w.dtype

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jmoe.collectives.fusion import (
     BufferLayout,
@@ -116,7 +117,10 @@ class ShardedModel(ABC):
         """Return whether a parameter is split over all devices. names: its path inside a layer."""
         return names in self._shard_dims
 
-    def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> PyTree:
+    def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> DTypeLike:
+        """Return the compute dtype of a parameter. names: its path. ndim: of one layer, or of one
+        expert.
+        """
         matrix = ndim >= 2 and "router" not in names and names[-1] not in LOOKUP_TABLES
         return self.dtype if matrix else jnp.float32
 
@@ -174,7 +178,7 @@ class ShardedModel(ABC):
             else w.astype(self.compute_dtype_at(path, w.ndim))
         )
 
-    def compute_dtype_at(self, path: KeyPath, ndim: int) -> PyTree:
+    def compute_dtype_at(self, path: KeyPath, ndim: int) -> DTypeLike:
         """Return the compute dtype of the parameter at `path` with `ndim` dimensions, stacked or
         not.
 
@@ -267,4 +271,5 @@ def names_in_layer(path: KeyPath) -> tuple[str, ...]:
 
 
 def _path_names(path: KeyPath) -> tuple[str, ...]:
+    """Return the names along a parameter's path, without those of `nnx`'s values."""
     return tuple(name for name in path_names(path) if name != "value")

@@ -196,16 +196,16 @@ def test_slot_table_against_a_model(beta: float) -> None:
             )
             slot = hot.next_victim()
             assert (None if slot is None else hot.record_in[slot]) == expected
-            if not hot.num_free and slot is not None:
+            if not hot.num_free_slots and slot is not None:
                 assert hot.evict(slot) == expected
                 del came[expected]
             absent = [record for record in range(20) if record not in came]
-            if hot.num_free:
+            if hot.num_free_slots:
                 record = int(rng.choice(absent))
                 hot.place(record)
                 came[record] = step + 1
         assert set(hot.record_in.tolist()) - {-1} == came.keys()
         assert hot.num_pinned == len(pins)
         assert all(hot.record_in[hot.slot_of[record]] == record for record in came)
-        assert np.count_nonzero(hot.slot_of >= 0) == len(came) == 6 - hot.num_free
+        assert np.count_nonzero(hot.slot_of >= 0) == len(came) == 6 - hot.num_free_slots
     assert counts.generation > 2

@@ -148,7 +148,7 @@ def test_an_error_on_the_host_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -
         def fail(*_: Any) -> None:
             raise OSError("a memory error")
 
-        monkeypatch.setattr(experts_of(engine).host, "_compute_sums", fail)
+        monkeypatch.setattr(experts_of(engine).host, "_compute_weighted_sums", fail)
         for _ in range(2):
             with pytest.raises(OSError, match="a memory error"):
                 engine.generate(PROMPTS[:2], max_new_tokens=12, ignore_eos=True)

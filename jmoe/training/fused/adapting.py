@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
@@ -120,7 +121,7 @@ class AdaptedDecoder(ShardedDecoder):
 
     # The state of training
 
-    def _frozen_dtype(self, path: KeyPath, ndim: int) -> PyTree:
+    def _frozen_dtype(self, path: KeyPath, ndim: int) -> DTypeLike:
         """Return the dtype of a frozen parameter: the compute dtype for matrices and the embedding,
         float32 for vectors and routers.
         """
@@ -142,6 +143,7 @@ class AdaptedDecoder(ShardedDecoder):
         return replace(whole, params=adapters, m=adapters, v=adapters, frozen=self.specs)
 
     def _initial_adapters(self) -> PyTree:
+        """Return the adapters of step 0, drawn from `config.seed`, in a dict under `ADAPTERS`."""
         key = jax.random.key(self.config.seed)
         return {ADAPTERS: initial_adapters(key, self.adapted, self.rank)}
 

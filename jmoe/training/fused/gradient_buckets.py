@@ -72,6 +72,7 @@ class Bucket:
     grads: tuple[UnreducedGradients, ...] = ()
 
     def add(self, kind: LayerKind, index: Index, grads: UnreducedGradients) -> "Bucket":
+        """Return the bucket with the gradients of layer `index` of `kind` added."""
         return Bucket((*self.kinds, kind), (*self.indices, jnp.int32(index)), (*self.grads, grads))
 
 
@@ -144,6 +145,7 @@ class UnbufferedParams:
     def _set_gradients_at(
         stacks: list[jax.Array], index: Index, positions: list[int], grads: list[jax.Array]
     ) -> list[jax.Array]:
+        """Return `stacks` with `grads` written at `index` of the stacks at `positions`."""
         by_position = dict(zip(positions, grads, strict=True))
         return [
             set_layer_at(w, index, by_position[i]) if i in by_position else w

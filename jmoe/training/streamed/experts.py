@@ -70,6 +70,7 @@ class StreamedExperts:
     def _stop_threads_and_fill_stores(
         self, replay_state: ReplayState, weights: ReadExperts | None, moments: ReadExperts | None
     ) -> None:
+        """Stop the threads of the experts loaded before, and load experts onto their tiers."""
         self.stop_expert_threads()
         self.experts = self.stores.fill_tiers(replay_state, weights, moments)
 
@@ -99,6 +100,7 @@ class StreamedExperts:
 
     @property
     def _loaded_experts(self) -> ExpertState:
+        """The experts; raises ValueError before they are loaded."""
         if self.experts is None:
             raise ValueError("the experts are nowhere yet: init or load_state comes first")
         return self.experts

@@ -255,6 +255,7 @@ class LayerFunctions:
         return y_BSD, residuals, overlapped
 
     def _run_dense(self, params: Params, layer: LayerOptions, x_BSD: jax.Array) -> jax.Array:
+        """Return the output of a dense layer with these unsharded parameters."""
         block: Block = self._blocks["dense"](self._sharded.cast_params(params))
         attention = causal_attention_fn(layer.window.size, layer.documents)
         return block.apply_dense(x_BSD, attention, self.dtype)
@@ -314,6 +315,9 @@ class LayerFunctions:
         full_capacity: bool,
         choices: Choices | None = None,
     ) -> RoutedTokens:
+        """Return an MoE layer's tokens after attention, routing and dispatch. choices: the experts
+        of each token, if they are known already.
+        """
         block: Block = self._blocks[kind](self._sharded.cast_params(params), bias)
         attention = causal_attention_fn(layer.window.size, layer.documents)
         x_BSD = block.attend(x_BSD, attention, self.dtype)
@@ -367,6 +371,9 @@ class LayerFunctions:
         *,
         kind: LayerKind,
     ) -> jax.Array:
+        """Return the output of an MoE layer from its dispatched tokens. ids_M: as of
+        `LayerParams.chosen_experts`.
+        """
         module = self._blocks[kind]
         # The router has run already: its bias has no effect here.
         bias = jax.tree.map(lambda b: jnp.zeros(b.shape[1:], b.dtype), module.bias)
@@ -566,4 +573,5 @@ def _expert_buffer_entries(experts: ExpertStacks) -> list[ShardInBuffer]:
 
 
 def _flatten_experts(experts: ExpertStacks) -> jax.Array:
+    """Return the experts' gradients as one flat float32 array."""
     return flatten_shards(list(experts.values()), _expert_buffer_entries(experts))

@@ -194,13 +194,14 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         experts = self._loaded_experts
         waited_s = experts.waited_s
         with experts.permanent_errors():
-            result = self._step_unguarded(state, batch, full_capacity)
+            result = self._run_step(state, batch, full_capacity)
         experts.step_waited_s += experts.waited_s - waited_s
         return result
 
-    def _step_unguarded(
+    def _run_step(
         self, state: TrainState, batch: PyTree, full_capacity: bool
     ) -> tuple[TrainState, Metrics]:
+        """Return the result of `step`; an error may leave the experts in the middle of a pass."""
         programs, experts = self.programs, self._loaded_experts
         micro_batches = self._micro_batches(state, batch)
         experts.begin_pass(self._down + self._down[::-1])

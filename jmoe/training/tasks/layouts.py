@@ -50,22 +50,23 @@ def device_bytes_per_expert(config: VisionTrainConfig) -> int:
     dtype.
     """
     return config.model.parameters_per_expert * (
-        STATE_BYTES + GRADIENT_BYTES + _cast_bytes_per_element(config)
+        STATE_BYTES + GRADIENT_BYTES + _cast_copy_bytes_per_element(config)
     )
 
 
-def _cast_bytes_per_element(config: VisionTrainConfig) -> int:
+def _cast_copy_bytes_per_element(config: VisionTrainConfig) -> int:
+    """Return the bytes of a parameter's copy in the compute dtype; 0 if that is float32."""
     return 0 if config.compute_dtype == "float32" else 2  # a copy in the compute dtype
 
 
-def common_bytes_per_device(config: VisionTrainConfig, num_devices: int) -> int:
+def bytes_per_device_without_task_experts(config: VisionTrainConfig, num_devices: int) -> int:
     """Return the bytes that every device needs for parameters other than task-routed experts, with
     their training state.
 
     With experts on tiers that are not placed by task, this includes their slots on the device.
     """
     model, mesh = config.model, config.mesh
-    in_use_bytes = GRADIENT_BYTES + _cast_bytes_per_element(config)
+    in_use_bytes = GRADIENT_BYTES + _cast_copy_bytes_per_element(config)
     routed = model.num_experts * len(model.expert_layers)
     dense = model.total_and_active_parameters()[0] - routed * model.parameters_per_expert
     parts = num_devices if config.comm.shard_dense else 1
@@ -96,7 +97,7 @@ def slot_bytes_per_expert(config: VisionTrainConfig, num_devices: int) -> int:
     written = 2 if config.tiers.gradient_dtype == "bfloat16" else 4
     groups = config.mesh.expert_inter * max(1, config.mesh.expert_intra)
     gradients = GRADIENT_BYTES * (2 if num_devices > groups else 1) + written
-    cast = _cast_bytes_per_element(config)
+    cast = _cast_copy_bytes_per_element(config)
     weights = 4 * _num_layers_on_device(config) + cast
     if config.tiers.update == "host":
         weights = (cast or 4) * _num_layers_on_device(config)
@@ -137,7 +138,7 @@ def device_memory_and_bytes_by_task(
     device_bytes = config.machine.device_figures().device_bytes or None
     if not config.tiers.all_on_device:
         shared, places = (
-            common_bytes_per_device(config, num_devices),
+            bytes_per_device_without_task_experts(config, num_devices),
             dict.fromkeys(config.tasks, 0),
         )
         if places_experts_by_task(config, num_devices):
@@ -154,7 +155,7 @@ def device_memory_and_bytes_by_task(
     if apart:
         everywhere += -(-unnamed // num_devices) - unnamed - sum(own.values())
     one = device_bytes_per_expert(config)
-    shared = common_bytes_per_device(config, num_devices) + everywhere * one // groups
+    shared = bytes_per_device_without_task_experts(config, num_devices) + everywhere * one // groups
     own_bytes = {name: count * one if apart else 0 for name, count in own.items()}
     return DeviceMemory(device_bytes, shared), own_bytes
 
@@ -312,7 +313,7 @@ def allocated_bytes_per_device(config: VisionTrainConfig, layout: TaskLayout) ->
         experts = (
             0 if slots is None else num_slots * slot_bytes_per_expert(config, len(layout.shares))
         )
-    return common_bytes_per_device(config, len(layout.shares)) + experts
+    return bytes_per_device_without_task_experts(config, len(layout.shares)) + experts
 
 
 def tiers_line(config: VisionTrainConfig) -> str:

@@ -166,7 +166,7 @@ class TaskLosses:
         return model.router.z_loss_coef * z_sum.sum() / self.patches_per_step / model.num_moe_layers
 
     def evaluation_sums(
-        self, logits_BY: jax.Array, part: ImageBatch, means_KC: jax.Array
+        self, logits_BY: jax.Array, batch: ImageBatch, means_KC: jax.Array
     ) -> jax.Array:
         """Return [3, A]: per task, the summed negative log-likelihood in nats, correct images, and
         images.
@@ -174,35 +174,35 @@ class TaskLosses:
         means_KC: the mean embedding of each class; an image of a contrastive task is classified by
         the most similar mean.
         """
-        nll_B, correct_B = self._task_nll_and_is_correct(logits_BY, part)
+        nll_B, correct_B = self._task_nll_and_is_correct(logits_BY, batch)
         if self.is_contrastive.any():
             owner_K = np.repeat(
                 np.arange(len(self.is_contrastive), dtype=np.int32), self._num_classes
             )
             z_BC = self.embeddings(logits_BY)
-            temperature_B = jnp.asarray(self._temperature)[part.task]
+            temperature_B = jnp.asarray(self._temperature)[batch.task]
             near_BK = jnp.where(
-                part.task[:, None] == owner_K,
+                batch.task[:, None] == owner_K,
                 cosine_class_logits(z_BC, means_KC, temperature_B),
                 -jnp.inf,
             )
             compared = _nll_and_is_correct(
-                near_BK, part.label + jnp.asarray(self._classes)[part.task]
+                near_BK, batch.label + jnp.asarray(self._classes)[batch.task]
             )
-            is_contrastive_B = jnp.asarray(self.is_contrastive)[part.task]
+            is_contrastive_B = jnp.asarray(self.is_contrastive)[batch.task]
             nll_B, correct_B = (
                 jnp.where(is_contrastive_B, *pair)
                 for pair in zip(compared, (nll_B, correct_B), strict=True)
             )
-        of_task_AB = part.task == np.arange(len(self._config.tasks), dtype=np.int32)[:, None]
-        values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * part.weight
+        of_task_AB = batch.task == np.arange(len(self._config.tasks), dtype=np.int32)[:, None]
+        values = jnp.stack([nll_B, correct_B, jnp.ones_like(nll_B)]) * batch.weight
         return jnp.where(of_task_AB, values[:, None], 0.0).sum(axis=-1)
 
-    def class_embedding_sums(self, logits_BY: jax.Array, part: ImageBatch) -> jax.Array:
+    def class_embedding_sums(self, logits_BY: jax.Array, batch: ImageBatch) -> jax.Array:
         """Return [K, C]: the sum of the embeddings of each class's images."""
-        class_B = part.label + jnp.asarray(self._classes)[part.task]
+        class_B = batch.label + jnp.asarray(self._classes)[batch.task]
         of_class_KB = class_B == jnp.arange(self._num_classes.sum(), dtype=jnp.int32)[:, None]
-        weight_KB = jnp.where(of_class_KB, part.weight, 0.0)
+        weight_KB = jnp.where(of_class_KB, batch.weight, 0.0)
         return jnp.dot(weight_KB, self.embeddings(logits_BY), precision=lax.Precision.HIGHEST)
 
     def _task_nll_and_is_correct(

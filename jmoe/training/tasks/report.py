@@ -61,7 +61,7 @@ def draw_task_report(output_dir: Path, config: VisionTrainConfig, layout: TaskLa
         )
     curves.set_ylim(0, 1.02)
     curves.legend(frameon=False, loc="lower right")
-    _set_title(curves, "Accuracy (points: held out, lines: training)", "step")
+    _set_title_and_unit(curves, "Accuracy (points: held out, lines: training)", "step")
     learned = [event["paths"] for event in evaluations if "paths" in event]
     _draw_paths(
         experts,
@@ -100,7 +100,7 @@ def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | No
     ax.set_xlim(0, 100)
     ax.invert_yaxis()
     ax.legend(frameon=False, loc="lower right")
-    _set_title(ax, "Idle time", "% of a step")
+    _set_title_and_unit(ax, "Idle time", "% of a step")
 
 
 def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Sequence[int]]) -> None:
@@ -122,10 +122,11 @@ def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Seque
     ax.set_ylim(len(paths) - 0.4, -0.6)
     ax.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
     ax.set_yticks(range(len(paths)), list(config.tasks))
-    _set_title(ax, "Experts of tasks (grey: shared)", "")
+    _set_title_and_unit(ax, "Experts of tasks (grey: shared)", "")
 
 
-def _set_title(ax: Axes, title: str, unit: str) -> None:
+def _set_title_and_unit(ax: Axes, title: str, unit: str) -> None:
+    """Set the title and the unit of the horizontal axis, and hide the top and right borders."""
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
     ax.set_xlabel(unit)
     for side in ("top", "right"):

@@ -105,6 +105,7 @@ class VisionSession(Session):
         return self._place_batch(next(self.batches))
 
     def _place_batch(self, batch: ImageBatch) -> ImageBatch:
+        """Return the global batch, split over devices, from this process's images."""
         sharding = NamedSharding(self.mesh, BATCH)
         placed: ImageBatch = jax.tree.map(
             lambda a: jax.make_array_from_process_local_data(sharding, a), batch

@@ -194,9 +194,12 @@ class ShardedVision(ShardedModel):
         """Return the model with random parameters; task-routed layers have as many experts as a
         device has slots.
         """
-        return self._build_with_experts(0 if self.slots is None else self.slots.num_slots)
+        return self._build_with_task_experts(0 if self.slots is None else self.slots.num_slots)
 
-    def _build_with_experts(self, task_experts: int) -> VisionTransformer:
+    def _build_with_task_experts(self, num_task_experts: int) -> VisionTransformer:
+        """Return the model with random parameters and this number of experts in
+        task-routed layers.
+        """
         config = self._config
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange)
         paths = [task.path for task in config.tasks.values()]
@@ -205,14 +208,14 @@ class ShardedVision(ShardedModel):
         }
         rngs = nnx.Rngs(config.seed)
         return VisionTransformer(
-            config.model, sizes, paths, parallel, task_experts=task_experts, rngs=rngs
+            config.model, sizes, paths, parallel, task_experts=num_task_experts, rngs=rngs
         )
 
     # Conversion of task-routed experts between training's slots and a checkpoint
 
     def initial_saved_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
-        _, params, bias = split_parameters(self._build_with_experts(0))
+        _, params, bias = split_parameters(self._build_with_task_experts(0))
         return TrainState.at_step_0(nnx.to_pure_dict(params), nnx.to_pure_dict(bias))
 
     def initial_state(self) -> TrainState:
@@ -249,6 +252,7 @@ class ShardedVision(ShardedModel):
 
     @staticmethod
     def _convert_task_experts(program: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+        """Return `tree` with `program` applied to the experts of its task-routed layers."""
         return with_task_experts(tree, program(task_experts_of(tree)))
 
     def _conversion_program(
@@ -319,7 +323,9 @@ class VisionTrainer:
             )
 
         self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
-        self._evaluate = evaluation_program(sharded, self._evaluate_local, state, BATCH, REPLICATED)
+        self._evaluate = evaluation_program(
+            sharded, self._evaluation_sums_local, state, BATCH, REPLICATED
+        )
         self._class_sums = evaluation_program(sharded, self._class_sums_local, state, BATCH)
 
     @property
@@ -403,7 +409,7 @@ class VisionTrainer:
                 state.router_bias,
                 _take_micro_batch(batch, index),
                 draw,
-                _take_contrastive_terms(contrast, index),
+                _contrastive_terms_of_micro_batch(contrast, index),
             )
             return jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics
 
@@ -446,7 +452,7 @@ class VisionTrainer:
         ]
 
         def embed_micro_batch(index: jax.Array | int, z_MBC: jax.Array) -> jax.Array:
-            logits_BY, _ = self._run_model_local(
+            logits_BY, _ = self._logits_and_stats_local(
                 params, state.router_bias, _take_micro_batch(batch, index), **options
             )
             return z_MBC.at[index].set(self.losses.embeddings(logits_BY))
@@ -478,7 +484,7 @@ class VisionTrainer:
             "remat": config.remat,
             "draw": draw,
         }
-        logits_BY, stats = self._run_model_local(params, router_bias, batch, **options)
+        logits_BY, stats = self._logits_and_stats_local(params, router_bias, batch, **options)
         loss, metrics = self.losses.loss(logits_BY, batch, contrast)
         if stats is None:
             return loss, metrics
@@ -492,9 +498,10 @@ class VisionTrainer:
         }
         return loss + z, lax.stop_gradient(metrics)
 
-    def _run_model_local(
+    def _logits_and_stats_local(
         self, params: PyTree, router_bias: PyTree, batch: ImageBatch, **options: PyTree
     ) -> PyTree:
+        """Return (logits [B, Y], statistics of the MoE layers) of this device's images."""
         pixels = batch.pixels.astype(jnp.float32) / 255.0
         options |= {} if self.slots is None else {"slot_NE": self.slots.expert_slots_local()}
         return self.model.model_with_params(params, router_bias)(
@@ -553,7 +560,7 @@ class VisionTrainer:
 
         def embed_images() -> jax.Array:
             return self.losses.embeddings(
-                self._run_model_local(params, router_bias, batch, train=True, draw=draw)[0]
+                self._logits_and_stats_local(params, router_bias, batch, train=True, draw=draw)[0]
             )
 
         nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(embed_images))
@@ -572,7 +579,7 @@ class VisionTrainer:
         """
         part = _take_micro_batch(batch, 0)
         params = self.model.gather_all_params(state.params)
-        logits_BY, stats = self._run_model_local(
+        logits_BY, stats = self._logits_and_stats_local(
             params, state.router_bias, part, full_capacity=full_capacity
         )
         return lax.psum(
@@ -590,12 +597,13 @@ class VisionTrainer:
             sums += np.asarray(run_without_drops(partial(self._class_sums, state, batch)))
         return jnp.asarray(sums)
 
-    def _evaluate_local(
+    def _evaluation_sums_local(
         self, state: TrainState, batch: ImageBatch, means_KC: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
+        """Return ([3, A] as of `evaluate_batches`, dropped assignments), both over all devices."""
         part = _take_micro_batch(batch, 0)
         params = self.model.gather_all_params(state.params)
-        logits_BY, stats = self._run_model_local(
+        logits_BY, stats = self._logits_and_stats_local(
             params, state.router_bias, part, full_capacity=full_capacity
         )
         return lax.psum(
@@ -656,9 +664,10 @@ def _take_micro_batch(batch: ImageBatch, index: jax.Array | int) -> ImageBatch:
     return part
 
 
-def _take_contrastive_terms(
+def _contrastive_terms_of_micro_batch(
     contrast: ContrastiveTerms | None, index: jax.Array | int
 ) -> ContrastiveTerms | None:
+    """Return the terms of micro-batch number `index`; None for None."""
     part: ContrastiveTerms | None = jax.tree.map(
         lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), contrast
     )
