@@ -1,12 +1,16 @@
 """Engines for the tiny checkpoints of `fixtures/checkpoints`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jmoe.config.engine import EngineConfig
+from jmoe.inference import runner
 from jmoe.inference.engine import Engine
+from jmoe.offload.slots import DeviceSlots
 from kernels_pallas import native
 from tests.model_configs import CHECKPOINTS
 
@@ -19,6 +23,17 @@ def tiny_engine(name: str | Path, limits: dict[str, float] | None = None, **opti
     """
     config = EngineConfig(**{**SIZES, **options})
     return Engine(CHECKPOINTS / name, config, bandwidth_limit_bytes_per_s=limits)
+
+
+def run_as_on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines without native operations run the programs that they run on an accelerator, with
+    experts in arrays of the device.
+    """
+    on_device = partial(DeviceSlots, device=jax.devices()[0])
+    monkeypatch.setattr(
+        "jmoe.offload.residency.HostSlots", lambda slots, fields, **_: on_device(slots, fields)
+    )
+    monkeypatch.setattr(runner, "runs_on_cpu", lambda: False)
 
 
 def needs_compiler() -> None:

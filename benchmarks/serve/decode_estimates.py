@@ -211,8 +211,8 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch; "
             "the shares that paged_attention and grouped_matmul in Triton reach (0.8 of a copy) are"
             " assumed, also for experts in mxfp4, which are decoded in registers",
-            "launches: of each kind of layer compiled alone; the engine runs eight layers in one "
-            "program",
+            "launches: of each kind of layer compiled alone; the engine runs up to 32 layers "
+            "in one program",
             "by copies: the blocks of each row's context are copied to one array in each layer, or "
             "a loop runs over them where the copies would exceed the cache",
             "fits: weights and cache in 0.9 of the GPU's memory; the other rows only tell how "

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from jmoe.inference.runner import BatchOutput, ModelRunner, TokenBatch
+from jmoe.inference.sampler import BatchParams
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence
@@ -61,13 +62,19 @@ class StepAhead:
 
     @classmethod
     def begin(
-        cls, runner: ModelRunner, group: ChunkGroup, tokens_B: jax.Array, continuing: set[Sequence]
+        cls,
+        runner: ModelRunner,
+        group: ChunkGroup,
+        tokens_B: jax.Array,
+        continuing: set[Sequence],
+        sampling: BatchParams | None = None,
     ) -> StepAhead:
         """Start the next step of a decode group, from sampled tokens that are still on the device.
 
         tokens_B: int32, the token sampled for each row of the group.
         continuing: the group's sequences that may continue after these tokens, each with a block
             for its next token.
+        sampling: see `TokenBatch`.
         """
         places: dict[Sequence, tuple[int, int]] = {}
         blocks_PW = np.zeros((group.num_rows, runner.table_width), np.int32)
@@ -81,7 +88,8 @@ class StepAhead:
             tokens_B if tokens_B.size == group.num_rows else _first_tokens(tokens_B, group.num_rows)
         )
         adapter_P = runner.adapters.number_rows(group)
-        output = runner.run_batch(TokenBatch(tokens_P, blocks_PW, positions_P1, adapter_P))
+        batch = TokenBatch(tokens_P, blocks_PW, positions_P1, adapter_P, sampling)
+        output = runner.run_batch(batch)
         logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))
         return cls(places, output._replace(logits_PV=logits_PV))
 

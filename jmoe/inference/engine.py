@@ -33,7 +33,7 @@ from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
 from jmoe.inference.output_events import OutputEvent, join_content
 from jmoe.inference.preparation import Preparation
-from jmoe.inference.sampler import NOT_FINITE, Draw, PendingDraws, Sampler
+from jmoe.inference.sampler import NOT_FINITE, BatchParams, Draw, PendingDraws, Sampler
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence
@@ -567,10 +567,10 @@ class Engine(Closing):
         single_tokens = bool(plan.decode) and not plan.has_drafts
         begun = ahead.outcome_for(groups[0]) if ahead is not None and single_tokens else None
         if begun is None:
-            batches = [self._runner.make_batch(group) for group in groups]
+            batches = [self._make_batch(group) for group in groups]
         else:
             groups = [begun.group, *groups[1:]]
-            batches = [begun.output, *(self._runner.make_batch(group) for group in groups[1:])]
+            batches = [begun.output, *(self._make_batch(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], PendingDraws]] = []
         drafts: DraftVerifier | None = None
         for group, output in zip(groups, self._runner.forward(batches), strict=True):
@@ -604,13 +604,32 @@ class Engine(Closing):
             ):
                 tokens_B = drawing[0][1].tokens_B
                 tokens_B.copy_to_host_async()
-                self._ahead = StepAhead.begin(runner, groups[0], tokens_B, continuing)
+                self._ahead = StepAhead.begin(
+                    runner, groups[0], tokens_B, continuing, self._params_in_step(groups[0])
+                )
         drawn = {} if drafts is None else drafts.sample_after(0, list(drafts.chunks))
         return drafts, drawn | {
             c.sequence: draw
             for last, draws in drawing
             for c, draw in zip(last, draws.read(), strict=True)
         }
+
+    def _make_batch(self, group: ChunkGroup) -> Any:
+        """Return the runner's batch of a group, with sampling parameters if its program samples."""
+        batch = self._runner.make_batch(group)
+        params = self._params_in_step(group)
+        return batch if params is None else batch._replace(sampling=params)
+
+    def _params_in_step(self, group: ChunkGroup) -> BatchParams | None:
+        """Return the parameters with which the program of a group's logits samples; None if it
+        finds the most likely tokens, or none.
+        """
+        runner = self._model.on_one
+        if runner is None or not runner.samples_in_step or group.width > 1:
+            return None
+        if not all(chunk.is_last for chunk in group.chunks):
+            return None
+        return self._sampler.params_in_step([chunk.sequence for chunk in group.chunks])
 
     def _sample_group(
         self, group: ChunkGroup, output: Any
@@ -638,7 +657,9 @@ class Engine(Closing):
         at_P = np.zeros(group.num_rows, np.int32)
         if group.width > 1:
             at_P[: len(group.chunks)] = [len(chunk.tokens) - 1 for chunk in group.chunks]
-        return [(last, self._sampler.start_sampling(self._runner.logits(output, at_P), last))]
+        logits_PV = self._runner.logits(output, at_P)
+        step_tokens = getattr(output, "step_tokens", None)  # `MeshHidden` has none
+        return [(last, self._sampler.start_sampling(logits_PV, last, step_tokens))]
 
     def _make_output(self, sequence: Sequence, draw: Draw) -> Output:
         """Return the output of a sampled token; an "error" output ends the sequence if its logits

@@ -151,6 +151,9 @@ class Preparation:
             tasks += [
                 partial(self._compile_whole_layers, s) for s in dict.fromkeys(shapes + [*drafts])
             ]
+        if self._model.on_one is not None and self._model.on_one.samples_in_step:
+            buckets = scheduler.decode_buckets
+            tasks += [partial(self._compile_sampling_in_step, rows) for rows in buckets]
         tasks.append(self._compile_copies)
         tasks += [partial(self._compile_prompt_logprobs, shape) for shape in prompts]
         return tasks + [partial(self._compile_sampling, variant) for variant in SAMPLING_VARIANTS]
@@ -168,6 +171,12 @@ class Preparation:
             if self._model.on_one is not None and num_rows < self._max_batch:
                 warm_up_token_slice(self._max_batch, num_rows)
         self._compiled.add(shape)
+
+    def _compile_sampling_in_step(self, num_rows: int) -> None:
+        """Compile the program of single tokens that also samples, by running it on padding."""
+        for batch in self._runner.padding_batches(num_rows, 1):
+            sampled = batch._replace(sampling=self._sampler.padding_params())
+            self._runner.forward([sampled])
 
     def _compile_drafts(self, shape: Shape) -> None:
         """Compile the programs that run and verify drafts, by running them on padding."""

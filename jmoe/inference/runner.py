@@ -41,6 +41,7 @@ from jmoe.inference.kv_cache import (
     write_and_attend,
 )
 from jmoe.inference.popularity import Estimator
+from jmoe.inference.sampler import BatchParams, TokensInStep, greedy, sample_settled
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.served_adapters import NO_ADAPTERS
 from jmoe.layers.attention import Attention, CacheInputs
@@ -61,8 +62,10 @@ RECENT_STEPS = 16
 # on an accelerator without a kernel that reads blocks in place, programs for single tokens read
 # this many positions, a program for each
 CONTEXTS = [512 * 4**n for n in range(12)]
-# layers in one program, for steps of few tokens that need no choices on the host
+# the most layers in one program, for steps of few tokens that need no choices on the host
 LAYERS_A_PROGRAM = 8
+# the same on an accelerator, whose programs of more layers take minutes to compile
+LAYERS_ON_ACCELERATOR = 32
 Arrays = tuple[jax.Array, ...]  # of a module, as `functional.split` returns them
 
 
@@ -91,12 +94,15 @@ class TokenBatch(NamedTuple):
         hold any block.
     positions_PC: int32, positions of each row; S = W * `BLOCK` marks padding.
     adapter_P: int32, the number of each row's LoRA adapter; None if the model has none.
+    sampling: the parameters of at least P rows if the program is to sample by `sample_settled`;
+        only for single tokens in programs of several layers, see `ModelRunner.samples_in_step`.
     """
 
     tokens_T: Any
     blocks_PW: Any
     positions_PC: Any
     adapter_P: Any = None
+    sampling: BatchParams | None = None
 
 
 class BatchChoices(NamedTuple):
@@ -114,11 +120,13 @@ class BatchOutput(NamedTuple):
     """Hidden states after the last layer, [P, C, D], and the experts that the tokens chose.
 
     logits_PV: float32; only set for single tokens whose last program computed logits.
+    step_tokens: the tokens sampled in the program of the logits, if it did.
     """
 
     x_PCD: jax.Array
     choices: BatchChoices
     logits_PV: jax.Array | None = None
+    step_tokens: TokensInStep | None = None
 
 
 class Hidden(NamedTuple):
@@ -347,6 +355,8 @@ class _LayerGroupOptions(NamedTuple):
     finds: number of a layer's experts if the program looks up their slots in the host's
         `SlotFinder`; 0 if tables give the slots.
     context: see `write_and_attend`.
+    samples: whether the program finds a token for each row: by `sample_settled` if its batch has
+        sampling parameters, else the most likely one.
     """
 
     structures: tuple[ModuleStructure, ...]
@@ -358,6 +368,14 @@ class _LayerGroupOptions(NamedTuple):
     is_last: bool
     finds: int
     context: int | None = None
+    samples: bool = False
+
+
+class Sampled(NamedTuple):
+    """The logits and tokens that a program with the last layer computes of single tokens."""
+
+    logits_PV: jax.Array | None = None
+    tokens_P: jax.Array | None = None
 
 
 class _LayerOperands(NamedTuple):
@@ -377,7 +395,7 @@ def _apply_layers(
     hidden: Hidden | None,
     batch: TokenBatch,
     experts: tuple[PyTree, jax.Array],
-) -> tuple[Hidden | jax.Array, jax.Array | None, tuple[KVCache, ...], jax.Array | None]:
+) -> tuple[Hidden | jax.Array, Sampled, tuple[KVCache, ...], jax.Array | None]:
     """Run a group of layers on few tokens; asks the host only for chosen experts that have no slot.
 
     embed_and_head: arrays of `static.embed_and_head`.
@@ -385,9 +403,9 @@ def _apply_layers(
     experts: (the slots, as `static.layout` says; tables [N, E] of the experts' slots, or the
         arguments of `find_slots`).
 
-    Returns (output, logits, caches, choices). The output is a `Hidden`, or x [P, C, D] after the
-    last layer; logits are [P, V] after the last layer of single tokens, else None; choices are [N,
-    T, K], or None without experts.
+    Returns (output, sampled, caches, choices). The output is a `Hidden`, or x [P, C, D] after the
+    last layer; sampled is set after the last layer of single tokens; choices are [N, T, K], or None
+    without experts.
     """
     slots, tables = experts
     written: list[KVCache] = []
@@ -428,13 +446,23 @@ def _apply_layers(
             if static.layout is None:
                 hidden = lax.optimization_barrier(hidden)
             written.append(cache)
-        logits_PV: jax.Array | None = None
+        sampled = Sampled()
         output: Hidden | jax.Array = hidden
         if static.is_last:
             output = x_PCD = add_residual(*hidden)
             if batch.positions_PC.shape[1] == 1:
                 logits_PV = static.embed_and_head.merge(embed_and_head).logits(x_PCD[:, 0])
-    return output, logits_PV, tuple(written), jnp.stack(choices) if choices else None
+                tokens_P = _sample_in_step(logits_PV, batch) if static.samples else None
+                sampled = Sampled(logits_PV, tokens_P)
+    return output, sampled, tuple(written), jnp.stack(choices) if choices else None
+
+
+def _sample_in_step(logits_PV: jax.Array, batch: TokenBatch) -> jax.Array:
+    """Return the token after each single token of a batch, int32 [P]."""
+    if batch.sampling is None:
+        return greedy(logits_PV)
+    params = jax.tree.map(lambda x_B: x_B[: logits_PV.shape[0]], batch.sampling)
+    return sample_settled(logits_PV, params, batch.positions_PC[:, 0] + 1)
 
 
 def with_adapters(routed: ExpertInputs, adapters: LayerAdapters | None) -> ExpertInputs:
@@ -561,9 +589,14 @@ class ModelRunner:
         self.embed_and_head = split_arrays(embed_and_head)
         self._layers = [split_arrays(layer) for layer in layers]
         self._num_moe_layers = config.num_moe_layers
-        self._windows = [
+        self._windows: list[Any] = [
             None if layer.window is None else np.int32(layer.window) for layer in config.layers
         ]
+        # what an accelerator's steps would otherwise copy there every time
+        self._tables_source: np.ndarray | None = None
+        self._tables: dict[int, jax.Array] = {}
+        if not self._on_cpu:
+            self._windows = jax.device_put(self._windows, jax.devices()[0])
 
     @property
     def length(self) -> int:
@@ -637,6 +670,11 @@ class ModelRunner:
         stay = self.residency.tables_NE is not None
         return stay and (self._runs_natively(num_tokens) or not self._on_cpu)
 
+    @property
+    def samples_in_step(self) -> bool:
+        """Whether programs of single tokens sample as `TokenBatch.sampling` says."""
+        return not self._on_cpu and self.residency.tables_NE is not None and self.estimator is None
+
     def _runs_natively(self, num_tokens: int) -> bool:
         """Return whether native operations run a step of `num_tokens`, several layers a program."""
         slots = self.residency.slots.native
@@ -654,8 +692,7 @@ class ModelRunner:
         """
         if self._on_cpu:
             return self._runs_natively(positions_PC.size)
-        stay = self.residency.tables_NE is not None and self.estimator is None
-        return stay and positions_PC.shape[1] in self._decode_widths
+        return self.samples_in_step and positions_PC.shape[1] in self._decode_widths
 
     def _context_bucket(self, batch: TokenBatch) -> int | None:
         """Return the `context_bucket` of a batch of single tokens on an accelerator; None for other
@@ -724,15 +761,15 @@ class ModelRunner:
         """
         if not self._can_run_layer_groups(g.positions_PC):
             return None
-        tables_NE, finder = self.residency.tables_NE, self.residency.finder
+        finder = self.residency.finder
         layout, slots = self.residency.slots.layout_and_program_operand()
         context = self._context_bucket(g)
         if not isinstance(g.tokens_T, jax.Array):  # committed, as tokens sampled on the device are
             g = g._replace(tokens_T=jax.device_put(g.tokens_T, jax.devices()[0]))
         embed_and_head, outside = self.embed_and_head
         output: Hidden | jax.Array | None = None
-        logits_PV: jax.Array | None = None
-        size = LAYERS_A_PROGRAM
+        sampled = Sampled()
+        size = self._layers_a_program()
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
         with self.residency.let_programs_use_finder():
@@ -741,30 +778,56 @@ class ModelRunner:
                 structures, arrays = zip(*self._layers[some], strict=True)
                 numbers = range(start, start + len(arrays))
                 adapters = [self.adapters.bind_layer(i, g.adapter_P) for i in numbers]
-                place = embed_and_head, start == 0, start + size >= len(self._layers)
+                is_last = start + size >= len(self._layers)
+                place = embed_and_head, start == 0, is_last
                 static = _LayerGroupOptions(
-                    structures, layout, self.config.hidden_act, self.dtype, *place, finds, context
+                    *(structures, layout, self.config.hidden_act, self.dtype, *place, finds),
+                    context=context,
+                    samples=not self._on_cpu,
                 )
                 n = self.config.layers[start].record
-                places = None if tables_NE is None else tables_NE[n : n + size]
-                experts = slots, places if finder is None else finder.find_slots_operand(n)
+                tables = finder.find_slots_operand(n) if finder else self._slot_tables(n, size)
                 of_layers = (
                     tuple(map(_LayerOperands, arrays, self._windows[some], adapters)),
                     tuple(self.caches[some]),
                     outside,
                     output,
-                    g,
-                    experts,
+                    g if is_last else g._replace(sampling=None),  # one program for middle groups
+                    (slots, tables),
                 )
-                output, logits_PV, self.caches[some], choices_NTK = _apply_layers(
-                    static, *of_layers
-                )
+                output, sampled, self.caches[some], choices_NTK = _apply_layers(static, *of_layers)
                 if choices_NTK is not None:
                     chosen.append(choices_NTK)
             if finder is not None:  # the programs read it, so it must not change before they end
                 jax.block_until_ready(output)
         assert isinstance(output, jax.Array)  # of the group with the last layer
-        return BatchOutput(output, BatchChoices(chosen), logits_PV)
+        step_tokens = None
+        if sampled.tokens_P is not None:
+            step_tokens = TokensInStep(sampled.tokens_P, are_drawn=g.sampling is not None)
+        return BatchOutput(output, BatchChoices(chosen), sampled.logits_PV, step_tokens)
+
+    def _layers_a_program(self) -> int:
+        """Return the number of layers in a program of several: on an accelerator all of them, or
+        equal parts of at most `LAYERS_ON_ACCELERATOR`.
+        """
+        if self._on_cpu:
+            return LAYERS_A_PROGRAM
+        num_layers = len(self._layers)
+        return -(-num_layers // -(-num_layers // LAYERS_ON_ACCELERATOR))
+
+    def _slot_tables(self, start: int, size: int) -> np.ndarray | jax.Array | None:
+        """Return the tables of `size` layers with experts from `start` on, on an accelerator as an
+        array there, which later steps use again; None if experts have no permanent slots.
+        """
+        tables_NE = self.residency.tables_NE
+        if tables_NE is None or self._on_cpu:
+            return None if tables_NE is None else tables_NE[start : start + size]
+        if self._tables_source is not tables_NE:
+            self._tables_source, self._tables = tables_NE, {}
+        if start not in self._tables:
+            some_NE = tables_NE[start : start + size]
+            self._tables[start] = jax.device_put(some_NE, jax.devices()[0])
+        return self._tables[start]
 
     def _run_experts(
         self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]

@@ -421,24 +421,13 @@ def _sample_from_adjusted_logits(
     min-p, or the most likely one where the temperature is 0.
     """
     vocab_size = x_BV.shape[1]
-    num_candidates = min(NUM_CANDIDATES, vocab_size)
     random_B = params.temperature_B > 0
-    # Subtracts the maximum before dividing: a low temperature gives -inf at worst, never NaN.
-    temperature_B1 = jnp.where(random_B, params.temperature_B, 1.0)[:, None]
-    z_BV = (x_BV - jnp.max(x_BV, axis=1, keepdims=True)) / temperature_B1
-    filtered_B = random_B & ((params.top_k_B < vocab_size) | (params.top_p_B < 1))
+    z_BV = _scaled_logits(x_BV, params)
+    filtered_B = _have_filters(params, vocab_size)
 
     def sample_candidates() -> tuple[jax.Array, jax.Array]:
-        z_BC, ids_BC = top_k(z_BV, num_candidates)
-        kept_BC = _candidate_filter_mask(z_BC, _batch_invariant_row_sums(jnp.exp(z_BV)), params)
-        # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are
-        # all tokens beyond the candidates.
-        settled_B = (params.top_k_B <= num_candidates) | (
-            (params.top_k_B == vocab_size) & ~kept_BC[:, -1]
-        )
-        return _gumbel_max(
-            z_BC, ids_BC, kept_BC, params.seed_B2, positions_B
-        ), filtered_B & settled_B
+        few_B, settled_B = _sample_candidates(z_BV, params, positions_B)
+        return few_B, filtered_B & settled_B
 
     nothing = (jnp.zeros_like(positions_B), jnp.zeros_like(filtered_B))
     few_B, settled_B = lax.cond(jnp.any(filtered_B), sample_candidates, lambda: nothing)
@@ -460,6 +449,68 @@ def _sample_from_adjusted_logits(
     tokens_B = lax.cond(jnp.any(random_B & ~settled_B), sample_vocabulary, lambda: few_B)
     # in a row with a NaN no token equals the maximum, and `_gumbel_max` returns an id beyond V
     return jnp.where(random_B, jnp.minimum(tokens_B, vocab_size - 1), _argmax(x_BV))
+
+
+def sample_settled(logits_BV: jax.Array, params: BatchParams, positions_B: jax.Array) -> jax.Array:
+    """Return `sample`'s tokens, int32 [B], of rows that `is_settled_by_candidates` and that have no
+    constraint.
+
+    Has no branches: on a GPU each would make the host wait for the logits.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    vocab_size = logits_BV.shape[1]
+    z_BV = _scaled_logits(logits_BV, params)
+    few_B, _ = _sample_candidates(z_BV, params, positions_B)
+    kept_BV = jnp.exp(z_BV) >= params.min_p_B[:, None]
+    ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
+    any_B = _gumbel_max(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B)
+    drawn_B = jnp.where(_have_filters(params, vocab_size), few_B, any_B)
+    tokens_B = jnp.where(
+        params.temperature_B > 0, jnp.minimum(drawn_B, vocab_size - 1), _argmax(logits_BV)
+    )
+    # no maximum as in `_tokens_if_finite`: fused with others, XLA:CPU's loses a NaN
+    return jnp.where(jnp.all(logits_BV < jnp.inf, axis=1), tokens_B, NOT_FINITE)
+
+
+def is_settled_by_candidates(sampling: SamplingParams) -> bool:
+    """Return whether the `NUM_CANDIDATES` most likely tokens always settle the filters, and nothing
+    else changes the logits.
+
+    top_p alone may keep more tokens, if the model is very unsure.
+    """
+    few = 0 < sampling.top_k <= NUM_CANDIDATES
+    unfiltered = sampling.top_k <= 0 and sampling.top_p >= 1
+    return sampling.uses_logits_as_they_are and (sampling.is_greedy or few or unfiltered)
+
+
+def _scaled_logits(x_BV: jax.Array, params: BatchParams) -> jax.Array:
+    """Return (logits - their maximum) / temperature; a temperature of 0 counts as 1."""
+    # Subtracts the maximum before dividing: a low temperature gives -inf at worst, never NaN.
+    temperature_B1 = jnp.where(params.temperature_B > 0, params.temperature_B, 1.0)[:, None]
+    return (x_BV - jnp.max(x_BV, axis=1, keepdims=True)) / temperature_B1
+
+
+def _have_filters(params: BatchParams, vocab_size: int) -> jax.Array:
+    """Return bool [B], which rows are sampled under top-k or top-p."""
+    return (params.temperature_B > 0) & ((params.top_k_B < vocab_size) | (params.top_p_B < 1))
+
+
+def _sample_candidates(
+    z_BV: jax.Array, params: BatchParams, positions_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return (a token int32 [B] among the most likely ones, bool [B] whether the filters keep none
+    beyond these).
+    """
+    vocab_size = z_BV.shape[1]
+    num_candidates = min(NUM_CANDIDATES, vocab_size)
+    z_BC, ids_BC = top_k(z_BV, num_candidates)
+    kept_BC = _candidate_filter_mask(z_BC, _batch_invariant_row_sums(jnp.exp(z_BV)), params)
+    # The filters keep a prefix of the ranked tokens: if the last candidate is dropped, so are all
+    # tokens beyond the candidates.
+    settled_B = (params.top_k_B <= num_candidates) | (
+        (params.top_k_B == vocab_size) & ~kept_BC[:, -1]
+    )
+    return _gumbel_max(z_BC, ids_BC, kept_BC, params.seed_B2, positions_B), settled_B
 
 
 def _candidate_filter_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchParams) -> jax.Array:
@@ -618,6 +669,17 @@ class Draw(NamedTuple):
     logprob: TokenLogprob | None
 
 
+class TokensInStep(NamedTuple):
+    """The tokens that a program computed beside the logits of its rows.
+
+    are_drawn: whether they follow the rows' sampling parameters; otherwise they are the most likely
+        ones.
+    """
+
+    tokens_P: jax.Array
+    are_drawn: bool
+
+
 class PendingDraws(NamedTuple):
     """Tokens that the device is still sampling: one for each chunk, then padding.
 
@@ -690,15 +752,41 @@ class Sampler:
                 self._state, np.int32(chunk.row), in_prompt_V, counts_V.astype(np.int32)
             )
 
-    def start_sampling(self, logits_BV: jax.Array, chunks: list[Chunk]) -> PendingDraws:
+    def params_in_step(self, sequences: list[Sequence]) -> BatchParams | None:
+        """Return the parameters with which the program of the logits can sample for these
+        sequences by `sample_settled`; None if it cannot, or if all take the most likely token.
+        """
+        sampling = [sequence.sampling for sequence in sequences]
+        if (
+            any(sequence.constraint is not None for sequence in sequences)
+            or all(of_sequence.is_plain_greedy for of_sequence in sampling)
+            or not all(map(is_settled_by_candidates, sampling))
+        ):
+            return None
+        return self._batch_params(sequences, constrained=False)
+
+    def padding_params(self) -> BatchParams:
+        """Return parameters as `params_in_step` returns them, all padding, to compile programs."""
+        return batch_params([], size=self._max_batch, vocab_size=self._vocab_size)
+
+    def start_sampling(
+        self,
+        logits_BV: jax.Array,
+        chunks: list[Chunk],
+        step_tokens: TokensInStep | None = None,
+    ) -> PendingDraws:
         """Start sampling a token after each chunk, and return the pending draws; does not wait.
 
         logits_BV: a row for each chunk, then padding.
+        step_tokens: those that the program of the logits has sampled already, if it does.
         """
         sequences = [chunk.sequence for chunk in chunks]
         constrained = any(sequence.constraint is not None for sequence in sequences)
+        if step_tokens is not None and step_tokens.are_drawn:
+            return PendingDraws(step_tokens.tokens_P, None, [None] * len(chunks))
         if not constrained and all(sequence.sampling.is_plain_greedy for sequence in sequences):
-            return PendingDraws(_greedy(logits_BV), None, [None] * len(chunks))
+            tokens_B = _greedy(logits_BV) if step_tokens is None else step_tokens.tokens_P
+            return PendingDraws(tokens_B, None, [None] * len(chunks))
         size = self._max_batch
         logits_BV = self._pad_rows(logits_BV)
         params = self._batch_params(sequences, constrained)
@@ -769,7 +857,8 @@ class Sampler:
 
     def _pad_rows(self, logits_BV: jax.Array) -> jax.Array:
         """Return the logits with `max_batch` rows, so that one program serves any batch."""
-        return jnp.pad(logits_BV, ((0, self._max_batch - logits_BV.shape[0]), (0, 0)))
+        missing = self._max_batch - logits_BV.shape[0]
+        return jnp.pad(logits_BV, ((0, missing), (0, 0))) if missing else logits_BV
 
     def start_greedy(self, logits_PCV: jax.Array) -> jax.Array:
         """Start to find the most likely token after each token, int32 [P, C]; does not wait.

@@ -180,9 +180,13 @@ class SamplingParams:
         """Whether the token is the argmax of the model's own logits, and no log-probability is
         needed.
         """
+        return self.is_greedy and self.uses_logits_as_they_are
+
+    @property
+    def uses_logits_as_they_are(self) -> bool:
+        """Whether no penalty, bias or ban changes the logits, and no log-probability is needed."""
         return (
-            self.is_greedy
-            and self.repetition_penalty == 1
+            self.repetition_penalty == 1
             and self.presence_penalty == 0
             and self.frequency_penalty == 0
             and not self.logit_bias

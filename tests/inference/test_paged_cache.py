@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
-from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
+from tiny_engines import CHECKPOINTS, needs_compiler, run_as_on_accelerator, tiny_engine
 
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.block_pool import NOTHING_CACHED, BlockPool
@@ -112,14 +112,20 @@ def assert_same(some: list[Sequence], others: list[Sequence]) -> None:
     [
         ("qwen3_moe", "off"),
         ("gpt_oss", "on"),
+        pytest.param("qwen3_moe", "accelerator", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "on", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "off", marks=pytest.mark.slow),
     ],
 )
-def test_pressure_changes_no_token(name: str, native: str, long_models: Path) -> None:
+def test_pressure_changes_no_token(
+    name: str, native: str, long_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy, sampled, with penalties and with log-probabilities; gpt-oss has windows and sinks."""
     if native == "on":
         needs_compiler()
+    elif native == "accelerator":
+        native = "off"
+        run_as_on_accelerator(monkeypatch)
     asked = requests(12)
     options: dict[str, Any] = {"policy": "resident", "native": native}
     with tiny_engine(long_models / name, **TIGHT, **options) as engine:

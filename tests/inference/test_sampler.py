@@ -25,6 +25,7 @@ from jmoe.inference.sampler import (
     initial_sampler_state,
     prompt_logprobs,
     sample,
+    sample_settled,
     start_sequence,
     top_k,
 )
@@ -634,3 +635,27 @@ def test_only_allowed_tokens_are_drawn() -> None:
     )
     assert logprobs is not None and free_logprobs is not None
     np.testing.assert_array_equal(logprobs.top_BK, free_logprobs.top_BK)
+
+
+def test_settled_rows_draw_the_same_without_branches() -> None:
+    """Of many rows, with logits of equal tokens and with rows that are not finite."""
+    vocab_size, rng = 700, np.random.default_rng(4)
+    rows = [
+        SamplingParams(temperature=t, seed=i, top_k=k, top_p=p, min_p=m)
+        for i, (t, k, p, m) in enumerate(
+            [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.1), (3.0, 256, 0.99, 0.0)] * 16
+            + [(1.5, 1, 0.5, 0.0), (0.9, 40, 0.9, 0.05), (50.0, 200, 1.0, 0.0)] * 16
+        )
+    ]
+    assert all(map(sampler.is_settled_by_candidates, rows))
+    logits_BV = rng.normal(0, 2, (len(rows), vocab_size)).astype(np.float32)
+    logits_BV[::5] = np.round(logits_BV[::5])
+    logits_BV[7, 3], logits_BV[12, :5] = np.nan, -np.inf
+    params = params_of(rows, vocab_size)
+    positions_B = jnp.arange(len(rows), dtype=jnp.int32)
+    nowhere_B = jnp.ones(len(rows), jnp.int32)
+    state = initial_sampler_state(1, vocab_size)
+    expected, _, _ = run(logits_BV, params, state, nowhere_B, positions_B, with_logprobs=False)
+    found = jax.jit(sample_settled)(logits_BV, params, positions_B)
+    np.testing.assert_array_equal(found, expected)
+    assert found[7] == sampler.NOT_FINITE

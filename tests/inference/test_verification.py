@@ -98,7 +98,7 @@ def draft_mostly_right(monkeypatch: pytest.MonkeyPatch, expected: list[Sequence]
             for place, token in enumerate(right, start)
         ]
 
-    monkeypatch.setattr(PromptLookup, "draft", draft)
+    monkeypatch.setattr(PromptLookup, "draft_tokens", draft)
 
 
 def logprobs_of(outputs: list[list[Output]]) -> list[float]:
