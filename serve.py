@@ -125,14 +125,14 @@ def print_estimate(config: ServeConfig, folder: Path) -> None:
     this machine need not have.
     """
     from jmoe.inference.engine_estimate import estimate_engine
-    from jmoe.inference.loading import open_checkpoint, with_sequence_length
+    from jmoe.inference.loading import open_checkpoint, resolve_sequence_length
     from jmoe.status import status
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
         engine = config.engine
         if engine.max_seq_len is None and engine.cache_tokens is None:
             engine = replace(engine, max_seq_len=checkpoint.choose_sequence_length(None))
-        engine = with_sequence_length(checkpoint, engine)
+        engine = resolve_sequence_length(checkpoint, engine)
         with status(f"compiling the engine's programs for {config.estimate}", say):
             print(estimate_engine(checkpoint, engine, config.estimate))
 
@@ -145,7 +145,7 @@ def run_follower(config: ServeConfig, folder: Path, follower: Follower) -> None:
 
     with LoadedModel(folder, config.engine, say=say) as model:
         say("following process 0")
-        follower.repeat_calls(model.runner)
+        follower.run_leader_calls(model.runner)
     say("stopped")
 
 
@@ -153,10 +153,10 @@ def plan_engine(config: ServeConfig, folder: Path, model_name: str) -> EngineCon
     """Return the engine's options with `max_seq_len` set; print how many sequences of which length
     the engine takes and the model's sampling defaults.
     """
-    from jmoe.inference.loading import open_checkpoint, plan_engine_memory, with_sequence_length
+    from jmoe.inference.loading import open_checkpoint, plan_engine_memory, resolve_sequence_length
 
     with open_checkpoint(folder, config.engine) as checkpoint:  # the headers alone
-        engine_config = with_sequence_length(checkpoint, config.engine)
+        engine_config = resolve_sequence_length(checkpoint, config.engine)
         plan_engine_memory(checkpoint, engine_config)  # refuses what does not fit
         positions = checkpoint.max_positions
     say_sizes(config, folder, model_name, engine_config, positions)

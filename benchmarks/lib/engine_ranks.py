@@ -69,7 +69,7 @@ def run_rank(
     with join_lockstep(config) as role:
         runners = _Runners(load)
         if isinstance(role, Follower):
-            role.repeat_calls(runners)
+            role.run_leader_calls(runners)
             return
         runners.leader = role
         engines = {}

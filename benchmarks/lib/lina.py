@@ -302,8 +302,8 @@ def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
         path: list[np.ndarray] = []
         most, copied, planned = 0, places.slowest_copies, placer._replans + placer._num_estimates
         for layer, idx_TK in enumerate(step):
-            placer.estimate_placement(layer, path)
-            placer.correct_placement(layer, idx_TK)
+            placer.place_by_estimate(layer, path)
+            placer.record_choices_and_correct_placement(layer, idx_TK)
             placement = places.placements[layer]
             token, choice = np.nonzero(idx_TK < placement.num_experts)
             device = (
@@ -350,12 +350,14 @@ def plans_ms(
 
     right = planner_of(LINA, folder, Places(config, 2, slots), SwapCosts(1.0, 1e9), config)
     right._table = _TrueTable(counts_E)  # type: ignore[assignment]
-    right.estimate_placement(layer, step[:layer])
+    right.place_by_estimate(layer, step[:layer])
     return {
         "lookup": median_ms(lambda: table.estimate_popularity(step[:layer])),
         "plan_2_devices": median_ms(plan(2, slots)),
         f"plan_{many_devices}_devices": median_ms(plan(many_devices, 4)),
-        "nothing_changes": median_ms(lambda: right.correct_placement(layer, step[layer])),
+        "nothing_changes": median_ms(
+            lambda: right.record_choices_and_correct_placement(layer, step[layer])
+        ),
         "paper_plan": 6.2,
         "paper_nothing_changes": 1.45,
     }

@@ -94,10 +94,10 @@ class Listener(Estimator):
         self.guesses: list[list[np.ndarray]] = []  # of steps, of layers from the second on: [T, 2K]
         self.choices: list[list[np.ndarray]] = []  # of steps, of layers: [T, K]
 
-    def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
+    def start_next_estimate(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
         self._router.start(moe_layer, hidden)
 
-    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+    def estimate_next_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         if len(path) == 1:
             self.guesses.append([])
             self.choices.append([])

@@ -31,8 +31,8 @@ from jmoe.inference.loading import (
     load_native_if_used,
     open_checkpoint,
     plan_engine_memory,
+    resolve_sequence_length,
     segment_placements,
-    with_sequence_length,
 )
 from jmoe.memory.closing import Closing
 from jmoe.mesh import expert_mesh
@@ -138,7 +138,7 @@ def _resolve_options_and_segments(
     if options.mesh.devices > 1:
         expert_mesh(options.mesh.devices)  # raises if there are too few devices
     with open_checkpoint(folder, options) as checkpoint:
-        options = with_sequence_length(checkpoint, options)
+        options = resolve_sequence_length(checkpoint, options)
         memory = plan_engine_memory(checkpoint, options)
         config = checkpoint.config
         mesh = options.mesh

@@ -21,12 +21,12 @@ import jax
 from jmoe.config import MachineConfig, ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
-from jmoe.inference.dry_run import described_memory
+from jmoe.inference.dry_run import engine_machine_from_config
 from jmoe.inference.loading import (
     EngineMachine,
     plan_engine_memory,
+    resolve_sequence_length,
     this_machine,
-    with_sequence_length,
 )
 from jmoe.mesh import is_expert
 from jmoe.models.announced import AnnouncedCheckpoint, has_all_weights, read_announced
@@ -231,7 +231,7 @@ def _measure_loaded(
         wide = str(checkpoint.dtype)
         plan, no_plan = None, ""
         try:
-            engine = with_sequence_length(checkpoint, engine, machine)
+            engine = resolve_sequence_length(checkpoint, engine, machine)
             plan = plan_engine_memory(checkpoint, engine, machine)
         except ValueError as error:
             no_plan = str(error)
@@ -297,7 +297,7 @@ def main(arguments: list[str]) -> int:
         if is_given and not options.accelerator:
             raise ValueError(f"{name}: needs --machine.accelerator")
     named = MachineConfig(accelerator=options.accelerator, host_bytes=options.host_bytes)
-    machine = described_memory(named, options.devices) or this_machine()
+    machine = engine_machine_from_config(named, options.devices) or this_machine()
     folder = options.folder.expanduser()
     if folder.suffix == ".gguf" and folder.is_file():
         folder = gguf_folder(folder)

@@ -78,7 +78,7 @@ class StepAhead:
         """
         places: dict[Sequence, tuple[int, int]] = {}
         blocks_PW = np.zeros((group.num_rows, runner.table_width), np.int32)
-        positions_P1 = np.full((group.num_rows, 1), runner.length, np.int32)  # padding
+        positions_P1 = np.full((group.num_rows, 1), runner.num_table_positions, np.int32)  # padding
         for row, chunk in enumerate(group.chunks):
             if chunk.sequence in continuing:
                 blocks_PW[row, : len(chunk.block_ids)] = chunk.block_ids

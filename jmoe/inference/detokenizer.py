@@ -61,7 +61,7 @@ class TextStream:
                 break
             self._pending.append(token)
             self._num_tokens += 1
-            text += self._cut_at_stop(self._decode_pending())
+            text += self._cut_before_stop(self._decode_pending())
         return text
 
     def flush(self) -> str:
@@ -70,25 +70,33 @@ class TextStream:
         """
         if self.matched_stop is not None:
             return ""
-        return self._cut_at_stop(self._decode_first(len(self._pending))) + self._search.release()
+        return (
+            self._cut_before_stop(self._decode_first_pending(len(self._pending)))
+            + self._search.release_held_text()
+        )
 
-    def flush_pending(self) -> str:
-        """Return the text of all tokens so far, as `flush` does, where the text goes on after
-        something else, such as a special token.
+    def flush_incomplete_characters(self) -> str:
+        """Return the text of the pending tokens, before something else such as a special token.
+
+        An incomplete character becomes U+FFFD. Text that may begin a stop string stays held.
         """
-        return self._cut_at_stop(self._decode_first(len(self._pending))) if self._pending else ""
+        return (
+            self._cut_before_stop(self._decode_first_pending(len(self._pending)))
+            if self._pending
+            else ""
+        )
 
     def _decode_pending(self) -> str:
         """Return the text of the pending tokens, or "" if later tokens could change it."""
         text = self._decode(self._context + self._pending)
         if not text.endswith(REPLACEMENT) and text != self._context_text:
-            return self._decode_first(len(self._pending))
+            return self._decode_first_pending(len(self._pending))
         if len(self._pending) >= MAX_PENDING_TOKENS:
             # A character has at most 4 bytes, so an incomplete one begins in the last 3 tokens.
-            return self._decode_first(len(self._pending) - 3)
+            return self._decode_first_pending(len(self._pending) - 3)
         return ""
 
-    def _decode_first(self, count: int) -> str:
+    def _decode_first_pending(self, count: int) -> str:
         """Return the text of the first `count` pending tokens; these become the context of later
         ones.
         """
@@ -101,11 +109,13 @@ class TextStream:
         self._context, self._context_text = released, self._decode(released)
         return text
 
-    def _cut_at_stop(self, text: str) -> str:
+    def _cut_before_stop(self, text: str) -> str:
         """Return the part of held text and `text` before a stop string, or before the start of a
         possible one.
         """
-        return text if self._num_tokens <= self._min_new_tokens else self._search.cut(text)
+        return (
+            text if self._num_tokens <= self._min_new_tokens else self._search.cut_before_stop(text)
+        )
 
 
 class StopSearch:
@@ -119,7 +129,7 @@ class StopSearch:
         self._state = self._start = _build_stop_automaton(tuple(stop))
         self._held = ""  # text that may begin a stop string
 
-    def cut(self, text: str) -> str:
+    def cut_before_stop(self, text: str) -> str:
         """Return the part of held text and `text` before a stop string, or before the start of a
         possible one, which is held.
         """
@@ -133,8 +143,11 @@ class StopSearch:
         self._state, self._held = state, text[len(text) - state.depth :]
         return text[: len(text) - state.depth]
 
-    def release(self) -> str:
-        """Return the held text where the text ends, or pauses: no stop string spans the pause."""
+    def release_held_text(self) -> str:
+        """Return the held text, at the end of the text or before a pause in it.
+
+        No stop string spans a pause.
+        """
         held, self._held, self._state = self._held, "", self._start
         return held
 
@@ -156,6 +169,7 @@ class _State:
     shorter: _State | None = None
 
     def next_state(self, char: str) -> _State:
+        """Return the state after one more character."""
         state = self
         while (longer := state.longer.get(char)) is None:
             if state.shorter is None:

@@ -13,7 +13,7 @@ from jmoe.config import MachineConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.inference.kv_cache import BLOCK
-from jmoe.inference.loading import EngineMachine, plan_engine_memory, with_sequence_length
+from jmoe.inference.loading import EngineMachine, plan_engine_memory, resolve_sequence_length
 from jmoe.inference.mesh.runner import make_mesh_caches
 from jmoe.memory.host_memory import available_bytes
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -53,24 +53,24 @@ def plan_dry_run(
     Steps: one sequence, and `options.max_batch` of them. Raises ValueError naming the field if the
     model does not fit.
     """
-    described = described_memory(machine, options.mesh.devices)
-    options = with_sequence_length(checkpoint, options, described)
+    described = engine_machine_from_config(machine, options.mesh.devices)
+    options = resolve_sequence_length(checkpoint, options, described)
     memory = plan_engine_memory(checkpoint, options, described)
-    machine = machine if described else _with_accelerator_here(machine)
+    machine = machine if described else _with_detected_accelerator(machine)
     rates = serving_rates(machine, options.mesh.devices)
     estimator = ServingEstimator(memory, rates, checkpoint.config.num_hidden_layers)
     steps = [
-        estimator.estimate(_decode_step(checkpoint, options, memory, rows))
+        estimator.estimate(_busiest_device_decode_step(checkpoint, options, memory, rows))
         for rows in dict.fromkeys((1, options.max_batch))
     ]
-    return DryRun(options, memory, tuple(steps), _source_text(machine, rates, options))
+    return DryRun(options, memory, tuple(steps), _describe_rates_source(machine, rates, options))
 
 
-def described_memory(machine: MachineConfig, num_devices: int) -> EngineMachine | None:
-    """Return the memory of the machine that is described, at most `GPUS_PER_NODE` devices a host;
-    None if no device's is.
+def engine_machine_from_config(machine: MachineConfig, num_devices: int) -> EngineMachine | None:
+    """Return the memory of a host with `num_devices` devices, at most `GPUS_PER_NODE`, as the
+    options describe it; None if they say no device's memory.
 
-    Free host memory is this machine's if `machine.host_bytes` is 0.
+    The host's free memory is this machine's if `machine.host_bytes` is 0.
     """
     figures = machine.device_figures()
     if not figures.device_bytes:
@@ -81,8 +81,8 @@ def described_memory(machine: MachineConfig, num_devices: int) -> EngineMachine 
     return EngineMachine(free, min(num_devices, GPUS_PER_NODE))
 
 
-def _with_accelerator_here(machine: MachineConfig) -> MachineConfig:
-    """Return `machine` with the name of the accelerator that is here, if a data sheet is known."""
+def _with_detected_accelerator(machine: MachineConfig) -> MachineConfig:
+    """Return `machine` with the name of the accelerator here, "" without a data sheet of it."""
     kind = jax.local_devices()[0].device_kind.lower().replace(" ", "-")
     names: Sequence[str] = sorted(ACCELERATORS, key=len)
     here = [name for name in names if name in kind]
@@ -91,8 +91,10 @@ def _with_accelerator_here(machine: MachineConfig) -> MachineConfig:
     return MachineConfig(**{**vars(machine), "accelerator": here[-1] if here else ""})
 
 
-def _source_text(machine: MachineConfig, rates: ServingRates, options: EngineConfig) -> str:
-    """Return a line that names the device, its rates and where they are from."""
+def _describe_rates_source(
+    machine: MachineConfig, rates: ServingRates, options: EngineConfig
+) -> str:
+    """Return a line that names the device, its rates, and the source of these."""
     name = machine.accelerator or "device"
     named = f"the data sheet of {name}" if machine.accelerator else "two CPU cores' figures"
     figures = f"memory {rates.memory_bytes_per_s / 1e12:.3g} TB/s"
@@ -107,7 +109,7 @@ def _source_text(machine: MachineConfig, rates: ServingRates, options: EngineCon
     )
 
 
-def _decode_step(
+def _busiest_device_decode_step(
     checkpoint: LazyCheckpoint, options: EngineConfig, memory: MemoryPlan, rows: int
 ) -> DecodeStep:
     """Return a step of `rows` sequences as the busiest device sees it."""

@@ -206,7 +206,7 @@ class Engine(Closing):
         """
         sampling = sequence.sampling
         self.check_request(sequence.prompt_token_ids, sampling)
-        self.adapters.check_name(sequence.adapter)
+        self.adapters.check_adapter_name(sequence.adapter)
         check(
             sequence.constraint is None or not sampling.min_new_tokens,
             "min_new_tokens",
@@ -326,11 +326,11 @@ class Engine(Closing):
             outputs += self._verify_drafts(drafts)
         self._drop_unneeded_step_ahead()
         self._has_answered |= any(output.finish_reason is not None for output in outputs)
-        self._collector.note_step(
+        self._collector.record_step(
             "prefill" if plan.prefill else "decode", num_tokens, time.perf_counter() - begun
         )
         if self.plan.memory.policy == "auto":
-            routing = self._collector.take_routing_stats(self._scheduler.max_decode_tokens)
+            routing = self._collector.take_decode_routing_stats(self._scheduler.max_decode_tokens)
             if routing is not None:
                 before, typical_tokens = self.plan, round(routing.num_tokens)
                 self._collector.plan = replace(before, routing=routing)
@@ -368,7 +368,7 @@ class Engine(Closing):
         for chunk in drafts.chunks:
             assert chunk.sequence.lookup is not None
             num_accepted = sum(output.sequence is chunk.sequence for output in outputs)
-            self._collector.note_draft(chunk.num_drafted, num_accepted)
+            self._collector.record_draft(chunk.num_drafted, num_accepted)
             chunk.sequence.lookup.record_acceptance(
                 chunk.sequence.num_tokens, chunk.num_drafted, num_accepted
             )

@@ -164,7 +164,7 @@ def estimate_engine(checkpoint: LazyCheckpoint, options: EngineConfig, gpu: str)
     return EngineEstimate(gpu, steps, memory, estimator.temporary_bytes, context, flops)
 
 
-def _trips_of_loop(attended_blocks: int, expert_tiles: int, scope: str) -> int:
+def _assumed_loop_trips(attended_blocks: int, expert_tiles: int, scope: str) -> int:
     """Return the assumed iterations of a loop in `scope` of a layer's program."""
     return attended_blocks if "attention" in scope else expert_tiles
 
@@ -360,7 +360,7 @@ class _StepEstimator:
             table_NE = self._abstract_array(jnp.int32, int(is_moe), config.num_experts)
             outside, experts = self._embed_and_head[1], (self._slots, table_NE)
             (hidden, *_), estimate = self._compile_and_estimate(
-                partial(_trips_of_loop, attended_blocks, tiles),
+                partial(_assumed_loop_trips, attended_blocks, tiles),
                 runner._apply_layers,
                 static,
                 *((layer,), (cache,), outside, hidden, batch, experts),

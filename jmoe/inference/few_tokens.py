@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kernels_pallas.choose_experts import ChoiceRules
 
 
-def are_few(num_tokens: int) -> bool:
-    """Return True if the kernels take a step of `num_tokens`."""
+def fit_few_token_kernels(num_tokens: int) -> bool:
+    """Return whether the kernels of this module compute a step of `num_tokens` tokens."""
     from kernels_pallas.add_norm import MAX_TOKENS  # needs Pallas' Triton backend
 
     return num_tokens <= MAX_TOKENS
@@ -50,7 +50,7 @@ def attend_and_route(
     from kernels_pallas.add_norm import RouterWeights, add_and_norm
     from kernels_pallas.choose_experts import choose_experts
 
-    _check_supported(block)
+    _check_kernels_support(block)
     (x_PCD, y_TD), options = hidden, dict[str, Any](interpret=interpret)
     shape, x_TD = x_PCD.shape, x_PCD.reshape(y_TD.shape)
     with jax.named_scope("attention"):
@@ -70,7 +70,7 @@ def attend_and_route(
         assert logits_TE is not None
         idx_TK, weights_TK = choose_experts(
             logits_TE,
-            choice_rules(router.config, router.num_experts_per_tok),
+            kernel_choice_rules(router.config, router.num_experts_per_tok),
             bias_E=_array_or_none(router.e_score_correction_bias),
             positions_T=positions_T,
             end=end,
@@ -80,8 +80,8 @@ def attend_and_route(
     return x_TD.reshape(shape), ExpertInputs(h_TD, idx_TK, weights_TK, shared_TD)
 
 
-def choice_rules(config: RouterConfig, num_experts_per_tok: int) -> "ChoiceRules":
-    """Return how a router's kernel chooses K experts outside of training."""
+def kernel_choice_rules(config: RouterConfig, num_experts_per_tok: int) -> "ChoiceRules":
+    """Return the rules by which `choose_experts` chooses a router's experts in inference."""
     from kernels_pallas.choose_experts import ChoiceRules
 
     return ChoiceRules(
@@ -95,7 +95,7 @@ def choice_rules(config: RouterConfig, num_experts_per_tok: int) -> "ChoiceRules
     )
 
 
-def _check_supported(block: Block) -> None:
+def _check_kernels_support(block: Block) -> None:
     """Raise NotImplementedError for a block that the kernels do not compute."""
     for norm in (block.attention_norm, block.feed_forward_norm):
         if norm.bias is not None or norm.axes:

@@ -70,10 +70,8 @@ class HarmonyTokens:
             return True
         return tokenizer.decode(header[header.index(self.channel) + 1 :]).split()[:1] == [FINAL]
 
-    def last_message(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the prompt's tokens from the start of its last message on; [] if there is no
-        message.
-        """
+    def last_message_tokens(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens from the start of the prompt's last message on; [] without one."""
         if self.start not in prompt_token_ids:
             return []
         return list(
@@ -118,7 +116,7 @@ class ChannelStream:
         self._kind: _Kind = "content"
         self._began: set[_Kind] = set()
         self._num_calls, self._call_is_empty = 0, True
-        if begun := harmony.last_message(prompt_token_ids):
+        if begun := harmony.last_message_tokens(prompt_token_ids):
             for token in begun:
                 self._push_token(token)
             self._num_tokens = self.num_reasoning_tokens = 0
@@ -140,21 +138,23 @@ class ChannelStream:
         for token in token_ids:
             if self.has_ended:
                 break
-            events += self._pass(self._push_token(token))
+            events += self._filter_events(self._push_token(token))
         return events
 
     def flush(self) -> list[OutputEvent]:
         """Return the rest of the events at the end of the output."""
         if self.has_ended:
             return []
-        events = self._pass(self._end_message())
-        return events if self.has_ended else events + self._filter.release()
+        events = self._filter_events(self._end_message())
+        return events if self.has_ended else events + self._filter.release_held_content()
 
-    def _pass(self, events: list[OutputEvent]) -> list[OutputEvent]:
+    def _filter_events(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """Return the events before a stop string and the last allowed call."""
         searches = self._num_tokens > self._min_new_tokens
-        return self._filter.pass_events(events, searches_stop=searches)
+        return self._filter.filter_events(events, searches_stop=searches)
 
     def _push_token(self, token: int) -> list[OutputEvent]:
+        """Return the events that one token completes, before the search for stop strings."""
         self._num_tokens += 1
         self.num_reasoning_tokens += self._kind == "reasoning" and self._header is None
         if token == self._harmony.start or token in self._harmony.ends:
@@ -163,7 +163,7 @@ class ChannelStream:
             self._expects_role = token == self._harmony.start
             return events
         if self._header is None:
-            return self._events(self._body.push([token]))
+            return self._text_events(self._body.push([token]))
         if token == self._harmony.message:
             return self._begin_message(*self._read_header(self._header))
         self._header.append(token)
@@ -185,13 +185,13 @@ class ChannelStream:
             return [ToolCallBegin(index, f"call_{secrets.token_hex(12)}", name)]
         is_next = kind in self._began
         self._began.add(kind)
-        return self._events("\n") if is_next else []
+        return self._text_events("\n") if is_next else []
 
     def _end_message(self) -> list[OutputEvent]:
-        """Return the rest of a message, and text that was to be a header and is none."""
+        """Return the rest of the current message, or an incomplete header's text as an answer."""
         if self._header is not None:
             return [] if self._expects_role else self._begin_answer_with_header()
-        events = self._events(self._body.flush())
+        events = self._text_events(self._body.flush())
         if self._kind == "call":
             index = self._num_calls - 1
             events += [ToolCallArguments(index, "{}")] if self._call_is_empty else []
@@ -212,10 +212,10 @@ class ChannelStream:
         if not outside:
             return []
         events = self._begin_message("content")
-        return events + self._events(self._body.push(outside))
+        return events + self._text_events(self._body.push(outside))
 
-    def _events(self, text: str) -> list[OutputEvent]:
-        """Return text of the current message as an event."""
+    def _text_events(self, text: str) -> list[OutputEvent]:
+        """Return text of the current message as one event of its kind; [] for no text."""
         if not text:
             return []
         if self._kind == "content":
@@ -248,7 +248,7 @@ class AnswerConstraint(Constraint):
         self.answer, self._tokenizer, self._harmony = answer, tokenizer, harmony
         self._end_token_ids = list(end_token_ids)
         self._header: list[int] | None = None  # tokens of an incomplete header
-        begun = harmony.last_message(prompt_token_ids)
+        begun = harmony.last_message_tokens(prompt_token_ids)
         self._is_answer = not begun
         for token in begun:
             self._track_header(token)
@@ -261,9 +261,9 @@ class AnswerConstraint(Constraint):
         if self._is_answer:
             self.answer.wait(limit_s)
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         if self._is_answer:
-            self.answer.fill(words_W)
+            self.answer.fill_next_token_bitmask(words_W)
         elif self._at_prompt:  # the prompt's header must continue with a channel
             words_W[:] = 0
             set_mask_bits(words_W, [self._harmony.channel], True)

@@ -21,7 +21,7 @@ from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
 from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
 from jmoe.inference.scheduler import Scheduler
-from jmoe.inference.served_adapters import ServedAdapters, adapter_bytes
+from jmoe.inference.served_adapters import ServedAdapters, max_adapter_bytes
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.moesys_counts import record_ranks_factory
@@ -87,7 +87,7 @@ class LoadedModel(Closing):
             enable_compile_cache()
             check_same_identity(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             # the server has set a length that its user left open, other processes have not
-            options = with_sequence_length(checkpoint, options)
+            options = resolve_sequence_length(checkpoint, options)
             check_same_options(asdict(replace(options, cache_dir=None)))
             paths = options.estimator == "paths"
             table = (
@@ -100,7 +100,7 @@ class LoadedModel(Closing):
             self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
-            _check_activations(checkpoint, options, use_native)
+            _check_expert_activations(checkpoint, options, use_native)
             notes = checkpoint.expert_conversion_note, quantized_cache_note(checkpoint.fields)
             for note in filter(None, notes):
                 say(note)
@@ -138,7 +138,9 @@ class LoadedModel(Closing):
             self.store.close()
 
 
-def _check_activations(checkpoint: LazyCheckpoint, options: EngineConfig, use_native: bool) -> None:
+def _check_expert_activations(
+    checkpoint: LazyCheckpoint, options: EngineConfig, use_native: bool
+) -> None:
     """Raise ValueError if the experts' inputs are to be rounded and no operation does so."""
     if options.expert_activations == "exact":
         return
@@ -295,7 +297,7 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
         dense_bytes=checkpoint.dense_bytes_per_device(
             devices if options.mesh.dense == "tensor" else 1
         )
-        + adapter_bytes(options.adapter_folders, config, family, checkpoint.dtype),
+        + max_adapter_bytes(options.adapter_folders, config, family, checkpoint.dtype),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
         // devices,
         draft_bytes=_draft_logits_bytes(options, config.vocab_size),
@@ -345,7 +347,7 @@ def plan_engine_memory(
     )
 
 
-def with_sequence_length(
+def resolve_sequence_length(
     checkpoint: LazyCheckpoint, options: EngineConfig, machine: EngineMachine | None = None
 ) -> EngineConfig:
     """Return the options with `max_seq_len` set, and `cache_tokens` where memory limits it.

@@ -43,29 +43,32 @@ class EventFilter:
         """The stop string that has come, or None."""
         return self._search.matched_stop
 
-    def pass_events(
+    def filter_events(
         self, events: Iterable[OutputEvent], *, searches_stop: bool = True
     ) -> list[OutputEvent]:
-        """Return the events before the end. searches_stop: content is searched for stop strings."""
+        """Return the events before the end of the output, and set `has_ended` there.
+
+        searches_stop: search content for stop strings.
+        """
         passed: list[OutputEvent] = []
         for event in events:
             if self.has_ended:
                 break
             if isinstance(event, ContentDelta) and searches_stop:
-                text = self._search.cut(event.text)
+                text = self._search.cut_before_stop(event.text)
                 self.has_ended = self._search.matched_stop is not None
                 passed += [ContentDelta(text)] if text else []
                 continue
             if isinstance(event, ToolCallBegin):
-                passed += self.release()
+                passed += self.release_held_content()
             passed.append(event)
             if isinstance(event, ToolCallEnd) and self._max_calls is not None:
                 self.has_ended = event.index + 1 >= self._max_calls
         return passed
 
-    def release(self) -> list[OutputEvent]:
+    def release_held_content(self) -> list[OutputEvent]:
         """Return content that was held because it could have begun a stop string."""
-        text = self._search.release()
+        text = self._search.release_held_text()
         return [ContentDelta(text)] if text else []
 
 
@@ -115,7 +118,9 @@ class ParsedStream:
             self._num_tokens += 1
             marker = self._visible.get(token)
             text = (
-                self._text.push([token]) if marker is None else self._text.flush_pending() + marker
+                self._text.push([token])
+                if marker is None
+                else self._text.flush_incomplete_characters() + marker
             )
             events += self._feed(text)
         return events
@@ -124,8 +129,8 @@ class ParsedStream:
         """Return the rest of the events at the end of the output."""
         if self.has_ended:
             return []
-        events = self._feed_text(self._text.flush()) + self._pass(self._parser.finish())
-        return events if self.has_ended else events + self._filter.release()
+        events = self._feed_text(self._text.flush()) + self._filter_events(self._parser.finish())
+        return events if self.has_ended else events + self._filter.release_held_content()
 
     def _feed(self, text: str) -> list[OutputEvent]:
         """Return the events of one token's text; count the token if it belongs to the reasoning."""
@@ -135,11 +140,13 @@ class ParsedStream:
         return events
 
     def _feed_text(self, text: str) -> list[OutputEvent]:
-        return self._pass(self._parser.feed(text)) if text else []
+        """Return the events of a piece of text before the end of the output."""
+        return self._filter_events(self._parser.feed(text)) if text else []
 
-    def _pass(self, events: list[OutputEvent]) -> list[OutputEvent]:
+    def _filter_events(self, events: list[OutputEvent]) -> list[OutputEvent]:
+        """Return the events before a stop string and the last allowed call."""
         searches = self._num_tokens > self._min_new_tokens
-        return self._filter.pass_events(events, searches_stop=searches)
+        return self._filter.filter_events(events, searches_stop=searches)
 
 
 def special_token_texts_by_id(tokenizer: Tokenizer, texts: Collection[str]) -> dict[int, str]:

@@ -76,7 +76,7 @@ class TableHeader:
         """Return the number of digits of the longest path that ends at `layer`."""
         return min(self.path_length, layer + 1) + (self.num_experts_per_tok > 1)
 
-    def digit_source(self, digit: int) -> tuple[int, int]:
+    def layers_back_and_rank_of_digit(self, digit: int) -> tuple[int, int]:
         """Return (layers back, rank among the token's choices) of a path's digit, most important
         first.
 
@@ -93,9 +93,9 @@ class PathTable:
     """For each layer and path, the experts of the next layer that tokens chose most often.
 
     A path is the top expert of each of the last `path_length` layers, and the second expert of the
-    last one (see `TableHeader.digit_source`); complete sets of K experts would hardly ever repeat.
-    A path that is not in the table is shortened by its least important digits; a path without an
-    entry even for digit 0 has no estimate.
+    last one (see `TableHeader.layers_back_and_rank_of_digit`); complete sets of K experts would
+    hardly ever repeat. A path that is not in the table is shortened by its least important digits;
+    a path without an entry even for digit 0 has no estimate.
 
     starts: int64 [N - 1, G + 1]; rows starts[n, g - 1] to starts[n, g] hold the paths of g digits
         that end at layer n.
@@ -115,12 +115,12 @@ class PathTable:
     def estimate_popularity(self, path: Sequence[np.ndarray]) -> PopularityEstimate:
         """Return the estimated popularity of the experts of layer len(path).
 
-        path: see `Estimator.estimate`.
+        path: see `Estimator.estimate_next_experts`.
 
         Estimates are sums over tokens, so those of several devices add up.
         """
         experts = self.header.num_experts
-        rows_U, tokens_U = self._find_rows(path)
+        rows_U, tokens_U = self._find_path_rows_and_counts(path)
         known = rows_U >= 0
         rows, total = rows_U[known], int(tokens_U.sum())
         weights = self.counts[rows] * (tokens_U[known] / self.tokens[rows])[:, None]
@@ -129,21 +129,21 @@ class PathTable:
             popularity_E, float(tokens_U[~known].sum()) / total if total else 0.0
         )
 
-    def likely_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
+    def most_frequent_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         """Return the K most frequent experts of each distinct path of a step, concatenated."""
-        rows_U, _ = self._find_rows(path)
+        rows_U, _ = self._find_path_rows_and_counts(path)
         rows, k = rows_U[rows_U >= 0], self.header.num_experts_per_tok
         return self.experts[rows, :k][self.counts[rows, :k] > 0]
 
-    def _find_rows(self, path: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row of each distinct path of a step, or -1; number of tokens with it), both
-        [U].
-        """
+    def _find_path_rows_and_counts(
+        self, path: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (row of each distinct path of a step or -1, tokens with that path), [U] each."""
         layer, experts = len(path) - 1, self.header.num_experts
         real_T, max_digits = path[-1][:, 0] < experts, self.header.max_digits(layer)
         keys_T = np.zeros(np.count_nonzero(real_T), np.int64)
         for digit in range(max_digits):
-            back, place = self.header.digit_source(digit)
+            back, place = self.header.layers_back_and_rank_of_digit(digit)
             keys_T += path[layer - back][real_T, place].astype(np.int64) * experts**digit
         keys_U, tokens_U = np.unique(keys_T, return_counts=True)
         rows_U = np.full(len(keys_U), -1)
@@ -227,25 +227,28 @@ class PathCounter:
         for layer, parts in enumerate(self._parts):
             keys_T = np.zeros(len(chosen[0]), np.int64)
             for digit, part in enumerate(parts):
-                back, place = self._header.digit_source(digit)
+                back, place = self._header.layers_back_and_rank_of_digit(digit)
                 keys_T = keys_T + chosen[layer - back][:, place] * experts**digit
                 part.add((keys_T[:, None] * experts + chosen[layer + 1]).ravel())
 
-    def make_table(self, fingerprint: str, kept: int | None = None) -> PathTable:
+    def make_table(self, fingerprint: str, experts_per_path: int | None = None) -> PathTable:
         """Return the counts as a table.
 
-        kept: experts stored for a path; K by default, E for the whole distribution.
+        experts_per_path: how many are stored; K by default, E for the whole distribution.
         """
         h = self._header
-        kept = h.num_experts_per_tok if kept is None else kept
+        kept = h.num_experts_per_tok if experts_per_path is None else experts_per_path
         sizes = (h.num_layers, h.num_experts, h.num_experts_per_tok, h.path_length)
         header = TableHeader(*sizes, kept=kept, fingerprint=fingerprint, tokens=self._tokens)
         starts = np.zeros((h.num_layers - 1, h.max_digits(h.num_layers) + 1), np.int64)
-        parts, rows = [_experts_by_path(*_IntegerCounter().codes_and_counts(), header)], 0
+        parts, rows = (
+            [_most_frequent_experts_by_path(*_IntegerCounter().codes_and_counts(), header)],
+            0,
+        )
         for layer, tallies in enumerate(self._parts):
             starts[layer] = rows
             for digit, tally in enumerate(tallies):
-                parts.append(_experts_by_path(*tally.codes_and_counts(), header))
+                parts.append(_most_frequent_experts_by_path(*tally.codes_and_counts(), header))
                 rows += len(parts[-1][0])
                 starts[layer, digit + 1 :] = rows
         return PathTable(
@@ -264,6 +267,7 @@ class _IntegerCounter:
         self._waiting_size = 0
 
     def add(self, codes: np.ndarray) -> None:
+        """Count each of the integers once for each time that it occurs."""
         self._waiting.append(np.unique(codes, return_counts=True))
         self._waiting_size += len(self._waiting[-1][0])
         if self._waiting_size > len(self._codes):
@@ -275,6 +279,7 @@ class _IntegerCounter:
         return self._codes, self._counts
 
     def _merge_new_codes(self) -> None:
+        """Merge the counts of new integers into the sorted ones."""
         codes = np.concatenate([self._codes, *(codes for codes, _ in self._waiting)])
         counts = np.concatenate([self._counts, *(counts for _, counts in self._waiting)])
         order = np.argsort(codes, kind="stable")
@@ -287,7 +292,7 @@ class _IntegerCounter:
         self._waiting, self._waiting_size = [], 0
 
 
-def _experts_by_path(
+def _most_frequent_experts_by_path(
     codes: np.ndarray, counts: np.ndarray, header: TableHeader
 ) -> tuple[np.ndarray, ...]:
     """Return (keys, tokens, experts [R, M], counts [R, M]) for paths of one length and layer.

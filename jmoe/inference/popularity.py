@@ -37,7 +37,7 @@ class Estimator(ABC):
     may use hidden states (from `start`), this step's choices (`path`), or earlier steps' choices.
     """
 
-    def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
+    def start_next_estimate(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
         """Launch device work for the guess about layer `moe_layer` + 1, without waiting.
 
         hidden: the input of layer `moe_layer`'s router, [T, D] for each batch of the step.
@@ -45,7 +45,7 @@ class Estimator(ABC):
         return
 
     @abstractmethod
-    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+    def estimate_next_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         """Return the experts that layer len(path) will probably need, in any order.
 
         After the last layer the guess is for the first layer of the next step. Called while the
@@ -64,7 +64,7 @@ class RouterEstimator(Estimator):
         self._num_experts = num_experts
         self._guesses: list[jax.Array] = []
 
-    def start(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
+    def start_next_estimate(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
         self._guesses = []
         if moe_layer + 1 < len(self._routers):
             self._guesses = [
@@ -73,7 +73,7 @@ class RouterEstimator(Estimator):
         for guess_TK in self._guesses:
             guess_TK.copy_to_host_async()
 
-    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+    def estimate_next_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         if not self._guesses:
             return np.zeros(0, np.int32)
         guess_TK = np.concatenate([np.asarray(guess) for guess in self._guesses])
@@ -99,7 +99,7 @@ class CountEstimator(Estimator):
         self._counts = [HitCounts(num_experts) for _ in range(num_layers)]
         self._needed = [0.0] * num_layers
 
-    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
+    def estimate_next_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         layer, following = len(path) - 1, len(path) % len(self._counts)
         counts, chosen = self._counts[layer], np.unique(path[-1])
         chosen = chosen[chosen < counts.num_records]
@@ -123,8 +123,8 @@ class PathEstimator(Estimator):
     def __init__(self, table: PathTable) -> None:
         self._table = table
 
-    def estimate(self, path: Sequence[np.ndarray]) -> np.ndarray:
-        return self._table.likely_experts(path)
+    def estimate_next_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
+        return self._table.most_frequent_experts(path)
 
 
 def make_estimator(

@@ -42,11 +42,11 @@ class _SamplingPrograms:
         self._left = list(SAMPLING_VARIANTS)  # those that nobody has compiled or compiles
         self._running: tuple[SamplingVariant, Future[None]] | None = None
 
-    def start_next(self, compile_variant: Callable[[SamplingVariant], None]) -> None:
+    def start_compiling_next(self, compile_variant: Callable[[SamplingVariant], None]) -> None:
         """Begin to compile the next variant in the thread, unless none is left or the thread is
         still busy.
 
-        compile_variant: a function that compiles the variant that it is given.
+        compile_variant: compiles its argument.
         """
         if self._left and (self._running is None or self._running[1].done()):
             if self._thread is None:
@@ -54,9 +54,10 @@ class _SamplingPrograms:
             variant = self._left.pop(0)
             self._running = variant, self._thread.submit(compile_variant, variant)
 
-    def wait_if_compiling(self, variant: SamplingVariant) -> None:
-        """Return once the thread does not compile this variant, neither now nor later: the caller
-        compiles a variant that the thread has not begun, or has failed to compile.
+    def wait_or_claim(self, variant: SamplingVariant) -> None:
+        """Wait until the thread has compiled this variant, or keep it from beginning to.
+
+        The caller then compiles it, unless the thread has.
         """
         if variant in self._left:
             self._left.remove(variant)
@@ -83,7 +84,7 @@ class Preparation:
         self._compiled: set[Shape] = set()
         self._logits_1V: jax.Array | None = None
         self._sampling = _SamplingPrograms()
-        sampler.before_sampling = self._sampling.wait_if_compiling
+        sampler.before_sampling = self._sampling.wait_or_claim
         self._tasks = deque(self._list_tasks())
         self._num_tasks = len(self._tasks)
 
@@ -100,7 +101,9 @@ class Preparation:
         in_thread: let a thread compile a program of sampling meanwhile.
         """
         if in_thread and self._logits_1V is not None:
-            self._sampling.start_next(partial(self._sampler.warm_up_sampling, self._logits_1V))
+            self._sampling.start_compiling_next(
+                partial(self._sampler.warm_up_sampling, self._logits_1V)
+            )
         self._runner.begin_step(whole_layers=False)
         self._tasks.popleft()()
 
@@ -194,18 +197,19 @@ class Preparation:
             (output,) = runner.run_layer_by_layer([batch])
             runner.logits(output, np.zeros(num_rows, np.int32))
 
-    def _compile_copies(self) -> None:
+    def _compile_block_copies(self) -> None:
         """Compile copies of blocks of the cache, by copying nothing."""
         self._runner.copy_cache_blocks([(0, 0)], 0)
         # between devices is another program
         self._runner.copy_cache_blocks([(0, self._model.scheduler.stats().blocks - 1)], 0)
 
     def _compile_sampling(self, variant: SamplingVariant) -> None:
-        """Compile a variant of `sample`, unless that is done."""
+        """Compile a variant of `sample`, unless it is compiled already."""
         assert self._logits_1V is not None, "the first task makes them"
-        self._sampling.wait_if_compiling(variant)
+        self._sampling.wait_or_claim(variant)
         self._sampler.warm_up_sampling(self._logits_1V, variant)
 
     def _compile_prompt_logprobs(self, shape: Shape) -> None:
+        """Compile the log-probabilities of prompts for groups of this shape."""
         logits_CV = self._runner.logits_of_chunk(self._runner.zero_output(*shape), 0)
         self._sampler.warm_up_prompt_logprobs(logits_CV)

@@ -48,9 +48,9 @@ class ReasoningConstraint(Constraint):
         if self._state != "reasoning":
             self.answer.wait(limit_s)
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         if self._state != "reasoning":
-            self.answer.fill(words_W)
+            self.answer.fill_next_token_bitmask(words_W)
             if self._state == "start":
                 set_mask_bits(words_W, [self._begin], self._budget != 0)
         elif self._budget is not None and self._num_tokens >= self._budget:

@@ -252,7 +252,7 @@ def attend_and_route_local(
 
     if layer_runner is not UNSHARDED or "triton" not in default_implementations():
         return by_xla()
-    if not few_tokens.are_few(places.positions_PC.size):
+    if not few_tokens.fit_few_token_kernels(places.positions_PC.size):
         return by_xla()
     return first_supported("layer of few tokens", [("triton", by_kernels), ("xla", by_xla)])
 
@@ -599,8 +599,8 @@ class ModelRunner:
             self._windows = jax.device_put(self._windows, jax.devices()[0])
 
     @property
-    def length(self) -> int:
-        """S, the positions of a table, and the position of padding."""
+    def num_table_positions(self) -> int:
+        """S, the positions of a table; also the position that marks padding."""
         return self.table_width * BLOCK
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
@@ -611,13 +611,16 @@ class ModelRunner:
         """Return a group's chunks as host arrays, padded to [num_rows, width]."""
         tokens_PC = np.zeros((group.num_rows, group.width), np.int32)
         blocks_PW = np.zeros((group.num_rows, self.table_width), np.int32)
-        positions_PC = np.full((group.num_rows, group.width), self.length, np.int32)
+        positions_PC = np.full((group.num_rows, group.width), self.num_table_positions, np.int32)
         for i, chunk in enumerate(group.chunks):
             blocks_PW[i, : len(chunk.block_ids)] = chunk.block_ids
             tokens_PC[i, : len(chunk.tokens)] = chunk.tokens
             positions_PC[i, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
         return TokenBatch(
-            tokens_PC.reshape(-1), blocks_PW, positions_PC, self.adapters.number_rows(group)
+            tokens_PC.reshape(-1),
+            blocks_PW,
+            positions_PC,
+            self.adapters.adapter_numbers_of_rows(group),
         )
 
     def padding_batches(self, num_rows: int, width: int) -> list[TokenBatch]:
@@ -698,7 +701,7 @@ class ModelRunner:
         """Return the `context_bucket` of a batch of single tokens on an accelerator; None for other
         batches.
         """
-        positions_PC, length = batch.positions_PC, self.length
+        positions_PC, length = batch.positions_PC, self.num_table_positions
         if self._on_cpu or positions_PC.shape[1] > 1:
             return None
         return context_bucket(
@@ -732,7 +735,7 @@ class ModelRunner:
                     self.caches[i],
                     xs[n],
                     CachePlaces(g.blocks_PW, g.positions_PC, self._windows[i]),
-                    self.adapters.bind_layer(i, g.adapter_P),
+                    self.adapters.layer_adapters_for_rows(i, g.adapter_P),
                 )
                 x_PCD, self.caches[i], y = _attend_and_route_program(variants[n], *of_layer)
                 xs[n] = xs[n]._replace(x_PCD=x_PCD)
@@ -839,7 +842,7 @@ class ModelRunner:
         residency, chosen = self.residency, None
         if residency.needs_choices:
             if self.estimator is not None:
-                self.estimator.start(moe_layer, [r.h_TD for r in routed])
+                self.estimator.start_next_estimate(moe_layer, [r.h_TD for r in routed])
             indices = [r.idx_TK for r in routed]
             for idx_TK in indices:
                 idx_TK.copy_to_host_async()
@@ -854,7 +857,7 @@ class ModelRunner:
         following = (moe_layer + 1) % self._num_moe_layers
         if chosen is not None and self.estimator is not None and following != moe_layer:
             begun = time.perf_counter()
-            residency.prefetch_guessed(following, self.estimator.estimate(path))
+            residency.prefetch_guessed(following, self.estimator.estimate_next_experts(path))
             self.estimate_s += time.perf_counter() - begun
         return out
 

@@ -892,7 +892,7 @@ class Sampler:
         for row, sequence in enumerate(sequences):
             if sequence.constraint is not None and sequence.failed is None:
                 with sequence.catch_errors("constraint"):
-                    sequence.constraint.fill(words_BW[row])
+                    sequence.constraint.fill_next_token_bitmask(words_BW[row])
         words_BW[[row for row, sequence in enumerate(sequences) if sequence.failed]] = -1
         return words_BW
 

@@ -221,7 +221,7 @@ class Constraint(Protocol):
     """
 
     def is_ready(self) -> bool:
-        """Return whether `fill` can answer at once; until then the engine runs other sequences."""
+        """Return whether the next mask is there; until then the engine runs other sequences."""
         return True
 
     def wait(self, limit_s: float) -> None:
@@ -231,7 +231,7 @@ class Constraint(Protocol):
         """
         return
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         """Write the mask of the next token to `words_W`, int32: one bit a token, lowest first.
 
         Sets at least one bit: the end-of-text token's if nothing else can follow.
@@ -244,7 +244,7 @@ class Constraint(Protocol):
 class Unconstrained(Constraint):
     """A constraint that allows every token."""
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = -1
 
     def accept(self, token_id: int) -> None:

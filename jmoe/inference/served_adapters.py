@@ -55,25 +55,28 @@ class ServedAdapters:
         """
         layers: list[_LayerParts] = [{} for _ in config.layers]
         for number, (name, folder) in enumerate(folders.items(), 1):
-            with _option_in_errors(name, folder):
+            with _name_option_in_errors(name, folder):
                 own = read_adapter_folder(folder, config, family)
             for parameter in own.parameters:
-                _check_served(f"{name}={folder}", parameter, own)
-                _append_parts(layers, parameter, own, number)
+                _check_servable(f"{name}={folder}", parameter, own)
+                _append_layer_adapters(layers, parameter, own, number)
         return cls(
             tuple(folders),
             [
-                {path: _joined(parts, path, dtype) for path, parts in sorted(layer.items())}
+                {
+                    path: _concatenate_adapters(parts, path, dtype)
+                    for path, parts in sorted(layer.items())
+                }
                 for layer in layers
             ],
         )
 
-    def check_name(self, name: str) -> None:
+    def check_adapter_name(self, name: str) -> None:
         """Raise ValueError if no adapter has this name; "" stands for the model as it is."""
         known = f"must be one of {', '.join(self.names)}" if self.names else "must be empty"
         check(name in self._numbers, "adapter", name, known)
 
-    def number_rows(self, group: ChunkGroup) -> NDArray[np.int32] | None:
+    def adapter_numbers_of_rows(self, group: ChunkGroup) -> NDArray[np.int32] | None:
         """Return int32 [P], the number of each row's adapter; None if there are no adapters."""
         if not self.names:
             return None
@@ -82,7 +85,9 @@ class ServedAdapters:
             adapter_P[row] = self._numbers[chunk.sequence.adapter]
         return adapter_P
 
-    def bind_layer(self, layer: int, adapter_P: jax.Array | None) -> LayerAdapters | None:
+    def layer_adapters_for_rows(
+        self, layer: int, adapter_P: jax.Array | None
+    ) -> LayerAdapters | None:
         """Return a layer's adapters for the rows of a step; None if there are no adapters."""
         return None if adapter_P is None else LayerAdapters(self._layers[layer], adapter_P)
 
@@ -90,7 +95,7 @@ class ServedAdapters:
 NO_ADAPTERS = ServedAdapters()
 
 
-def adapter_bytes(
+def max_adapter_bytes(
     folders: Mapping[str, Path], config: ModelConfig, family: str, dtype: DTypeLike
 ) -> int:
     """Return the bytes of device memory that `ServedAdapters.load` takes at most: less if a stored
@@ -98,7 +103,7 @@ def adapter_bytes(
     """
     num_bytes = 0
     for name, folder in folders.items():
-        with _option_in_errors(name, folder):
+        with _name_option_in_errors(name, folder):
             header = read_adapter_header(folder, config, family)
         assert header.lora.rank is not None
         for parameter in header.parameters:
@@ -110,6 +115,7 @@ def adapter_bytes(
 
 
 def _path_in_layer(parameter: Parameter) -> str:
+    """Return the parameter's path within its layer, such as "moe/router/kernel"."""
     return "/".join(parameter.path[1:])
 
 
@@ -119,17 +125,17 @@ def _device_dtype(path: str, dtype: DTypeLike) -> np.dtype:
 
 
 @contextmanager
-def _option_in_errors(name: str, folder: Path) -> Iterator[None]:
-    """Raise the block's ValueError or OSError as a ValueError that names the option."""
+def _name_option_in_errors(name: str, folder: Path) -> Iterator[None]:
+    """Return a context that re-raises a ValueError or OSError as a ValueError naming the option."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise ValueError(f"lora = '{name}={folder}': {error}") from error
 
 
-def _check_served(option: str, parameter: Parameter, own: AdapterFolder) -> None:
+def _check_servable(option: str, parameter: Parameter, adapter_folder: AdapterFolder) -> None:
     """Refuse adapters of a weight that the engine keeps in another form than the checkpoint."""
-    changed = get_at_path(own.adapters, parameter.path)["b"].any()
+    changed = get_at_path(adapter_folder.adapters, parameter.path)["b"].any()
     check(
         parameter.path[-1] != "w_kv_b" or not changed,
         "lora",
@@ -139,30 +145,30 @@ def _check_served(option: str, parameter: Parameter, own: AdapterFolder) -> None
     )
 
 
-def _append_parts(
-    layers: Sequence[_LayerParts], parameter: Parameter, own: AdapterFolder, number: int
+def _append_layer_adapters(
+    layers: Sequence[_LayerParts], parameter: Parameter, adapter_folder: AdapterFolder, number: int
 ) -> None:
     """Add an adapter's arrays of one parameter to those of its layers: A and B of each tensor that
     fills some of the parameter's columns, unless B is zero in all layers.
     """
-    adapter = get_at_path(own.adapters, parameter.path)
+    adapter = get_at_path(adapter_folder.adapters, parameter.path)
     for piece, (low, high) in enumerate(parameter.source.column_spans(parameter.shape[-1])):
         if not adapter["b"][..., low:high].any():
             continue
         for entry, layer in enumerate(parameter.layers):
             a, b = adapter["a"][entry], adapter["b"][entry]
             inside = np.zeros_like(b)
-            inside[..., low:high] = own.lora.scale * b[..., low:high]
+            inside[..., low:high] = adapter_folder.lora.scale * b[..., low:high]
             parts = layers[layer].setdefault(_path_in_layer(parameter), [])
             parts.append((a[..., piece, :, :], inside, number))
 
 
-def _joined(
+def _concatenate_adapters(
     parts: Sequence[tuple[NDArray[np.float32], NDArray[np.float32], int]],
     path: str,
     dtype: DTypeLike,
 ) -> LowRank:
-    """Return the adapters of a weight side by side."""
+    """Return all adapters of one weight as one array each of A and B, with their owners."""
     kept = _device_dtype(path, dtype)
     owner_R = np.concatenate([np.full(a.shape[-1], number, np.int32) for a, _, number in parts])
     a = np.concatenate([a for a, _, _ in parts], axis=-1).astype(kept)

@@ -117,7 +117,7 @@ class StatsCollector:
         self._residency = runner.residency
         self._store = store
         self.plan = plan
-        self._reset_routing()
+        self._reset_routing_window()
         self.reset()
 
     def reset(self) -> None:
@@ -141,14 +141,15 @@ class StatsCollector:
                 name: since + after[name] - before[name] for name, since in self._since.items()
             }
             self._streamed_bytes = after["streamed_bytes"]
-            self._reset_routing()
+            self._reset_routing_window()
 
-    def note_step(self, phase: Phase, tokens: int, seconds: float) -> None:
+    def record_step(self, phase: Phase, tokens: int, seconds: float) -> None:
+        """Count a step of a phase: its tokens, its seconds, and the bytes copied since the last."""
         if phase == "decode":
             self._decode_steps += 1
             self._decode_tokens += tokens
         else:  # a prompt's choices would distort the statistics of decode steps
-            self._reset_routing()
+            self._reset_routing_window()
         steps = self._phases[phase]
         steps.steps += 1
         steps.tokens += tokens
@@ -158,13 +159,13 @@ class StatsCollector:
             steps.streamed_bytes += now - self._streamed_bytes
             self._streamed_bytes = now
 
-    def note_draft(self, drafted: int, accepted: int) -> None:
+    def record_draft(self, drafted: int, accepted: int) -> None:
         """Count a sequence's draft. accepted: how many of its `drafted` tokens became output."""
         self._drafts += 1
         self._drafted += drafted
         self._accepted += accepted
 
-    def take_routing_stats(self, max_tokens: int) -> RoutingStats | None:
+    def take_decode_routing_stats(self, max_tokens: int) -> RoutingStats | None:
         """Return routing statistics of the decode steps since the last result; None if there were
         fewer than `ROUTING_STEPS`, or none chose an expert.
 
@@ -174,7 +175,7 @@ class StatsCollector:
             return None
         now, then = self._residency.stats(), self._routing_since
         tokens, steps = self._decode_tokens, self._decode_steps
-        self._reset_routing()
+        self._reset_routing_window()
         layers, misses = now.layers - then.layers, now.misses - then.misses
         chosen = now.hits - then.hits + misses
         if chosen == 0:
@@ -182,11 +183,13 @@ class StatsCollector:
         early = (now.guessed_right - then.guessed_right) / misses if misses else 0.0
         return RoutingStats(max_tokens, tokens / steps, chosen / layers, 1 - misses / chosen, early)
 
-    def _reset_routing(self) -> None:
+    def _reset_routing_window(self) -> None:
+        """Begin anew to count the decode steps of `take_decode_routing_stats`."""
         self._decode_steps = self._decode_tokens = 0
         self._routing_since = self._residency.stats()
 
     def stats(self) -> EngineStats:
+        """Return the counters since `reset`."""
         counters = {
             name: value - self._since[name] for name, value in self._running_totals().items()
         }
@@ -213,6 +216,7 @@ class StatsCollector:
         )
 
     def _phase_stats(self, phase: Phase) -> PhaseStats:
+        """Return the counters of a phase's steps."""
         p = self._phases[phase]
         mean_tokens = max(1, round(p.tokens / max(1, p.steps)))
         return PhaseStats(

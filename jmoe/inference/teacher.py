@@ -26,7 +26,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 
 @partial(jax.jit, static_argnums=0)
-def _final_norm(structure: ModuleStructure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
+def _apply_final_norm(structure: ModuleStructure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
     normed: jax.Array = structure.merge(arrays).norm(x_BSD, x_BSD.dtype)
     return normed
 
@@ -96,7 +96,7 @@ class Teacher(Closing):
         (output,) = runner.forward(
             [TokenBatch(tokens_BS.reshape(-1), self._blocks, self._positions)]
         )
-        return _final_norm(*runner.embed_and_head, output.x_PCD)
+        return _apply_final_norm(*runner.embed_and_head, output.x_PCD)
 
     def close(self) -> None:
         self._model.close()

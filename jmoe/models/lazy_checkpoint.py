@@ -239,7 +239,7 @@ class LazyCheckpoint(Closing):
         """Return the maximum number of tokens of a sequence: `asked`, or by default up to 2048.
 
         The default is less if the model has fewer positions; engines raise it where memory allows
-        (`with_sequence_length`). Raises ValueError if `asked` exceeds the model's positions.
+        (`resolve_sequence_length`). Raises ValueError if `asked` exceeds the model's positions.
         """
         limit = self.max_positions
         if asked is None:

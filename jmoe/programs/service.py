@@ -25,7 +25,7 @@ def opened_service(config: ServeConfig, say: Callable[[str], None]) -> Iterator[
     from jmoe.deploy.bundle import OpenBundle, is_bundle
     from jmoe.deploy.model_folder import hugging_face_folder
     from jmoe.inference.engine import Engine
-    from jmoe.inference.loading import open_checkpoint, with_sequence_length
+    from jmoe.inference.loading import open_checkpoint, resolve_sequence_length
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
     from jmoe.serving.service import Service, choose_output_format, starting_templates
 
@@ -45,7 +45,7 @@ def opened_service(config: ServeConfig, say: Callable[[str], None]) -> Iterator[
         if output_format.template:
             say(str(output_format))
         with open_checkpoint(folder, engine_config) as checkpoint:
-            engine_config = with_sequence_length(checkpoint, engine_config)
+            engine_config = resolve_sequence_length(checkpoint, engine_config)
         name = config.model_name
         templates = stack.enter_context(starting_templates(folder, config.max_body_bytes))
         engine = stack.enter_context(Engine(folder, engine_config, say=say))

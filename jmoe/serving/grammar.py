@@ -135,7 +135,7 @@ class JsonConstraint:
             if not left_s:
                 return
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         mask = self._masks.masks[self._index]
         assert mask is not None, "asked for before it was ready"
         if self.error:

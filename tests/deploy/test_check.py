@@ -14,12 +14,12 @@ import pytest
 from jmoe.config import MachineConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy.check import ModelReport, check_model, main
-from jmoe.inference.dry_run import described_memory
+from jmoe.inference.dry_run import engine_machine_from_config
 from jmoe.inference.loading import (
     EngineMachine,
     model_bytes,
     plan_engine_memory,
-    with_sequence_length,
+    resolve_sequence_length,
 )
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.model_configs import CHECKPOINTS
@@ -31,7 +31,9 @@ QUICK = ("DeepSeek-V2-Lite-Chat", "gpt-oss-20b", "Llama-4-Scout-17B-16E-Instruct
 
 
 def h100_with(host_bytes: int) -> EngineMachine:
-    machine = described_memory(MachineConfig(accelerator="h100", host_bytes=host_bytes), 1)
+    machine = engine_machine_from_config(
+        MachineConfig(accelerator="h100", host_bytes=host_bytes), 1
+    )
     assert machine is not None
     return machine
 
@@ -119,7 +121,7 @@ def test_the_plan_is_the_engines(tmp_path: Path) -> None:
     engine, machine = EngineConfig(max_batch=2), MACHINE
     report = check_model(CHECKPOINTS / "olmoe", engine, machine)
     with LazyCheckpoint(CHECKPOINTS / "olmoe") as checkpoint:
-        options = with_sequence_length(checkpoint, engine, machine)
+        options = resolve_sequence_length(checkpoint, engine, machine)
         assert report.loaded is not None and report.loaded.engine == options
         assert report.loaded.plan == plan_engine_memory(checkpoint, options, machine)
         assert report.loaded.plan.model == model_bytes(checkpoint, options)

@@ -25,7 +25,7 @@ class Multiples(Constraint):
     def __init__(self) -> None:
         self.length = 0
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = 0
         for token in range(0, 32 * words_W.size, self.length + 1):
             words_W[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)

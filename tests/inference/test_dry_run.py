@@ -11,7 +11,7 @@ import serve
 from benchmarks.serve.machines import MODELS
 from jmoe.config import MachineConfig
 from jmoe.config.serving import ServeConfig
-from jmoe.inference.dry_run import described_memory
+from jmoe.inference.dry_run import engine_machine_from_config
 from jmoe.planning.memory_plan import FreeMemory
 from tests.model_configs import CHECKPOINTS
 
@@ -90,10 +90,10 @@ def test_a_host_without_a_device() -> None:
 def test_described_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert described_memory(MachineConfig(), 1) is None
-    h100 = described_memory(MachineConfig("h100", host_bytes=10**12), 16)
+    assert engine_machine_from_config(MachineConfig(), 1) is None
+    h100 = engine_machine_from_config(MachineConfig("h100", host_bytes=10**12), 16)
     assert h100 is not None and h100.num_devices == 8
     assert h100.free == FreeMemory(72 * 10**9, 10**12, shared=False)
-    given = described_memory(MachineConfig("h100", device_bytes=79 * 10**9), 1)
+    given = engine_machine_from_config(MachineConfig("h100", device_bytes=79 * 10**9), 1)
     assert given is not None and given.free.device_bytes == 79 * 10**9
     assert given.free.host_bytes > 0

@@ -764,7 +764,7 @@ class BrokenConstraint(Unconstrained):
     def wait(self, limit_s: float) -> None:
         self._call("wait")
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = 0
         self._call("fill")
         words_W[:] = -1

@@ -178,7 +178,7 @@ class Recorded(Unconstrained):
     def __init__(self) -> None:
         self.told: list[int] = []
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = 0
         words_W[0] = 1 << 5
 
@@ -188,7 +188,7 @@ class Recorded(Unconstrained):
 
 def allowed(constraint: AnswerConstraint) -> set[int]:
     words = np.zeros(-(-TOKENIZER.get_vocab_size() // 32), np.int32)
-    constraint.fill(words)
+    constraint.fill_next_token_bitmask(words)
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 

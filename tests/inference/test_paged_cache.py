@@ -18,7 +18,7 @@ from tiny_engines import CHECKPOINTS, needs_compiler, run_as_on_accelerator, tin
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.block_pool import NOTHING_CACHED, BlockPool
 from jmoe.inference.engine import Engine
-from jmoe.inference.loading import plan_engine_memory, with_sequence_length
+from jmoe.inference.loading import plan_engine_memory, resolve_sequence_length
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.sequence import Sequence
@@ -222,10 +222,10 @@ def test_the_size_of_the_cache(long_models: Path) -> None:
             sizes[tokens] = plan_engine_memory(checkpoint, options).model.cache_bytes
         assert sizes[512] == 2 * sizes[256] and sizes[None] == 4 * sizes[256]
         for tokens, length in ((300, 300), (5000, POSITIONS)):
-            options = with_sequence_length(checkpoint, EngineConfig(4, cache_tokens=tokens))
+            options = resolve_sequence_length(checkpoint, EngineConfig(4, cache_tokens=tokens))
             assert options.max_seq_len == length
         options = EngineConfig(4, cache_tokens=600, mesh=EngineMesh(2))
-        assert with_sequence_length(checkpoint, options).max_seq_len == 300
+        assert resolve_sequence_length(checkpoint, options).max_seq_len == 300
     with tiny_engine(model, max_seq_len=300, cache_tokens=300) as engine:
         assert (engine.max_seq_len, engine.cache_tokens) == (300, 384)
         with pytest.raises(ValueError, match="300: must be below max_seq_len = 300"):
@@ -244,9 +244,9 @@ class SlowConstraint(Unconstrained):
     def wait(self, limit_s: float) -> None:
         return
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         assert self.asked >= 5, "asked for before it was ready"
-        super().fill(words_W)
+        super().fill_next_token_bitmask(words_W)
 
     def accept(self, token_id: int) -> None:
         self.asked = 0

@@ -74,17 +74,17 @@ def test_no_stop_string_spans_a_call() -> None:
     """Content after a call is not cut by the state that content before it left."""
     calls = [ToolCallBegin(0, "a", "f"), ToolCallEnd(0)]
     cut = EventFilter(("xxxx",), None)
-    passed = cut.pass_events([ContentDelta("axxx"), *calls, ContentDelta("x and more")])
+    passed = cut.filter_events([ContentDelta("axxx"), *calls, ContentDelta("x and more")])
     assert join_content(passed) == "axxxx and more" and not cut.has_ended
 
 
 def test_events_end_after_the_last_call() -> None:
     calls = [ToolCallBegin(0, "a", "f"), ToolCallEnd(0), ToolCallBegin(1, "b", "f"), ToolCallEnd(1)]
     limited = EventFilter((), 1)
-    assert limited.pass_events(calls) == calls[:2] and limited.has_ended
-    assert limited.pass_events([ContentDelta("x")]) == []
+    assert limited.filter_events(calls) == calls[:2] and limited.has_ended
+    assert limited.filter_events([ContentDelta("x")]) == []
     free = EventFilter(("xy",), None)
-    assert free.pass_events([ContentDelta("ax"), *calls]) == [
+    assert free.filter_events([ContentDelta("ax"), *calls]) == [
         ContentDelta("a"),
         ContentDelta("x"),
         *calls,

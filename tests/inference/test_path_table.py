@@ -109,7 +109,7 @@ def test_popularity_is_the_sum_over_tokens() -> None:
         )
     after_last = whole.estimate_popularity(step)
     assert (after_last.popularity_E.sum(), after_last.without_share) == (0, 1)
-    assert whole.likely_experts(step).size == 0
+    assert whole.most_frequent_experts(step).size == 0
 
 
 def test_an_unseen_path_is_shortened() -> None:
@@ -118,7 +118,9 @@ def test_an_unseen_path_is_shortened() -> None:
     table = _counted(seen, other)
 
     def likely(*first: int, second: int = 6) -> list[int]:
-        return table.likely_experts([np.array([[e, second]], np.int32) for e in first]).tolist()
+        return table.most_frequent_experts(
+            [np.array([[e, second]], np.int32) for e in first]
+        ).tolist()
 
     assert likely(0, 1) == [2, 6]
     assert likely(5, 1) == [0, 6]

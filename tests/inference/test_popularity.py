@@ -27,18 +27,18 @@ QUICK = {("gpt_oss", "host"), ("deepseek_v3_yarn", "nvme")}
 def test_counts_of_recent_steps() -> None:
     estimator = CountEstimator(num_layers=2, num_experts=6)
     none = np.array([[6, 6]], np.int32)  # padding
-    assert estimator.estimate([none]).size == 0  # nothing is known of layer 1
+    assert estimator.estimate_next_experts([none]).size == 0  # nothing is known of layer 1
     for _ in range(3):
         first, second = np.array([[0, 1], [1, 2]], np.int32), np.array([[3, 5], [3, 6]], np.int32)
-        estimator.estimate([first])
+        estimator.estimate_next_experts([first])
         # the last layer's next is the first layer of the next step
-        after = estimator.estimate([first, second])
+        after = estimator.estimate_next_experts([first, second])
         assert sorted(after.tolist()) == [0, 1, 2]
-    assert sorted(estimator.estimate([first]).tolist()) == [3, 5]
+    assert sorted(estimator.estimate_next_experts([first]).tolist()) == [3, 5]
     for _ in range(30):  # the choice changes: layer 1 now needs one expert, another one
-        estimator.estimate([first])
-        estimator.estimate([first, np.array([[4, 4], [4, 4]], np.int32)])
-    assert estimator.estimate([first]).tolist() == [4]
+        estimator.estimate_next_experts([first])
+        estimator.estimate_next_experts([first, np.array([[4, 4], [4, 4]], np.int32)])
+    assert estimator.estimate_next_experts([first]).tolist() == [4]
 
 
 def test_next_router_on_this_input() -> None:
@@ -51,11 +51,13 @@ def test_next_router_on_this_input() -> None:
     path = [np.zeros((7, k), np.int32)]
     path[0][5] = e  # a token that pads its group
     for layer in range(2):
-        estimator.start(layer, hidden)
+        estimator.start_next_estimate(layer, hidden)
         expected = np.concatenate([np.asarray(routers[layer + 1](h).topk_idx_TK) for h in hidden])
-        np.testing.assert_array_equal(estimator.estimate(path), np.delete(expected, 5, axis=0))
-    estimator.start(2, hidden)
-    assert estimator.estimate(path).size == 0  # no router comes after the last
+        np.testing.assert_array_equal(
+            estimator.estimate_next_experts(path), np.delete(expected, 5, axis=0)
+        )
+    estimator.start_next_estimate(2, hidden)
+    assert estimator.estimate_next_experts(path).size == 0  # no router comes after the last
 
 
 def run(name: str, **options: Any) -> tuple[list[Completion], Any]:

@@ -138,8 +138,8 @@ def test_a_failure_of_the_thread_that_compiles_is_not_the_steps(
 ) -> None:
     programs = _SamplingPrograms()
     try:
-        programs.start_next(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
-        programs.wait_if_compiling(SAMPLING_VARIANTS[0])
+        programs.start_compiling_next(lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+        programs.wait_or_claim(SAMPLING_VARIANTS[0])
     finally:
         programs.close()
     assert "was not compiled early" in caplog.text and "ZeroDivisionError" in caplog.text
@@ -157,11 +157,11 @@ def test_a_program_of_sampling_is_compiled_once() -> None:
 
     programs, (first, second, *others) = _SamplingPrograms(), SAMPLING_VARIANTS
     try:
-        programs.start_next(compile_variant)
+        programs.start_compiling_next(compile_variant)
         assert begun.wait(60)
-        programs.start_next(compile_variant)  # the thread is busy
-        programs.wait_if_compiling(second)  # returns at once: the step compiles it
-        step = threading.Thread(target=programs.wait_if_compiling, args=(first,))
+        programs.start_compiling_next(compile_variant)  # the thread is busy
+        programs.wait_or_claim(second)  # returns at once: the step compiles it
+        step = threading.Thread(target=programs.wait_or_claim, args=(first,))
         step.start()
         step.join(0.1)
         assert step.is_alive()
@@ -169,9 +169,9 @@ def test_a_program_of_sampling_is_compiled_once() -> None:
         step.join(60)
         assert not step.is_alive() and compiled == [first]
         for variant in others:
-            programs.start_next(compile_variant)
-            programs.wait_if_compiling(variant)
-        programs.start_next(compile_variant)  # none is left
+            programs.start_compiling_next(compile_variant)
+            programs.wait_or_claim(variant)
+        programs.start_compiling_next(compile_variant)  # none is left
     finally:
         may_end.set()
         programs.close()

@@ -20,7 +20,7 @@ class Recorded(Constraint):
     def is_ready(self) -> bool:
         return self.ready
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = 0
         words_W[0] = 1 << ANSWER
 
@@ -30,7 +30,7 @@ class Recorded(Constraint):
 
 def allowed(constraint: Constraint) -> set[int]:
     words = np.zeros(SIZE // 32, np.int32)
-    constraint.fill(words)
+    constraint.fill_next_token_bitmask(words)
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 

@@ -15,7 +15,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.deploy.adapters import merge_adapter_folder
 from jmoe.inference import runner as runner_module
 from jmoe.inference.engine import Engine
-from jmoe.inference.served_adapters import ServedAdapters, adapter_bytes
+from jmoe.inference.served_adapters import ServedAdapters, max_adapter_bytes
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.peft_files import CONFIG, WEIGHTS
 from jmoe.models.pretrained import read_config
@@ -158,10 +158,10 @@ def test_planned_bytes_are_those_on_the_device(
     operands = {"a": tmp_path, "b": LORA / name / "last"}, config, family_of(fields), "bfloat16"
     adapters = ServedAdapters.load(*operands)
     adapter_P = np.zeros(1, np.int32)
-    layers = [adapters.bind_layer(i, adapter_P) for i in range(len(config.layers))]
+    layers = [adapters.layer_adapters_for_rows(i, adapter_P) for i in range(len(config.layers))]
     arrays = jax.tree.leaves([layer.low_rank for layer in layers if layer is not None])
     assert {str(array.dtype) for array in arrays} == {"bfloat16", "float32", "int32"}
-    assert sum(array.nbytes for array in arrays) == adapter_bytes(*operands)
+    assert sum(array.nbytes for array in arrays) == max_adapter_bytes(*operands)
 
 
 def test_a_request_names_an_adapter_of_the_engine() -> None:

@@ -58,7 +58,7 @@ def logits_of(model: LoadedModel, tokens_BS: np.ndarray) -> np.ndarray:
     assert isinstance(runner, ModelRunner)
     positions_BS = np.tile(np.arange(tokens_BS.shape[1], dtype=np.int32), (len(tokens_BS), 1))
     runner.residency.begin_step(whole_layers=True)
-    blocks_BW = tables_of_consecutive_blocks(len(tokens_BS), runner.length)
+    blocks_BW = tables_of_consecutive_blocks(len(tokens_BS), runner.num_table_positions)
     (output,) = runner.forward([TokenBatch(tokens_BS.reshape(-1), blocks_BW, positions_BS)])
     return np.stack(
         [np.asarray(runner.logits_of_chunk(output, row)) for row in range(len(tokens_BS))]

@@ -41,7 +41,7 @@ class Cycle(Constraint):
         self.asked += 1
         return self.asked % 2 == 0
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = 0
         words_W[0] = 0b11 << (3 + 2 * (self.length % 3))
 

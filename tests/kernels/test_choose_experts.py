@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jmoe.config.router import ROUTERS, RouterConfig, RouterKind
-from jmoe.inference.few_tokens import choice_rules
+from jmoe.inference.few_tokens import kernel_choice_rules
 from jmoe.layers.router import route
 from kernels_pallas.choose_experts import MAX_EXPERTS, ChoiceRules, choose_experts
 from tests.arrays import assert_close
@@ -34,7 +34,7 @@ def test_every_router(kind: RouterKind, options: dict[str, float]) -> None:
     bias_E = bias if rules.has_bias else None
     expected = route(logits_TE, k, config, bias_E)
     idx_TK, weights_TK = choose_experts(
-        logits_TE, choice_rules(config, k), bias_E=bias_E, interpret=True
+        logits_TE, kernel_choice_rules(config, k), bias_E=bias_E, interpret=True
     )
     assert idx_TK.dtype == jnp.int32 and np.array_equal(idx_TK, expected.topk_idx_TK)
     assert_close(weights_TK, expected.topk_weights_TK, 1e-6)

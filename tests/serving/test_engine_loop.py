@@ -223,7 +223,7 @@ def test_an_engine_whose_thread_goes_on_stays_open(
 
 
 class PanickingConstraint(Unconstrained):
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         raise Panic("a grammar")
 
 

@@ -105,8 +105,8 @@ class RowLayout:
         return self.max_batch // self.mesh.size
 
     @property
-    def length(self) -> int:
-        """S, the position of padding."""
+    def num_table_positions(self) -> int:
+        """S, the positions of a table; also the position that marks padding."""
         return self.table_width * BLOCK
 
     def device_of_row(self, row: int) -> int:
@@ -121,14 +121,14 @@ class RowLayout:
         """
         return divmod(block, self.num_blocks // self.mesh.size)
 
-    def number_on_device(self, blocks: Any) -> np.ndarray:
+    def block_numbers_on_device(self, global_blocks: Any) -> np.ndarray:
         """Return the numbers that blocks have on the device that holds them.
 
-        blocks: their numbers among the blocks of all devices.
+        global_blocks: their numbers among the blocks of all devices.
         """
-        return np.asarray(blocks) % (self.num_blocks // self.mesh.size)
+        return np.asarray(global_blocks) % (self.num_blocks // self.mesh.size)
 
-    def device_weights(self, arrays: Arrays) -> Arrays:
+    def local_weights(self, arrays: Arrays) -> Arrays:
         """Return this device's weights of a module. arrays: the module's weights as a program gets
         them inside `shard_map`.
         """
@@ -146,12 +146,12 @@ class RowLayout:
         """
         return (*batch.tokens_MC.shape, hidden_size)
 
-    def last_hidden_local(self, x_PCD: jax.Array, positions_PC: jax.Array) -> jax.Array:
+    def gather_last_hidden_local(self, x_PCD: jax.Array, positions_PC: jax.Array) -> jax.Array:
         """Return the hidden state of each row's last token, [M, D], on every device."""
-        last_P = _last_token_index(positions_PC, self.length)
+        last_P = _last_token_index(positions_PC, self.num_table_positions)
         return all_gather_local(x_PCD[jnp.arange(x_PCD.shape[0]), last_P])
 
-    def row_hidden_local(self, x_PCD: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    def gather_row_hidden_local(self, x_PCD: jax.Array, place: jax.Array, width: int) -> jax.Array:
         """Return the hidden states of row `place` of the M rows, [C, D], on every device."""
         rows = x_PCD.shape[0]
         all_NCD = all_gather_local(lax.dynamic_index_in_dim(x_PCD, place % rows, 0))
@@ -199,11 +199,12 @@ class RowLayout:
         return self._fill_batch(group, place_Q, self.mesh.size * rows_per_device)
 
     def _fill_batch(self, group: ChunkGroup, place_Q: np.ndarray, num_rows: int) -> MeshBatch:
+        """Return a batch of `num_rows` rows with each chunk in its row of `place_Q`."""
         tokens_MC = np.zeros((num_rows, group.width), np.int32)
         blocks_MW = np.zeros((num_rows, self.table_width), np.int32)
-        positions_MC = np.full((num_rows, group.width), self.length, np.int32)
+        positions_MC = np.full((num_rows, group.width), self.num_table_positions, np.int32)
         for at, chunk in zip(place_Q, group.chunks, strict=False):
-            blocks_MW[at, : len(chunk.block_ids)] = self.number_on_device(chunk.block_ids)
+            blocks_MW[at, : len(chunk.block_ids)] = self.block_numbers_on_device(chunk.block_ids)
             tokens_MC[at, : len(chunk.tokens)] = chunk.tokens
             positions_MC[at, : len(chunk.tokens)] = np.arange(chunk.start, chunk.end)
         return MeshBatch(tokens_MC, blocks_MW, positions_MC, place_Q)
@@ -226,26 +227,28 @@ class HeadLayout(RowLayout):
     def locate_block(self, block: int) -> tuple[int, int]:
         return -1, block
 
-    def number_on_device(self, blocks: Any) -> np.ndarray:
-        return np.asarray(blocks)
+    def block_numbers_on_device(self, global_blocks: Any) -> np.ndarray:
+        return np.asarray(global_blocks)
 
-    def device_weights(self, arrays: Arrays) -> Arrays:
+    def local_weights(self, arrays: Arrays) -> Arrays:
         return tuple(w[0] for w in arrays)
 
     def dense_runner(self, num_tokens: int) -> DenseLayerRunner:
-        return ShardedDenseLayerRunner(num_tokens, self.mesh.size, self.length)
+        return ShardedDenseLayerRunner(num_tokens, self.mesh.size, self.num_table_positions)
 
     def hidden_shape(self, batch: MeshBatch, hidden_size: int) -> tuple[int, ...]:
         return -(-batch.tokens_MC.size // self.mesh.size) * self.mesh.size, hidden_size
 
-    def last_hidden_local(self, x_tD: jax.Array, positions_QC: jax.Array) -> jax.Array:
+    def gather_last_hidden_local(self, x_tD: jax.Array, positions_QC: jax.Array) -> jax.Array:
         q, c = positions_QC.shape
-        at_Q = jnp.arange(q, dtype=jnp.int32) * c + _last_token_index(positions_QC, self.length)
+        at_Q = jnp.arange(q, dtype=jnp.int32) * c + _last_token_index(
+            positions_QC, self.num_table_positions
+        )
         own_Q = at_Q - lax.axis_index(EXPERT_INTRA) * x_tD.shape[0]
         here_Q = (own_Q >= 0) & (own_Q < x_tD.shape[0])
         return broadcast_from_local(x_tD[jnp.where(here_Q, own_Q, 0)], here_Q[:, None])
 
-    def row_hidden_local(self, x_tD: jax.Array, place: jax.Array, width: int) -> jax.Array:
+    def gather_row_hidden_local(self, x_tD: jax.Array, place: jax.Array, width: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(all_gather_local(x_tD), place * width, width)
 
     def make_batch(self, group: ChunkGroup) -> MeshBatch:
@@ -264,7 +267,7 @@ class ShardedDenseLayerRunner(DenseLayerRunner):
 
     num_tokens: int
     num_devices: int
-    length: int
+    num_table_positions: int
 
     @property
     def _num_padding_tokens(self) -> int:
@@ -284,7 +287,9 @@ class ShardedDenseLayerRunner(DenseLayerRunner):
 
     def device_positions(self, positions_QC: jax.Array) -> jax.Array:
         all_T = jnp.pad(
-            positions_QC.reshape(-1), (0, self._num_padding_tokens), constant_values=self.length
+            positions_QC.reshape(-1),
+            (0, self._num_padding_tokens),
+            constant_values=self.num_table_positions,
         )
         size = all_T.size // self.num_devices
         return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT_INTRA) * size, size)
@@ -301,6 +306,6 @@ class ShardedDenseLayerRunner(DenseLayerRunner):
         )
 
 
-def _last_token_index(positions_PC: jax.Array, length: int) -> jax.Array:
+def _last_token_index(positions_PC: jax.Array, num_table_positions: int) -> jax.Array:
     """Return the index of the last token of each row, int32; 0 for rows of padding."""
-    return jnp.maximum((positions_PC < length).sum(axis=1, dtype=jnp.int32) - 1, 0)
+    return jnp.maximum((positions_PC < num_table_positions).sum(axis=1, dtype=jnp.int32) - 1, 0)

@@ -72,15 +72,16 @@ class PlacementStats:
 class ExpertPlacer:
     """Decides from the tokens' choices when a layer's experts move, and has `experts` copy them.
 
-    Lina (section 5.2). Phase one (`estimate_placement`) plans a layer's placement while its
+    Lina (section 5.2). Phase one (`place_by_estimate`) plans a layer's placement while its
     attention runs, from the popularity that the path table predicts for the step's tokens, or
-    without a table from recent steps. Phase two (`correct_placement`) plans again from the gate's
-    actual counts if the estimate was wrong: the 2 K most popular experts (at most half of all)
-    differ, or the busiest device has more tokens than predicted, by at least the time of one copy.
-    The second test is needed since the table predicts nothing for a path's less likely experts.
+    without a table from recent steps. Phase two (`record_choices_and_correct_placement`) plans
+    again from the gate's actual counts if the estimate was wrong: the 2 K most popular experts (at
+    most half of all) differ, or the busiest device has more tokens than predicted, by at least the
+    time of one copy. The second test is needed since the table predicts nothing for a path's less
+    likely experts.
 
-    EPLB (`place_next_layer`). Every `rebalance_every` steps all layers are placed by the choices of
-    a window of steps, one layer between two steps.
+    EPLB (`rebalance_next_layer`). Every `rebalance_every` steps all layers are placed by the
+    choices of a window of steps, one layer between two steps.
 
     A placement changes only if it saves more time on the busiest device than its copies take. No
     plan is made if even a perfect balance would save less than one copy, as in most steps of few
@@ -112,9 +113,8 @@ class ExpertPlacer:
         # estimates and by the actual counts
         self._promised_L, self._kept_L = np.zeros((2, index.num_layers))
         self._counts: list[np.ndarray] = []  # [E] of each layer of this step so far
-        self._estimated_E: np.ndarray | None = (
-            None  # of the layer between `estimate_placement` and `correct_placement`
-        )
+        # of the layer that phase one has placed and phase two has not
+        self._estimated_E: np.ndarray | None = None
         # of that layer: (placement before phase one, placement that phase one planned)
         self._thought_of: tuple[Placement, Placement] | None = None
         self._to_place: deque[int] = deque()
@@ -148,7 +148,7 @@ class ExpertPlacer:
             self._waited_s,
         )
 
-    def estimate_placement(self, layer: int, path: Sequence[np.ndarray]) -> None:
+    def place_by_estimate(self, layer: int, path: Sequence[np.ndarray]) -> None:
         """Phase one: place a layer by an estimate, while its attention runs.
 
         path: int32 [T, K] for each layer with experts before it, the tokens' choices; E for
@@ -172,7 +172,7 @@ class ExpertPlacer:
         )
         self._thought_of = None if planned is None else (held, planned)
 
-    def correct_placement(self, layer: int, chosen_TK: np.ndarray) -> None:
+    def record_choices_and_correct_placement(self, layer: int, chosen_TK: np.ndarray) -> None:
         """Phase two: record the gate's choices of a layer, and place it again if the estimate was
         wrong.
 
@@ -209,7 +209,7 @@ class ExpertPlacer:
         if self._steps % self._mesh.rebalance_every == 0:
             self._to_place = deque(range(len(counts_LE)))
 
-    def place_next_layer(self) -> None:
+    def rebalance_next_layer(self) -> None:
         """Place the next layer for which EPLB has scheduled a new placement, if any."""
         if self._to_place:
             layer = self._to_place.popleft()
@@ -317,6 +317,7 @@ def _device_loads(placement: Placement, popularity_E: np.ndarray) -> np.ndarray:
     return loads_N
 
 
-def _most_popular_experts(popularity_E: np.ndarray, most: int) -> set[int]:
-    first = np.argsort(-popularity_E, kind="stable")[:most]
+def _most_popular_experts(popularity_E: np.ndarray, count: int) -> set[int]:
+    """Return the `count` most popular experts, fewer if the others have no tokens."""
+    first = np.argsort(-popularity_E, kind="stable")[:count]
     return set(first[popularity_E[first] > 0].tolist())

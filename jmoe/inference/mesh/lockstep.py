@@ -177,12 +177,12 @@ class Leader:
                     self.on_stop()
                 elif kind == "error":
                     self._is_lost.wait(GRACE_S)  # another rank's end may have caused the error
-                    self._report_loss(f"rank {rank} failed: {rest[0]}", rank)
-            self._report_loss(f"rank {rank} was lost: its process has ended")
+                    self._report_lost_rank(f"rank {rank} failed: {rest[0]}", rank)
+            self._report_lost_rank(f"rank {rank} was lost: its process has ended")
         except TimeoutError:
-            self._report_loss(f"rank {rank} was lost: {SILENT}")
+            self._report_lost_rank(f"rank {rank} was lost: {SILENT}")
         except OSError as error:
-            self._report_loss(f"rank {rank} was lost: {first_error_line(error)}")
+            self._report_lost_rank(f"rank {rank} was lost: {first_error_line(error)}")
 
     def _send_heartbeats(self, every_s: float) -> None:
         """Send heartbeats; report a loss if the running step exceeds `step_timeout_s`."""
@@ -192,14 +192,15 @@ class Leader:
             if since_s is not None and now_s > since_s + self._step_timeout_s:
                 behind = [rank for rank, calls in self._calls_of.items() if calls < self._num_calls]
                 which = f"{ranks_text(behind)} behind" if behind else "all ranks have come as far"
-                self._report_loss(
+                self._report_lost_rank(
                     f"a step has made no progress for {self._step_timeout_s:g} s (step_timeout_s):"
                     f" {which}"
                 )
 
-    def _report_loss(self, reason: str, failed: int | None = None) -> None:
-        """Report a loss once: end the followers but the failed one, which reports by itself, and
-        call `on_lost`.
+    def _report_lost_rank(self, reason: str, failed: int | None = None) -> None:
+        """Report once that a rank is lost: end the followers, and call `on_lost`.
+
+        failed: the rank whose own error is the reason; it reports that itself.
         """
         with self._reporting:
             if self._is_lost.is_set() or self._closing.is_set():
@@ -212,6 +213,7 @@ class Leader:
     def _send_to_followers(
         self, message: tuple[object, ...], excluded_rank: int | None = None
     ) -> None:
+        """Send a message to every follower but `excluded_rank`; a lost connection is ignored."""
         for rank, channel in self._channels.items():
             if rank != excluded_rank:
                 with contextlib.suppress(OSError):  # the rank's listener reports the loss
@@ -251,7 +253,7 @@ class Follower:
             time.sleep(GRACE_S)
         self._over.set()
 
-    def repeat_calls(self, runner: object) -> None:
+    def run_leader_calls(self, runner: object) -> None:
         """Make the leader's calls on `runner`, in the main thread, until the leader ends.
 
         SIGTERM and SIGINT only ask the leader to end: it drains its server, which needs this
@@ -276,14 +278,15 @@ class Follower:
                     self._waiting.put(None)
                     return
                 elif kind == "lost":
-                    self._print_and_exit_unless_over(f"ends with rank 0: {rest[0]}")
-            self._print_and_exit_unless_over("ends: rank 0 was lost: its process has ended")
+                    self._print_and_exit_unless_closed(f"ends with rank 0: {rest[0]}")
+            self._print_and_exit_unless_closed("ends: rank 0 was lost: its process has ended")
         except TimeoutError:
-            self._print_and_exit_unless_over(f"ends: rank 0 was lost: {SILENT}")
+            self._print_and_exit_unless_closed(f"ends: rank 0 was lost: {SILENT}")
         except OSError as error:
-            self._print_and_exit_unless_over(f"ends: rank 0 was lost: {first_error_line(error)}")
+            self._print_and_exit_unless_closed(f"ends: rank 0 was lost: {first_error_line(error)}")
 
-    def _print_and_exit_unless_over(self, line: str) -> None:
+    def _print_and_exit_unless_closed(self, line: str) -> None:
+        """Print a line and exit, unless the `with` block of this follower has ended."""
         if not self._over.is_set():
             print_and_exit(line)
 

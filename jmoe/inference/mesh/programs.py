@@ -91,7 +91,7 @@ def embed_on_mesh(
     def embed_local_tokens(arrays: Arrays, tokens: jax.Array, positions: jax.Array) -> Hidden:
         return embed_local(
             structure,
-            layout.device_weights(arrays),
+            layout.local_weights(arrays),
             tokens,
             positions,
             dtype,
@@ -134,7 +134,7 @@ def attend_and_route_on_mesh(
         layers = layout.dense_runner(at.size)
         x_PCD, cache, y = attend_and_route_local(
             structure,
-            layout.device_weights(arrays),
+            layout.local_weights(arrays),
             cache,
             hidden,
             CachePlaces(blocks, at, window),
@@ -202,7 +202,7 @@ def experts_on_mesh(
         if mesh.devices.flat[0].platform == "cpu":
             batched_rows = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
         (arrived,) = there.chunks
-        out_MD = _run_slots_local(
+        out_MD = _run_slot_experts_local(
             arrived.rows_MD,
             arrived.group_sizes_L,
             weights,
@@ -219,7 +219,7 @@ def experts_on_mesh(
     return y_TD
 
 
-def _run_slots_local(
+def _run_slot_experts_local(
     x_MD: jax.Array,
     group_sizes_L: jax.Array,
     weights: Mapping[str, jax.Array],
@@ -273,7 +273,7 @@ def finish_layers_on_mesh(
 
     def add_and_gather_last(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = add_residual(*hidden)
-        return x, layout.last_hidden_local(x, positions)
+        return x, layout.gather_last_hidden_local(x, positions)
 
     sharded = _shard_map(
         layout.mesh, add_and_gather_last, (BATCH, layout.tokens), (BATCH, REPLICATED)
@@ -288,7 +288,7 @@ def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.A
 
     width: C. place: the row's index.
     """
-    gather_row_local = lambda x, place: layout.row_hidden_local(x, place, width)  # noqa: E731
+    gather_row_local = lambda x, place: layout.gather_row_hidden_local(x, place, width)  # noqa: E731
     x_CD: jax.Array = _shard_map(layout.mesh, gather_row_local, (BATCH, REPLICATED), REPLICATED)(
         x, place
     )
@@ -310,7 +310,7 @@ def logits_on_mesh(
     """
 
     def gather_logits_local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
-        logits_Qv = structure.merge(layout.device_weights(arrays)).logits(x_MD[place_Q])
+        logits_Qv = structure.merge(layout.local_weights(arrays)).logits(x_MD[place_Q])
         return lax.all_gather(logits_Qv, EXPERT_INTRA, axis=1, tiled=True)[:, :vocab_size]
 
     sharded = _shard_map(
@@ -352,7 +352,7 @@ def copy_cache_blocks_on_mesh(
 
 
 @jax.jit
-def select_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
+def select_last_hidden_of_chunks(last_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
     """Return the hidden states of a group's chunks, [Q, 1, D]."""
     return last_MD[place_Q][:, None]
 
@@ -364,4 +364,4 @@ def run_experts_for_timing(
     """Return the output of one device's experts for evenly distributed rows; for timing."""
     num_experts = weights["w_up"].shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
-    return _run_slots_local(x_ND, sizes_L, weights, activation, x_ND.shape[0] // num_experts)
+    return _run_slot_experts_local(x_ND, sizes_L, weights, activation, x_ND.shape[0] // num_experts)

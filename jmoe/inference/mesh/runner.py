@@ -51,7 +51,7 @@ from jmoe.inference.mesh.programs import (
     gather_row_on_mesh,
     logits_on_mesh,
     run_experts_for_timing,
-    select_chunks,
+    select_last_hidden_of_chunks,
 )
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens, logits_of_row
@@ -175,7 +175,7 @@ class MeshRunner:
         A layer's placement of experts is estimated while its attention runs, and corrected after
         the router.
         """
-        self.placer.place_next_layer()
+        self.placer.rebalance_next_layer()
         layout, batches = self.layout, [MeshBatch._make(batch) for batch in batches]
         groups = [
             [put_sharded(a, self.mesh, layout.tokens) for a in batch[:3]] for batch in batches
@@ -233,7 +233,7 @@ class MeshRunner:
         ]
 
     @call_on_all_ranks
-    def gather_row(self, batch_number: int, place: int) -> jax.Array:
+    def gather_row_hidden(self, batch_number: int, place: int) -> jax.Array:
         """Return the hidden states of one row of the last step's batch `batch_number`, [C, D], on
         every device.
         """
@@ -269,7 +269,7 @@ class MeshRunner:
         """
         if self.layout.splits_head:
             return self.gather_logits(hidden.batch_number, hidden.place_Q).addressable_data(0)
-        x_QCD = select_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
+        x_QCD = select_last_hidden_of_chunks(hidden.last_MD.addressable_data(0), hidden.place_Q)
         return logits_at_tokens(*self._embed_and_head_here, x_QCD, np.zeros_like(at_Q))
 
     def logits_of_chunk(self, hidden: MeshHidden, row: int) -> jax.Array:
@@ -279,7 +279,7 @@ class MeshRunner:
         place = int(hidden.place_Q[row])
         if self.layout.splits_head:
             return self.gather_row_logits(hidden.batch_number, place).addressable_data(0)
-        x_CD = self.gather_row(hidden.batch_number, place).addressable_data(0)
+        x_CD = self.gather_row_hidden(hidden.batch_number, place).addressable_data(0)
         return logits_of_row(*self._embed_and_head_here, x_CD[None], np.int32(0))
 
     def logits_of_all(self, hidden: MeshHidden) -> jax.Array:
@@ -336,7 +336,7 @@ class MeshRunner:
 
         path: choices of the layers before; this layer's are appended.
         """
-        self.placer.estimate_placement(moe_layer, path)
+        self.placer.place_by_estimate(moe_layer, path)
         self.estimate_s = self.placer.estimate_s
         here = [gate.all_idx_TK.addressable_data(0) for gate in gates]
         for choices in here:
@@ -347,7 +347,7 @@ class MeshRunner:
         chosen = [np.asarray(idx_TK) for idx_TK in here]
         path.append(np.concatenate(chosen))
         self.readback_s += time.perf_counter() - begun
-        self.placer.correct_placement(moe_layer, path[-1])
+        self.placer.record_choices_and_correct_placement(moe_layer, path[-1])
         self.residency.acquire(moe_layer, path[-1])
         placement = self.residency.placements[moe_layer]
         replica_EC = self.residency.replica_of_row(moe_layer)

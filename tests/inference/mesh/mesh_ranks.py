@@ -160,7 +160,7 @@ def main() -> None:
     with join_lockstep(config) as role:  # type: ignore[union-attr]
         turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)
         if isinstance(role, Follower):
-            role.repeat_calls(turns)
+            role.run_leader_calls(turns)
         else:
             assert role is not None
             print(json.dumps(lead(turns, role)))

@@ -94,7 +94,7 @@ def move_at_every_step(runner: MeshRunner) -> None:
     every process.
     """
     seeds = iter(range(0, 10**6, 100))
-    runner.placer.place_next_layer = lambda: move(runner, next(seeds))  # type: ignore[method-assign]
+    runner.placer.rebalance_next_layer = lambda: move(runner, next(seeds))  # type: ignore[method-assign]
 
 
 def estimate_wrongly(runner: MeshRunner) -> None:
@@ -111,14 +111,17 @@ def estimate_wrongly(runner: MeshRunner) -> None:
 
 def note_popularity(runner: MeshRunner, noted: list[np.ndarray]) -> None:
     """Note how many tokens chose each expert of every layer but the first, step by step."""
-    correct_placement, experts = runner.placer.correct_placement, runner.residency.index.num_experts
+    record_choices_and_correct_placement, experts = (
+        runner.placer.record_choices_and_correct_placement,
+        runner.residency.index.num_experts,
+    )
 
     def noting(layer: int, chosen_TK: np.ndarray) -> None:
         if layer:
             noted.append(np.bincount(chosen_TK.ravel(), minlength=experts + 1)[:-1].astype(float))
-        correct_placement(layer, chosen_TK)
+        record_choices_and_correct_placement(layer, chosen_TK)
 
-    runner.placer.correct_placement = noting  # type: ignore[method-assign]
+    runner.placer.record_choices_and_correct_placement = noting  # type: ignore[method-assign]
 
 
 def estimate_rightly(runner: MeshRunner, noted: list[np.ndarray]) -> None:

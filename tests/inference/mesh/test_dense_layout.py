@@ -66,7 +66,7 @@ def assert_bytes(engine: Engine, runner: MeshRunner, devices: int) -> None:
     # norms, routers, projections to latents
     copied_bytes = bytes_of_all(config) - split_bytes(config, 1)
     assert plan.dense_bytes == copied_bytes + split_bytes(config, devices)
-    positions = MAX_BATCH * runner.layout.length * config.num_hidden_layers
+    positions = MAX_BATCH * runner.layout.num_table_positions * config.num_hidden_layers
     each = max(1, config.num_key_value_heads // devices) * 2 * config.dim_per_head
     if config.kv_lora_rank is not None:  # latents, which all heads share, on every device
         each = config.kv_lora_rank + config.qk_rope_head_dim

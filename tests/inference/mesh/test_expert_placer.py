@@ -71,10 +71,10 @@ def counts(choices_TK: np.ndarray) -> np.ndarray:
 
 def step(placer: ExpertPlacer, *layers: np.ndarray) -> None:
     path: list[np.ndarray] = []
-    placer.place_next_layer()
+    placer.rebalance_next_layer()
     for layer, choices_TK in enumerate(layers):
-        placer.estimate_placement(layer, path)
-        placer.correct_placement(layer, choices_TK)
+        placer.place_by_estimate(layer, path)
+        placer.record_choices_and_correct_placement(layer, choices_TK)
         path.append(choices_TK)
     placer.end_step()
 
@@ -136,12 +136,12 @@ def test_an_estimate_that_did_not_pay_is_trusted_again_once_it_would_have() -> N
     for number in range(20):
         right = (OTHERS, SKEWED)[number % 2]
         placer._table = Table(counts(right))  # type: ignore[assignment]
-        placer.estimate_placement(0, [])
-        placer.correct_placement(0, OTHERS)
+        placer.place_by_estimate(0, [])
+        placer.record_choices_and_correct_placement(0, OTHERS)
         moves = len(experts.moved)
-        placer.estimate_placement(1, [OTHERS])
+        placer.place_by_estimate(1, [OTHERS])
         last_moves.append(len(experts.moved) - moves)
-        placer.correct_placement(1, right)
+        placer.record_choices_and_correct_placement(1, right)
         placer.end_step()
     assert last_moves[0] == 0 and last_moves[-1] == 1
 

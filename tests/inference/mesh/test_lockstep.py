@@ -79,7 +79,7 @@ def follow(channel: Channel, runner: Any, *, silence_s: float = LONG_S) -> None:
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with Follower(channel, silence_s=silence_s) as follower:
-            follower.repeat_calls(runner)
+            follower.run_leader_calls(runner)
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
@@ -297,7 +297,7 @@ class Runner:
 runner = Runner()
 print("computes", flush=True)
 if rank > 0:
-    Follower(channels[0], silence_s=240).repeat_calls(runner)
+    Follower(channels[0], silence_s=240).run_leader_calls(runner)
 else:
     for number in range(int(sys.argv[4])):
         with runner.leader.step():
