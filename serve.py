@@ -149,7 +149,9 @@ def run_follower(config: ServeConfig, folder: Path, follower: Follower) -> None:
     say("stopped")
 
 
-def plan_engine(config: ServeConfig, folder: Path, model_name: str) -> EngineConfig:
+def resolve_and_print_engine_config(
+    config: ServeConfig, folder: Path, model_name: str
+) -> EngineConfig:
     """Return the engine's options with `max_seq_len` set; print how many sequences of which length
     the engine takes and the model's sampling defaults.
     """
@@ -159,11 +161,11 @@ def plan_engine(config: ServeConfig, folder: Path, model_name: str) -> EngineCon
         engine_config = resolve_sequence_length(checkpoint, config.engine)
         plan_engine_memory(checkpoint, engine_config)  # refuses what does not fit
         positions = checkpoint.max_positions
-    say_sizes(config, folder, model_name, engine_config, positions)
+    print_capacity_and_sampling_defaults(config, folder, model_name, engine_config, positions)
     return engine_config
 
 
-def say_sizes(
+def print_capacity_and_sampling_defaults(
     config: ServeConfig, folder: Path, model_name: str, engine_config: EngineConfig, positions: int
 ) -> None:
     """Print how many sequences of which length the engine takes, and the model's sampling
@@ -199,7 +201,9 @@ def print_dry_run(config: ServeConfig, folder: Path, model_name: str) -> None:
     checkpoint = LazyCheckpoint(folder, engine.dtype, engine.expert_dtype, announced=announced)
     with checkpoint:
         planned = plan_dry_run(checkpoint, engine, config.machine)
-        say_sizes(config, folder, model_name, planned.options, checkpoint.max_positions)
+        print_capacity_and_sampling_defaults(
+            config, folder, model_name, planned.options, checkpoint.max_positions
+        )
     if announced is not None:
         say("not all weights are here: sizes are those that config.json implies")
     print(planned)
@@ -228,15 +232,15 @@ def serve(
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
     from jmoe.serving.reload import Reloader
     from jmoe.serving.service import Service, choose_output_format, starting_templates
-    from jmoe.serving.tracing import check_package
+    from jmoe.serving.tracing import check_otel_installed
     from jmoe.status import call_repeatedly
 
-    check_package(config.otlp_traces_endpoint)
+    check_otel_installed(config.otlp_traces_endpoint)
     name = config.model_name
     if config.dry_run:
         print_dry_run(config, folder, name)
         return
-    engine_config = plan_engine(config, folder, name)
+    engine_config = resolve_and_print_engine_config(config, folder, name)
     tokenizer = tokenizer_file(folder, "model")
     # report a damaged tokenizer or template before weights are read
     output_format = choose_output_format(
@@ -257,7 +261,7 @@ def serve(
             engine.on_prepared = lambda: say(str(programs))
         service = Service(engine, config, folder, name, templates())
         app = make_app(service, api_keys, jmoe.__version__)
-        newest = partial(open_newest, config, one_process=leader is None, bundle=programs)
+        newest = partial(open_newest_weights, config, one_process=leader is None, bundle=programs)
         reloader = Reloader(service.loop, folder, engine_config, newest, say)
         announce = partial(say, f"serving {url} (the API under {url}/v1)")
         server = HttpServer(app, service.loop, config, announce, reloader.request)
@@ -270,11 +274,12 @@ def serve(
     say("stopped" if programs is None else f"stopped; {programs}")
 
 
-def open_newest(
+def open_newest_weights(
     config: ServeConfig, *, one_process: bool, bundle: OpenBundle | None
 ) -> contextlib.AbstractContextManager[Path]:
-    """Return the context of the Hugging Face folder with the model's newest weights: of a run, its
-    newest step, merged by another process.
+    """Return a context that yields the Hugging Face folder of the model's newest weights.
+
+    Those of a run are its newest step, merged by another process.
 
     Raises ValueError if a server's weights cannot be replaced.
     """

@@ -24,20 +24,22 @@ class LossScale:
     scale: jax.Array  # float32
     good_steps: jax.Array  # int32, steps without an overflow since the scale last changed
 
-    def next_scale(self, ok: jax.Array, skipped: jax.Array, config: LossScaleConfig) -> "LossScale":
+    def next_scale(
+        self, applied: jax.Array, overflowed: jax.Array, config: LossScaleConfig
+    ) -> "LossScale":
         """Return the loss scale of the next step.
 
         A skipped step halves the scale and restarts the count of good steps. After
         `config.steps_to_grow` good steps the scale doubles, up to `MAX_LOSS_SCALE`.
 
-        ok: bool scalar, whether the update was applied. skipped: bool scalar, whether the scaled
-        gradients overflowed, so that the update was not applied.
+        applied: bool scalar, whether the update was applied. overflowed: bool scalar, whether the
+        scaled gradients overflowed, so that the update was skipped.
         """
-        good_steps = self.good_steps + ok.astype(jnp.int32)
+        good_steps = self.good_steps + applied.astype(jnp.int32)
         grows = good_steps >= config.steps_to_grow
         grown = jnp.where(grows, jnp.minimum(2 * self.scale, MAX_LOSS_SCALE), self.scale)
-        scale = jnp.where(skipped, self.scale / 2, grown)
-        return LossScale(scale, jnp.where(skipped | grows, 0, good_steps))
+        scale = jnp.where(overflowed, self.scale / 2, grown)
+        return LossScale(scale, jnp.where(overflowed | grows, 0, good_steps))
 
 
 def initial_loss_scale(config: TrainConfig) -> LossScale | None:

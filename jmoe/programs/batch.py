@@ -35,11 +35,11 @@ def run(options: BatchOptions) -> None:
     Raises ValueError for files or options that do not go together, before the model is read. Ends
     the process with status 1 if the engine fails.
     """
-    from jmoe.serving.batch_files import AnswersFile, read_keys, read_requests
+    from jmoe.serving.batch_files import AnswersFile, read_request_keys, read_requests
 
     config = options.serving_config()
     requests = Path(options.requests)
-    keys = read_keys(requests)
+    keys = read_request_keys(requests)
     with AnswersFile(Path(options.answers), requests, keys) as answers:
         num_answered = len(answers.keys)
         if num_answered:

@@ -1,8 +1,8 @@
 """A batch answered by engines on the nodes of a Ray cluster.
 
 The program itself reads requests and writes answers; an engine is an actor, which only answers. A
-request goes to the engine with most room. If an engine is lost, its requests go to the others, and
-another engine takes its place as soon as the cluster has one for it. Only this process writes
+request goes to the engine with most capacity. If an engine is lost, its requests go to the others,
+and another engine takes its place as soon as the cluster has one for it. Only this process writes
 answers, and only the first that it gets for a request, so each request has one.
 """
 
@@ -59,12 +59,12 @@ class EngineActor:
         service = self._stack.enter_context(opened_service(self._config, lambda line: None))
         self._answerer = BatchAnswerer(service)
         await self._stack.enter_async_context(self._answerer.running_engine())
-        room: int = self._answerer.room
-        return room
+        capacity: int = self._answerer.num_concurrent_requests
+        return capacity
 
     async def answer(self, request: BatchRequest) -> JsonObject:
-        """Return the line of the answers for a request. Raises EngineFailedError."""
-        line: JsonObject = await self._answerer.answer(request)
+        """Return a request's line of the answers file. Raises EngineFailedError."""
+        line: JsonObject = await self._answerer.answer_request(request)
         return line
 
 
@@ -73,15 +73,17 @@ def describe_node(model: str, adapters: Sequence[str] = ()) -> dict[str, str]:
 
     adapters: folders of LoRA adapters.
     """
-    sizes = {f"{path} (names and sizes of its files)": _file_sizes(path) for path in adapters}
+    sizes = {
+        f"{path} (names and sizes of its files)": _digest_of_file_sizes(path) for path in adapters
+    }
     return {
         "jmoe": jmoe_version(),
         "jax": version("jax"),
-        f"model {model} (names and sizes of its files)": _file_sizes(model),
+        f"model {model} (names and sizes of its files)": _digest_of_file_sizes(model),
     } | sizes
 
 
-def _file_sizes(path: str) -> str:
+def _digest_of_file_sizes(path: str) -> str:
     """Return a digest of the names and sizes of a folder's files, or of one file."""
     root = Path(path)
     paths = sorted(root.iterdir()) if root.is_dir() else [root] * root.is_file()
@@ -100,15 +102,16 @@ def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
 
 @dataclasses.dataclass(eq=False)
 class _Engine:
-    """An engine of the cluster. room: 0 until it is open."""
+    """An engine of the cluster. capacity: 0 until it is open."""
 
     actor: Any
-    room: int = 0
+    capacity: int = 0
     under_way: int = 0
 
     @property
-    def free_room(self) -> int:
-        return self.room - self.under_way
+    def free_capacity(self) -> int:
+        """How many more requests keep the engine busy."""
+        return self.capacity - self.under_way
 
 
 class ClusterBatch:
@@ -153,14 +156,14 @@ class ClusterBatch:
             self._start_engine()
         waiting = iter(requests)
         while counts.answered < total:
-            self._deal(waiting)
-            answer = self._next_answer(PROGRESS_S, say)
+            self._distribute_requests(waiting)
+            answer = self._wait_for_answer(PROGRESS_S, say)
             if answer is not None:
                 answers.append(answer)
-                counts.add(answer["response"])
+                counts.count_response(answer["response"])
             if time.monotonic() - said_s >= PROGRESS_S:
                 said_s = time.monotonic()
-                is_open = sum(engine.room > 0 for engine in self._engines)
+                is_open = sum(engine.capacity > 0 for engine in self._engines)
                 say(f"{counts.summary()}; {is_open} engines")
         say(counts.summary())
         for engine in self._engines:
@@ -171,22 +174,23 @@ class ClusterBatch:
         return self._returned.popleft() if self._returned else next(requests, None)
 
     def _start_engine(self) -> None:
+        """Start an engine in a process of the cluster, and begin to open it."""
         engine = _Engine(start_actor(self._ray, EngineActor, self._config, gpus=self._gpus))
         self._engines.append(engine)
         self._calls[engine.actor.open.remote()] = engine, None
 
-    def _deal(self, waiting: Iterator[BatchRequest]) -> None:
-        """Give requests to the engine with most room, until none has any."""
+    def _distribute_requests(self, waiting: Iterator[BatchRequest]) -> None:
+        """Give requests to the engine with the most free capacity, until none has any."""
         while True:
-            engine = max(self._engines, key=lambda engine: engine.free_room)
-            request = self._next_request(waiting) if engine.free_room > 0 else None
+            engine = max(self._engines, key=lambda engine: engine.free_capacity)
+            request = self._next_request(waiting) if engine.free_capacity > 0 else None
             if request is None:
                 return
             engine.under_way += 1
             self._calls[engine.actor.answer.remote(request)] = engine, request
 
-    def _next_answer(self, timeout_s: float, say: Callable[[str], None]) -> JsonObject | None:
-        """Return the next answer; None if something else came first, or nothing."""
+    def _wait_for_answer(self, timeout_s: float, say: Callable[[str], None]) -> JsonObject | None:
+        """Return the next answer; None if an engine was opened or lost first, or at the timeout."""
         from jmoe.serving.batch import EngineFailedError
 
         call = wait_for_one(self._ray, self._calls, timeout_s)
@@ -198,18 +202,20 @@ class ClusterBatch:
         except (ActorLostError, EngineFailedError) as error:
             if request is not None:
                 self._returned.append(request)
-            self._replace(engine, str(error), say)
+            self._replace_lost_engine(engine, str(error), say)
             return None
         if request is None:
-            engine.room = result
+            engine.capacity = result
             return None
         engine.under_way -= 1
         self._losses = 0
         answer: JsonObject = result
         return answer
 
-    def _replace(self, engine: _Engine, why: str, say: Callable[[str], None]) -> None:
-        """Take an engine's requests back, and start another in its place."""
+    def _replace_lost_engine(
+        self, engine: _Engine, reason: str, say: Callable[[str], None]
+    ) -> None:
+        """Take a lost engine's requests back, and start another engine in its place."""
         from jmoe.serving.batch import EngineFailedError
 
         self._engines.remove(engine)
@@ -220,7 +226,7 @@ class ClusterBatch:
             if request is not None:
                 self._returned.append(request)
         self._losses += 1
-        say(f"an engine was lost: {why}; another takes its place")
+        say(f"an engine was lost: {reason}; another takes its place")
         if self._losses > MAX_LOSSES * self._num_engines:
-            raise EngineFailedError(f"{self._losses} engines were lost without an answer: {why}")
+            raise EngineFailedError(f"{self._losses} engines were lost without an answer: {reason}")
         self._start_engine()

@@ -72,7 +72,7 @@ def encode_prompt(folder: Path, prompt: str, max_new_tokens: int) -> list[int]:
     return ids
 
 
-def cache_length(folder: Path, num_tokens: int) -> int:
+def bucketed_cache_length(folder: Path, num_tokens: int) -> int:
     """Return the positions of a cache for `num_tokens`: a power of two, but at most the model's
     positions.
 
@@ -103,7 +103,7 @@ def main() -> None:
         ids = encode_prompt(folder, a.prompt, a.max_new_tokens)
         config = EngineConfig(
             max_batch=1,
-            max_seq_len=cache_length(folder, len(ids) + a.max_new_tokens),
+            max_seq_len=bucketed_cache_length(folder, len(ids) + a.max_new_tokens),
             policy=a.policy,
             ring_slots=a.ring_slots,
             device_bytes=a.device_bytes,

@@ -34,7 +34,7 @@ class QueueLimit:
         """Maximum number of sequences that run or wait."""
         return self.max_batch + self.max_waiting
 
-    def check_count(self, count: int) -> None:
+    def check_sequence_count(self, count: int) -> None:
         """Raise `ApiError` 400 if one request asks for more sequences than the total capacity."""
         if count > self.capacity:
             raise ApiError(
@@ -55,12 +55,12 @@ class QueueLimit:
         self.metrics.rejected("queue").inc()
         message = f"{len(unfinished)} sequences run and wait, {self.capacity} can: try again later"
         excess = max(1, min(len(unfinished), len(unfinished) + count - self.capacity))
-        seconds = math.ceil(self._tokens_until_ended(unfinished, excess) * token_s)
+        seconds = math.ceil(self._decode_steps_until_ended(unfinished, excess) * token_s)
         headers = {"Retry-After": str(max(1, min(MAX_RETRY_AFTER_S, seconds)))}
         return ApiError(429, message, code="queue_full", headers=headers)
 
-    def _tokens_until_ended(self, unfinished: Collection[Sequence], count: int) -> int:
-        """Return how many tokens each running sequence draws until `count` sequences have ended.
+    def _decode_steps_until_ended(self, unfinished: Collection[Sequence], count: int) -> int:
+        """Return how many decode steps it takes until `count` sequences have ended.
 
         The estimate assumes that every sequence draws its `max_new_tokens`.
         """
@@ -81,18 +81,18 @@ class FairQueue:
     """Waiting sequences, scheduled by priority, and fairly between clients and between the requests
     of one client.
 
-    `pop` takes sequences of the lowest `priority` first. Among these it picks the client with the
-    fewest running sequences; ties go to the client whose last pop is longest ago. Within the
-    client, the same rule picks the request; within the request, sequences run in order of arrival.
-    A request of 60 sequences therefore delays another request of its priority by at most the time
-    until one running sequence ends, and itself never starves.
+    `start_next` takes sequences of the lowest `priority` first. Among these it picks the client
+    with the fewest running sequences; ties go to the client whose last start is longest ago. Within
+    the client, the same rule picks the request; within the request, sequences run in order of
+    arrival. A request of 60 sequences therefore delays another request of its priority by at most
+    the time until one running sequence ends, and itself never starves.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Key, deque[Sequence]] = {}  # by request
         self._running: set[Sequence] = set()
         self._num_running: Counter[Key] = Counter()
-        self._since: dict[Key, int] = {}  # clock of the key's arrival or last pop
+        self._since: dict[Key, int] = {}  # clock of the key's arrival or last start
         self._clock = itertools.count()
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     @property
-    def first_priority(self) -> int:
+    def lowest_waiting_priority(self) -> int:
         """The lowest priority of a waiting sequence. The queue must not be empty."""
         return min(sequences[0].priority for sequences in self._waiting.values())
 
@@ -111,13 +111,16 @@ class FairQueue:
         self._since.setdefault(request, next(self._clock))
         self._waiting.setdefault(request, deque()).append(sequence)
 
-    def pop(self) -> Sequence:
-        """Return the next sequence to run and count it as running. The queue must not be empty."""
+    def start_next(self) -> Sequence:
+        """Take the next sequence out of the waiting ones, count it as running, and return it.
+
+        The queue must not be empty.
+        """
 
         def running_then_oldest(key: Key) -> tuple[int, int]:
             return self._num_running[key], self._since[key]
 
-        first = self.first_priority
+        first = self.lowest_waiting_priority
         requests = [key for key, queue in self._waiting.items() if queue[0].priority == first]
         client = min({request[:1] for request in requests}, key=running_then_oldest)
         request = min((key for key in requests if key[:1] == client), key=running_then_oldest)
@@ -129,9 +132,9 @@ class FairQueue:
         return sequence
 
     def remove(self, sequence: Sequence) -> bool:
-        """Remove a sequence; return True if it was running.
+        """Remove a waiting or running sequence; return whether it was running.
 
-        Return False if the sequence was waiting or is unknown.
+        An unknown sequence is ignored.
         """
         client, request = _client_and_request_keys(sequence)
         ran = sequence in self._running
@@ -149,6 +152,7 @@ class FairQueue:
         return ran
 
     def _remove_waiting(self, sequence: Sequence) -> None:
+        """Remove a sequence from the waiting ones of its request."""
         _, request = _client_and_request_keys(sequence)
         self._waiting[request].remove(sequence)
         if not self._waiting[request]:
@@ -184,6 +188,7 @@ class FairSemaphore:
             self._grant_permits()
 
     def _grant_permits(self) -> None:
+        """Give the free permits to waiting clients, those with the fewest permits first."""
         while self._waiting and self._working.total() < self._places:
             client = min(self._waiting, key=self._working.__getitem__)
             if self._working[client] >= self._each:

@@ -89,13 +89,13 @@ class Answer(ABC, Generic[Body]):
         generation.logprob_bytes = cls.logprob_bytes
         if service.tracer is not None:
             generation.on_end = partial(
-                service.tracer.record, generation, request.state.request_id, request.headers
+                service.tracer.record_span, generation, request.state.request_id, request.headers
             )
         answer = cls(service, body, prompts, generation, dict(envelope))
         return (
             _EventStreamResponse(answer)
             if body.stream
-            else await answer._complete_or_abort(request)
+            else await answer._respond_whole_or_abort(request)
         )
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Answer(ABC, Generic[Body]):
             ),
         )
 
-    async def _complete_or_abort(self, request: Request) -> BaseModel | Response:
+    async def _respond_whole_or_abort(self, request: Request) -> BaseModel | Response:
         """Return the whole response, or an empty one if the client disconnects first; the
         sequences are then aborted.
         """

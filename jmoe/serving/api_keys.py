@@ -34,7 +34,7 @@ class ApiKeys:
 
     def match(self, key: str) -> bool:
         """Return whether `key` is one of the keys, comparing against every key in constant time."""
-        digest = digest_of(key)
+        digest = digest_of_key(key)
         return bool(sum(hmac.compare_digest(digest, known) for known in self._digests))
 
     def reload(self) -> None:
@@ -70,10 +70,10 @@ def _parse_key_digests(content: bytes, path: str) -> list[bytes]:
             path,
             f"line {number}: a key must be of printable ASCII characters",
         )
-    return [digest_of(line) for line in lines if line]
+    return [digest_of_key(line) for line in lines if line]
 
 
-def digest_of(key: str) -> bytes:
+def digest_of_key(key: str) -> bytes:
     """Return the SHA-256 digest of a key. Keys are compared as digests, which hide even their
     length.
     """

@@ -245,7 +245,7 @@ def state_router(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """Return the metrics in Prometheus's text format."""
         await service.loop.expert_view()  # refreshes the expert load
-        return Response(service.metrics.text(), headers={"content-type": METRICS_TYPE})
+        return Response(service.metrics.render_text(), headers={"content-type": METRICS_TYPE})
 
     @router.get("/live")
     async def live() -> Live:

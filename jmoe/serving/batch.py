@@ -45,13 +45,13 @@ class BatchAnswerer:
             self._app.include_router(router(service))
 
     @property
-    def room(self) -> int:
-        """How many requests keep the engine's batch full."""
+    def num_concurrent_requests(self) -> int:
+        """How many requests to answer at once so that the engine's batch stays full."""
         return IN_FLIGHT * self._service.loop.engine.max_batch
 
     @property
     def tokens_per_s(self) -> float:
-        """The engine's rate of the last seconds."""
+        """Tokens that the engine draws per second, averaged over the last seconds."""
         return self._service.loop.tokens_per_s
 
     @contextlib.asynccontextmanager
@@ -64,21 +64,21 @@ class BatchAnswerer:
             await self._service.loop.stop()
             self._service.close()
 
-    async def answer(self, request: BatchRequest) -> JsonObject:
-        """Return the line of the answers for one request. Raises EngineFailedError."""
+    async def answer_request(self, request: BatchRequest) -> JsonObject:
+        """Return one request's line of the answers file. Raises EngineFailedError."""
         limit = self._service.config.max_body_bytes
         error = request.error
         if len(request.body) > limit:
             error = ApiError(413, f"the body has {len(request.body)} bytes; at most {limit} may be")
         if error is not None:
-            return request.refusal(error)
+            return request.refusal_line(error)
         request_id = uuid.uuid4().hex
-        status, body = await self._post(request, request_id)
+        status, body = await self._post_to_app(request, request_id)
         if status != 200 and self._service.loop.failure is not None:
             raise EngineFailedError(self._service.loop.failure)
-        return request.answer(status, request_id, body)
+        return request.answer_line(status, request_id, body)
 
-    async def _post(self, request: BatchRequest, request_id: str) -> tuple[int, Json]:
+    async def _post_to_app(self, request: BatchRequest, request_id: str) -> tuple[int, Json]:
         """Return (status, JSON of the body) of the route's response to a request."""
         scope: JsonObject = {
             "type": "http",
@@ -130,7 +130,7 @@ class BatchCounts:
         self._total, self._begun_s = total, time.monotonic()
         self.answered = self.failed = self.tokens = 0
 
-    def add(self, response: JsonObject) -> None:
+    def count_response(self, response: JsonObject) -> None:
         """Count the response of one answer."""
         self.answered += 1
         if response["status_code"] == 200:
@@ -172,17 +172,19 @@ class BatchRunner:
 
         async def answer_until_none_waits() -> None:
             for request in waiting:  # shared by all tasks
-                answer = await self._answerer.answer(request)
+                answer = await self._answerer.answer_request(request)
                 await asyncio.to_thread(self._answers.append, answer)
-                self._counts.add(answer["response"])
+                self._counts.count_response(answer["response"])
 
-        async with self._answerer.running_engine(), self._progress(say):
-            count = self._answerer.room
+        async with self._answerer.running_engine(), self._reporting_progress(say):
+            count = self._answerer.num_concurrent_requests
             await asyncio.gather(*(answer_until_none_waits() for _ in range(count)))
         say(self._counts.summary())
 
     @contextlib.asynccontextmanager
-    async def _progress(self, say: Callable[[str], None]) -> AsyncIterator[None]:
+    async def _reporting_progress(self, say: Callable[[str], None]) -> AsyncIterator[None]:
+        """Say the progress every `PROGRESS_S` seconds until the block ends."""
+
         async def say_repeatedly() -> None:
             while True:
                 await asyncio.sleep(PROGRESS_S)

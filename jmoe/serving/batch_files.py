@@ -48,8 +48,8 @@ class BatchRequest:
         """The request's identity among the answers: `custom_id`, or its line without one."""
         return self.line if self.custom_id is None else self.custom_id
 
-    def answer(self, status: int, request_id: str, body: Json) -> JsonObject:
-        """Return the line of the answers: a response, and its error unless `status` is 200."""
+    def answer_line(self, status: int, request_id: str, body: Json) -> JsonObject:
+        """Return this request's line of the answers file, with an error unless `status` is 200."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         error = None
         if status != 200:
@@ -61,9 +61,9 @@ class BatchRequest:
             "error": error,
         }
 
-    def refusal(self, error: ApiError) -> JsonObject:
-        """Return the line of the answers for a request that no route sees."""
-        return self.answer(error.status, uuid.uuid4().hex, error.body.model_dump())
+    def refusal_line(self, error: ApiError) -> JsonObject:
+        """Return the line of the answers file for a request that is refused before any route."""
+        return self.answer_line(error.status, uuid.uuid4().hex, error.body.model_dump())
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
@@ -71,10 +71,10 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _parse_line(number, line)
+                yield _parse_request_line(number, line)
 
 
-def read_keys(path: Path) -> set[str | int]:
+def read_request_keys(path: Path) -> set[str | int]:
     """Return the keys of all requests in a file.
 
     Raises ValueError that names the lines of requests with one `custom_id`.
@@ -91,7 +91,8 @@ def read_keys(path: Path) -> set[str | int]:
     return set(lines)
 
 
-def _parse_line(number: int, line: bytes) -> BatchRequest:
+def _parse_request_line(number: int, line: bytes) -> BatchRequest:
+    """Return the request of a line; one that is invalid has an `error`."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):
@@ -100,7 +101,7 @@ def _parse_line(number: int, line: bytes) -> BatchRequest:
     if not isinstance(custom_id, str):
         custom_id = None
     try:
-        strictly = _check_fields(parse_body(line))
+        strictly = _check_request_line(parse_body(line))
     except ApiError as error:
         return BatchRequest(number, custom_id, error=error)
     except json.JSONDecodeError as error:
@@ -113,7 +114,7 @@ def _parse_line(number: int, line: bytes) -> BatchRequest:
     return BatchRequest(number, custom_id, strictly["url"], body)
 
 
-def _check_fields(request: Json) -> JsonObject:
+def _check_request_line(request: Json) -> JsonObject:
     """Return the object of a line; raise ValueError or `ApiError` unless it is a request."""
     if not isinstance(request, dict):
         raise ApiError(400, "the line must be a JSON object")
@@ -141,17 +142,17 @@ class AnswersFile:
     keys: requests that have an answer.
     """
 
-    def __init__(self, path: Path, requests: Path, asked: Collection[str | int]) -> None:
+    def __init__(self, path: Path, requests: Path, requested_keys: Collection[str | int]) -> None:
         """Open or create the file, and cut off a last line that was not written to its end.
 
-        requests, asked: the file of the requests, and their keys. Raises ValueError if another
-        process writes the file, or if it holds anything but answers to these requests.
+        requests, requested_keys: the file of the requests, and their keys. Raises ValueError if
+        another process writes the file, or if it holds anything but answers to these requests.
         """
         is_new = not path.exists()
         self._file = path.open("a+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.keys, end = _read_answers(path, requests, asked)
+            self.keys, end = _read_answered_keys(path, requests, requested_keys)
             self._file.truncate(end)
         except BlockingIOError:
             self._file.close()
@@ -184,12 +185,12 @@ class AnswersFile:
         self._file.close()
 
 
-def _read_answers(
-    path: Path, requests: Path, asked: Collection[str | int]
+def _read_answered_keys(
+    path: Path, requests: Path, requested_keys: Collection[str | int]
 ) -> tuple[set[str | int], int]:
     """Return (keys of the answered requests, bytes of whole lines).
 
-    Raises ValueError for a line that answers none of the requests `asked`, or one a second time.
+    Raises ValueError for a line that answers none of the requests, or one a second time.
     """
     keys: set[str | int] = set()
     end = 0
@@ -201,7 +202,7 @@ def _read_answers(
                 check(is_begun, "answers", str(path), words)
                 break
             key = _answered_key(line)
-            check(key in asked and key not in keys, "answers", str(path), words)
+            check(key in requested_keys and key not in keys, "answers", str(path), words)
             keys.add(key)
             end += len(line)
     return keys, end

@@ -72,7 +72,7 @@ class _ChatAnswer(ChoiceAnswer[ChatCompletionRequest, ChunkChoice]):
 
 
 def make_delta(events: list[OutputEvent]) -> Delta:
-    """Return what events add to a message; an empty content if they add nothing."""
+    """Return what events add to the answer's message; with no events its content is ""."""
     content = join_content(events)
     reasoning = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
     calls: list[ToolCallDelta] = []
@@ -95,7 +95,7 @@ def make_delta(events: list[OutputEvent]) -> Delta:
     )
 
 
-def _join_calls(deltas: list[ChunkChoice]) -> list[AnswerToolCall]:
+def _join_tool_calls(deltas: list[ChunkChoice]) -> list[AnswerToolCall]:
     """Return the tool calls of one choice."""
     calls: list[AnswerToolCall] = []
     for one in deltas:
@@ -120,7 +120,7 @@ def _join_deltas(deltas: list[ChunkChoice]) -> ChatChoice:
         "".join(getattr(one.delta, name) or "" for one in deltas)
         for name in ("content", "reasoning")
     )
-    calls = _join_calls(deltas)
+    calls = _join_tool_calls(deltas)
     message = AnswerMessage(
         content=content or (None if calls else ""),
         reasoning_content=reasoning or None,

@@ -15,7 +15,7 @@ from jmoe.inference.sampling_params import Constraint, SamplingParams, Unconstra
 from jmoe.inference.sequence import Sequence
 from jmoe.serving.errors import ApiError
 from jmoe.serving.grammar import GrammarSource, JsonConstraint
-from jmoe.serving.output_parsers.formats import NONE, tags_after_prompt
+from jmoe.serving.output_parsers.formats import NONE, reasoning_tags_after_prompt
 from jmoe.serving.output_parsers.grammars import CallGrammar
 from jmoe.serving.output_parsers.output_format import OutputFormat
 from jmoe.serving.output_parsers.parser import ParserSettings
@@ -48,11 +48,11 @@ async def make_chat_sequences(
     service.loop.requests_to_evict(body.n, client)  # raises before tokenization
     output_format = service.output_format
     if body.callable_tools:
-        _check_tools(output_format)
+        _check_template_shows_tools(output_format)
     text = await service.render_chat(
         body.messages,
         body.add_generation_prompt,
-        {**_reasoning_variables(body, output_format), **body.chat_template_kwargs},
+        {**_effort_template_variables(body, output_format), **body.chat_template_kwargs},
         request,
         tools=body.callable_tools,
         documents=body.documents,
@@ -92,9 +92,11 @@ async def make_chat_sequences(
         count = len(made.sequences)
         answers: Iterable[Constraint] = (Unconstrained() for _ in range(count))
         if source is not None:
-            answers = await service.constraints(source, count, request)
+            answers = await service.make_constraints(source, count, request)
         for sequence, answer in zip(made.sequences, answers, strict=True):
-            sequence.constraint = _after_reasoning(service, body, sequence, answer, boundary)
+            sequence.constraint = _constraint_after_reasoning(
+                service, body, sequence, answer, boundary
+            )
     service.log_prompts(request, [text])
     return made
 
@@ -107,14 +109,14 @@ def _grammar_source(
     """
     tools, choice = body.callable_tools, body.tool_choice
     if not (body.binds_calls or (tools and body.json_schema is not None)):
-        return None if body.json_schema is None else GrammarSource.of_schema(body.json_schema)
+        return None if body.json_schema is None else GrammarSource.from_schema(body.json_schema)
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     schemas = {tool.function.name: tool.function.parameters for tool in tools}
     answer_schema = None if body.requires_call else body.json_schema
     asked = CallGrammar(schemas, body.requires_call, body.parallel_tool_calls, answer_schema)
     try:
-        return GrammarSource.of_tools(output_format.write_grammar(asked))
+        return GrammarSource.from_tool_grammar(output_format.write_grammar(asked))
     except ValueError as error:
         raise ApiError.from_value_error(error) from error
 
@@ -136,7 +138,7 @@ def reasoning_boundary(
     Raises `ApiError` 400 for `param`, the request's field that binds the answer, if the prompt
     opens a reasoning that does not end with one token.
     """
-    tags = output_format.tags and tags_after_prompt(output_format.tags, prompt)
+    tags = output_format.tags and reasoning_tags_after_prompt(output_format.tags, prompt)
     if tags is None:
         return None
     begin, end = map(output_format.tokenizer.token_to_id, (tags.begin, tags.end))
@@ -153,7 +155,7 @@ def reasoning_boundary(
     return None
 
 
-def _after_reasoning(
+def _constraint_after_reasoning(
     service: Service,
     body: ChatCompletionRequest,
     sequence: Sequence,
@@ -182,7 +184,7 @@ def _after_reasoning(
     )
 
 
-def _check_tools(output_format: OutputFormat) -> None:
+def _check_template_shows_tools(output_format: OutputFormat) -> None:
     """Raise `ApiError` 400 if the model's template shows no tools, or no format of calls."""
     if output_format.tool_format == NONE:
         message = (
@@ -195,7 +197,9 @@ def _check_tools(output_format: OutputFormat) -> None:
         raise ApiError(400, message, param="tools")
 
 
-def _reasoning_variables(body: ChatCompletionRequest, output_format: OutputFormat) -> JsonObject:
+def _effort_template_variables(
+    body: ChatCompletionRequest, output_format: OutputFormat
+) -> JsonObject:
     """Return the template's variables for `reasoning_effort`. Raises `ApiError` 400 if the template
     reads none.
     """

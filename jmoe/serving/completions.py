@@ -46,19 +46,19 @@ class _DeltaBuilder:
         self._begun = True
         reason = "length" if self._body.max_tokens == 0 else output.finish_reason
         assert reason != "abort" and reason != "error", "these have no reader"
-        described = self._logprobs(text, echoed, logprobs)
+        described = self._delta_logprobs(text, echoed, logprobs)
         return CompletionChoice(
             index=self._sequence.index, text=text, logprobs=described, finish_reason=reason
         )
 
-    def _logprobs(
+    def _delta_logprobs(
         self, text: str, echoed: list[TokenLogprob] | None, logprobs: list[TokenLogprob]
     ) -> CompletionLogprobs | None:
         """Return the log-probabilities of one delta, None if the request does not ask for them.
 
         text: the text of the delta.
-        echoed: those of the prompt from its second token on, if the delta begins with the prompt.
-        logprobs: those of the drawn tokens.
+        echoed: of the prompt from its second token on, if the delta begins with the prompt.
+        logprobs: of the drawn tokens.
         """
         if self._body.logprobs is None:
             return None
@@ -165,8 +165,8 @@ def completions_router(service: Service) -> APIRouter:
             make_sequences, sum(map(len, body.prompts)), client
         )
         if body.json_schema is not None:
-            source = GrammarSource.of_schema(body.json_schema)
-            constraints = await service.constraints(source, len(sequences), request)
+            source = GrammarSource.from_schema(body.json_schema)
+            constraints = await service.make_constraints(source, len(sequences), request)
             for sequence, constraint in zip(sequences, constraints, strict=True):
                 sequence.constraint = constraint
         service.log_prompts(

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from jmoe.config.serving import ServeConfig
 from jmoe.serving.errors import ApiError
-from jmoe.serving.shares import Shares, client_at
+from jmoe.serving.shares import Shares, client_of_address
 
 MAX_HEAD_BYTES = 32 << 10  # request line and headers; also trailers after a body
 MAX_HEADERS = 128
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        client = client_at(self.client[0] if self.client else "")
+        client = client_of_address(self.client[0] if self.client else "")
         evicted = self._shared.shares.items_to_evict(client, 1, self._shared.waiting, even=True)
         if evicted is None:
             most = self._shared.config.max_connections
@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
-            self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
+            self._send_error_and_close(431, f"the headers have more than {MAX_HEAD_BYTES} bytes")
 
     def evict(self) -> None:
         """Abort the connection to free its place for another one."""
@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._shared.waiting[self] = None
-        self._abort_later()
+        self._abort_after_send_timeout()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -254,7 +254,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._abort_later()
+            self._abort_after_send_timeout()
         elif self._is_idle:
             self._shared.waiting[self] = None
 
@@ -265,40 +265,44 @@ class Connection(HttpToolsProtocol):
         """
         is_arriving = not self._is_idle and self.cycle.more_body and not self.cycle.response_started
         if is_arriving and not self.pipeline:
-            self._refuse(503, "the server is shutting down")
+            self._send_error_and_close(503, "the server is shutting down")
         else:
             super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._abort_later()
+        self._abort_after_send_timeout()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(*(self._refusal or (400, "what was sent is not HTTP/1.1")))
+        self._send_error_and_close(*(self._refusal or (400, "what was sent is not HTTP/1.1")))
 
     # Private helpers
 
     @property
     def _is_idle(self) -> bool:
+        """Whether no response is under way."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
-    def _start_client_timer(self, limit_s: float, what: str) -> None:
+    def _start_client_timer(self, limit_s: float, awaited: str) -> None:
+        """Wait at most `limit_s` for the client to send what is `awaited`: "headers" or "body"."""
         self._stop_client_timer()
         self._shared.waiting[self] = None
-        self._timer = self.loop.call_later(limit_s, self._refuse_late_client, limit_s, what)
+        self._timer = self.loop.call_later(limit_s, self._handle_client_timeout, limit_s, awaited)
 
     def _stop_client_timer(self) -> None:
+        """Stop the time limit on the client's next bytes, if there is one."""
         self._shared.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _stop_send_timer(self) -> None:
+        """Stop the time limit on the client's reading, if there is one."""
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
 
-    def _abort_later(self) -> None:
+    def _abort_after_send_timeout(self) -> None:
         """Abort after `send_timeout_s` unless the client reads what was written; `close` alone
         would wait forever.
         """
@@ -307,16 +311,17 @@ class Connection(HttpToolsProtocol):
                 self._shared.config.send_timeout_s, self.transport.abort
             )
 
-    def _refuse_late_client(self, limit_s: float, what: str) -> None:
+    def _handle_client_timeout(self, limit_s: float, awaited: str) -> None:
+        """Answer 408 and close; close without an answer if no request has begun."""
         self._timer = None
-        nothing_begun = what == "headers" and not self._head_bytes
-        answered = what == "body" and self._is_idle
+        nothing_begun = awaited == "headers" and not self._head_bytes
+        answered = awaited == "body" and self._is_idle
         if nothing_begun or answered:
             self.transport.close()
         else:
-            self._refuse(408, f"the {what} did not arrive in {limit_s:g} s")
+            self._send_error_and_close(408, f"the {awaited} did not arrive in {limit_s:g} s")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _send_error_and_close(self, status: int, message: str) -> None:
         """Answer with an error and close the connection; ignore what still arrives.
 
         Close without an answer if the current response has started or earlier requests are still
@@ -338,6 +343,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _send_error(self, status: int, message: str) -> None:
+        """Write an error response that announces the end of the connection."""
         body = json.dumps(ApiError(status, message).body.model_dump()).encode()
         headers = {
             b"content-type": b"application/json",

@@ -78,7 +78,9 @@ class Generation:
         self._outputs: asyncio.Queue[Output | ApiError] = asyncio.Queue()
         # tokens that the reader has received, and those of the reasoning among them
         self.num_read_tokens = self.num_read_reasoning_tokens = 0
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, timeout_s)
+        self._timer = asyncio.get_running_loop().call_later(
+            timeout_s, self._abort_after_timeout, timeout_s
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +114,8 @@ class Generation:
             self._outputs.get_nowait()
         self.put_output(error)
 
-    def _time_out(self, timeout_s: float) -> None:
+    def _abort_after_timeout(self, timeout_s: float) -> None:
+        """Abort the sequences; the reader's next read raises a 504."""
         self._owner._abort_sequences(self.sequences)
         self.put_output(
             ApiError(504, f"the request took longer than {timeout_s:g} s", code="timeout")
@@ -191,7 +194,7 @@ class EngineLoop:
         # Set when another process of the engine is gone; only a restart helps.
         self.lost_process = asyncio.Event()
         self.snapshot = self._take_snapshot()
-        self.last_view, self._viewed_s = self._compute_view(), time.monotonic()
+        self.last_view, self._viewed_s = self._compute_expert_view(), time.monotonic()
 
     def start(self) -> None:
         """Start the engine thread. Must be called in the running event loop."""
@@ -231,7 +234,7 @@ class EngineLoop:
             done = asyncio.Event()
 
             def refresh_view() -> None:  # on the engine thread
-                self.last_view = self._compute_view()
+                self.last_view = self._compute_expert_view()
                 self._loop.call_soon_threadsafe(done.set)
 
             self._commands.put(refresh_view)
@@ -256,7 +259,7 @@ class EngineLoop:
         total capacity, 429 if the queue is full and no request may be evicted.
         """
         self.check_ready()
-        self._limit.check_count(count)
+        self._limit.check_sequence_count(count)
         requests = list(
             dict.fromkeys(
                 generation for generation in self._open.values() if generation.client != client
@@ -312,15 +315,16 @@ class EngineLoop:
         error = ApiError(
             503, f"the server is shutting down; the request did not end in {timeout_s:g} s"
         )
-        self._loop.call_later(timeout_s, self._fail_all, error)
+        self._loop.call_later(timeout_s, self._fail_all_requests, error)
 
     def _abort_sequences(self, sequences: list[Sequence]) -> None:
+        """Free the places of unfinished sequences, and abort them on the engine thread."""
         for sequence in sequences:
-            if self._release_place(sequence) is not None:
+            if self._release_queue_place(sequence) is not None:
                 self._metrics.finished("abort").inc()
                 self._commands.put(partial(self._abort_on_engine, sequence))
 
-    def _release_place(self, sequence: Sequence) -> Generation | None:
+    def _release_queue_place(self, sequence: Sequence) -> Generation | None:
         """Free the queue place of a sequence; return its request, or None if the sequence was
         closed before.
         """
@@ -329,7 +333,7 @@ class EngineLoop:
             self._places.add(generation, generation.client, -1)
         return generation
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver_outputs(self, outputs: list[Output]) -> None:
         """Pass a step's outputs to their requests; free the places of sequences that ended."""
         now_s = time.monotonic()
         self._steps.append((now_s, len(outputs)))
@@ -341,13 +345,13 @@ class EngineLoop:
                 continue
             if sequence.num_delivered_tokens:
                 self._token_s += RECENT * (now_s - sequence.last_token_s - self._token_s)
-            self._metrics.observe(output, now_s)
+            self._metrics.observe_output(output, now_s)
             if output.finish_reason is not None:
-                self._release_place(sequence)
+                self._release_queue_place(sequence)
             generation.put_output(output)
-            self._add_unsent(generation, output)
+            self._count_unsent_and_enforce_limits(generation, output)
 
-    def _add_unsent(self, generation: Generation, output: Output) -> None:
+    def _count_unsent_and_enforce_limits(self, generation: Generation, output: Output) -> None:
         """Add an output to the memory accounting of unsent outputs, and drop requests over the
         limits.
 
@@ -355,35 +359,39 @@ class EngineLoop:
         `MAX_UNSENT_BYTES`, requests of the client that holds the most are dropped.
         """
         self._unsent.add(generation, generation.client, generation.unsent_bytes(output))
-        if generation.is_kept and self._unsent.amount_of(generation) > MAX_WHOLE_BYTES:
+        if generation.is_kept and self._unsent.amount_of_item(generation) > MAX_WHOLE_BYTES:
             generation.abort_with_error(ApiError(400, TOO_LARGE, code="answer_too_large"))
         elif self._unsent.total > self._unsent.limit:
             most = sorted(
-                dict.fromkeys(self._open.values()), key=self._unsent.amount_of, reverse=True
+                dict.fromkeys(self._open.values()), key=self._unsent.amount_of_item, reverse=True
             )
             for request in self._unsent.items_to_evict(
-                generation.client, 0, filter(self._unsent.amount_of, most)
+                generation.client, 0, filter(self._unsent.amount_of_item, most)
             ) or [generation]:
                 request.abort_with_error(ApiError(503, NOT_READ, code="not_read"))
 
     def _subtract_unsent(self, generation: Generation, output: Output) -> None:
-        if self._unsent.amount_of(generation):
+        """Take an output that the reader has received out of the count of unsent memory."""
+        if self._unsent.amount_of_item(generation):
             self._unsent.add(generation, generation.client, -generation.unsent_bytes(output))
 
     def _fail_sequence(self, sequence: Sequence, error: ApiError) -> None:
-        if (generation := self._release_place(sequence)) is not None:
+        """Free the place of a sequence; its reader's next read raises the error."""
+        if (generation := self._release_queue_place(sequence)) is not None:
             generation.put_output(error)
 
-    def _fail_all(self, error: ApiError) -> None:
+    def _fail_all_requests(self, error: ApiError) -> None:
+        """Let the next read of every open request raise the error."""
         for generation in dict.fromkeys(self._open.values()):
             generation.put_output(error)
 
-    def _fail_for_good(self, failure: str) -> None:
+    def _fail_engine(self, failure: str) -> None:
+        """Fail all requests with a 500, and refuse new ones with `failure` as the reason."""
         self.failure = failure
         self._metrics.finished("error").inc(len(self._open))
-        self._fail_all(ApiError(500, failure, code="engine_failed"))
+        self._fail_all_requests(ApiError(500, failure, code="engine_failed"))
         for sequence in list(self._open):
-            self._release_place(sequence)
+            self._release_queue_place(sequence)
 
     def _fail_after_lost_process(self, reason: str) -> None:
         """Fail all requests after another process of the engine was lost.
@@ -394,7 +402,7 @@ class EngineLoop:
         log.error("%s; no request is served any more", reason)
 
         def fail_requests() -> None:
-            self._fail_for_good(f"the engine has failed: {reason}")
+            self._fail_engine(f"the engine has failed: {reason}")
             self.lost_process.set()
 
         self._loop.call_soon_threadsafe(fail_requests)
@@ -402,6 +410,7 @@ class EngineLoop:
     # Called on the engine thread
 
     def _run_thread(self) -> None:
+        """Run engine steps and commands until `stop`, or until the engine fails."""
         try:
             while self._run_commands():
                 if self._newer is not None:
@@ -413,12 +422,12 @@ class EngineLoop:
                     if output.finish_reason is not None:
                         self._queue.remove(output.sequence)
                 self.snapshot = self._take_snapshot()
-                self._loop.call_soon_threadsafe(self._deliver, outputs)
+                self._loop.call_soon_threadsafe(self._deliver_outputs, outputs)
         except LockstepError:
             pass  # `_fail_after_lost_process` logs the reason
         except BaseException:  # a Rust panic of tokenizers is not an Exception
             log.exception("the engine has failed; no request is served any more")
-            self._loop.call_soon_threadsafe(self._fail_for_good, ENGINE_FAILED)
+            self._loop.call_soon_threadsafe(self._fail_engine, ENGINE_FAILED)
 
     def _run_commands(self) -> bool:
         """Execute all queued commands; without unfinished sequences, block for the next command,
@@ -454,16 +463,16 @@ class EngineLoop:
         self._newer = None
         if self.draining:
             error = ReloadError("the server is shutting down")
-            self._loop.call_soon_threadsafe(_end_wait, loaded, error)
+            self._loop.call_soon_threadsafe(_resolve_reload, loaded, error)
             return
         try:
             self.engine.reload(folder)
         except BaseException as error:
-            self._loop.call_soon_threadsafe(_end_wait, loaded, ReloadError(str(error)))
+            self._loop.call_soon_threadsafe(_resolve_reload, loaded, ReloadError(str(error)))
             if not isinstance(error, ReloadError):
                 raise
         else:
-            self._loop.call_soon_threadsafe(_end_wait, loaded)
+            self._loop.call_soon_threadsafe(_resolve_reload, loaded)
         gc.freeze()  # as `HttpServer` does once the first ones are loaded
 
     def _admit_waiting(self) -> None:
@@ -471,8 +480,10 @@ class EngineLoop:
         for blocks of the cache: the engine serves those of one priority in the order in which it
         gets them. A sequence that gave its blocks back keeps out none that ranks before it.
         """
-        while len(self._queue) and self.engine.has_capacity_for(self._queue.first_priority):
-            sequence = self._queue.pop()
+        while len(self._queue) and self.engine.has_capacity_for(
+            self._queue.lowest_waiting_priority
+        ):
+            sequence = self._queue.start_next()
             sequence.started_s = time.monotonic()
             try:
                 self.engine.add_sequence(sequence)
@@ -483,10 +494,12 @@ class EngineLoop:
                 )
 
     def _abort_on_engine(self, sequence: Sequence) -> None:
+        """Remove a sequence from the queue, and abort it if it runs."""
         if self._queue.remove(sequence):
             self.engine.abort(sequence)
 
-    def _compute_view(self) -> ExpertView:
+    def _compute_expert_view(self) -> ExpertView:
+        """Return which experts are in the slots now, and each expert's recent tokens."""
         streams = self.engine.residency.streams
         return ExpertView(
             self.engine.residency.occupancy() if streams else [],
@@ -494,6 +507,7 @@ class EngineLoop:
         )
 
     def _take_snapshot(self) -> EngineSnapshot:
+        """Return the engine's counters now; its waiting sequences include those of the queue."""
         stats = self.engine.scheduler_stats()
         return EngineSnapshot(
             self.engine.stats(), replace(stats, waiting=stats.waiting + len(self._queue))
@@ -509,8 +523,8 @@ def _drop_constraints(sequences: list[Sequence]) -> None:
         sequence.constraint = None
 
 
-def _end_wait(loaded: asyncio.Future[None], error: ReloadError | None = None) -> None:
-    """End the wait for other weights, unless it was cancelled."""
+def _resolve_reload(loaded: asyncio.Future[None], error: ReloadError | None = None) -> None:
+    """Let `EngineLoop.reload` return or raise `error`, unless its caller has been cancelled."""
     if loaded.done():
         return
     if error is None:

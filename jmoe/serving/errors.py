@@ -102,12 +102,16 @@ class ApiError(Exception):
             detail.message = pattern.sub(theirs, detail.message)
             detail.param = None if detail.param is None else pattern.sub(theirs, detail.param)
 
-    def response(self, path: str) -> JSONResponse:
+    def json_response(self, path: str) -> JSONResponse:
         """Return the response to a request for `path`."""
-        body = self.body_in_messages() if path.startswith(MESSAGES_PATH) else self.body.model_dump()
+        body = (
+            self.body_for_messages_api()
+            if path.startswith(MESSAGES_PATH)
+            else self.body.model_dump()
+        )
         return JSONResponse(body, self.status, headers=self.headers)
 
-    def body_in_messages(self) -> JsonObject:
+    def body_for_messages_api(self) -> JsonObject:
         """Return the body in the format of Anthropic's API, with `param` and `code` beside it."""
         kind = MESSAGES_TYPES.get(self.status, self.body.error.type)
         return {"type": "error", "error": self.body.error.model_dump() | {"type": kind}}
@@ -156,7 +160,7 @@ def add_error_handlers(app: FastAPI) -> None:
             error = ApiError(error.status_code, str(error.detail), headers=error.headers)
         elif not isinstance(error, ApiError):
             error = ApiError(500, "internal error; the server's log says more")
-        return error.response(request.url.path)
+        return error.json_response(request.url.path)
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, respond_to_error)

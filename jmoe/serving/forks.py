@@ -91,7 +91,7 @@ class Fork:
         # kills the process even if it hangs
         self.end = weakref.finalize(self, _kill_and_close, connection, exit_status, self._number)
 
-    def name_in_errors(self, what: str) -> None:
+    def set_name_in_errors(self, what: str) -> None:
         """Begin the messages of this fork's errors with `what`, a request's field."""
         self._what = what
 
@@ -108,8 +108,8 @@ class Fork:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 await loop.sock_sendall(self._connection, _length_prefixed(question))
                 while (answer := self._pop_frame()) is None:
-                    await self._until_readable()
-                    self._receive_bytes(self._connection.recv(READ_BYTES))
+                    await self._wait_until_readable()
+                    self._buffer_received_bytes(self._connection.recv(READ_BYTES))
         except TimeoutError as error:
             self.end()
             raise LimitError(f"{self._what}: needs more than {ANSWER_LIMIT_S:g} s") from error
@@ -124,7 +124,7 @@ class Fork:
             slow.cancel()
         return answer
 
-    async def _until_readable(self) -> None:
+    async def _wait_until_readable(self) -> None:
         """Wait until the socket has data, without reading any: a cancelled read would lose data."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
@@ -170,7 +170,7 @@ class Fork:
         while (answer := self._pop_frame()) is None:
             self._connection.settimeout(timeout_s)
             try:
-                self._receive_bytes(self._connection.recv(READ_BYTES))
+                self._buffer_received_bytes(self._connection.recv(READ_BYTES))
             except (TimeoutError, BlockingIOError):
                 return None
             except OSError as error:
@@ -179,7 +179,7 @@ class Fork:
                 self._connection.setblocking(False)
         return answer
 
-    def _receive_bytes(self, data: bytes) -> None:
+    def _buffer_received_bytes(self, data: bytes) -> None:
         """Buffer bytes from the fork, whose first frame is its pid; b"" raises `_exit_error()`."""
         if not data:
             raise self._exit_error()
@@ -300,7 +300,7 @@ class ForkServer:
         async with self._starting:
             if self._process.poll() is not None:
                 self.close()
-                await start_in_thread(self._start_helper, self._what)
+                await start_process_in_thread(self._start_helper, self._what)
         return self.fork_worker()
 
     def fork_worker(self) -> Fork:
@@ -323,6 +323,7 @@ class ForkServer:
         self._process.wait()
 
     def _start_helper(self) -> None:
+        """Start the helper process and wait until `begin` has returned; raises as `__init__`."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -353,7 +354,7 @@ class ForkServer:
             raise ValueError(refusal)
 
 
-async def start_in_thread(start: Callable[[], T], what: str) -> T:
+async def start_process_in_thread(start: Callable[[], T], what: str) -> T:
     """Return `start()`, which starts a process, run in a thread. Raises `LostError` if the system
     starts no process or no thread, at a limit of processes or memory.
     """
@@ -364,6 +365,7 @@ async def start_in_thread(start: Callable[[], T], what: str) -> T:
 
 
 def _length_prefixed(data: bytes) -> bytes:
+    """Return the data with its length in four bytes before it."""
     return _LENGTH.pack(len(data)) + data
 
 

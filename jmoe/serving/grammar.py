@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jmoe.config import check
-from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits, start_in_thread
+from jmoe.serving.forks import SLOW_S, Fork, ForkServer, LimitError, Limits, start_process_in_thread
 from jmoe.serving.grammar_worker import HEAD, LARK, SCHEMA, TOKEN, WRONG
 from jmoe.types import JsonObject
 
@@ -33,12 +33,12 @@ class GrammarSource(NamedTuple):
     what: str
 
     @classmethod
-    def of_schema(cls, schema: JsonObject) -> Self:
+    def from_schema(cls, schema: JsonObject) -> Self:
         """Return the source of a JSON schema."""
         return cls(SCHEMA, json.dumps(schema), WHAT)
 
     @classmethod
-    def of_tools(cls, grammar: str) -> Self:
+    def from_tool_grammar(cls, grammar: str) -> Self:
         """Return the source of a grammar of tool calls."""
         return cls(LARK, grammar, "tools")
 
@@ -90,6 +90,7 @@ class _Masks:
             self._fork.lower_priority()
 
     def _fail_awaited_masks(self, error: str) -> None:
+        """Set the error of each output whose next mask has not come."""
         for index, mask in enumerate(self.masks):
             if mask is None:
                 self.masks[index], self.errors[index] = b"", error
@@ -163,7 +164,7 @@ class Grammars:
         self._starting = asyncio.Lock()
         self._server: ForkServer | None = None
 
-    async def constraints(self, source: GrammarSource, count: int) -> list[JsonConstraint]:
+    async def make_constraints(self, source: GrammarSource, count: int) -> list[JsonConstraint]:
         """Return `count` constraints for `source`, each with its first mask ready.
 
         Raises ValueError if it is invalid, too large or unsupported, or the model has no
@@ -177,9 +178,9 @@ class Grammars:
         check(size <= limit, f"len({what})", size, f"must have at most {limit} bytes")
         async with self._starting:
             if self._server is None:
-                self._server = await start_in_thread(self._start_fork_server, WHAT)
+                self._server = await start_process_in_thread(self._start_fork_server, WHAT)
         fork = await self._server.fork_after_restart_if_killed()
-        fork.name_in_errors(what)
+        fork.set_name_in_errors(what)
         question = {"form": source.form, "text": source.text, "count": count}
         answer = await fork.ask(json.dumps(question).encode())
         _, _, kind = HEAD.unpack_from(answer)
@@ -195,9 +196,10 @@ class Grammars:
             self._server.close()
 
     def _start_fork_server(self) -> ForkServer:
+        """Return a new server of forks with the model's tokenizer."""
         setup = {
             "tokenizer": self._tokenizer.to_str(),
             "vocab_size": self._vocab_size,
             "eos_token_ids": self._eos_token_ids,
         }
-        return ForkServer(WHAT, "jmoe.serving.grammar_worker.begin_masks", setup, LIMITS)
+        return ForkServer(WHAT, "jmoe.serving.grammar_worker.make_mask_answerer", setup, LIMITS)

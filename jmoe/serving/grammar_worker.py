@@ -55,6 +55,7 @@ class _MatcherSession:
         return HEAD.pack(index, time.perf_counter() - begun_s, WRONG if wrong else MASK) + said
 
     def _begin_matchers(self, form: str, text: str, count: int) -> None:
+        """Compile a grammar, and make a matcher for each of `count` outputs."""
         grammar = (
             LLMatcher.grammar_from_lark(text)
             if form == LARK
@@ -70,7 +71,7 @@ class _MatcherSession:
         self._matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
 
 
-def begin_masks(
+def make_mask_answerer(
     tokenizer: str, vocab_size: int, eos_token_ids: list[int]
 ) -> Callable[[bytes], bytes]:
     """Return the function that answers a fork's questions (the `begin` of a `ForkServer`).

@@ -113,6 +113,7 @@ class HttpServer(uvicorn.Server):
             self.handle_exit(signal_number, None)
 
     def _drain_for_follower(self) -> None:
+        """Start to drain because another process of the engine got a signal to end."""
         if self._draining is None:
             print("another process of the engine got a signal to end", flush=True)
             self._start_draining(signal.SIGTERM)
@@ -128,6 +129,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def _exit_when_idle(self, signal_number: int) -> None:
+        """End the server once no sequence is unfinished."""
         while self._engine_loop.is_busy and not self.should_exit:
             await asyncio.sleep(IDLE_CHECK_S)
         if not self.should_exit:

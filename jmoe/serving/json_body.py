@@ -67,6 +67,7 @@ def parse_body(body: bytes) -> Json:
 
 
 def _dict_of_unique_names(pairs: list[tuple[str, Json]]) -> JsonObject:
+    """Return the pairs as a dict. Raises `ApiError` 400 for a name that occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -76,4 +77,5 @@ def _dict_of_unique_names(pairs: list[tuple[str, Json]]) -> JsonObject:
 
 
 def _refuse_constant(name: str) -> NoReturn:
+    """Raise `ApiError` 400 for NaN and Infinity, which Python reads and JSON lacks."""
     raise ApiError(400, f"the body is not JSON, which has no {name}")

@@ -58,8 +58,8 @@ DEFAULT_EFFORT = "high"  # of Anthropic's API: as no effort at all
 
 
 @contextmanager
-def _fields_renamed(body: CountTokensRequest) -> Iterator[None]:
-    """Return a context whose errors name the fields of this API."""
+def _renaming_fields_in_errors(body: CountTokensRequest) -> Iterator[None]:
+    """Return a context whose errors name the fields of this API in place of a chat's."""
     off = body.thinking is not None and body.thinking.type == "disabled"
     names = NAMES | (DISABLED if off else EFFORT)
     try:
@@ -73,16 +73,20 @@ def _fields_renamed(body: CountTokensRequest) -> Iterator[None]:
         raise
 
 
-def make_prompt_fields(body: CountTokensRequest, output_format: OutputFormat) -> JsonObject:
+def make_chat_prompt_fields(body: CountTokensRequest, output_format: OutputFormat) -> JsonObject:
     """Return the fields of a chat that make its prompt."""
     messages: list[JsonObject] = []
     if body.system:
-        messages.append({"role": "system", "content": _text_parts(body.system)})
+        messages.append({"role": "system", "content": _chat_text_parts(body.system)})
     for message in body.messages:
         if message.role == "system":
-            messages.append({"role": "system", "content": _text_parts(message.texts)})
+            messages.append({"role": "system", "content": _chat_text_parts(message.texts)})
         else:
-            messages += _assistant(message) if message.role == "assistant" else _user(message)
+            messages += (
+                _chat_messages_of_assistant(message)
+                if message.role == "assistant"
+                else _chat_messages_of_user(message)
+            )
     effort = body.output_config.effort
     if effort == DEFAULT_EFFORT and not output_format.reads_variable("reasoning_effort"):
         effort = None
@@ -119,7 +123,7 @@ def _thinking_fields(thinking: Thinking | None, output_format: OutputFormat) -> 
 
 def convert_to_chat(body: MessagesRequest, service: Service) -> ChatCompletionRequest:
     """Return the chat that a request stands for. Raises ValidationError."""
-    fields = make_prompt_fields(body, service.output_format) | {
+    fields = make_chat_prompt_fields(body, service.output_format) | {
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "temperature": body.temperature,
@@ -142,22 +146,22 @@ def convert_to_chat(body: MessagesRequest, service: Service) -> ChatCompletionRe
     return ChatCompletionRequest.model_validate(fields)
 
 
-def _text_parts(content: str | list[TextBlock]) -> str | list[JsonObject]:
-    """Return a content with its texts as a chat has them."""
+def _chat_text_parts(content: str | list[TextBlock]) -> str | list[JsonObject]:
+    """Return a message's content in the form of /v1/chat/completions."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": block.text} for block in content]
 
 
-def _user(message: TurnMessage) -> list[JsonObject]:
-    """Return the messages of a user's message: one for each tool result, and one for the texts
-    between.
+def _chat_messages_of_user(message: TurnMessage) -> list[JsonObject]:
+    """Return a user's message as messages of a chat: one for each tool result, and one for the
+    texts between two of them.
     """
     messages: list[JsonObject] = []
     for block in message.blocks:
         if isinstance(block, ToolResultBlock):
             result = {"role": "tool", "tool_call_id": block.tool_use_id}
-            messages.append(result | {"content": _text_parts(block.content)})
+            messages.append(result | {"content": _chat_text_parts(block.content)})
         elif isinstance(block, TextBlock):
             if not messages or messages[-1]["role"] == "tool":
                 messages.append({"role": "user", "content": []})
@@ -165,8 +169,8 @@ def _user(message: TurnMessage) -> list[JsonObject]:
     return messages or [{"role": "user", "content": ""}]
 
 
-def _assistant(message: TurnMessage) -> list[JsonObject]:
-    """Return the message of an assistant's message."""
+def _chat_messages_of_assistant(message: TurnMessage) -> list[JsonObject]:
+    """Return an assistant's message as a list of one message of a chat."""
     thoughts: list[str] = []
     texts: list[TextBlock] = []
     calls: list[JsonObject] = []
@@ -178,7 +182,11 @@ def _assistant(message: TurnMessage) -> list[JsonObject]:
         elif not isinstance(block, ToolResultBlock):
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
-    chat: JsonObject = {"role": "assistant", "content": _text_parts(texts), "tool_calls": calls}
+    chat: JsonObject = {
+        "role": "assistant",
+        "content": _chat_text_parts(texts),
+        "tool_calls": calls,
+    }
     return [chat | ({"reasoning": "\n".join(thoughts)} if thoughts else {})]
 
 
@@ -203,10 +211,10 @@ class BlockBuilder:
             elif isinstance(event, ToolCallBegin):
                 yield from self.close()
                 self._arguments = ""
-                yield self._open(AnswerToolUse(id=event.id, name=event.name))
+                yield self._open_block(AnswerToolUse(id=event.id, name=event.name))
             elif isinstance(event, ToolCallArguments):
                 self._arguments += event.text
-                yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+                yield self._delta_event({"type": "input_json_delta", "partial_json": event.text})
             else:
                 yield from self.close()
 
@@ -216,32 +224,35 @@ class BlockBuilder:
             self._is_open = False
             last = self.blocks[-1]
             if isinstance(last, AnswerToolUse):
-                last.input = _parse_input(self._arguments)
+                last.input = _parse_call_input(self._arguments)
             yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def _add_text(self, text: str) -> Iterator[JsonObject]:
+        """Add text to the open text block, or to a new one; yield the events of that."""
         last = self.blocks[-1] if self._is_open else None
         if not isinstance(last, AnswerText):
             if not text:
                 return
             yield from self.close()
             last = AnswerText()
-            yield self._open(last)
+            yield self._open_block(last)
         last.text += text
-        yield self._delta({"type": "text_delta", "text": text})
+        yield self._delta_event({"type": "text_delta", "text": text})
 
     def _add_thinking(self, text: str) -> Iterator[JsonObject]:
+        """Add text to the open thinking block, or to a new one; yield the events of that."""
         last = self.blocks[-1] if self._is_open else None
         if not isinstance(last, AnswerThinking):
             if not text:
                 return
             yield from self.close()
             last = AnswerThinking()
-            yield self._open(last)
+            yield self._open_block(last)
         last.thinking += text
-        yield self._delta({"type": "thinking_delta", "thinking": text})
+        yield self._delta_event({"type": "thinking_delta", "thinking": text})
 
-    def _open(self, block: AnswerBlock) -> JsonObject:
+    def _open_block(self, block: AnswerBlock) -> JsonObject:
+        """Append an open block; return the event that begins it."""
         self.blocks.append(block)
         self._is_open = True
         index = len(self.blocks) - 1
@@ -251,11 +262,12 @@ class BlockBuilder:
             "content_block": block.model_dump(),
         }
 
-    def _delta(self, delta: JsonObject) -> JsonObject:
+    def _delta_event(self, delta: JsonObject) -> JsonObject:
+        """Return the event that adds `delta` to the last block."""
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-def _parse_input(arguments: str) -> JsonObject:
+def _parse_call_input(arguments: str) -> JsonObject:
     """Return the input of a call from the text that the model wrote."""
     try:
         made = json.loads(arguments or "{}")
@@ -316,11 +328,11 @@ class _MessagesAnswer(Answer[MessagesRequest]):
         begun = self.make_message([], False)
         yield write({"type": "message_start", "message": begun.model_dump()})
         try:
-            with _fields_renamed(self.body):
+            with _renaming_fields_in_errors(self.body):
                 async for event in self.block_events(builder):
                     yield write(event)
         except ApiError as error:
-            yield write(error.body_in_messages())
+            yield write(error.body_for_messages_api())
         else:
             ended = self.make_message(builder.blocks, True)
             delta = ended.model_dump(include={"stop_reason", "stop_sequence"})
@@ -332,7 +344,7 @@ class _MessagesAnswer(Answer[MessagesRequest]):
         """Return the message after the sequence has ended."""
         self.generation.is_kept = True
         builder = BlockBuilder()
-        with _fields_renamed(self.body):
+        with _renaming_fields_in_errors(self.body):
             async for _ in self.block_events(builder):
                 pass
         return self.make_message(builder.blocks, True)
@@ -345,7 +357,7 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages", response_model=MessageResponse, responses=EVENTS)
     async def messages(body: MessagesRequest, request: Request) -> BaseModel | Response:
         """Generate the assistant's next message."""
-        with _fields_renamed(body):
+        with _renaming_fields_in_errors(body):
             chat = convert_to_chat(body, service)
             prompt, sequences = await make_chat_sequences(service, chat, request)
         return await _MessagesAnswer.respond(service, request, body, [prompt], sequences)
@@ -353,8 +365,8 @@ def messages_router(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> CountTokensResponse:
         """Return the number of tokens of a request's prompt."""
-        with _fields_renamed(body):
-            fields = make_prompt_fields(body, service.output_format) | {"max_tokens": 1}
+        with _renaming_fields_in_errors(body):
+            fields = make_chat_prompt_fields(body, service.output_format) | {"max_tokens": 1}
             for tool in fields["tools"]:
                 tool["function"]["strict"] = False  # no grammar is needed
             if body.tool_choice is not None and body.tool_choice.type == "none":

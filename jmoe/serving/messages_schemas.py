@@ -16,7 +16,7 @@ from jmoe.serving.schemas import (
     Finite,
     StopString,
     Whole,
-    harmless_values_validator,
+    allowed_values_validator,
     text_or_list_tag,
 )
 from jmoe.serving.tool_schemas import FunctionName
@@ -162,7 +162,7 @@ class ContextEdit(RequestBody):
     """A change of the conversation before the prompt. The one that keeps all thinking is none."""
 
     type: Literal["clear_thinking_20251015"]
-    keep: Annotated[Json, harmless_values_validator("all")]
+    keep: Annotated[Json, allowed_values_validator("all")]
 
 
 class ContextManagement(RequestBody):
@@ -218,7 +218,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: Finite | None = Field(default=None, gt=0, le=1)
     top_k: Whole | None = Field(default=None, ge=-1, lt=2**31)
     stream: bool = False
-    mcp_servers: Annotated[list[Json], harmless_values_validator([])] = Field(default_factory=list)
+    mcp_servers: Annotated[list[Json], allowed_values_validator([])] = Field(default_factory=list)
     metadata: Hint = None
     service_tier: Hint = None
 

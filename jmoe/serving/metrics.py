@@ -134,7 +134,7 @@ class Metrics(Collector):
             "jmoe:requests_rejected", "Requests that were not taken in.", "reason"
         )
 
-    def observe(self, output: Output, now_s: float) -> None:
+    def observe_output(self, output: Output, now_s: float) -> None:
         """Count an output, and update its sequence's token count and times.
 
         now_s: the time of the output, by `time.monotonic`.
@@ -161,12 +161,12 @@ class Metrics(Collector):
                 mean_s = (now_s - sequence.first_token_s) / (sequence.num_delivered_tokens - 1)
                 self.time_per_output_token.observe(mean_s)
 
-    def watch(self, loop: EngineStatsSource) -> None:
+    def register_stats_source(self, loop: EngineStatsSource) -> None:
         """Add the statistics of `loop` to the metrics."""
         self._loop = loop
         self.registry.register(self)
 
-    def text(self) -> bytes:
+    def render_text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 

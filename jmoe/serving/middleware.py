@@ -15,9 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jmoe.config.serving import ServeConfig
-from jmoe.serving.api_keys import ApiKeys, digest_of
+from jmoe.serving.api_keys import ApiKeys, digest_of_key
 from jmoe.serving.errors import MESSAGES_PATH, ApiError
-from jmoe.serving.shares import Shares, client_at
+from jmoe.serving.shares import Shares, client_of_address
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, api_keys: ApiKeys, config: ServeConfig) -> None:
         self._app, self._max_body_bytes = app, config.max_body_bytes
         self._keys = api_keys
-        address = _ip_address(config.host)
+        address = _parse_ip_address(config.host)
         is_loopback = config.host == "localhost" or (address is not None and address.is_loopback)
         self._hosts = {"localhost", *config.allowed_hosts} if is_loopback and not api_keys else None
         # bodies being read or processed
@@ -79,13 +79,17 @@ class AuthMiddleware:
         body = _Body()
         try:
             self._check_host(headers)
-            self._check_key(scope, headers)
+            self._identify_client(scope, headers)
             if await self._read_body(scope, headers, receive, body):
                 # handled as GET; uvicorn omits the response body
                 asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-                await self._app(asked, _replay(bytes(body.data), receive), send_with_headers)
+                await self._app(
+                    asked,
+                    _receive_buffered_body_first(bytes(body.data), receive),
+                    send_with_headers,
+                )
         except ApiError as error:
-            await error.response(scope["path"])(scope, receive, send_with_headers)
+            await error.json_response(scope["path"])(scope, receive, send_with_headers)
         finally:
             self._bytes.remove(body)
             _log_request(scope, status, time.monotonic() - begun_s, notes)
@@ -100,19 +104,21 @@ class AuthMiddleware:
         name = (
             host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
         )
-        if self._hosts is not None and name not in self._hosts and _ip_address(name) is None:
+        if self._hosts is not None and name not in self._hosts and _parse_ip_address(name) is None:
             message = (
                 f"the host {name!r} is not served: name it with --allowed-hosts, or use"
                 " --api-key-file"
             )
             raise ApiError(403, message, code="host_not_allowed")
 
-    def _check_key(self, scope: Scope, headers: Headers) -> None:
-        """Store the client identity, its key's digest or its address, in the request state.
+    def _identify_client(self, scope: Scope, headers: Headers) -> None:
+        """Check the API key, and store the client's identity in the request's state.
+
+        The identity is the digest of the key; without keys, the client's address.
 
         Raises `ApiError` 401 for a missing or wrong key.
         """
-        scope["state"]["client"] = client_at((scope.get("client") or ("",))[0])
+        scope["state"]["client"] = client_of_address((scope.get("client") or ("",))[0])
         if not self._keys or scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -123,7 +129,7 @@ class AuthMiddleware:
             raise ApiError(
                 401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
-        scope["state"]["client"] = digest_of(key).hex()
+        scope["state"]["client"] = digest_of_key(key).hex()
 
     async def _read_body(
         self, scope: Scope, headers: Headers, receive: Receive, body: "_Body"
@@ -148,7 +154,7 @@ class AuthMiddleware:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return False
-                self._append_piece(body, message.get("body", b""), scope["state"]["client"])
+                self._append_body_piece(body, message.get("body", b""), scope["state"]["client"])
                 size = max(size, len(body.data))
                 if not message.get("more_body", False) and size <= self._max_body_bytes:
                     return True
@@ -163,7 +169,7 @@ class AuthMiddleware:
             413, f"the body has {size} bytes or more; at most {self._max_body_bytes} are allowed"
         )
 
-    def _append_piece(self, body: "_Body", piece: bytes, client: str) -> None:
+    def _append_body_piece(self, body: "_Body", piece: bytes, client: str) -> None:
         """Append `piece` to `body`; if memory is full, drop bodies that are still arriving.
 
         The client with the most bytes loses its longest-silent bodies first; the sender's own
@@ -181,7 +187,7 @@ class AuthMiddleware:
         evicted = self._bytes.items_to_evict(client, len(piece), slow)
         if (
             evicted is None
-            and self._bytes.amount_held_by(client) + len(piece) > self._bytes.limit // SMALL_SHARE
+            and self._bytes.amount_of_client(client) + len(piece) > self._bytes.limit // SMALL_SHARE
         ):
             raise _bodies_full_error()
         for other in evicted or ():
@@ -209,6 +215,7 @@ class _Body:
 
 
 def _bodies_full_error() -> ApiError:
+    """Return the 503 error for a body that finds no memory."""
     text = "the bodies of other requests take all the room there is for them: try again later"
     return ApiError(503, text, headers={"Retry-After": "1"})
 
@@ -226,7 +233,8 @@ LOGGED_PATHS = {
 }
 
 
-def _ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse_ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a text is, None for other text."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -250,7 +258,7 @@ def _log_request(scope: Scope, status: int, took_s: float, notes: list[str]) -> 
     )
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _receive_buffered_body_first(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI `receive` that yields the buffered body once, then delegates to `receive`."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -32,15 +32,15 @@ class ModelSamplingDefaults:
     turn_end_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, folder: Path, wanted: Literal["model", "openai"]) -> ModelSamplingDefaults:
+    def read(cls, folder: Path, source: Literal["model", "openai"]) -> ModelSamplingDefaults:
         """Return the defaults in a Hugging Face folder.
 
         Raises ValueError naming the file if its values are no valid sampling parameters.
 
-        wanted: "model" uses the folder's sampling parameters, "openai" ignores them.
+        source: "model" uses the folder's sampling parameters, "openai" ignores them.
         """
         config = GenerationConfig.read(folder, read_config(folder))
-        if wanted == "openai":
+        if source == "openai":
             return cls(config)
         try:
             SamplingParams(**config.sampling)

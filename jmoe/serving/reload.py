@@ -41,11 +41,14 @@ class ModelIdentity:
         with open_checkpoint(folder, options) as checkpoint:  # the headers alone
             config = checkpoint.config
         names = [TOKENIZER, *companion_file_names(folder)]
-        digests = {name: _digest(folder / name) for name in names if (folder / name).is_file()}
+        digests = {name: _file_digest(folder / name) for name in names if (folder / name).is_file()}
         return cls(config, digests)
 
-    def check_same(self, newer: Self, folder: Path) -> None:
-        """Raise ValueError if the model in `folder`, whose identity is `newer`, is another."""
+    def check_replaceable_by(self, newer: Self, folder: Path) -> None:
+        """Raise ValueError unless the served model can be replaced by the one in `folder`.
+
+        newer: the identity of that folder.
+        """
         words = "must be as of the served model; start the server again for another one"
         if newer.config != self.config:
             raise ValueError(f"config.json of {folder}: {words}")
@@ -54,7 +57,8 @@ class ModelIdentity:
                 raise ValueError(f"{name} of {folder}: {words}")
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -96,7 +100,7 @@ class Reloader:
         async with self._lock:
             opened, begun_s = contextlib.ExitStack(), time.monotonic()
             try:
-                folder = await asyncio.to_thread(self._open_newest, opened)
+                folder = await asyncio.to_thread(self._open_newest_folder, opened)
                 await self._loop.reload(folder)
             except Exception as error:
                 opened.close()
@@ -108,10 +112,12 @@ class Reloader:
             self._in_use = opened
             self._say(f"reloaded from {folder} in {time.monotonic() - begun_s:.1f} s")
 
-    def _open_newest(self, opened: contextlib.ExitStack) -> Path:
-        """Return the newest folder, entered in `opened`; never a link, which may lead elsewhere
-        when the engine reads an expert. Raises ValueError if its model is another one.
+    def _open_newest_folder(self, opened: contextlib.ExitStack) -> Path:
+        """Open and return the newest folder, which stays open until `opened` is closed.
+
+        The path has no links: they may lead elsewhere when the engine reads an expert. Raises
+        ValueError if the folder's model is another one.
         """
         folder = opened.enter_context(self._open_folder()).resolve()
-        self._identity.check_same(ModelIdentity.read(folder, self._options), folder)
+        self._identity.check_replaceable_by(ModelIdentity.read(folder, self._options), folder)
         return folder

@@ -65,8 +65,8 @@ NAMES = {
 
 
 @contextmanager
-def _fields_renamed() -> Iterator[None]:
-    """Return a context whose errors name the fields of this API."""
+def _renaming_fields_in_errors() -> Iterator[None]:
+    """Return a context whose errors name the fields of this API in place of a chat's."""
     try:
         yield
     except ValidationError as error:
@@ -82,7 +82,7 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     """Return the chat that a request stands for. Raises ValidationError."""
     fields: JsonObject = {
         "model": body.model,
-        "messages": make_messages(body),
+        "messages": make_chat_messages(body),
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -91,7 +91,7 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
                 "type": "function",
                 "function": tool.model_dump(exclude={"type"}, exclude_unset=True) | {"name": name},
             }
-            for name, (_, tool) in _named_functions(body)
+            for name, (_, tool) in _functions_by_name_in_chat(body)
         ],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
@@ -110,24 +110,24 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate(fields)
 
 
-def _named_functions(
+def _functions_by_name_in_chat(
     body: ResponsesRequest,
 ) -> Iterator[tuple[str, tuple[str | None, FunctionTool]]]:
-    """Yield for each function of the tools (its name in the chat, (its namespace, itself))."""
+    """Yield (name in the chat, (namespace or None, function)) of each function of the tools."""
     for tool in body.tools:
         if isinstance(tool, NamespaceTool):
             for function in tool.tools:
-                yield _chat_name(tool.name, function.name), (tool.name, function)
+                yield _function_name_in_chat(tool.name, function.name), (tool.name, function)
         else:
             yield tool.name, (None, tool)
 
 
-def _chat_name(namespace: str | None, name: str) -> str:
+def _function_name_in_chat(namespace: str | None, name: str) -> str:
     """Return the name under which the model knows a function."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
-def make_messages(body: ResponsesRequest) -> list[JsonObject]:
+def make_chat_messages(body: ResponsesRequest) -> list[JsonObject]:
     """Return the messages of a chat.
 
     The instructions and the system and developer messages before all others are one system
@@ -147,11 +147,11 @@ def make_messages(body: ResponsesRequest) -> list[JsonObject]:
                 {
                     "role": "tool",
                     "tool_call_id": item.call_id,
-                    "content": _text_parts(item.output),
+                    "content": _chat_text_parts(item.output),
                 }
             )
         elif isinstance(item, InputMessage) and item.role != "assistant":
-            content = _text_parts(item.content)
+            content = _chat_text_parts(item.content)
             if item.role == "user":
                 messages.append({"role": "user", "content": content})
             elif messages:
@@ -159,13 +159,13 @@ def make_messages(body: ResponsesRequest) -> list[JsonObject]:
             else:
                 system += [content] if isinstance(content, str) else [p["text"] for p in content]
         else:
-            _add_to_turn(messages, item)
+            _add_to_assistant_message(messages, item)
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     return messages
 
 
-def _add_to_turn(
+def _add_to_assistant_message(
     messages: list[JsonObject], item: InputMessage | InputFunctionCall | InputReasoning
 ) -> None:
     """Add an item of the assistant to its last message, or to a new one that begins with it."""
@@ -181,16 +181,16 @@ def _add_to_turn(
     if isinstance(item, InputReasoning):
         last["reasoning"] = item.text
     elif isinstance(item, InputMessage):
-        last["content"] = _text_parts(item.content)
+        last["content"] = _chat_text_parts(item.content)
     else:
-        name = _chat_name(item.namespace, item.name)
+        name = _function_name_in_chat(item.namespace, item.name)
         function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
 
 
-def _text_parts(content: str | list[TextContent]) -> Any:
-    """Return a message's content with its parts as a chat has them."""
+def _chat_text_parts(content: str | list[TextContent]) -> Any:
+    """Return a message's content in the form of /v1/chat/completions."""
     if isinstance(content, str):
         return content
     return [{"type": "text", "text": part.text} for part in content]
@@ -223,12 +223,12 @@ class ItemBuilder:
                     yield from self._add_text(event)
             elif isinstance(event, ToolCallBegin):
                 yield from self.close("completed")
-                yield self._open(self._make_call(event))
+                yield self._open_item(self._make_call(event))
             elif isinstance(event, ToolCallArguments):
                 item = self.items[-1]
                 assert isinstance(item, OutputFunctionCall), "calls come one after the other"
                 item.arguments += event.text
-                yield self._event("function_call_arguments.delta", delta=event.text)
+                yield self._event_of_item("function_call_arguments.delta", delta=event.text)
             else:
                 ends_cut = is_cut and number == len(events)
                 yield from self.close("incomplete" if ends_cut else "completed")
@@ -242,27 +242,30 @@ class ItemBuilder:
         item.status = status
         if isinstance(item, OutputFunctionCall):
             done = {"name": item.name, "arguments": item.arguments}
-            yield self._event("function_call_arguments.done", **done)
+            yield self._event_of_item("function_call_arguments.done", **done)
         else:
             (part,) = item.content
             more: JsonObject = {"logprobs": []} if isinstance(part, OutputText) else {}
-            yield self._event(f"{part.type}.done", content_index=0, text=part.text, **more)
-            yield self._event("content_part.done", content_index=0, part=part.model_dump())
-        yield self._item_event("output_item.done")
+            yield self._event_of_item(f"{part.type}.done", content_index=0, text=part.text, **more)
+            yield self._event_of_item("content_part.done", content_index=0, part=part.model_dump())
+        yield self._event_with_item("output_item.done")
 
     def _add_text(self, event: ContentDelta | ReasoningDelta) -> Iterator[JsonObject]:
+        """Add text to the open item of its kind, or to a new one; yield the events of that."""
         is_content = isinstance(event, ContentDelta)
         kind = OutputMessage if is_content else OutputReasoning
         if not (self._is_open and isinstance(self.items[-1], kind)):
             yield from self.close("completed")
-            yield self._open(kind(id=self._item_id("msg" if is_content else "rs")))
+            yield self._open_item(kind(id=self._item_id("msg" if is_content else "rs")))
             begun = OutputText() if is_content else OutputReasoningText()
             self.items[-1].content.append(begun)  # type: ignore[union-attr, arg-type]
-            yield self._event("content_part.added", content_index=0, part=begun.model_dump())
+            yield self._event_of_item(
+                "content_part.added", content_index=0, part=begun.model_dump()
+            )
         (part,) = self.items[-1].content  # type: ignore[union-attr]
         part.text += event.text
         more: JsonObject = {"logprobs": []} if is_content else {}
-        yield self._event(f"{part.type}.delta", content_index=0, delta=event.text, **more)
+        yield self._event_of_item(f"{part.type}.delta", content_index=0, delta=event.text, **more)
 
     def _make_call(self, begun: ToolCallBegin) -> OutputFunctionCall:
         """Return the item of a call."""
@@ -273,18 +276,22 @@ class ItemBuilder:
         )
 
     def _item_id(self, prefix: str) -> str:
+        """Return the id of the next item."""
         return f"{prefix}_{len(self.items)}_{self._suffix}"
 
-    def _open(self, item: OutputItem) -> JsonObject:
+    def _open_item(self, item: OutputItem) -> JsonObject:
+        """Append an open item; return the event that adds it."""
         self.items.append(item)
         self._is_open = True
-        return self._item_event("output_item.added")
+        return self._event_with_item("output_item.added")
 
-    def _event(self, kind: str, **fields: Any) -> JsonObject:
+    def _event_of_item(self, kind: str, **fields: Any) -> JsonObject:
+        """Return an event of the last item, named by its id and index."""
         place = {"output_index": len(self.items) - 1, "item_id": self.items[-1].id}
         return {"type": f"response.{kind}", **place, **fields}
 
-    def _item_event(self, kind: str) -> JsonObject:
+    def _event_with_item(self, kind: str) -> JsonObject:
+        """Return an event that contains the last item."""
         index = len(self.items) - 1
         return {
             "type": f"response.{kind}",
@@ -293,7 +300,7 @@ class ItemBuilder:
         }
 
 
-def make_settings(body: ResponsesRequest) -> ResponseSettings:
+def make_response_settings(body: ResponsesRequest) -> ResponseSettings:
     """Return the fields of a response that repeat the request. Raises `ApiError` 400 if they
     cannot be sent back.
     """
@@ -324,7 +331,9 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
 
     def make_builder(self) -> ItemBuilder:
         """Return the builder of this answer's items."""
-        functions = {name: space for name, (space, _) in _named_functions(self.body) if space}
+        functions = {
+            name: space for name, (space, _) in _functions_by_name_in_chat(self.body) if space
+        }
         return ItemBuilder(self.envelope["id"].removeprefix("resp_"), functions)
 
     async def item_events(self, builder: ItemBuilder, is_cut: list[bool]) -> AsyncIterator[Any]:
@@ -342,7 +351,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
         """Return the response with the items so far; is_cut: None before the answer has ended."""
         sampling = self.generation.sequences[0].sampling
         response = ResponseObject(
-            **dict(make_settings(self.body)),
+            **dict(make_response_settings(self.body)),
             id=self.envelope["id"],
             created_at=self.envelope["created"],
             model=self.envelope["model"],
@@ -391,7 +400,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
         yield write_response("created", begun)
         yield write_response("in_progress", begun)
         try:
-            with _fields_renamed():
+            with _renaming_fields_in_errors():
                 async for event in self.item_events(builder, is_cut):
                     yield write(event)
         except ApiError as error:
@@ -408,7 +417,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
         """Return the response after the sequence has ended."""
         self.generation.is_kept = True
         builder, is_cut = self.make_builder(), [False]
-        with _fields_renamed():
+        with _renaming_fields_in_errors():
             async for _ in self.item_events(builder, is_cut):
                 pass
         return self.make_response(builder.items, is_cut[-1])
@@ -421,8 +430,8 @@ def responses_router(service: Service) -> APIRouter:
     @router.post("/v1/responses", response_model=ResponseObject, responses=EVENTS)
     async def responses(body: ResponsesRequest, request: Request) -> BaseModel | Response:
         """Generate the next items of a conversation."""
-        make_settings(body)  # raises before anything is generated
-        with _fields_renamed():
+        make_response_settings(body)  # raises before anything is generated
+        with _renaming_fields_in_errors():
             chat = make_chat_request(body)
             prompt, sequences = await make_chat_sequences(service, chat, request)
         return await _ResponsesAnswer.respond(service, request, body, [prompt], sequences)

@@ -15,7 +15,7 @@ from jmoe.serving.schemas import (
     MOST_TOKENS,
     Finite,
     Whole,
-    harmless_values_validator,
+    allowed_values_validator,
     text_or_list_tag,
 )
 from jmoe.serving.tool_schemas import FunctionDefinition, FunctionName, is_none
@@ -101,7 +101,7 @@ class InputReasoning(InputItem):
     type: Literal["reasoning"]
     summary: FastList[SummaryText] = Field(default_factory=list, max_length=MAX_MESSAGES)
     content: FastList[ReasoningText] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    encrypted_content: Annotated[str, harmless_values_validator("")] = ""
+    encrypted_content: Annotated[str, allowed_values_validator("")] = ""
 
     @property
     def text(self) -> str:
@@ -203,7 +203,7 @@ class TextOptions(RequestBody):
     """Options of the answer's text."""
 
     format: TextFormat = Field(default_factory=TextFormat)
-    verbosity: Annotated[str, harmless_values_validator("medium")] = "medium"
+    verbosity: Annotated[str, allowed_values_validator("medium")] = "medium"
 
 
 class ReasoningOptions(RequestBody):
@@ -249,9 +249,9 @@ class ResponsesRequest(RequestBody):
         default_factory=list, max_length=MAX_METADATA
     )
     metadata: dict[str, str] = Field(default_factory=dict, max_length=MAX_METADATA)
-    truncation: Annotated[str, harmless_values_validator("disabled")] = "disabled"
-    background: Annotated[bool, harmless_values_validator(False)] = False
-    top_logprobs: Annotated[int, harmless_values_validator(0)] = 0
+    truncation: Annotated[str, allowed_values_validator("disabled")] = "disabled"
+    background: Annotated[bool, allowed_values_validator(False)] = False
+    top_logprobs: Annotated[int, allowed_values_validator(0)] = 0
     priority: Whole = Field(default=0, ge=-(2**31), lt=2**31)
     store: Hint = None
     max_tool_calls: Hint = None  # of tools that the server would run; there are none

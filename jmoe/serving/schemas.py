@@ -3,7 +3,7 @@
 https://platform.openai.com/docs/api-reference and
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server. A parameter that would change the
 answer is either honoured or rejected by name. Accepted without effect: null, default values
-(`harmless_values_validator`), and hints about billing, caches and the client (`Hint`).
+(`allowed_values_validator`), and hints about billing, caches and the client (`Hint`).
 """
 
 import math
@@ -81,7 +81,7 @@ def _drop_empty_strings(value: Json) -> Json:
     return [] if value == "" else value
 
 
-def _false_to_none(value: Json) -> Json:
+def _replace_false_by_none(value: Json) -> Json:
     """Return None for false, by which chat clients switch log-probabilities off."""
     return None if value is False else value
 
@@ -106,7 +106,7 @@ def _max_entries_validator(count: int) -> BeforeValidator:
     return BeforeValidator(check_num_entries)
 
 
-def harmless_values_validator(*harmless: Json) -> BeforeValidator:
+def allowed_values_validator(*harmless: Json) -> BeforeValidator:
     """Return a validator that rejects every value except `harmless` ones, which equal the server's
     behaviour anyway.
     """
@@ -204,8 +204,8 @@ class GenerationBody(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    store: Annotated[bool, harmless_values_validator(False)] = False
-    skip_special_tokens: Annotated[bool, harmless_values_validator(True)] = True
+    store: Annotated[bool, allowed_values_validator(False)] = False
+    skip_special_tokens: Annotated[bool, allowed_values_validator(True)] = True
     user: Hint = None
     metadata: Hint = None
     service_tier: Hint = None
@@ -242,7 +242,7 @@ class GenerationBody(RequestBody):
         return MOST_TOKENS if self.max_tokens == -1 else self.max_tokens
 
     @property
-    def _given_sampling_fields(self) -> JsonObject:
+    def _requested_sampling_fields(self) -> JsonObject:
         """Return {name: value} for parameters that the request sets and for which a model may have
         defaults.
         """
@@ -271,7 +271,7 @@ class GenerationBody(RequestBody):
         return SamplingParams(
             **{name: getattr(self, name) for name in SAMPLING}
             | dict(model.defaults)
-            | self._given_sampling_fields,
+            | self._requested_sampling_fields,
             max_new_tokens=max_new_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -313,11 +313,12 @@ class CompletionRequest(GenerationBody):
     """
 
     prompt: Prompt
-    best_of: Annotated[int, harmless_values_validator(1)] = 1
-    suffix: Annotated[str, harmless_values_validator("")] = ""
+    best_of: Annotated[int, allowed_values_validator(1)] = 1
+    suffix: Annotated[str, allowed_values_validator("")] = ""
     echo: bool = False
     logprobs: Annotated[
-        Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None, BeforeValidator(_false_to_none)
+        Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None,
+        BeforeValidator(_replace_false_by_none),
     ] = None
     add_special_tokens: bool = True
 
@@ -373,8 +374,8 @@ class Message(RequestBody):
     thinking: str | None = None
     tool_calls: FastList[MessageToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
     tool_call_id: str | None = None
-    annotations: Annotated[list[Json], harmless_values_validator([])] = Field(default_factory=list)
-    refusal: Annotated[str, harmless_values_validator("")] = ""
+    annotations: Annotated[list[Json], allowed_values_validator([])] = Field(default_factory=list)
+    refusal: Annotated[str, allowed_values_validator("")] = ""
     cache_control: Hint = None
     provider_specific_fields: Hint = None  # LiteLLM adds it to every message of an answer
 
@@ -438,7 +439,8 @@ RESERVED = ("messages", "add_generation_prompt", "tools", "documents", "self")
 Tools = Annotated[FastList[Tool], Field(max_length=MAX_TOOLS)]
 
 
-def _check_variables(variables: JsonObject) -> JsonObject:
+def _check_not_reserved(variables: JsonObject) -> JsonObject:
+    """Return the template's variables unchanged; raise ValueError for one of `RESERVED`."""
     for name in RESERVED:
         if name in variables:
             raise ValueError(f"{name} cannot be given here")
@@ -446,11 +448,11 @@ def _check_variables(variables: JsonObject) -> JsonObject:
 
 
 TemplateVariables = Annotated[
-    JsonObject, AfterValidator(_check_variables), Field(max_length=MAX_VARIABLES)
+    JsonObject, AfterValidator(_check_not_reserved), Field(max_length=MAX_VARIABLES)
 ]
 
 
-def _check_parts(messages: Json) -> Json:
+def _check_num_messages_and_parts(messages: Json) -> Json:
     """Return the messages unchanged; raise ValueError if there are more than `MAX_MESSAGES`
     messages or content parts, before each is validated.
     """
@@ -466,7 +468,9 @@ def _check_parts(messages: Json) -> Json:
 
 
 Messages = Annotated[
-    FastList[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_check_parts)
+    FastList[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES),
+    BeforeValidator(_check_num_messages_and_parts),
 ]
 
 
@@ -494,9 +498,9 @@ class ChatCompletionRequest(GenerationBody):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    functions: Annotated[list[Json], harmless_values_validator([])] = Field(default_factory=list)
-    function_call: Annotated[str, harmless_values_validator("none", "auto")] = "none"
-    modalities: Annotated[list[str], harmless_values_validator(["text"])] = Field(
+    functions: Annotated[list[Json], allowed_values_validator([])] = Field(default_factory=list)
+    function_call: Annotated[str, allowed_values_validator("none", "auto")] = "none"
+    modalities: Annotated[list[str], allowed_values_validator(["text"])] = Field(
         default_factory=lambda: ["text"]
     )
 

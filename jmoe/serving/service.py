@@ -171,7 +171,7 @@ class Service:
         self.tracer = None if endpoint is None else Tracer(endpoint, name)
         self.metrics = Metrics(name)
         self.loop = EngineLoop(engine, self.metrics, config)
-        self.metrics.watch(self.loop)
+        self.metrics.register_stats_source(self.loop)
         self.tokenizer, self.max_seq_len = engine.tokenizer, engine.max_seq_len
         self.vocabulary = TokenVocabulary(self.tokenizer)
         self._templates = templates
@@ -238,7 +238,7 @@ class Service:
         for text in texts:
             if replace_surrogates(text) != text:
                 raise ApiError(400, "the prompt holds half of a surrogate pair, which is no text")
-            limit, tokens = self.vocabulary.max_characters(self.max_seq_len), self.max_seq_len
+            limit, tokens = self.vocabulary.max_text_length(self.max_seq_len), self.max_seq_len
             if limit is not None and len(text) > limit:
                 message = (
                     f"the prompt has {len(text)} characters; at most {limit} can be the {tokens}"
@@ -378,7 +378,7 @@ class Service:
             self.loop.engine.check_request(sequence.prompt_token_ids, sequence.sampling)
         return sequences
 
-    async def constraints(
+    async def make_constraints(
         self, source: GrammarSource, count: int, request: Request
     ) -> list[JsonConstraint]:
         """Return the constraints of `count` outputs.
@@ -387,7 +387,7 @@ class Service:
         """
         try:
             return await self._run_with_permit(
-                request, partial(self.grammars.constraints, source, count)
+                request, partial(self.grammars.make_constraints, source, count)
             )
         except ValueError as error:
             raise ApiError.from_value_error(error) from error

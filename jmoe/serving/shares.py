@@ -48,11 +48,11 @@ class Shares(Generic[Item]):
             client, amount = self._items[item]
             self.add(item, client, -amount)
 
-    def amount_held_by(self, client: Hashable) -> int:
+    def amount_of_client(self, client: Hashable) -> int:
         """Return the total amount of all items of `client`."""
         return self._held[client]
 
-    def amount_of(self, item: Item) -> int:
+    def amount_of_item(self, item: Item) -> int:
         """Return the amount that `item` holds, 0 if the item is unknown."""
         return self._items[item][1] if item in self._items else 0
 
@@ -88,7 +88,7 @@ class Shares(Generic[Item]):
         return going
 
 
-def client_at(address: str) -> str:
+def client_of_address(address: str) -> str:
     """Return the client identity for a request without an API key: the address; for IPv6, its /64
     network.
 

@@ -22,13 +22,13 @@ SPAN = "llm_request"
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 
-def check_package(endpoint: str | None) -> None:
+def check_otel_installed(endpoint: str | None) -> None:
     """Raise ValueError if there is an endpoint, and the packages are not installed."""
     words = "needs OpenTelemetry's packages: pip install 'jmoe[otel]'"
-    check(endpoint is None or has_package(), "otlp_traces_endpoint", endpoint, words)
+    check(endpoint is None or is_otel_installed(), "otlp_traces_endpoint", endpoint, words)
 
 
-def has_package() -> bool:
+def is_otel_installed() -> bool:
     """Return whether the packages of the extra `otel` are installed."""
     try:
         return find_spec(PACKAGE) is not None
@@ -47,7 +47,7 @@ class Tracer:
 
         Raises ValueError if the packages are not installed.
         """
-        check_package(endpoint)
+        check_otel_installed(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -64,7 +64,9 @@ class Tracer:
         """Send the spans that wait, and end the thread."""
         self._provider.shutdown()
 
-    def record(self, generation: Generation, request_id: str, headers: Mapping[str, str]) -> None:
+    def record_span(
+        self, generation: Generation, request_id: str, headers: Mapping[str, str]
+    ) -> None:
         """Record the span of a request that has ended, from its arrival until now.
 
         headers: of the request, which may continue a caller's trace.
@@ -81,13 +83,13 @@ class Tracer:
             context=TraceContextTextMapPropagator().extract(headers),
             kind=SpanKind.SERVER,
             start_time=now_ns - round((now_s - arrived_s) * 1e9),
-            attributes=_attributes(generation, now_s)
+            attributes=_span_attributes(generation, now_s)
             | {"gen_ai.request.id": request_id, "gen_ai.response.model": model},
         )
         span.end(now_ns)
 
 
-def _attributes(generation: Generation, now_s: float) -> dict[str, int | float]:
+def _span_attributes(generation: Generation, now_s: float) -> dict[str, int | float]:
     """Return the numbers of a request: its parameters, tokens and times, the latter in seconds."""
     sequences = generation.sequences
     sampling, arrived_s = sequences[0].sampling, min(one.arrived_s for one in sequences)

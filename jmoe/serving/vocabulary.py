@@ -62,7 +62,7 @@ class TokenVocabulary:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def max_characters(self, num_tokens: int) -> int | None:
+    def max_text_length(self, num_tokens: int) -> int | None:
         """Return the maximum number of characters that `num_tokens` tokens can encode.
 
         Returns None if there is no maximum: without byte fallback, an unknown token may stand for
@@ -95,6 +95,7 @@ class TokenVocabulary:
         )
 
     def chat_logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
+        """Return log-probabilities in the format of /v1/chat/completions."""
         content = []
         for lp in logprobs:
             drawn, *top = (
@@ -114,6 +115,7 @@ class TokenVocabulary:
         return top
 
     def _make_top_logprob(self, token_id: int, logprob: float) -> TopLogprob:
+        """Return a token's text, log-probability and bytes in the format of a chat."""
         data = self.token_bytes(token_id)
         return TopLogprob(token=data.decode(errors="replace"), logprob=logprob, bytes=list(data))
 

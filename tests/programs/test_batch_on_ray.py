@@ -20,7 +20,7 @@ from jmoe.programs import batch_on_ray
 from jmoe.programs.batch_on_ray import ClusterBatch, describe_node
 from jmoe.ray_cluster import ActorLostError
 from jmoe.serving.batch import EngineFailedError
-from jmoe.serving.batch_files import AnswersFile, BatchRequest, read_keys, read_requests
+from jmoe.serving.batch_files import AnswersFile, BatchRequest, read_request_keys, read_requests
 
 ROOM, ENGINES = 3, 4
 
@@ -99,7 +99,7 @@ def answer_all(
         path, out = tmp_path / "in.jsonl", tmp_path / f"out{seed}.jsonl"
         path.write_text("\n".join(json.dumps({**asked, "custom_id": f"r{i}"}) for i in range(100)))
         said: list[str] = []
-        with AnswersFile(out, path, read_keys(path)) as answers:
+        with AnswersFile(out, path, read_request_keys(path)) as answers:
             requests: list[BatchRequest] = list(read_requests(path))
             batch = ClusterBatch(ServeConfig(str(tmp_path)), "auto", None)
             batch.run(requests, len(requests), answers, said.append)

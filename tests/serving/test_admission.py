@@ -17,7 +17,7 @@ def fill(
 
 
 def next_of(queue: FairQueue, count: int) -> list[str]:
-    return [f"{s.request}.{s.index}" for s in (queue.pop() for _ in range(count))]
+    return [f"{s.request}.{s.index}" for s in (queue.start_next() for _ in range(count))]
 
 
 def test_clients_share_the_places() -> None:
@@ -60,7 +60,7 @@ def test_nobody_waits_for_ever() -> None:
     order = []
     for i in range(6):
         fill(queue, f"b{i}", "1", 1)
-        sequence = queue.pop()
+        sequence = queue.start_next()
         order.append(sequence.request)
         assert queue.remove(sequence)
     assert [name == "a.1" for name in order].count(True) >= 1
@@ -70,10 +70,10 @@ def test_nobody_waits_for_ever() -> None:
 def test_what_ended_is_forgotten() -> None:
     queue: FairQueue = FairQueue()
     first, second, third = fill(queue, "a", "1", 3)
-    assert queue.pop() is first
+    assert queue.start_next() is first
     assert not queue.remove(second), "it waited"
     assert queue.remove(first), "it ran"
     assert not queue.remove(first) and not queue.remove(Sequence([1]))
-    assert queue.pop() is third and queue.remove(third)
+    assert queue.start_next() is third and queue.remove(third)
     assert len(queue) == len(queue._running) == 0
     assert not any((queue._waiting, queue._running, queue._since, queue._num_running))

@@ -15,7 +15,7 @@ from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Output
 from jmoe.serving.batch import BatchRunner, EngineFailedError
-from jmoe.serving.batch_files import AnswersFile, read_keys, read_requests
+from jmoe.serving.batch_files import AnswersFile, read_request_keys, read_requests
 from jmoe.serving.service import Service
 from tests.http_servers import HttpProcess
 from tests.processes import Child, kill_group, start_logged
@@ -86,7 +86,7 @@ def test_an_engine_that_fails_leaves_no_answer_of_it(
     def answer(engine: Engine) -> list[dict[str, Any]]:
         config = ServeConfig(str(model_folder), engine=ENGINE)
         service = Service(engine, config, model_folder, "tiny", None)
-        with AnswersFile(tmp_path / "out.jsonl", path, read_keys(path)) as answers:
+        with AnswersFile(tmp_path / "out.jsonl", path, read_request_keys(path)) as answers:
             waiting = [one for one in read_requests(path) if one.key not in answers.keys]
             runner = BatchRunner(service, answers, len(waiting))
             try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.serving.batch_files import AnswersFile, read_keys, read_requests
+from jmoe.serving.batch_files import AnswersFile, read_request_keys, read_requests
 from jmoe.serving.errors import ApiError
 
 BODY: dict[str, Any] = {"prompt": "x"}
@@ -61,14 +61,14 @@ def test_requests_with_one_custom_id_are_named_by_their_lines(tmp_path: Path) ->
     named = [GOOD | {"custom_id": name} for name in ("a", "\ud800", "b", "a", "\ud800", "a")]
     path = write(tmp_path / "in", *named)
     with pytest.raises(ValueError, match=r"'a' on lines 1 and 4; '.' on lines 2 and 5; .* 1 and 6"):
-        read_keys(path)
-    assert read_keys(write(path, GOOD, "{", "{")) == {"a", 2, 3}
+        read_request_keys(path)
+    assert read_request_keys(write(path, GOOD, "{", "{")) == {"a", 2, 3}
 
 
 def test_answers_go_on_where_they_ended(tmp_path: Path) -> None:
     lines = [GOOD | {"custom_id": name} for name in ("a", "\ud800", "c")]
     path, out = write(tmp_path / "in", *lines, "{"), tmp_path / "out"
-    asked, requests = read_keys(path), list(read_requests(path))
+    asked, requests = read_request_keys(path), list(read_requests(path))
     answers = [request.refusal(ApiError(400, "no")) for request in requests]
     with AnswersFile(out, path, asked) as file:
         for answer in answers[1:]:
@@ -103,5 +103,5 @@ def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, content: str) -
     path, out = write(tmp_path / "in", GOOD), tmp_path / "out"
     out.write_text(content)
     with pytest.raises(ValueError, match=r"must be a new file or answers to .*in: line [12] is"):
-        AnswersFile(out, path, read_keys(path))
+        AnswersFile(out, path, read_request_keys(path))
     assert out.read_text() == content

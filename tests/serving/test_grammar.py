@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from jmoe.data.tokenizer import train_bpe
-from jmoe.serving.grammar_worker import HEAD, begin_masks
+from jmoe.serving.grammar_worker import HEAD, make_mask_answerer
 from tests.http_servers import HttpProcess
 
 WORD = "日本語 🎉 👩‍👩‍👧"
@@ -109,7 +109,7 @@ def test_json_object(server: HttpProcess) -> None:
 @pytest.mark.parametrize(("vocab_size", "words"), [(415, 13), (416, 13), (417, 14)])
 def test_masks_have_a_bit_for_each_token_and_no_word_more(vocab_size: int, words: int) -> None:
     """A model's vocabulary may be larger than its tokenizer's; 32 divides the size of most."""
-    answer = begin_masks(train_bpe(["x"], 300).to_str(), vocab_size, [0])
+    answer = make_mask_answerer(train_bpe(["x"], 300).to_str(), vocab_size, [0])
     first = answer(json.dumps({"form": "schema", "text": "{}", "count": 1}).encode())
     assert len(first) - HEAD.size == 4 * words
 

@@ -38,7 +38,7 @@ def server(shared_server: HttpProcess) -> HttpProcess:
     return shared_server
 
 
-def client_at(address: str, server: HttpProcess) -> httpx.Client:
+def client_of_address(address: str, server: HttpProcess) -> httpx.Client:
     return httpx.Client(
         base_url=server.url, timeout=LIMIT_S, transport=httpx.HTTPTransport(local_address=address)
     )
@@ -71,7 +71,7 @@ class Reader:
 
     def _run(self) -> None:
         body = {"prompt": "x", "stream": True, "max_tokens": 250, "ignore_eos": True}
-        with client_at(OTHER, self._server) as client:
+        with client_of_address(OTHER, self._server) as client:
             while not self._end.is_set():
                 with client.stream("POST", COMPLETIONS, json=body) as response:
                     for _ in events(response.iter_lines()):
@@ -86,7 +86,7 @@ def post_together(
     server: HttpProcess, path: str, bodies: list[dict[str, Any]]
 ) -> list[httpx.Response]:
     """The answers to the attacker's requests, each sent by a thread of its own."""
-    with client_at(ATTACKER, server) as client, ThreadPoolExecutor(len(bodies)) as threads:
+    with client_of_address(ATTACKER, server) as client, ThreadPoolExecutor(len(bodies)) as threads:
         return list(threads.map(lambda body: client.post(path, json=body), bodies))
 
 
@@ -148,7 +148,7 @@ def test_clients_that_leave(server: HttpProcess, wait_s: float) -> None:
     process = psutil.Process(server.process.pid)
     body = json.dumps({"prompt": "x", "response_format": schema("all of many")}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with client_at(ATTACKER, server) as client:
+    with client_of_address(ATTACKER, server) as client:
         ordinary = {"prompt": "x", "max_tokens": 2, "response_format": {"type": "json_object"}}
         assert client.post(COMPLETIONS, json=ordinary).status_code == 200
         before = len(process.children(recursive=True))
@@ -175,7 +175,7 @@ def check_templates(server: HttpProcess, kinds: list[str]) -> None:
     bodies = [
         {"messages": HI, "max_tokens": 1, "chat_template_kwargs": {kind: 1}} for kind in kinds
     ]
-    with ThreadPoolExecutor(1) as background, client_at(OTHER, server) as other:
+    with ThreadPoolExecutor(1) as background, client_of_address(OTHER, server) as other:
         attack = background.submit(post_together, server, CHAT, bodies)
         while not attack.done():
             for path, body in (
@@ -227,8 +227,8 @@ def test_unfinished_bodies(server: HttpProcess) -> None:
     body = {"prompt": "x" * 1000, "model": "tiny-moe"}
     with (
         contextlib.ExitStack() as stack,
-        client_at(OTHER, server) as other,
-        client_at(ATTACKER, server) as more,
+        client_of_address(OTHER, server) as other,
+        client_of_address(ATTACKER, server) as more,
     ):
         for _ in range(24):
             stack.enter_context(unfinished_body(server))
@@ -264,7 +264,7 @@ def test_places(server: HttpProcess) -> None:
     with (
         httpx.Client(base_url=server.url, timeout=LIMIT_S, transport=transport) as attacker,
         ThreadPoolExecutor(24) as threads,
-        client_at(OTHER, server) as other,
+        client_of_address(OTHER, server) as other,
     ):
         attacks = [threads.submit(ask_on, attacker) for _ in range(24)]
         try:
@@ -347,7 +347,7 @@ def test_unread_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
         first, second, other = requests
 
         def draw(request: Generation, count: int) -> None:
-            loop._deliver([Output(request.sequences[0], [1], "x", [], None)] * count)
+            loop._deliver_outputs([Output(request.sequences[0], [1], "x", [], None)] * count)
 
         draw(first, 10)
         draw(second, 25)

@@ -28,7 +28,7 @@ from jmoe.serving.output_parsers.formats import (
     TOOL_FORMATS,
     detect_reasoning_format,
     detect_tool_format,
-    tags_after_prompt,
+    reasoning_tags_after_prompt,
 )
 from jmoe.serving.output_parsers.parser import OutputParser, ParserSettings, ReasoningTags
 from jmoe.types import JsonObject
@@ -376,14 +376,14 @@ def test_arguments_are_streamed_as_they_come() -> None:
 
 def test_reasoning_by_the_prompt() -> None:
     """A prompt that opens it, one that closes it, and one that leaves it to the model."""
-    opened = tags_after_prompt(THINK, "<|im_start|>assistant\n<think>\n")
+    opened = reasoning_tags_after_prompt(THINK, "<|im_start|>assistant\n<think>\n")
     assert opened is not None and opened.is_open
     assert said(parse("hermes", "so\n</think>\n\n4", opened)) == called(content="4", reasoning="so")
     assert said(parse("hermes", "<think>so</think>4", opened)) == called(
         content="4", reasoning="so"
     )
-    assert tags_after_prompt(THINK, "assistant\n<think>\n\n</think>\n\n") is None
-    left = tags_after_prompt(THINK, "<think>?</think> assistant\n")
+    assert reasoning_tags_after_prompt(THINK, "assistant\n<think>\n\n</think>\n\n") is None
+    left = reasoning_tags_after_prompt(THINK, "<think>?</think> assistant\n")
     assert left is not None and not left.is_open
     assert said(parse("hermes", "4 </think>", left)) == called(content="4 </think>")
     parser = OutputParser(ParserSettings(opened))

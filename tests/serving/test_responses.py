@@ -31,7 +31,7 @@ from jmoe.inference.output_events import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from jmoe.serving.responses import ItemBuilder, make_messages
+from jmoe.serving.responses import ItemBuilder, make_chat_messages
 from jmoe.serving.responses_schemas import ResponsesRequest
 from tests.http_servers import LIMIT_S, HttpProcess
 
@@ -297,7 +297,7 @@ def test_messages_of_items() -> None:
         {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
         for name in "12"
     ]
-    assert make_messages(body) == [
+    assert make_chat_messages(body) == [
         {"role": "system", "content": "A\n\nB"},
         {"role": "user", "content": "C"},
         {"role": "assistant", "reasoning": "D", "content": "E", "tool_calls": calls},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jmoe.serving.shares import Shares, client_at
+from jmoe.serving.shares import Shares, client_of_address
 
 
 def shares_of(limit: int, **held: int) -> Shares[str]:
@@ -20,7 +20,7 @@ def test_a_client_may_take_all_that_nobody_else_wants() -> None:
     shares.add("a9", "a", 1)
     assert shares.items_to_evict("a", 1, []) is None
     assert shares.items_to_evict("b", 1, []) is None, "nothing may go"
-    assert shares.amount_held_by("a") == 10 and shares.amount_held_by("b") == 0
+    assert shares.amount_of_client("a") == 10 and shares.amount_of_client("b") == 0
 
 
 def test_the_client_with_the_most_makes_room() -> None:
@@ -53,7 +53,7 @@ def test_what_holds_nothing_is_forgotten() -> None:
     shares.add("a0", "a", -5)
     shares.remove("a1")
     shares.remove("a1")
-    assert shares.amount_held_by("a") == 0 and not shares._items and not shares._held
+    assert shares.amount_of_client("a") == 0 and not shares._items and not shares._held
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_what_holds_nothing_is_forgotten() -> None:
     ],
 )
 def test_clients_by_address(address: str, client: str) -> None:
-    assert client_at(address) == client
+    assert client_of_address(address) == client

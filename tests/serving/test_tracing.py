@@ -14,11 +14,11 @@ from jmoe.config.serving import ServeConfig
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.sequence import Sequence
 from jmoe.serving import tracing
-from jmoe.serving.tracing import Tracer, check_package, has_package
+from jmoe.serving.tracing import Tracer, check_otel_installed, is_otel_installed
 from tests.http_servers import HttpProcess
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-NEEDS_OTEL = pytest.mark.skipif(not has_package(), reason="pip install 'jmoe[otel]'")
+NEEDS_OTEL = pytest.mark.skipif(not is_otel_installed(), reason="pip install 'jmoe[otel]'")
 
 
 class Collector(ThreadingHTTPServer):
@@ -52,7 +52,7 @@ def collector() -> Iterator[Collector]:
 def test_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "PACKAGE", "opentelemetry_that_is_missing.http")
     with pytest.raises(ValueError, match=r"otlp_traces_endpoint = 'http://x': .* 'jmoe\[otel\]'"):
-        check_package("http://x")
+        check_otel_installed("http://x")
     with pytest.raises(ValueError, match="otlp_traces_endpoint = 'localhost:4318': must begin"):
         ServeConfig("m", otlp_traces_endpoint="localhost:4318")
 

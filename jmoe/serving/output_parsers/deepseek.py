@@ -24,15 +24,15 @@ class DeepSeekParser(OutputParser):
 
     def parse_calls(self, marker: str) -> Steps[bool]:
         while True:
-            yield from self.skip()
-            if not (yield from self.accept(CALL_BEGIN)):
-                return (yield from self.accept(END))
+            yield from self.skip_characters()
+            if not (yield from self.consume_if_next(CALL_BEGIN)):
+                return (yield from self.consume_if_next(END))
             head, marker = yield from self.read_until(SEPARATOR, CALL_END, END)
             if marker != SEPARATOR:
                 return False
             if head.strip() == "function":
                 head, marker = yield from self.read_until("\n", CALL_END, END)
-            if not self.is_name(name := head.strip()):
+            if not self.is_function_name(name := head.strip()):
                 return False
             self.begin_call(name)
             if marker not in (CALL_END, END):
@@ -43,8 +43,8 @@ class DeepSeekParser(OutputParser):
 
     def _parse_arguments(self) -> Steps[str]:
         """Emit arguments without the Markdown block around them; return the marker after them."""
-        yield from self.skip()
-        if (yield from self.accept(BLOCK)):
-            yield from self.accept("json")
-        arguments = Trimmer(self.arguments, lead=SPACE, trail=SPACE + "`")
-        return (yield from self.until((CALL_END, END), arguments.push))
+        yield from self.skip_characters()
+        if (yield from self.consume_if_next(BLOCK)):
+            yield from self.consume_if_next("json")
+        arguments = Trimmer(self.emit_arguments, lead=SPACE, trail=SPACE + "`")
+        return (yield from self.emit_until((CALL_END, END), arguments.push))

@@ -77,7 +77,7 @@ def detect_reasoning_format(template: str, tool_format: str) -> str:
     return name if REASONING_FORMATS.get(name) == THINK else "deepseek_r1"
 
 
-def tags_after_prompt(tags: ReasoningTags, prompt: str) -> ReasoningTags | None:
+def reasoning_tags_after_prompt(tags: ReasoningTags, prompt: str) -> ReasoningTags | None:
     """Return the tags for an output after a prompt, None if the prompt has closed the reasoning.
 
     prompt: its text, which ends with whatever the template begins the answer with.
@@ -88,7 +88,9 @@ def tags_after_prompt(tags: ReasoningTags, prompt: str) -> ReasoningTags | None:
     return ReasoningTags(tags.begin, tags.end, is_open=end.endswith(tags.begin))
 
 
-def visible_markers(parsers: Iterable[type[OutputParser]], tags: ReasoningTags | None) -> set[str]:
+def marker_texts_of_parsers(
+    parsers: Iterable[type[OutputParser]], tags: ReasoningTags | None
+) -> set[str]:
     """Return the special tokens whose text parsers need to see."""
     markers = {marker for parser in parsers for marker in (*parser.opens, *parser.markers)}
     return markers | ({tags.begin, tags.end} if tags is not None else set())

@@ -18,7 +18,7 @@ from jmoe.serving.grammar import MAX_GRAMMAR_BYTES
 from jmoe.serving.json_whitespace import WHITESPACE
 from jmoe.serving.output_parsers import deepseek, hermes, keyed, kimi, mistral
 from jmoe.serving.output_parsers.formats import OPENAI
-from jmoe.serving.output_parsers.keyed import is_string
+from jmoe.serving.output_parsers.keyed import allows_only_strings
 from jmoe.types import Json, JsonObject
 
 # keys by which a schema limits a string; text without quotes can follow none of them
@@ -44,7 +44,7 @@ class CallGrammar:
 
 
 class GrammarWriter:
-    """Writes the grammar of one request. `spell` writes text in the tokens of the model."""
+    """Writes the grammar of one request. `quote_terms` writes text as tokens of the model."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, tool_format: str) -> None:
         """template: the text of the chat template, which tells variants of a format apart."""
@@ -66,20 +66,21 @@ class GrammarWriter:
         """
         self._rules, self._size = ["TEXT: /(?s:.*)/"], 0
         if self._tool_format == OPENAI:
-            start = self._messages(asked)
+            start = self._write_harmony_messages(asked)
         else:
-            start = self._calls_and_text(asked)
+            start = self._write_calls_and_text(asked)
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
-    def _calls_and_text(self, asked: CallGrammar) -> str:
+    def _write_calls_and_text(self, asked: CallGrammar) -> str:
+        """Add the rules for calls in the model's format; return the terms of the whole output."""
         begin, calls, between, end = _LAYOUTS[self._tool_format](self, asked.schemas)
         self._rules.append("call: " + " | ".join(calls))
-        more = f"({self.spell(between)} call)*" if asked.several else ""
-        self._rules.append(f"calls: {self.spell(begin)} call {more} {self.spell(end)}")
+        more = f"({self.quote_terms(between)} call)*" if asked.several else ""
+        self._rules.append(f"calls: {self.quote_terms(begin)} call {more} {self.quote_terms(end)}")
         if asked.required:
             return "calls"
         if asked.answer_schema is not None:
-            return f"calls | {self.json_rule(asked.answer_schema)}"
+            return f"calls | {self.add_json_rule(asked.answer_schema)}"
         marker = _MARKERS.get(self._tool_format)
         if marker is None:  # Llama: an answer that begins like a call is one
             self._rules.append("ANSWER: /[^{](?s:.*)/")
@@ -88,29 +89,29 @@ class GrammarWriter:
         check(marker in self._added, f"tools: strict, with {marker}", True, words)
         return f"TEXT (calls TEXT){'*' if asked.several else '?'}"
 
-    def _messages(self, asked: CallGrammar) -> str:
+    def _write_harmony_messages(self, asked: CallGrammar) -> str:
         """Return the terms of gpt-oss's messages after `<|start|>assistant`: one call at most,
         which ends the turn.
         """
         head = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
         calls = [
-            f"{self.spell(head.replace('NAME', name))} {self.arguments_rule(schema)}"
+            f"{self.quote_terms(head.replace('NAME', name))} {self.add_arguments_rule(schema)}"
             for name, schema in asked.schemas.items()
         ]
-        end = self.spell("<|end|><|start|>assistant")
+        end = self.quote_terms("<|end|><|start|>assistant")
         self._rules.append(
-            f'thought: {self.spell("<|channel|>")} ("analysis" | "commentary")'
-            f" {self.spell('<|message|>')} TEXT {end}"
+            f'thought: {self.quote_terms("<|channel|>")} ("analysis" | "commentary")'
+            f" {self.quote_terms('<|message|>')} TEXT {end}"
         )
         self._rules.append("call: " + " | ".join(calls))
         if asked.required:
             return "thought* call"
         schema = asked.answer_schema
-        answer = "TEXT" if schema is None else self.json_rule(schema)
-        return f"thought* (call | {self.spell('<|channel|>final<|message|>')} {answer})"
+        answer = "TEXT" if schema is None else self.add_json_rule(schema)
+        return f"thought* (call | {self.quote_terms('<|channel|>final<|message|>')} {answer})"
 
-    def spell(self, text: str) -> str:
-        """Return the terms that stand for `text`; its control tokens are single tokens."""
+    def quote_terms(self, text: str) -> str:
+        """Return the grammar's terms for `text`: ids of control tokens, and quoted text."""
         terms, at = list[str](), 0
         for match in self._tokens.finditer(text):
             terms += [json.dumps(text[at : match.start()])] if match.start() > at else []
@@ -118,28 +119,29 @@ class GrammarWriter:
             at = match.end()
         return " ".join(terms + ([json.dumps(text[at:])] if at < len(text) else []))
 
-    def json_rule(self, schema: Json) -> str:
+    def add_json_rule(self, schema: Json) -> str:
         """Return the name of a new rule for JSON values of a schema."""
         if schema in ({}, True) or not isinstance(schema, dict):
             schema = {}
         limited = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         return self._add_rule(f"%json {json.dumps(limited)}")
 
-    def arguments_rule(self, schema: JsonObject) -> str:
+    def add_arguments_rule(self, schema: JsonObject) -> str:
         """Return the name of a new rule for the JSON object of a call's arguments."""
-        return self.json_rule({"type": "object", **schema})
+        return self.add_json_rule({"type": "object", **schema})
 
-    def text_up_to(self, end: str) -> str:
-        """Return the terms of any text up to `end`, and `end`."""
+    def terms_up_to(self, end: str) -> str:
+        """Return the terms of any text followed by `end`."""
         if end in self._added:
-            return f"TEXT {self.spell(end)}"
+            return f"TEXT {self.quote_terms(end)}"
         return self._add_rule(f"/(?s:.*)/ {json.dumps(end)}", "[lazy]")
 
-    def uses(self, text: str) -> bool:
-        """Return whether the model's template has `text`."""
+    def template_contains(self, text: str) -> bool:
+        """Return whether the model's chat template contains `text`."""
         return text in self._template
 
     def _add_rule(self, body: str, options: str = "") -> str:
+        """Add a rule and return its name. Raises ValueError once the rules are too long."""
         self._size += len(body)
         words = f"must have at most {MAX_GRAMMAR_BYTES} bytes"
         check(self._size <= MAX_GRAMMAR_BYTES, "len(tools)", self._size, words)
@@ -161,8 +163,8 @@ def _json_layout(
 
     def lay_out(writer: GrammarWriter, schemas: Mapping[str, JsonObject]) -> Layout:
         calls = [
-            f"{writer.spell(head.replace('NAME', name))} {writer.arguments_rule(schema)}"
-            f" {writer.spell(tail)}"
+            f"{writer.quote_terms(head.replace('NAME', name))} {writer.add_arguments_rule(schema)}"
+            f" {writer.quote_terms(tail)}"
             for name, schema in schemas.items()
         ]
         return begin, calls, between, end
@@ -171,8 +173,8 @@ def _json_layout(
 
 
 def _mistral_layout(writer: GrammarWriter, schemas: Mapping[str, JsonObject]) -> Layout:
-    """Return the layout that the model's template shows."""
-    if writer.uses(mistral.ARGUMENTS):
+    """Return the layout of Mistral's calls, in the form that the chat template shows."""
+    if writer.template_contains(mistral.ARGUMENTS):
         head = f"{mistral.BEGIN}NAME{mistral.ARGUMENTS}"
         return _json_layout(head, "")(writer, schemas)
     inner = '{"name": "NAME", "arguments": ', "}"
@@ -180,10 +182,11 @@ def _mistral_layout(writer: GrammarWriter, schemas: Mapping[str, JsonObject]) ->
 
 
 def _kimi_layout(writer: GrammarWriter, schemas: Mapping[str, JsonObject]) -> Layout:
+    """Return the layout of Kimi's calls, whose ids have the function's name and a number."""
     calls = [
-        f"{writer.spell(kimi.CALL_BEGIN + 'functions.' + name + ':')} /[0-9]{{1,4}}/"
-        f" {writer.spell(kimi.ARGUMENTS)} {writer.arguments_rule(schema)}"
-        f" {writer.spell(kimi.CALL_END)}"
+        f"{writer.quote_terms(kimi.CALL_BEGIN + 'functions.' + name + ':')} /[0-9]{{1,4}}/"
+        f" {writer.quote_terms(kimi.ARGUMENTS)} {writer.add_arguments_rule(schema)}"
+        f" {writer.quote_terms(kimi.CALL_END)}"
         for name, schema in schemas.items()
     ]
     return kimi.BEGIN, calls, "", kimi.END
@@ -200,20 +203,20 @@ def _keyed_layout(
     def lay_out(writer: GrammarWriter, schemas: Mapping[str, JsonObject]) -> Layout:
         calls = []
         for name, schema in schemas.items():
-            terms = [writer.spell(head.replace("NAME", name))]
-            required, properties, shared = _read_object(name, schema)
+            terms = [writer.quote_terms(head.replace("NAME", name))]
+            required, properties, shared = _read_object_schema(name, schema)
             for argument, one in properties.items():
-                before = writer.spell(f"{key[0]}{argument}{key[1]}")
+                before = writer.quote_terms(f"{key[0]}{argument}{key[1]}")
                 one = {**shared, **one} if isinstance(one, dict) else one
-                term = f"{before} {_keyed_value(writer, f'{name}.{argument}', one, end)}"
+                term = f"{before} {_keyed_value_terms(writer, f'{name}.{argument}', one, end)}"
                 terms.append(term if argument in required else f"({term})?")
-            calls.append(" ".join([*terms, writer.spell(tail)]))
+            calls.append(" ".join([*terms, writer.quote_terms(tail)]))
         return "", calls, "\n", ""
 
     return lay_out
 
 
-def _read_object(name: str, schema: JsonObject) -> tuple[set[str], JsonObject, JsonObject]:
+def _read_object_schema(name: str, schema: JsonObject) -> tuple[set[str], JsonObject, JsonObject]:
     """Return (names of required properties, properties, definitions that they may refer to).
 
     Raises ValueError for a schema with others than these types.
@@ -227,18 +230,20 @@ def _read_object(name: str, schema: JsonObject) -> tuple[set[str], JsonObject, J
     return set(required), properties, shared
 
 
-def _keyed_value(writer: GrammarWriter, name: str, schema: Json, end: str) -> str:
+def _keyed_value_terms(writer: GrammarWriter, name: str, schema: Json, end: str) -> str:
     """Return the terms of an argument's value and the text after it."""
-    if not is_string(schema):
-        return f"{writer.json_rule(schema)} {writer.spell(end)}"
+    if not allows_only_strings(schema):
+        return f"{writer.add_json_rule(schema)} {writer.quote_terms(end)}"
     assert isinstance(schema, dict)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
-        return f"({' | '.join(map(json.dumps, values))}) {writer.spell(end)}"
+        return f"({' | '.join(map(json.dumps, values))}) {writer.quote_terms(end)}"
     limits = next((limit for limit in STRING_LIMITS if limit in schema), None)
     words = f"must not limit a string: the model writes it without quotes, and no {limits} holds"
     check(limits is None, f"tools: parameters of {name}", schema, words)
-    return writer.text_up_to(end.strip()) + (" " + writer.spell("\n") if end.endswith("\n") else "")
+    return writer.terms_up_to(end.strip()) + (
+        " " + writer.quote_terms("\n") if end.endswith("\n") else ""
+    )
 
 
 # the token after which a call follows in text

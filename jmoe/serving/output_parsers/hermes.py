@@ -19,13 +19,13 @@ class HermesParser(OutputParser):
 
     def parse_calls(self, marker: str) -> Steps[bool]:
         before = self._num_calls
-        while (yield from self.skip()) == "{":
+        while (yield from self.skip_characters()) == "{":
             num_calls = self._num_calls
-            if not (yield from self.json_call(ends=(END,))):
+            if not (yield from self.parse_json_call(ends=(END,))):
                 if self._num_calls == num_calls:
                     return False
-                yield from self.until((END,), self.arguments)
+                yield from self.emit_until((END,), self.emit_arguments)
                 return True
             self.end_call()
-            yield from self.skip(SPACE + "}")  # some models close one brace too many
-        return (yield from self.accept(END)) or self._num_calls > before
+            yield from self.skip_characters(SPACE + "}")  # some models close one brace too many
+        return (yield from self.consume_if_next(END)) or self._num_calls > before

@@ -31,7 +31,7 @@ _JSON_TYPES: dict[type, set[str]] = {
 }
 
 
-def is_string(schema: Json) -> bool:
+def allows_only_strings(schema: Json) -> bool:
     """Return whether a JSON schema allows strings alone."""
     if not isinstance(schema, dict):
         return False
@@ -48,14 +48,14 @@ class KeyedParser(OutputParser):
     _schema: JsonObject
 
     def begin_keyed_call(self, name: str) -> None:
-        """Begin a call; arguments follow by `keyed_argument`."""
+        """Begin a call; arguments follow by `parse_keyed_argument`."""
         parameters = (self.settings.parameters or {}).get(name, {})
         properties = parameters.get("properties")
         self._schema = properties if isinstance(properties, dict) else {}
         self._num_arguments = 0
         self.begin_call(name)
 
-    def keyed_argument(self, key: str, ends: tuple[str, ...]) -> Steps[str]:
+    def parse_keyed_argument(self, key: str, ends: tuple[str, ...]) -> Steps[str]:
         """Emit the argument `key`, whose value is the text up to one of `ends`; return that end.
 
         A string is emitted as it comes; other values once they are complete, because a text that is
@@ -64,28 +64,31 @@ class KeyedParser(OutputParser):
         schema = self._schema.get(key)
         begin = ", " if self._num_arguments else "{"
         self._num_arguments += 1
-        self.arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
-        if is_string(schema):
-            self.arguments('"')
-            end = yield from self.until(ends, lambda text: self.arguments(_escape(text)))
-            self.arguments('"')
+        self.emit_arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+        if allows_only_strings(schema):
+            self.emit_arguments('"')
+            end = yield from self.emit_until(
+                ends, lambda text: self.emit_arguments(_escape_for_json_string(text))
+            )
+            self.emit_arguments('"')
             return end
         text, end = yield from self.read_until(*ends)
-        self.arguments(_as_json(text.strip(), schema))
+        self.emit_arguments(_argument_as_json(text.strip(), schema))
         return end
 
     def end_keyed_call(self) -> None:
         """Close the object of arguments, and the call."""
         if self._num_arguments:
-            self.arguments("}")
+            self.emit_arguments("}")
         self.end_call()
 
 
-def _escape(text: str) -> str:
+def _escape_for_json_string(text: str) -> str:
+    """Return text as it stands between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _as_json(text: str, schema: Json) -> str:
+def _argument_as_json(text: str, schema: Json) -> str:
     """Return the text of an argument as JSON: itself, or a string if it is none."""
     if isinstance(schema, dict) and schema.get("type") == "boolean":
         text = text.lower()  # models write Python's True
@@ -117,17 +120,17 @@ class GlmParser(KeyedParser):
 
     def parse_calls(self, marker: str) -> Steps[bool]:
         name, marker = yield from self.read_until(KEY, END)
-        if not marker or not self.is_name(name.strip()):
+        if not marker or not self.is_function_name(name.strip()):
             return False
         self.begin_keyed_call(name.strip())
         while marker == KEY:
             key, marker = yield from self.read_until(KEY_END, END)
-            yield from self.skip()
-            if marker == KEY_END and (yield from self.accept(VALUE)):
-                marker = yield from self.keyed_argument(key.strip(), (VALUE_END,))
-                yield from self.skip()
-                marker = KEY if (yield from self.accept(KEY)) else ""
-        yield from self.accept(END)
+            yield from self.skip_characters()
+            if marker == KEY_END and (yield from self.consume_if_next(VALUE)):
+                marker = yield from self.parse_keyed_argument(key.strip(), (VALUE_END,))
+                yield from self.skip_characters()
+                marker = KEY if (yield from self.consume_if_next(KEY)) else ""
+        yield from self.consume_if_next(END)
         self.end_keyed_call()
         return True
 
@@ -141,26 +144,26 @@ class QwenCoderParser(KeyedParser):
     markers = (END,)
 
     def parse_calls(self, marker: str) -> Steps[bool]:
-        yield from self.skip()
-        if marker == BEGIN and not (yield from self.accept(FUNCTION)):
+        yield from self.skip_characters()
+        if marker == BEGIN and not (yield from self.consume_if_next(FUNCTION)):
             return False
         name, end = yield from self.read_until(">", "\n")
         name = name.strip()
-        is_call = self.is_name(name) if marker == BEGIN else self.is_tool(name)
+        is_call = self.is_function_name(name) if marker == BEGIN else self.is_requested_tool(name)
         if end != ">" or not is_call:
             return False
         self.begin_keyed_call(name)
         end = ""
         while end != FUNCTION_END:
-            yield from self.skip(SPACE)
-            if end != PARAMETER and not (yield from self.accept(PARAMETER)):
+            yield from self.skip_characters(SPACE)
+            if end != PARAMETER and not (yield from self.consume_if_next(PARAMETER)):
                 break
             key, _ = yield from self.read_until(">")
-            yield from self.accept("\n")
-            end = (yield from self.keyed_argument(key.strip(), PARAMETER_ENDS)).strip()
+            yield from self.consume_if_next("\n")
+            end = (yield from self.parse_keyed_argument(key.strip(), PARAMETER_ENDS)).strip()
         if end != FUNCTION_END:
-            yield from self.accept(FUNCTION_END)
-        yield from self.skip(SPACE)
-        yield from self.accept(END)
+            yield from self.consume_if_next(FUNCTION_END)
+        yield from self.skip_characters(SPACE)
+        yield from self.consume_if_next(END)
         self.end_keyed_call()
         return True

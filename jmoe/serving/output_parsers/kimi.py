@@ -27,17 +27,17 @@ class KimiParser(OutputParser):
 
     def parse_calls(self, marker: str) -> Steps[bool]:
         while True:
-            yield from self.skip()
-            if not (yield from self.accept(CALL_BEGIN)):
-                return (yield from self.accept(END))
+            yield from self.skip_characters()
+            if not (yield from self.consume_if_next(CALL_BEGIN)):
+                return (yield from self.consume_if_next(END))
             written, marker = yield from self.read_until(ARGUMENTS, CALL_END, END)
             call_id = written.strip()
             name = (call_id.rpartition(":")[0] or call_id).removeprefix("functions.")
-            if marker != ARGUMENTS or not self.is_name(name):
+            if marker != ARGUMENTS or not self.is_function_name(name):
                 return False
             self.begin_call(name, call_id if ":" in call_id else None)
-            arguments = Trimmer(self.arguments, lead=SPACE, trail=SPACE)
-            marker = yield from self.until((CALL_END, END), arguments.push)
+            arguments = Trimmer(self.emit_arguments, lead=SPACE, trail=SPACE)
+            marker = yield from self.emit_until((CALL_END, END), arguments.push)
             self.end_call()
             if marker != CALL_END:
                 return True

@@ -18,20 +18,20 @@ class LlamaParser(OutputParser):
     a JSON object that names no tool of the request.
     """
 
-    opens = (TAG,)  # seen in the text; `parse_body` looks for it at the beginning alone
+    opens = (TAG,)  # seen in the text; `parse_after_reasoning` looks for it at the beginning alone
 
-    def is_name(self, text: Json) -> bool:
-        return self.is_tool(text)
+    def is_function_name(self, text: Json) -> bool:
+        return self.is_requested_tool(text)
 
-    def parse_body(self) -> Steps[None]:
+    def parse_after_reasoning(self) -> Steps[None]:
         if self._opens:
             yield from self._parse_marked_calls("")
 
     def parse_calls(self, marker: str) -> Steps[bool]:
-        yield from self.skip()
-        yield from self.accept(TAG)
-        while (yield from self.skip(SPACE + ";")) == "{":
-            if not (yield from self.json_call()):
+        yield from self.skip_characters()
+        yield from self.consume_if_next(TAG)
+        while (yield from self.skip_characters(SPACE + ";")) == "{":
+            if not (yield from self.parse_json_call()):
                 return self._call is not None
             self.end_call()
         return self._num_calls > 0

@@ -23,8 +23,8 @@ from jmoe.serving.output_parsers.formats import (
     TOOL_FORMATS,
     detect_reasoning_format,
     detect_tool_format,
-    tags_after_prompt,
-    visible_markers,
+    marker_texts_of_parsers,
+    reasoning_tags_after_prompt,
 )
 from jmoe.serving.output_parsers.grammars import CallGrammar, GrammarWriter
 from jmoe.serving.output_parsers.parser import OutputParser, ParserSettings, ReasoningTags
@@ -90,20 +90,22 @@ class OutputFormat:
         return re.search(rf"(?<![\w.'\"]){name}(?!\w)", self.template) is not None
 
     @cached_property
-    def _parser(self) -> type[OutputParser]:
+    def _parser_class(self) -> type[OutputParser]:
+        """The parser of the model's tool calls; one without calls if they have no format."""
         row = TOOL_FORMATS.get(self.tool_format)
         return OutputParser if row is None or row.parser is None else row.parser
 
     @property
     def call_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a reasoning because they begin calls; () where `tags` alone end it."""
-        opens = self._parser.opens if self._parser.closes_reasoning else ()
+        opens = self._parser_class.opens if self._parser_class.closes_reasoning else ()
         ids = map(self.tokenizer.token_to_id, opens)
         return tuple(token for token in ids if token is not None)
 
     @cached_property
-    def _visible(self) -> dict[int, str]:
-        texts = visible_markers([self._parser], self.tags)
+    def _visible_token_texts(self) -> dict[int, str]:
+        """Texts of the special tokens that the parser reads, by id."""
+        texts = marker_texts_of_parsers([self._parser_class], self.tags)
         return special_token_texts_by_id(self.tokenizer, texts)
 
     def write_grammar(self, asked: CallGrammar) -> str:
@@ -121,7 +123,7 @@ class OutputFormat:
         settings: those of the request; the tags of the reasoning come from this format.
         max_calls: the output ends after so many tool calls; None: it may have any number.
         """
-        tags = self.tags and tags_after_prompt(self.tags, prompt)
+        tags = self.tags and reasoning_tags_after_prompt(self.tags, prompt)
         settings = replace(settings, reasoning=tags)
 
         def open_channels(
@@ -143,8 +145,8 @@ class OutputFormat:
         ) -> ParsedStream:
             return ParsedStream(
                 self.tokenizer,
-                self._parser(settings),
-                self._visible,
+                self._parser_class(settings),
+                self._visible_token_texts,
                 prompt_ids,
                 stop=stop,
                 min_new_tokens=min_new_tokens,

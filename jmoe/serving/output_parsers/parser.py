@@ -107,6 +107,7 @@ class OutputParser(Scanner):
         return self._advance()
 
     def _advance(self) -> list[OutputEvent]:
+        """Run the parser until it needs more text; return the new events."""
         if not self._is_done:
             try:
                 next(self._steps)
@@ -114,20 +115,21 @@ class OutputParser(Scanner):
                 self._is_done = True
                 self.end_call()
                 if not self._num_calls:
-                    self._content.release()
+                    self._content.release_held()
         self._events, events = [], self._events
         return events
 
     def _parse(self) -> Steps[None]:
+        """Parse the whole output."""
         if self.settings.reasoning is not None:
             yield from self._parse_reasoning(self.settings.reasoning)
-        yield from self.parse_body()
+        yield from self.parse_after_reasoning()
         # a format may stop early; what follows is content
-        yield from self.until((), self._content.push)
+        yield from self.emit_until((), self._content.push)
 
-    def parse_body(self) -> Steps[None]:
-        """Parse what follows the reasoning."""
-        while marker := (yield from self.until(self._opens, self._content.push)):
+    def parse_after_reasoning(self) -> Steps[None]:
+        """Parse the content and tool calls after the reasoning."""
+        while marker := (yield from self.emit_until(self._opens, self._content.push)):
             yield from self._parse_marked_calls(marker)
 
     def parse_calls(self, marker: str) -> Steps[bool]:
@@ -137,22 +139,23 @@ class OutputParser(Scanner):
         raise NotImplementedError
 
     def _parse_marked_calls(self, marker: str) -> Steps[None]:
-        """Parse calls; what is none becomes content."""
+        """Parse the calls after `marker`; text that is no call becomes content."""
         before = self._num_calls
-        self.record(marker)
+        self.start_recording(marker)
         is_format = yield from self.parse_calls(marker)
         self.end_call()
         if self._num_calls > before:
-            self._content.skip_next(SPACE)
-        said = self.recorded()
+            self._content.strip_before_next(SPACE)
+        said = self.stop_recording()
         if not is_format:
             self._content.push(said)
 
     def _parse_reasoning(self, tags: ReasoningTags) -> Steps[None]:
-        self.record("")
-        yield from self.skip()
-        begins = (yield from self.accept(tags.begin)) if tags.can_begin else False
-        said = self.recorded()
+        """Parse the reasoning that the output begins with, if there is one."""
+        self.start_recording("")
+        yield from self.skip_characters()
+        begins = (yield from self.consume_if_next(tags.begin)) if tags.can_begin else False
+        said = self.stop_recording()
         if not (begins or tags.is_open):
             self._content.push(said)
             return
@@ -161,19 +164,19 @@ class OutputParser(Scanner):
         ends = (tags.end, *(self._opens if self.closes_reasoning else ()))
         if not begins:
             reasoning.push(said)
-        marker = yield from self.until(ends, reasoning.push)
+        marker = yield from self.emit_until(ends, reasoning.push)
         self.in_reasoning = not marker
-        self._content.skip_next("\n")
+        self._content.strip_before_next("\n")
         if marker and marker != tags.end:
             yield from self._parse_marked_calls(marker)
 
     # what formats call
 
-    def is_name(self, text: Json) -> bool:
-        """Return whether `text` may be a function's name; a call by any other stays content."""
+    def is_function_name(self, text: Json) -> bool:
+        """Return whether `text` may name a function; a call with another name stays content."""
         return isinstance(text, str) and _NAME.fullmatch(text) is not None
 
-    def is_tool(self, text: Json) -> bool:
+    def is_requested_tool(self, text: Json) -> bool:
         """Return whether `text` is the name of one of the request's tools."""
         return isinstance(text, str) and text in (self.settings.parameters or {})
 
@@ -191,7 +194,7 @@ class OutputParser(Scanner):
         """Return the id of a call to which the model gives none."""
         return f"call_{secrets.token_hex(12)}"
 
-    def arguments(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         """Add text to the arguments of the current call."""
         if text:
             assert self._call is not None
@@ -202,58 +205,60 @@ class OutputParser(Scanner):
         """End the current call, if any; one without arguments gets an empty object."""
         if self._call is not None:
             if not self._call.has_arguments:
-                self.arguments("{}")
+                self.emit_arguments("{}")
             self._events.append(ToolCallEnd(self._call.index))
-            self.record("")
+            self.start_recording("")
         self._call = None
 
-    def json_call(self, ends: tuple[str, ...] = ()) -> Steps[bool]:
+    def parse_json_call(self, ends: tuple[str, ...] = ()) -> Steps[bool]:
         """Parse a call that is a JSON object with a name and arguments, in any order; return
         whether it is complete. It begins the call once its name is known.
 
         ends: markers that end the call where they stand outside of strings; not consumed.
         """
-        if not (yield from self.accept("{")):
+        if not (yield from self.consume_if_next("{")):
             return False
         call_id: str | None = None
         before, arguments = self._num_calls, list[str]()
-        while (next_char := (yield from self.skip(SPACE + ","))) == '"':
-            key = yield from self.json_text(ends)
-            yield from self.skip()
-            if not (yield from self.accept(":")):
+        while (next_char := (yield from self.skip_characters(SPACE + ","))) == '"':
+            key = yield from self.read_json_value(ends)
+            yield from self.skip_characters()
+            if not (yield from self.consume_if_next(":")):
                 return False
-            next_char = yield from self.skip()
+            next_char = yield from self.skip_characters()
             begun = self._num_calls > before
             if key in NAME_KEYS and not begun:
-                name = yield from self.json_text(ends)
-                if not self.is_name(name):
+                name = yield from self.read_json_value(ends)
+                if not self.is_function_name(name):
                     return False
                 assert isinstance(name, str)
                 self.begin_call(name, call_id)
-                self.arguments("".join(arguments))
+                self.emit_arguments("".join(arguments))
             elif key in ARGUMENT_KEYS:
-                emit = self.arguments if begun else arguments.append
-                if not (yield from self._json_arguments(next_char, emit, ends)):
+                emit = self.emit_arguments if begun else arguments.append
+                if not (yield from self._emit_json_arguments(next_char, emit, ends)):
                     return False
             elif begun or key in OTHER_KEYS:
-                value = yield from self.json_text(ends)
+                value = yield from self.read_json_value(ends)
                 call_id = value if key == "id" and isinstance(value, str) else call_id
             else:
                 return False
-        return (yield from self.accept("}")) and self._num_calls > before
+        return (yield from self.consume_if_next("}")) and self._num_calls > before
 
-    def _json_arguments(self, first: str, emit: Emit, ends: tuple[str, ...]) -> Steps[bool]:
+    def _emit_json_arguments(self, first: str, emit: Emit, ends: tuple[str, ...]) -> Steps[bool]:
         """Emit the arguments, an object or, as some models write it, an object in a string."""
         if first != '"':
-            return (yield from self.json_value(emit, ends))
+            return (yield from self.emit_json_value(emit, ends))
         pieces: list[str] = []
-        is_whole = yield from self.json_value(pieces.append, ends)
+        is_whole = yield from self.emit_json_value(pieces.append, ends)
         written = parse_json(text := "".join(pieces))
         emit(written if isinstance(written, str) else text)
         return is_whole
 
     def _emit_content(self, text: str) -> None:
+        """Add text to the answer's content."""
         self._events.append(ContentDelta(text))
 
     def _emit_reasoning(self, text: str) -> None:
+        """Add text to the reasoning."""
         self._events.append(ReasoningDelta(text))

@@ -42,14 +42,14 @@ class Trimmer:
         if len(kept) < len(text):
             self._held.append(text[len(kept) :])
 
-    def release(self) -> None:
-        """Pass on what was held back: it was not trailing."""
+    def release_held(self) -> None:
+        """Pass on the trailing characters that were held back."""
         if self._held:
             self._emit("".join(self._held))
         self._held.clear()
 
-    def skip_next(self, lead: str) -> None:
-        """Leave out characters before the next text."""
+    def strip_before_next(self, lead: str) -> None:
+        """Leave out these characters before the next text."""
         self._lead = lead
 
 
@@ -58,28 +58,28 @@ class Scanner:
 
     def __init__(self) -> None:
         self._text, self._at_end = "", False
-        self._recorded: list[str] | None = None  # consumed text since `record`
+        self._recorded: list[str] | None = None  # consumed text since `start_recording`
 
-    def record(self, begun: str) -> None:
-        """Keep the text that is consumed from now on, with `begun` before it."""
-        self._recorded = [begun]
+    def start_recording(self, prefix: str) -> None:
+        """Record the text that is consumed from now on, after `prefix`."""
+        self._recorded = [prefix]
 
-    def recorded(self) -> str:
-        """Return the text consumed since `record`, and keep no more."""
+    def stop_recording(self) -> str:
+        """Return the prefix and the text consumed since `start_recording`; record no more."""
         text, self._recorded = "".join(self._recorded or ()), None
         return text
 
-    def until(self, markers: tuple[str, ...], emit: Emit) -> Steps[str]:
+    def emit_until(self, markers: tuple[str, ...], emit: Emit) -> Steps[str]:
         """Emit text as it comes up to the first of `markers`; consume and return the marker, or
         return "" at the end of the output.
         """
         while True:
             at, marker = _first_marker(self._text, markers)
             if marker:
-                self._emit_taken(at, emit)
-                return self._take(len(marker))
-            held = 0 if self._at_end else _possible_marker(self._text, markers)
-            self._emit_taken(len(self._text) - held, emit)
+                self._emit_consumed(at, emit)
+                return self._consume(len(marker))
+            held = 0 if self._at_end else _possible_marker_length(self._text, markers)
+            self._emit_consumed(len(self._text) - held, emit)
             if self._at_end:
                 return ""
             yield
@@ -87,61 +87,64 @@ class Scanner:
     def read_until(self, *markers: str) -> Steps[tuple[str, str]]:
         """Return (text before the first of `markers`, the marker); the marker is "" at the end."""
         pieces: list[str] = []
-        marker = yield from self.until(markers, pieces.append)
+        marker = yield from self.emit_until(markers, pieces.append)
         return "".join(pieces), marker
 
-    def accept(self, marker: str) -> Steps[bool]:
+    def consume_if_next(self, marker: str) -> Steps[bool]:
         """Consume `marker` if the text begins with it; return whether it does."""
         while len(self._text) < len(marker) and marker.startswith(self._text) and not self._at_end:
             yield
         if not self._text.startswith(marker):
             return False
-        self._take(len(marker))
+        self._consume(len(marker))
         return True
 
-    def skip(self, characters: str = SPACE) -> Steps[str]:
+    def skip_characters(self, characters: str = SPACE) -> Steps[str]:
         """Consume leading characters; return the next one, "" at the end of the output."""
         while True:
-            self._take(len(self._text) - len(self._text.lstrip(characters)))
+            self._consume(len(self._text) - len(self._text.lstrip(characters)))
             if self._text or self._at_end:
                 return self._text[:1]
             yield
 
-    def json_value(self, emit: Emit, ends: tuple[str, ...] = ()) -> Steps[bool]:
+    def emit_json_value(self, emit: Emit, ends: tuple[str, ...] = ()) -> Steps[bool]:
         """Emit one JSON value as it comes; return whether it is complete.
 
-        Brackets and quotes alone are followed; what is between them is not checked. ends: markers
-        that end the value too where they stand outside of strings; they are not consumed.
+        Follows brackets and quotes alone; the text between them is not checked.
+
+        ends: markers that end the value where they stand outside of strings; not consumed.
         """
         state = _JsonState()
         while True:
             at = state.advance(self._text, ends, self._at_end)
-            self._emit_taken(at, emit)
+            self._emit_consumed(at, emit)
             if state.is_done or state.is_broken:
                 return state.is_done
             if self._at_end:
                 return state.is_scalar
             yield
 
-    def json_text(self, ends: tuple[str, ...] = ()) -> Steps[Json]:
+    def read_json_value(self, ends: tuple[str, ...] = ()) -> Steps[Json]:
         """Return the next JSON value, None if it is broken."""
         pieces: list[str] = []
-        yield from self.json_value(pieces.append, ends)
+        yield from self.emit_json_value(pieces.append, ends)
         return parse_json("".join(pieces))
 
-    def _take(self, count: int) -> str:
+    def _consume(self, count: int) -> str:
+        """Remove the first `count` characters, record them if asked to, and return them."""
         text, self._text = self._text[:count], self._text[count:]
         if self._recorded is not None:
             self._recorded.append(text)
         return text
 
-    def _emit_taken(self, count: int, emit: Emit) -> None:
-        if text := self._take(count):
+    def _emit_consumed(self, count: int, emit: Emit) -> None:
+        """Consume `count` characters and emit them."""
+        if text := self._consume(count):
             emit(text)
 
 
 def parse_json(text: str) -> Json:
-    """Return the JSON value of a text, None if it is none."""
+    """Return the JSON value of a text; None if the text is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -216,7 +219,7 @@ def _first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, str]:
     return at, marker
 
 
-def _possible_marker(text: str, markers: tuple[str, ...]) -> int:
+def _possible_marker_length(text: str, markers: tuple[str, ...]) -> int:
     """Return the length of the text's longest end that may begin a marker."""
     longest = max((len(marker) for marker in markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
