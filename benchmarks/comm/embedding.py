@@ -135,7 +135,7 @@ def measure_size(
             "mbit_per_s": a.rates[0],
             "hidden_size": hidden_size,
             "embedding": kind,
-            **taken[kind].row(reference, taken[reference]),
+            **taken[kind].result_row(reference, taken[reference]),
             "formula_bytes": run.formula_bytes,
             "table_bytes": run.table_bytes,
             f"table_part_of_{reference}": run.table_bytes / runs[reference].table_bytes,

@@ -172,7 +172,7 @@ def measure_shape(
     for (direction, kind), rounds in taken.items():
         sent, of = (formula(plans[each], shape, a, direction) for each in (kind, reference))
         planned_s = exchange_s(plans[kind], sent, links, backward=direction == "backward")
-        row = rounds.row(reference, taken[direction, reference])
+        row = rounds.result_row(reference, taken[direction, reference])
         formula_bytes = a.ranks_per_node * sent.across_bytes
         rows.append(
             {

@@ -193,7 +193,11 @@ def measure_shape(
     ragged_rows = ragged_buffer_rows(shape.num_tokens * shape.k, mesh.size)
     rows = []
     for kind, rounds in taken.items():
-        ragged, runs, row = kind == "ragged", len(programs[kind]), rounds.row("flat", taken["flat"])
+        ragged, runs, row = (
+            kind == "ragged",
+            len(programs[kind]),
+            rounds.result_row("flat", taken["flat"]),
+        )
         expected = formula_bytes(a, shape, kind, runs, counts_RE, ragged_rows)
         buffer_rows = receive_buffer_rows(
             shape.num_tokens, shape.k, mesh.size, WORST if runs > 1 else None, ragged=ragged

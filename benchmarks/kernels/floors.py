@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks.comm import exchange
 from benchmarks.lib import report
-from benchmarks.lib.floors import floors, seconds
+from benchmarks.lib.floors import measure_call_s, measure_floors
 from benchmarks.lib.report import JsonObject
 from jmoe.collectives.fusion import ShardInBuffer, gather_parameters_fused_local
 from jmoe.mesh import BATCH, hierarchy, make_mesh
@@ -51,7 +51,9 @@ def exchanges(shape: tuple[int, int, int], bytes_per_s: float) -> list[JsonObjec
         {
             "collective": f"exchange, top-{k} of {num_experts}",
             "direction": direction,
-            "s": seconds(exchange.make_program(plan, mesh, num_experts, 1.0, direction), *operands),
+            "s": measure_call_s(
+                exchange.make_program(plan, mesh, num_experts, 1.0, direction), *operands
+            ),
             "floor_s": (1 if direction == "forward" else 3) * rows_bytes / bytes_per_s,
         }
         for direction in exchange.DIRECTIONS
@@ -81,7 +83,7 @@ def fused(matrices: tuple[tuple[int, int], ...], bytes_per_s: float) -> list[Jso
         {
             "collective": "fused buffer of an attention layer",
             "direction": direction,
-            "s": seconds(jax.jit(on_mesh(call)), *operands),
+            "s": measure_call_s(jax.jit(on_mesh(call)), *operands),
             "floor_s": moved_bytes / bytes_per_s,
         }
         for direction, (call, operands) in calls.items()
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("floors", "collectives"), default="floors")
     parser.add_argument("--toy", action="store_true")
     a = parser.parse_args()
-    found = floors(a.toy)
+    found = measure_floors(a.toy)
     result: JsonObject = {"floors": found}
     if a.what == "collectives":
         rows = [
@@ -102,7 +104,7 @@ def main() -> None:
             for row in exchanges(shape, found["bytes_per_s"])
         ]
         result["rows"] = rows + fused(TOY_MATRICES if a.toy else MATRICES, found["bytes_per_s"])
-    report.finish(result | report.where())
+    report.finish(result | report.device_and_versions())
 
 
 if __name__ == "__main__":

@@ -186,7 +186,11 @@ def main() -> None:
         for gradient in GRADIENTS
     ]
     about = {"options": report.options(a), "instruction_set": native.instruction_set()}
-    report.finish(about | {"threads": len(os.sched_getaffinity(0)), "rows": rows} | report.where())
+    report.finish(
+        about
+        | {"threads": len(os.sched_getaffinity(0)), "rows": rows}
+        | report.device_and_versions()
+    )
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def main() -> None:
         slots = slots_of(name, sizes, rng)
         for tokens in TOKENS[: 2 if a.toy else None]:
             rows.append(report.progress({"format": name} | measure(slots, sizes, tokens, rng)))
-    report.finish({"sizes": sizes, "rows": rows} | report.where())
+    report.finish({"sizes": sizes, "rows": rows} | report.device_and_versions())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from benchmarks.lib import report
-from benchmarks.lib.floors import floors, seconds
+from benchmarks.lib.floors import measure_call_s, measure_floors
 from benchmarks.lib.report import JsonObject
 from jmoe.config import MoEConfig
 from jmoe.layers.experts import MLP
@@ -180,11 +180,11 @@ def peers(x: jax.Array, w: jax.Array, sizes: jax.Array) -> dict[str, float]:
     """Return the seconds of the forward product by other libraries that are installed and fit."""
     found = {}
     if x.shape[0] * max(x.shape[1], w.shape[2]) * w.shape[0] * x.dtype.itemsize < RAGGED_DOT_BYTES:
-        found["ragged_dot"] = seconds(jax.jit(jax.lax.ragged_dot), x, w, sizes)
+        found["ragged_dot"] = measure_call_s(jax.jit(jax.lax.ragged_dot), x, w, sizes)
     if find_spec("tokamax"):
         import tokamax
 
-        found["tokamax"] = seconds(jax.jit(tokamax.ragged_dot), x, w, sizes)
+        found["tokamax"] = measure_call_s(jax.jit(tokamax.ragged_dot), x, w, sizes)
     if find_spec("torch"):
         found |= torch_grouped_mm(x.shape, w.shape, np.cumsum(np.asarray(sizes)))
     return found
@@ -233,7 +233,7 @@ def permutes_on_gpu(shape: MoEShape, floor: dict[str, float]) -> dict[str, dict[
         ),
     }
     return {
-        name: {"s": seconds(f, *operands, repeat=50), "floor_s": size / floor["bytes_per_s"]}
+        name: {"s": measure_call_s(f, *operands, repeat=50), "floor_s": size / floor["bytes_per_s"]}
         for name, (f, operands, size) in calls.items()
     }
 
@@ -271,10 +271,10 @@ def matmuls_on_gpu(
         return max(2 * n * d * 2 * f / floor["flops_per_s"], moved / floor["bytes_per_s"])
 
     found = {
-        "forward": {"s": seconds(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least(2)}
+        "forward": {"s": measure_call_s(jax.jit(grouped_matmul), x, w, sizes), "floor_s": least(2)}
         | peers(x, w, sizes),
-        "dx": {"s": seconds(gradient(0), x, w, dy, sizes), "floor_s": least(2)},
-        "dw": {"s": seconds(gradient(1), x, w, dy, sizes), "floor_s": least(2)},
+        "dx": {"s": measure_call_s(gradient(0), x, w, dy, sizes), "floor_s": least(2)},
+        "dw": {"s": measure_call_s(gradient(1), x, w, dy, sizes), "floor_s": least(2)},
     }
     del dy
     order = jax.random.permutation(jax.random.key(3), n).astype(jnp.int32)
@@ -289,12 +289,12 @@ def matmuls_on_gpu(
         ("dispatch and forward", dispatched_matmul),
         ("forward by index", matmul_by_index),
     ):
-        found[name] = {"s": seconds(jax.jit(multiply), *tokens), "floor_s": least(2)}
+        found[name] = {"s": measure_call_s(jax.jit(multiply), *tokens), "floor_s": least(2)}
     for dtype in (jnp.int8, jnp.float8_e4m3fn):
         narrow, scale = jax.jit(partial(quantize, dtype=dtype))(w)
         operands = x, narrow, scale, sizes
         found[narrow.dtype.name] = {
-            "s": seconds(jax.jit(quantized_grouped_matmul), *operands),
+            "s": measure_call_s(jax.jit(quantized_grouped_matmul), *operands),
             "floor_s": least(1),
         }
     return found
@@ -318,12 +318,14 @@ def layer_on_gpu(shape: MoEShape) -> dict[str, dict[str, float]]:
     for name, make in makers.items():
         graph, state = nnx.split(nnx.eval_shape(make))
         state = jax.tree_util.tree_map_with_path(weights, state)
-        times[name] = seconds(jax.jit(partial(layer_and_gradients, graph)), state, x, dy, repeat=5)
+        times[name] = measure_call_s(
+            jax.jit(partial(layer_and_gradients, graph)), state, x, dy, repeat=5
+        )
     return {"forward_backward": times}
 
 
 def on_gpu(a: argparse.Namespace) -> JsonObject:
-    floor = floors(a.toy)
+    floor = measure_floors(a.toy)
     print(
         f"copy {floor['bytes_per_s'] / 1e9:.0f} GB/s, dense bfloat16 "
         f"{floor['flops_per_s'] / 1e12:.0f} TFLOP/s"
@@ -359,7 +361,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    report.finish((on_gpu(a) if a.gpu else on_cpu(a)) | report.where())
+    report.finish((on_gpu(a) if a.gpu else on_cpu(a)) | report.device_and_versions())
     return 0
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.lib import report
-from benchmarks.lib.floors import seconds
+from benchmarks.lib.floors import measure_call_s
 from benchmarks.lib.report import JsonObject
 from kernels_pallas import grouped_matmul, token_permute
 from kernels_pallas.grouped_matmul import triton as matmul_triton
@@ -126,7 +126,7 @@ def compared(what: str, run: Run, operands: tuple[Any, ...]) -> JsonObject:
             continue
         error = jnp.abs(found - expected).max() / jnp.abs(expected).max()
         row[f"{name}_error"] = float(f"{error:.2g}")
-        row[f"{name}_us"] = round(1e6 * seconds(call, *operands), 1)
+        row[f"{name}_us"] = round(1e6 * measure_call_s(call, *operands), 1)
     return row
 
 
@@ -145,7 +145,7 @@ def main() -> None:
                 for what, run, operands in matmuls(shape, routing, dtype):
                     row = about | {"routing": routing} | compared(what, run, operands)
                     rows.append(report.progress(row))
-    report.finish({"rows": rows} | report.where())
+    report.finish({"rows": rows} | report.device_and_versions())
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ __all__ = [
     "abstract_gpu_devices",
     "has_cuda_plugin",
     "lower_for_device",
-    "skipped",
+    "skip_without_cuda_libraries",
 ]
 Jitted = Callable[..., object]  # what `jax.jit` returns
 MISSING = "JAX's CUDA libraries are not installed (make setup EXTRA=cuda13); no GPU is needed"
 
 
-def skipped() -> bool:
+def skip_without_cuda_libraries() -> bool:
     """Return whether JAX's CUDA libraries are missing; if so, print that as the result."""
     if has_cuda_plugin():
         return False
@@ -48,11 +48,11 @@ class Programs:
         self._device = device
         self._place = jax.sharding.SingleDeviceSharding(device)
 
-    def of(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+    def abstract_array(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         """Return an array's shape and dtype, on the device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
-    def abstract(self, tree: Any) -> Any:
+    def abstract_tree(self, tree: Any) -> Any:
         """Return the arrays' shapes and dtypes, on the device."""
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._place), tree
@@ -71,4 +71,4 @@ class Programs:
             "compile_s": round(time.perf_counter() - begun, 1),
         }
         self.rows.append(report.progress(row))
-        return self.abstract(results)
+        return self.abstract_tree(results)

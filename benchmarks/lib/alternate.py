@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 
-def run(command: str, timeout_s: float) -> dict[str, Any]:
+def run_for_result(command: str, timeout_s: float) -> dict[str, Any]:
     """Return the JSON object in the last line of a command's output; the command must succeed."""
     done = subprocess.run(
         shlex.split(command), stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
@@ -26,7 +26,7 @@ def run(command: str, timeout_s: float) -> dict[str, Any]:
     return result
 
 
-def value(result: dict[str, Any], metric: str) -> float:
+def metric_value(result: dict[str, Any], metric: str) -> float:
     """Return the number at a dotted name."""
     found: Any = result
     for key in metric.split("."):
@@ -46,16 +46,20 @@ def main() -> int:
     results: list[list[dict[str, Any]]] = [[] for _ in a.commands]
     for round_ in range(a.rounds):
         for command, seen in zip(a.commands, results, strict=True):
-            seen.append(run(command, a.timeout_s))
-            found = "  ".join(f"{metric} {value(seen[-1], metric):.4g}" for metric in a.metrics)
+            seen.append(run_for_result(command, a.timeout_s))
+            found = "  ".join(
+                f"{metric} {metric_value(seen[-1], metric):.4g}" for metric in a.metrics
+            )
             print(f"round {round_}: {found}  {command}", file=sys.stderr, flush=True)
     keep = ("first_loss", "last_loss", "dropped_fraction", "peak_rss_bytes", "versions")
     rows = []
     for command, seen in zip(a.commands, results, strict=True):
         row: dict[str, Any] = {"command": command}
         for metric in a.metrics:
-            found = [value(result, metric) for result in seen]
-            ratios = [v / value(first, metric) for v, first in zip(found, results[0], strict=True)]
+            found = [metric_value(result, metric) for result in seen]
+            ratios = [
+                v / metric_value(first, metric) for v, first in zip(found, results[0], strict=True)
+            ]
             row[metric] = {
                 "median": statistics.median(found),
                 "all": found,

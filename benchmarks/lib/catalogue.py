@@ -118,7 +118,7 @@ MOVED = {
 }
 
 
-def with_todays_paths(text: str) -> str:
+def replace_moved_program_paths(text: str) -> str:
     """Return the text of a result with today's path of every program that it names."""
     return re.sub(
         r"\bbenchmarks/(\w+)\.py\b", lambda found: f"benchmarks/{MOVED[found[1]]}.py", text

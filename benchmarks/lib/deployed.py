@@ -28,7 +28,7 @@ START_LIMIT_S, REQUEST_LIMIT_S = 900.0, 600.0
 NOT_COPIED = (".*", "runs", "build", "*.egg-info", "__pycache__")
 
 
-def portable_loss(folder: Path, windows_BS: NDArray[np.int32]) -> float:
+def lowered_model_loss(folder: Path, windows_BS: NDArray[np.int32]) -> float:
     """Return a lowered model's mean loss in nats, over all tokens of a window but the first."""
     model, nats = PortableModel(folder), 0.0
     size, length = model.max_batch, windows_BS.shape[1]
@@ -51,12 +51,12 @@ def served_loss(url: str, windows_BS: NDArray[np.int32]) -> float:
     nats: list[float] = []
     for window in windows_BS:
         body = {"prompt": window.tolist(), "echo": True, "logprobs": 1, "max_tokens": 0}
-        answer = post(url, body)
+        answer = post_completion(url, body)
         nats += [-value for value in answer["choices"][0]["logprobs"]["token_logprobs"][1:]]
     return math.fsum(nats) / (windows_BS.size - len(windows_BS))
 
 
-def post(
+def post_completion(
     url: str, body: Mapping[str, object]
 ) -> dict[str, list[dict[str, dict[str, list[float]]]]]:
     """Post a completion request and return the answer."""
@@ -68,7 +68,9 @@ def post(
 
 
 @contextlib.contextmanager
-def served(command: Sequence[object], cwd: Path, processes: int, log: Path) -> Iterator[str]:
+def running_server(
+    command: Sequence[object], cwd: Path, processes: int, log: Path
+) -> Iterator[str]:
     """Yield the address of a server: several processes with a device each, or one with two.
 
     command: the server and its options. log: where the first process's output is written.
@@ -96,14 +98,14 @@ def served(command: Sequence[object], cwd: Path, processes: int, log: Path) -> I
             for more, out in zip(joined, logs, strict=True)
         ]
         try:
-            yield _address(ranks[0], log)
+            yield _wait_for_server_address(ranks[0], log)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
 
 
-def _address(server: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_server_address(server: subprocess.Popen[bytes], log: Path) -> str:
     begun = time.monotonic()
     while "\nserving " not in (text := log.read_text()):
         if server.poll() is not None or time.monotonic() > begun + START_LIMIT_S:
@@ -112,7 +114,7 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
     return text.partition("\nserving ")[2].split()[0]
 
 
-def wheel_environment(folder: Path) -> Path:
+def make_wheel_environment(folder: Path) -> Path:
     """Return the `bin` folder of a new environment with this repository's wheel alone.
 
     It shares the dependencies of this environment. setuptools is downloaded from the package index.
@@ -123,17 +125,19 @@ def wheel_environment(folder: Path) -> Path:
         folder.mkdir(parents=True)
         shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         pip = (bin_ / "python", "-m", "pip", "--quiet")
-        _run(folder, sys.executable, "-m", "venv", folder / "venv")
-        _run(folder, *pip, "install", "setuptools>=77", "wheel")
-        _run(source, *pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, ".")
+        _run_command(folder, sys.executable, "-m", "venv", folder / "venv")
+        _run_command(folder, *pip, "install", "setuptools>=77", "wheel")
+        _run_command(
+            source, *pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, "."
+        )
         shutil.rmtree(source)
         (wheel,) = wheels.glob("*.whl")
-        _run(folder, *pip, "install", "--no-deps", wheel)
-        site = _run(
+        _run_command(folder, *pip, "install", "--no-deps", wheel)
+        site = _run_command(
             folder, bin_ / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
         ).strip()
         (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    found = _run(folder, bin_ / "python", "-c", "import jmoe; print(jmoe.__file__)").strip()
+    found = _run_command(folder, bin_ / "python", "-c", "import jmoe; print(jmoe.__file__)").strip()
     if not Path(found).is_relative_to(folder):
         raise RuntimeError(f"jmoe comes from {found}: must be that of the wheel")
     return bin_
@@ -146,7 +150,7 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def _run(cwd: Path, *words: object) -> str:
+def _run_command(cwd: Path, *words: object) -> str:
     done = subprocess.run(
         [*map(str, words)], cwd=cwd, env=clean_environment(), check=True, stdout=subprocess.PIPE
     )

@@ -67,7 +67,7 @@ def run_rank(
         heartbeat_timeout_s=120,
     )
     with join_lockstep(config) as role:
-        runners = _Runners(load)
+        runners = _EngineRunners(load)
         if isinstance(role, Follower):
             role.run_leader_calls(runners)
             return
@@ -75,11 +75,11 @@ def run_rank(
         engines = {}
         for name, (folder, options) in load.items():
             runners.load(name)
-            engines[name] = Engine(folder, options, leader=_LeaderOf(role, name))
+            engines[name] = Engine(folder, options, leader=_LeaderOfNamedEngine(role, name))
         report.finish(measure(engines))
 
 
-class _LeaderOf:
+class _LeaderOfNamedEngine:
     """A leader of followers that run several engines each."""
 
     def __init__(self, leader: Leader, name: str) -> None:
@@ -89,7 +89,7 @@ class _LeaderOf:
         self._leader.send_call("call", self._name, method, arguments)
 
 
-class _Runners:
+class _EngineRunners:
     """A follower's share of every engine; on rank 0 only the message to load it."""
 
     def __init__(self, load: Load) -> None:

@@ -28,7 +28,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: object) -> N
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=default)
 
 
-def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **more: Any) -> Engine:
+def make_engine(
+    a: argparse.Namespace, limits: dict[str, float] | None = None, **more: Any
+) -> Engine:
     """Return the engine that the options and `more` fields describe; with policy "auto" it has
     measured the machine.
 
@@ -51,10 +53,12 @@ def engine_of(a: argparse.Namespace, limits: dict[str, float] | None = None, **m
 
 def run_description(a: argparse.Namespace) -> JsonObject:
     """Return what a result says of its run: options, versions and device."""
-    return {"args": report.options(a)} | report.where()
+    return {"args": report.options(a)} | report.device_and_versions()
 
 
-def prefill_s(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int = 1) -> float:
+def measure_prefill_s(
+    engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int = 1
+) -> float:
     """Return the seconds until each of the prompts has its first token."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     begun = time.perf_counter()

@@ -14,11 +14,11 @@ from benchmarks.lib.report import JsonObject
 COMMON = {"ioengine": "psync", "direct": 1, "thread": 1}
 
 
-def is_here() -> bool:
+def is_installed() -> bool:
     return shutil.which("fio") is not None
 
 
-def _command(*jobs: JsonObject) -> list[str]:
+def _fio_command(*jobs: JsonObject) -> list[str]:
     return ["fio", *(f"--{key}={value}" for job in jobs for key, value in (job | COMMON).items())]
 
 
@@ -27,7 +27,7 @@ def _environment(*, huge_pages: bool) -> dict[str, str]:
     return os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge_pages)}"}
 
 
-def seconds(
+def measure_transfer_s(
     files: list[Path], record_bytes: int, threads: int, *, write: bool, huge_pages: bool
 ) -> float:
     """Return fio's seconds to read or write these files.
@@ -56,7 +56,7 @@ def seconds(
     }
     environment = _environment(huge_pages=huge_pages)
     done = subprocess.run(
-        _command(job), capture_output=True, text=True, check=True, env=environment
+        _fio_command(job), capture_output=True, text=True, check=True, env=environment
     )
     moved = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][
         "write" if write else "read"
@@ -67,13 +67,15 @@ def seconds(
 
 
 @contextmanager
-def running(folder: Path, read_bytes_per_s: float, write_bytes_per_s: float) -> Iterator[None]:
+def running_in_background(
+    folder: Path, read_bytes_per_s: float, write_bytes_per_s: float
+) -> Iterator[None]:
     """Run fio during the block, at these rates, past the page cache, 4 MiB a block."""
     folder.mkdir(exist_ok=True)
     place = {"directory": folder, "bs": "4m", "size": "256m", "time_based": 1, "runtime": 600}
     read = {"name": "read", "rw": "read", "rate": int(read_bytes_per_s)}
     write = {"name": "write", "rw": "write", "rate": int(write_bytes_per_s), "fdatasync": 1}
-    command, environment = _command(read | place, write | place), _environment(huge_pages=True)
+    command, environment = _fio_command(read | place, write | place), _environment(huge_pages=True)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     try:
         time.sleep(1.0)  # it lays out its files the first time

@@ -8,9 +8,9 @@
 A part is one of the other benchmarks in a process of its own with a limit of its own. One that
 fails or runs into its limit is named with its last lines and where it was, and the rest goes on:
 with a smaller model if the model could not be written. What has a result already is not run again
-(--fresh runs it). Each file says the date, the device, the versions and, in `limits`, how near it
-came to what the part `floors` measured of the same device and to the data sheet: the FLOP/s of a
-training step, the copies of a decode step over the link.
+(--fresh runs it). Each file says the date, the device, the versions and, in `limits`,
+how near it came to what the part `floors` measured of the same device and to the data sheet: the
+FLOP/s of a training step, the copies of a decode step over the link.
 """
 
 if __name__ == "__main__":
@@ -35,7 +35,7 @@ from pathlib import Path
 from benchmarks import BENCHMARKS, RESULTS
 from benchmarks.lib import report
 from benchmarks.lib.parts import run_part
-from benchmarks.lib.published import LAYERS, published, tiny
+from benchmarks.lib.published import LAYERS, published_config, tiny_config
 from benchmarks.lib.report import JsonObject
 from jmoe.run.metrics import peak_flops_per_s
 
@@ -73,7 +73,7 @@ TOY = {
 }
 
 
-def parts(scratch: Path, on_cpu: bool) -> list[Part]:
+def make_parts(scratch: Path, on_cpu: bool) -> list[Part]:
     """Return all parts, those with the quickest figures first."""
     sizes = TOY if on_cpu else FULL
     found = [Part("floors", f"kernels/floors.py floors {sizes['floors']}".strip(), 45)]
@@ -114,7 +114,7 @@ def parts(scratch: Path, on_cpu: bool) -> list[Part]:
     return [replace(part, seconds=slower * part.seconds) for part in found]
 
 
-def limits(result: JsonObject, floors: JsonObject) -> JsonObject:
+def fractions_of_limits(result: JsonObject, floors: JsonObject) -> JsonObject:
     """Return how near a result came to its device's measured limits and to the data sheet.
 
     mfu: FLOP/s of a model's step over the data sheet's peak, None if that is unknown.
@@ -135,15 +135,15 @@ def limits(result: JsonObject, floors: JsonObject) -> JsonObject:
     return near
 
 
-def add_limits(out: Path) -> JsonObject:
-    """Write `limits` into every result that has any, and return them by name.
+def write_fractions_of_limits(out: Path) -> JsonObject:
+    """Write `fractions_of_limits` into every result that has any, and return them by name.
 
     Results and floors may be written in any order.
     """
     results = {path: json.loads(path.read_text()) for path in sorted(out.glob("gpu_*.json"))}
     floors, found = results.get(out / "gpu_floors.json", {}), {}
     for path, result in results.items():
-        if near := limits(result, floors):
+        if near := fractions_of_limits(result, floors):
             found[path.stem.removeprefix("gpu_")] = near
             path.write_text(json.dumps(result | {"limits": near}, indent=1) + "\n")
     return found
@@ -168,12 +168,12 @@ def main() -> int:
     )
     a = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jmoe-gpu-") as folder:
-        return run_all(a, parser, Path(folder))
+        return run_chosen_parts(a, parser, Path(folder))
 
 
-def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Path) -> int:
+def run_chosen_parts(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Path) -> int:
     """Run the chosen parts that have no result."""
-    all_parts = parts(scratch, a.cpu)
+    all_parts = make_parts(scratch, a.cpu)
     names = [part.name for part in all_parts]
     if unknown := set(a.only or ()) - set(names):
         parser.error(f"--only: {', '.join(sorted(unknown))}: must be among {', '.join(names)}")
@@ -182,7 +182,7 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
             print(part.name, part.command)
         return 0
     for name in LAYERS:
-        config = tiny(name) if a.cpu else published(name, LAYERS[name])
+        config = tiny_config(name) if a.cpu else published_config(name, LAYERS[name])
         (scratch / f"{name}.json").write_text(json.dumps(config))
         (scratch / f"{name}_small.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     out: Path = a.out or (scratch / "results" if a.cpu else RESULTS)
@@ -203,23 +203,29 @@ def run_all(a: argparse.Namespace, parser: argparse.ArgumentParser, scratch: Pat
         elif left_s <= 0:
             done = {"failed": "no time left"}
         else:
-            done, larger = run_command(part, left_s, environment)
+            done, larger = run_part_or_fallback(part, left_s, environment)
             failed |= larger
         result = done.pop("result", None)
         report.progress({"part": part.name} | done)
         if result is None:
             failed[part.name] = done
         elif part.name != "model":
-            text = json.dumps(result_file(part, result), indent=1).replace(str(scratch), "FOLDER")
+            text = json.dumps(result_file_content(part, result), indent=1).replace(
+                str(scratch), "FOLDER"
+            )
             (out / f"gpu_{part.name}.json").write_text(text + "\n")
-            add_limits(out)
+            write_fractions_of_limits(out)
     report.finish(
-        {"ran": sorted(wanted - set(failed)), "failed": failed, "limits": add_limits(out)}
+        {
+            "ran": sorted(wanted - set(failed)),
+            "failed": failed,
+            "limits": write_fractions_of_limits(out),
+        }
     )
     return 1 if failed else 0
 
 
-def run_command(
+def run_part_or_fallback(
     part: Part, left_s: float, environment: dict[str, str]
 ) -> tuple[JsonObject, JsonObject]:
     """Run a part's command, or `instead` if it failed; return the outcome, and failures."""
@@ -239,7 +245,7 @@ def run_command(
     return done, failed
 
 
-def result_file(part: Part, result: JsonObject) -> JsonObject:
+def result_file_content(part: Part, result: JsonObject) -> JsonObject:
     """Return the result file of a part: command, date and figures."""
     command = f"python benchmarks/{part.command}"
     return {

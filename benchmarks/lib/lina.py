@@ -48,7 +48,9 @@ TIMES = 30
 RunExperts = Callable[[int, list[GateOutput], list[np.ndarray]], list[jax.Array]]
 
 
-def tables_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> dict[int, PathTable]:
+def count_path_tables(
+    engine: Engine, folder: Path, prompts: list[list[int]]
+) -> dict[int, PathTable]:
     """Return path tables of every length with all experts of a path, counted on these prompts."""
     config = engine.config
     sizes = (config.num_moe_layers, config.num_experts, config.num_experts_per_tok)
@@ -78,18 +80,18 @@ def load_table(folder: Path, length: int, *, whole: bool = False) -> PathTable:
     return replace(table, header=header, experts=table.experts[:, :k], counts=table.counts[:, :k])
 
 
-def set_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
+def configure_as_contestant(placer: ExpertPlacer, name: str, folder: Path) -> None:
     """Make a placer decide as one contestant does, with its path length and table of `TABLES`."""
     length, whole = TABLES.get(name, TABLES[LINA])
     lina = name not in ("even", "ideal")
     placer._mesh = replace(placer._mesh, placement="lina" if lina else "even")
     placer._estimates = lina and name != "without_estimate"
     placer._table = load_table(folder, length, whole=whole) if placer._estimates else None
-    was_right = partial_was_right(placer, name)
+    was_right = make_estimate_check(placer, name)
     placer._estimate_was_right = was_right  # type: ignore[method-assign]
 
 
-def partial_was_right(placer: ExpertPlacer, name: str) -> Callable[[int, np.ndarray], bool]:
+def make_estimate_check(placer: ExpertPlacer, name: str) -> Callable[[int, np.ndarray], bool]:
     """Return the test of whether phase two has to plan; it never has to without a phase two."""
     if name == "without_phase_two":
         return lambda layer, counts_E: True
@@ -97,9 +99,9 @@ def partial_was_right(placer: ExpertPlacer, name: str) -> Callable[[int, np.ndar
 
 
 @call_on_all_ranks
-def contest(runner: MeshRunner, name: str, folder: str) -> None:
+def start_contestant(runner: MeshRunner, name: str, folder: str) -> None:
     """Run a contestant's next steps from the even placement; all processes call this."""
-    set_contestant(runner.placer, name, Path(folder))
+    configure_as_contestant(runner.placer, name, Path(folder))
     experts = runner.residency
     num_experts = experts.index.num_experts
     for layer, placement in enumerate(experts.placements):
@@ -118,13 +120,13 @@ def contest(runner: MeshRunner, name: str, folder: str) -> None:
     for learned in (runner.placer._recent_LE, runner.placer._promised_L, runner.placer._kept_L):
         learned[:] = 0
     run = MeshRunner._run_experts.__get__(runner)
-    runner._run_experts = _balanced(runner, run) if name == "ideal" else run  # type: ignore[method-assign]
+    runner._run_experts = _with_balanced_choices(runner, run) if name == "ideal" else run  # type: ignore[method-assign]
 
 
-MeshRunner.contest = contest  # type: ignore[attr-defined]  # followers find it there
+MeshRunner.start_contestant = start_contestant  # type: ignore[attr-defined]  # followers find it there
 
 
-def _balanced(runner: MeshRunner, run: RunExperts) -> RunExperts:
+def _with_balanced_choices(runner: MeshRunner, run: RunExperts) -> RunExperts:
     """Return `_run_experts` with choices dealt to all experts; for unpadded whole batches."""
     experts = runner.config.num_experts
     made: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = {}
@@ -149,14 +151,14 @@ def _balanced(runner: MeshRunner, run: RunExperts) -> RunExperts:
     return run_experts
 
 
-def layer_rows(
+def measure_layer_rows(
     engine: Engine, folder: Path, batches: list[list[list[int]]], names: Sequence[str]
 ) -> list[JsonObject]:
     """Return a row for each contestant and layer: times here, with the host waiting for each."""
     runner: Any = engine._runner
     rows = []
     for name in names:
-        runner.contest(name, str(folder))
+        runner.start_contestant(name, str(folder))
         taken: list[list[tuple[float, float, float]]] = [
             [] for _ in range(runner.config.num_moe_layers)
         ]
@@ -201,11 +203,11 @@ def layer_rows(
     return rows
 
 
-def most_popular(popularity_E: np.ndarray, most: int) -> set[int]:
+def most_popular_experts(popularity_E: np.ndarray, most: int) -> set[int]:
     return set(np.argsort(-popularity_E, kind="stable")[:most].tolist())
 
 
-def accuracy(
+def measure_estimate_accuracy(
     kind: str, steps: list[list[np.ndarray]], folder: Path, config: ModelConfig
 ) -> list[JsonObject]:
     """Return a row for each path length and kind of table: a figure a layer from the second."""
@@ -220,7 +222,7 @@ def accuracy(
                 for layer in range(config.num_moe_layers - 1):
                     actual_E = np.bincount(step[layer + 1].ravel(), minlength=experts + 1)[:-1]
                     sets = [
-                        most_popular(x, most)
+                        most_popular_experts(x, most)
                         for x in (
                             table.estimate_popularity(step[: layer + 1]).popularity_E,
                             actual_E,
@@ -242,7 +244,7 @@ def accuracy(
 # The planner without an engine
 
 
-class Places:
+class WeightlessPlacedExperts:
     """The places of experts, as in `PlacedExperts` but without weights; a device is a process."""
 
     def __init__(self, config: ModelConfig, devices: int, slots: int) -> None:
@@ -273,19 +275,19 @@ class Places:
         self.placements[layer] = changed.placement
 
 
-def planner_of(
-    name: str, folder: Path, places: Places, costs: SwapCosts, config: ModelConfig
+def make_contestant_planner(
+    name: str, folder: Path, places: WeightlessPlacedExperts, costs: SwapCosts, config: ModelConfig
 ) -> ExpertPlacer:
     """Return the engine's planner, set as a contestant's."""
     devices, slots = len(places.copies_N), places.placements[0].slots_per_device
     mesh, experts = EngineMesh(devices=devices, placement="lina", slots_per_device=slots), places
     placer = ExpertPlacer(mesh, experts, config.num_experts_per_tok, True, None)  # type: ignore[arg-type]
-    set_contestant(placer, name, folder)
+    configure_as_contestant(placer, name, folder)
     placer.costs = costs
     return placer
 
 
-class Replayed(NamedTuple):
+class ReplayTotals(NamedTuple):
     """Totals of a step: busiest device's rows, copies, plans. replanned: share of estimates."""
 
     busiest: np.ndarray
@@ -294,7 +296,7 @@ class Replayed(NamedTuple):
     replanned: float
 
 
-def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
+def replay_choices(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> ReplayTotals:
     """Run a planner on recorded choices and return the totals of the steps."""
     places: Any = placer._experts
     busiest, copies, plans = [], [], []
@@ -317,10 +319,10 @@ def replay(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Replayed:
         copies.append(places.slowest_copies - copied)
         plans.append(placer._replans + placer._num_estimates - planned)
     replanned = placer._replans / placer._num_estimates if placer._num_estimates else 0.0
-    return Replayed(np.array(busiest, float), np.array(copies), np.array(plans), replanned)
+    return ReplayTotals(np.array(busiest, float), np.array(copies), np.array(plans), replanned)
 
 
-def plans_ms(
+def measure_planning_ms(
     folder: Path, steps: list[list[np.ndarray]], engine: Engine, many_devices: int
 ) -> JsonObject:
     """Return the median milliseconds of a plan and its parts, beside the paper's figures."""
@@ -338,7 +340,7 @@ def plans_ms(
         return report.median(taken, 3)
 
     def plan(devices: int, slots: int) -> Callable[[], None]:
-        places = Places(config, devices, slots)
+        places = WeightlessPlacedExperts(config, devices, slots)
 
         def call() -> None:
             planned = place_experts(
@@ -348,7 +350,9 @@ def plans_ms(
 
         return call
 
-    right = planner_of(LINA, folder, Places(config, 2, slots), SwapCosts(1.0, 1e9), config)
+    right = make_contestant_planner(
+        LINA, folder, WeightlessPlacedExperts(config, 2, slots), SwapCosts(1.0, 1e9), config
+    )
     right._table = _TrueTable(counts_E)  # type: ignore[assignment]
     right.place_by_estimate(layer, step[:layer])
     return {

@@ -31,7 +31,7 @@ SOCKETS = ("net.ipv4.tcp_wmem=4096 262144 262144", "net.ipv4.tcp_congestion_cont
 PATIENCE = ("rto_min", "10s")
 
 
-def _run(*command: str, check: bool = True) -> None:
+def _run_command(*command: str, check: bool = True) -> None:
     subprocess.run(command, check=check, capture_output=not check)
 
 
@@ -62,11 +62,11 @@ class LinkWatch:
     def __enter__(self) -> "LinkWatch":
         self._ends = threading.Event()
         self._seen = [(time.perf_counter(), sum(link_bytes()))]
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample_link_bytes, daemon=True)
         self._thread.start()
         return self
 
-    def _look(self) -> None:
+    def _sample_link_bytes(self) -> None:
         while not self._ends.wait(0.005):
             self._seen.append((time.perf_counter(), sum(link_bytes())))
 
@@ -80,7 +80,7 @@ class LinkWatch:
 
 
 class LinkedNodes:
-    """`with LinkedNodes(200) as nodes: subprocess.Popen(nodes.inside(1, command))`.
+    """`with LinkedNodes(200) as nodes: subprocess.Popen(nodes.command_inside(1, command))`.
 
     Waits while another process has the nodes. number: of nodes, two to four.
     """
@@ -95,27 +95,29 @@ class LinkedNodes:
             raise OSError("nodes on one machine need root and iproute2 (the commands ip and tc)")
         self._lock = LOCK.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._down()
-        _run("ip", "link", "add", BRIDGE, "up", "type", "bridge")
-        _run("ip", "link", "add", PIPE, "up", "type", "ifb")
+        self._remove_nodes()
+        _run_command("ip", "link", "add", BRIDGE, "up", "type", "bridge")
+        _run_command("ip", "link", "add", PIPE, "up", "type", "ifb")
         limit = ("rate", f"{self.mbit_per_s}mbit", "burst", "128kb", "limit", "64mb")
-        _run("tc", "qdisc", "add", "dev", PIPE, "root", "tbf", *limit)
+        _run_command("tc", "qdisc", "add", "dev", PIPE, "root", "tbf", *limit)
         for node, address in zip(NODES[: self.number], ADDRESSES, strict=False):
             port = f"{node}v"
-            _run("ip", "netns", "add", node)
-            _run(
+            _run_command("ip", "netns", "add", node)
+            _run_command(
                 "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", node
             )
-            _run("ip", "link", "set", port, "master", BRIDGE, "up")
-            _run("tc", "qdisc", "add", "dev", port, "ingress")
+            _run_command("ip", "link", "set", port, "master", BRIDGE, "up")
+            _run_command("tc", "qdisc", "add", "dev", port, "ingress")
             redirect = ("action", "mirred", "egress", "redirect", "dev", PIPE)
             everything = ("protocol", "all", "u32", "match", "u32", "0", "0")
-            _run("tc", "filter", "add", "dev", port, "parent", "ffff:", *everything, *redirect)
-            _run("ip", "-n", node, "addr", "add", f"{address}/24", "dev", INTERFACE)
-            _run("ip", "-n", node, "link", "set", "lo", "up")
-            _run("ip", "-n", node, "link", "set", INTERFACE, "up")
+            _run_command(
+                "tc", "filter", "add", "dev", port, "parent", "ffff:", *everything, *redirect
+            )
+            _run_command("ip", "-n", node, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            _run_command("ip", "-n", node, "link", "set", "lo", "up")
+            _run_command("ip", "-n", node, "link", "set", INTERFACE, "up")
             subnet = f"{address.rsplit('.', 1)[0]}.0/24"
-            _run(
+            _run_command(
                 "ip",
                 "-n",
                 node,
@@ -129,7 +131,7 @@ class LinkedNodes:
                 *PATIENCE,
             )
             for setting in SOCKETS:
-                _run("ip", "netns", "exec", node, "sysctl", "-q", "-w", setting)
+                _run_command("ip", "netns", "exec", node, "sysctl", "-q", "-w", setting)
             # gloo binds to what the hostname stands for; `ip netns exec` mounts this file over
             # /etc/hosts
             folder = Path("/etc/netns") / node
@@ -145,17 +147,17 @@ class LinkedNodes:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._down()
+        self._remove_nodes()
         self._lock.close()
 
-    def inside(self, node: int, command: list[str]) -> list[str]:
+    def command_inside(self, node: int, command: list[str]) -> list[str]:
         """Return the command that runs `command` inside this node."""
         return ["ip", "netns", "exec", NODES[node], *command]
 
-    def _down(self) -> None:
+    def _remove_nodes(self) -> None:
         for node in NODES:
-            _run("ip", "link", "del", f"{node}v", check=False)
-            _run("ip", "netns", "del", node, check=False)
+            _run_command("ip", "link", "del", f"{node}v", check=False)
+            _run_command("ip", "netns", "del", node, check=False)
             shutil.rmtree(Path("/etc/netns") / node, ignore_errors=True)
         for device in (PIPE, BRIDGE):
-            _run("ip", "link", "del", device, check=False)
+            _run_command("ip", "link", "del", device, check=False)

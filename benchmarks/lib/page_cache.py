@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def evict(path: Path) -> None:
+def evict_from_page_cache(path: Path) -> None:
     """Drop the pages of a file, or of a folder's files, from the page cache."""
     for file in [path, *path.rglob("*")]:
         if file.is_file():

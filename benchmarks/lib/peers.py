@@ -12,7 +12,7 @@ from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
 
 
-def last_object(command: Sequence[str], folder: Path | None = None) -> JsonObject:
+def run_for_last_object(command: Sequence[str], folder: Path | None = None) -> JsonObject:
     """Return the JSON object in a program's last line; a program that fails ends this one."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
@@ -32,12 +32,12 @@ def decoding_speeds(side: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def fastest(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def fastest_figures(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the best of several runs, figure by figure; each figure is a speed."""
     return {name: max(run[name] for run in runs) for name in runs[0]}
 
 
-def compared(
+def compare_rounds(
     rounds: Sequence[tuple[Mapping[str, float], Mapping[str, float]]], peer: str
 ) -> JsonObject:
     """Return, by figure, both sides' medians, the median ratio, and the rounds (ours, theirs)."""

@@ -103,14 +103,14 @@ CONFIGS: dict[str, JsonObject] = {
 }
 
 
-def published(name: str, layers: int) -> JsonObject:
+def published_config(name: str, layers: int) -> JsonObject:
     """Return the fields of a published model's `config.json`, with this number of layers."""
     return CONFIGS[name] | {"num_hidden_layers": layers}
 
 
-def tiny(name: str) -> JsonObject:
+def tiny_config(name: str) -> JsonObject:
     """Return the same model at a toy size: two layers of four experts, hidden size 64."""
-    config = published(name, 2)
+    config = published_config(name, 2)
     experts = "num_experts" if "num_experts" in config else "num_local_experts"
     small = {
         "hidden_size": 64,

@@ -74,7 +74,9 @@ def run_ranks(num_ranks: int, mbit_per_s: float, *options: str, num_nodes: int =
     with linked if mbit_per_s else nullcontext() as nodes, tempfile.TemporaryFile("w+") as output:
         for rank in range(num_ranks):
             command = rank_command(rank, port, *options)
-            command = nodes.inside(rank * num_nodes // num_ranks, command) if nodes else command
+            command = (
+                nodes.command_inside(rank * num_nodes // num_ranks, command) if nodes else command
+            )
             out: IO[str] | int = output if rank == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, stdout=out, text=True))
         codes = wait_for_all(ranks)
@@ -142,7 +144,7 @@ class Rounds:
         self.seconds.append(seconds)
         self.sent_bytes.append(sent)
 
-    def row(self, reference: str, of: "Rounds") -> JsonObject:
+    def result_row(self, reference: str, of: "Rounds") -> JsonObject:
         """Return median seconds, the median of their ratios to the reference, and median bytes."""
         return {
             "seconds": median(self.seconds),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from benchmarks import DOCS, RESULTS, ROOT
-from benchmarks.lib.catalogue import AREAS, TITLES, with_todays_paths
+from benchmarks.lib.catalogue import AREAS, TITLES, replace_moved_program_paths
 from benchmarks.lib.report import JsonObject
 from benchmarks.paper.index import PAPERS
 from benchmarks.paper.index import table as table_of_paper
@@ -68,7 +68,7 @@ MAX_CELL = 60  # characters
 WIDE, SHORT = 12, 6  # columns, rows
 
 
-def number(value: object) -> str:
+def format_number(value: object) -> str:
     """Return a value as tables show it: four significant digits, thousands separated."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-" if value is None else str(value)
@@ -77,40 +77,44 @@ def number(value: object) -> str:
     return f"{value:.4g}"
 
 
-def cell(value: object) -> str:
+def format_cell(value: object) -> str:
     if isinstance(value, list):
-        shown = ", ".join(map(cell, value))
+        shown = ", ".join(map(format_cell, value))
         if len(shown) <= MAX_CELL or not all(isinstance(part, int | float) for part in value):
             return shown
-        return f"{len(value)} values, {cell(min(value))} to {cell(max(value))}"
+        return f"{len(value)} values, {format_cell(min(value))} to {format_cell(max(value))}"
     if isinstance(value, dict):
-        return "; ".join(f"{name} {cell(part)}" for name, part in value.items())
-    return number(value).replace("|", "\\|")
+        return "; ".join(f"{name} {format_cell(part)}" for name, part in value.items())
+    return format_number(value).replace("|", "\\|")
 
 
-def flatten(row: JsonObject, prefix: str = "") -> JsonObject:
+def flatten_row(row: JsonObject, prefix: str = "") -> JsonObject:
     """Return one level of names and values; the names of nested values are joined."""
     cells: JsonObject = {}
     for name, value in row.items():
         cells |= (
-            flatten(value, f"{prefix}{name} ")
+            flatten_row(value, f"{prefix}{name} ")
             if isinstance(value, dict)
             else {f"{prefix}{name}".strip(): value}
         )
     return cells
 
 
-def table(rows: list[JsonObject]) -> Iterator[str]:
+def table_lines(rows: list[JsonObject]) -> Iterator[str]:
     """Yield a table of rows, transposed if wide and short; columns of one value stand above it."""
-    rows = [flatten(row) for row in rows]
+    rows = [flatten_row(row) for row in rows]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: {json.dumps(row.get(name)) for row in rows} for name in columns}
     same = [name for name in columns if len(rows) > 1 and len(values[name]) == 1]
     if same:
-        yield "All rows: " + ", ".join(f"{name} {cell(rows[0][name])}" for name in same) + ".\n"
+        yield (
+            "All rows: "
+            + ", ".join(f"{name} {format_cell(rows[0][name])}" for name in same)
+            + ".\n"
+        )
     shown = [name for name in columns if name not in same]
     grid = [[name.replace("_", " ") for name in shown]]
-    grid += [[cell(row[name]) if name in row else "" for name in shown] for row in rows]
+    grid += [[format_cell(row[name]) if name in row else "" for name in shown] for row in rows]
     if len(shown) > WIDE and len(rows) < SHORT:
         grid = [list(column) for column in zip(*grid, strict=True)]
     for number_of_line, line in enumerate(grid):
@@ -120,11 +124,11 @@ def table(rows: list[JsonObject]) -> Iterator[str]:
     yield ""
 
 
-def is_rows(value: object) -> TypeGuard[list[JsonObject]]:
+def is_list_of_rows(value: object) -> TypeGuard[list[JsonObject]]:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def heading(result: JsonObject) -> Iterator[str]:
+def heading_lines(result: JsonObject) -> Iterator[str]:
     """Yield how the result was made, on which machine, and its notes."""
     for name in ("command", "commands"):
         lines = result.get(name, [])
@@ -135,7 +139,7 @@ def heading(result: JsonObject) -> Iterator[str]:
                 + "\n```\n"
             )
     facts = [
-        f"{name} {cell(result[name])}"
+        f"{name} {format_cell(result[name])}"
         for name in ("machine", "date", "versions", "options")
         if name in result
     ]
@@ -151,7 +155,7 @@ def heading(result: JsonObject) -> Iterator[str]:
         yield ""
 
 
-def runs(result: JsonObject) -> list[JsonObject]:
+def runs_of_result(result: JsonObject) -> list[JsonObject]:
     """Return the measurements of a result on each of its machines, the newest first.
 
     The parts of OTHER_MACHINES are the same measurement again; of one day, the faster machine goes
@@ -170,27 +174,29 @@ def date_of(part: object, run: JsonObject) -> str:
     )
 
 
-def body(result: JsonObject, level: int) -> Iterator[str]:
+def body_lines(result: JsonObject, level: int) -> Iterator[str]:
     """Yield the newest measurement of a result, and the older ones folded."""
-    newest, *older = runs(result)
-    yield from measurement(newest, level)
+    newest, *older = runs_of_result(result)
+    yield from measurement_lines(newest, level)
     for run in older:
         where = [str(run[name]) for name in ("machine", "date") if name in run]
         yield f"<details>\n<summary>Also measured: {'; '.join(where)}</summary>\n"
-        yield from measurement(run, level)
+        yield from measurement_lines(run, level)
         yield "</details>\n"
 
 
-def measurement(run: JsonObject, level: int) -> Iterator[str]:
+def measurement_lines(run: JsonObject, level: int) -> Iterator[str]:
     """Yield what was run, its single values, and a table or section for each of its parts."""
-    yield from heading(run)
+    yield from heading_lines(run)
     values = {
         name: value
         for name, value in run.items()
-        if name not in ABOUT and not isinstance(value, dict) and not is_rows(value)
+        if name not in ABOUT and not isinstance(value, dict) and not is_list_of_rows(value)
     }
     if values:
-        yield from (f"- {name.replace('_', ' ')}: {cell(value)}" for name, value in values.items())
+        yield from (
+            f"- {name.replace('_', ' ')}: {format_cell(value)}" for name, value in values.items()
+        )
         yield ""
     parts = [
         (name, value) for name, value in run.items() if name not in ABOUT and name not in values
@@ -198,15 +204,15 @@ def measurement(run: JsonObject, level: int) -> Iterator[str]:
     for name, value in sorted(parts, key=lambda part: date_of(part[1], run), reverse=True):
         if name != "rows":
             yield f"{'#' * level} {name.replace('_', ' ')}\n"
-        if is_rows(value):
-            yield from table(value)
-        elif any(map(is_rows, value.values())):
-            yield from body(value, level + 1)
+        if is_list_of_rows(value):
+            yield from table_lines(value)
+        elif any(map(is_list_of_rows, value.values())):
+            yield from body_lines(value, level + 1)
         else:
-            yield from table([value])
+            yield from table_lines([value])
 
 
-def papers() -> Iterator[str]:
+def papers_page_lines() -> Iterator[str]:
     """Yield the page of the papers' tables and figures, ours beside theirs."""
     yield "# The papers' tables and figures\n"
     yield "```"
@@ -231,12 +237,12 @@ def papers() -> Iterator[str]:
         yield ""
 
 
-def page(path: Path, result: JsonObject) -> Iterator[str]:
+def result_page_lines(path: Path, result: JsonObject) -> Iterator[str]:
     """Yield the page of one result file."""
     yield f"# {TITLES[path.stem][1]}\n"
     link = f"../../{path.relative_to(ROOT)}"
     yield f"All figures as JSON: [`{path.name}`]({link}). All results: [index](../benchmarks.md).\n"
-    yield from body(result, 2)
+    yield from body_lines(result, 2)
 
 
 def machine_of(run: JsonObject) -> str:
@@ -250,10 +256,10 @@ def machine_of(run: JsonObject) -> str:
     raise ValueError(f"machine = {described!r}: must contain one of {', '.join(MACHINES)}")
 
 
-def index(results: dict[Path, JsonObject]) -> Iterator[str]:
+def index_page_lines(results: dict[Path, JsonObject]) -> Iterator[str]:
     """Yield docs/benchmarks.md: a row for each result, by area, the newest first."""
     yield HEAD.rstrip()
-    newest = {path: runs(result)[0] for path, result in results.items()}
+    newest = {path: runs_of_result(result)[0] for path, result in results.items()}
     by_date = sorted(results, key=lambda path: str(newest[path].get("date", "")), reverse=True)
     for path in sorted(by_date, key=lambda path: AREAS.index(TITLES[path.stem][0])):
         area, title = TITLES[path.stem]
@@ -262,18 +268,24 @@ def index(results: dict[Path, JsonObject]) -> Iterator[str]:
         yield f"| {area} | {link} | {machine_of(run)} | {run.get('date', '')} |"
 
 
-def pages() -> dict[Path, str]:
+def render_pages() -> dict[Path, str]:
     """Return every page by its path."""
     files = sorted(RESULTS.glob("*.json"))
-    results = {path: json.loads(with_todays_paths(path.read_text())) for path in files}
-    made = {PAGES / f"{path.stem}.md": page(path, result) for path, result in results.items()}
-    made |= {DOCS / "benchmarks.md": index(results), DOCS / "papers.md": papers()}
+    results = {path: json.loads(replace_moved_program_paths(path.read_text())) for path in files}
+    made = {
+        PAGES / f"{path.stem}.md": result_page_lines(path, result)
+        for path, result in results.items()
+    }
+    made |= {
+        DOCS / "benchmarks.md": index_page_lines(results),
+        DOCS / "papers.md": papers_page_lines(),
+    }
     return {path: "\n".join(lines).rstrip() + "\n" for path, lines in made.items()}
 
 
 def main() -> None:
     """Write the pages and remove those without a result; --check fails if that would change any."""
-    made, written = pages(), [DOCS / "benchmarks.md", *PAGES.glob("*.md")]
+    made, written = render_pages(), [DOCS / "benchmarks.md", *PAGES.glob("*.md")]
     stale = [path for path in written if path not in made]
     if "--check" in sys.argv[1:]:
         changed = [

@@ -31,7 +31,7 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: version(name) for name in packages} | {"python": sys.version.split()[0]}
 
 
-def where() -> JsonObject:
+def device_and_versions() -> JsonObject:
     """Return the device and the versions of JAX and Python, as a result names them."""
     import jax
 

@@ -14,14 +14,16 @@ SAMPLE = (16, 128)  # prompts, tokens of each: what routers' biases are made for
 PASSES, ROUNDS = 3, 200
 
 
-def zipf(num_layers: int, num_experts: int, exponent: float, seed: int) -> np.ndarray:
+def zipf_shares(num_layers: int, num_experts: int, exponent: float, seed: int) -> np.ndarray:
     """Return [L, E] shares of a layer's choices, Zipf by rank; ranks are drawn for each layer."""
     ranked_E = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(ranked_E / ranked_E.sum()) for _ in range(num_layers)])
 
 
-def write_skewed(folder: Path, shares_LE: np.ndarray, seed: int = 0, **fields: int) -> None:
+def write_skewed_checkpoint(
+    folder: Path, shares_LE: np.ndarray, seed: int = 0, **fields: int
+) -> None:
     """Write a gpt-oss checkpoint whose router biases give each expert its share of the choices.
 
     fields: of its `config.json`. The shares hold over random tokens; no expert can have more than 1
@@ -50,11 +52,13 @@ def write_skewed(folder: Path, shares_LE: np.ndarray, seed: int = 0, **fields: i
             - np.asarray(bias[...])[:, None]
         )
         pairs = zip(logits_LTE, shares_LE, strict=True)
-        bias[...] = jnp.asarray([_bias_for(*pair, config.num_experts_per_tok) for pair in pairs])
+        bias[...] = jnp.asarray(
+            [_router_bias_for_shares(*pair, config.num_experts_per_tok) for pair in pairs]
+        )
     save_pretrained(model, folder)
 
 
-def _bias_for(logits_TE: np.ndarray, share_E: np.ndarray, k: int) -> np.ndarray:
+def _router_bias_for_shares(logits_TE: np.ndarray, share_E: np.ndarray, k: int) -> np.ndarray:
     """Return float32 [E] to add to these logits so that top-K choices have the wanted shares."""
     bias_E, step = np.zeros(share_E.size), 0.5
     for _ in range(ROUNDS):

@@ -10,7 +10,7 @@ GROUPS = Path("/sys/fs/cgroup/blkio")
 GROUP = GROUPS / "jmoebench"
 
 
-def _disk(folder: Path) -> str:
+def _disk_device_number(folder: Path) -> str:
     """Return MAJOR:MINOR of the whole disk that holds this folder."""
     device = folder.stat().st_dev
     found = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
@@ -32,7 +32,7 @@ class SlowDisk:
         GROUP.mkdir(exist_ok=True)
         for way in ("read", "write"):
             (GROUP / f"blkio.throttle.{way}_bps_device").write_text(
-                f"{_disk(self.folder)} {self.bytes_per_s}"
+                f"{_disk_device_number(self.folder)} {self.bytes_per_s}"
             )
         (GROUP / "cgroup.procs").write_text(str(os.getpid()))
         return self

@@ -51,10 +51,10 @@ class SocketRows:
 
         del axis_name  # all ranks take part
         shape = jax.ShapeDtypeStruct(output.shape, output.dtype)
-        moved: jax.Array = jax.pure_callback(self._move, shape, operand, output, *blocks)
+        moved: jax.Array = jax.pure_callback(self._exchange_rows, shape, operand, output, *blocks)
         return moved
 
-    def _move(self, operand: Any, output: Any, *blocks: Any) -> NDArray[Any]:
+    def _exchange_rows(self, operand: Any, output: Any, *blocks: Any) -> NDArray[Any]:
         rows_ND, out_MD = np.asarray(operand), np.array(output, copy=True)
         starts_RB, sizes_RB, places_RB, taken_RB = (
             np.asarray(x).reshape(self.num_ranks, -1).astype(np.int32) for x in blocks
@@ -88,13 +88,13 @@ class SocketRows:
         row_bytes = rows_ND.dtype.itemsize * rows_ND.shape[1]
         for peer, connection in self.peers.items():
             length = 8 * taken_RB.shape[1] + int(taken_RB[peer].sum()) * row_bytes
-            write(_receive(connection, length), taken_RB[peer])
+            write(_receive_bytes(connection, length), taken_RB[peer])
         for sender in senders:
             sender.join()
         return out_MD
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
+def _receive_bytes(connection: socket.socket, length: int) -> bytes:
     received = bytearray(length)
     view = memoryview(received)
     while view:

@@ -25,7 +25,7 @@ def wait(ready: Callable[[], object], what: str) -> float:
     return time.time()
 
 
-def times_of(lines: Mapping[str, str], log: Path, position: int = 0) -> dict[str, float]:
+def times_of_log_lines(lines: Mapping[str, str], log: Path, position: int = 0) -> dict[str, float]:
     """Return, by name, when each text appeared in what was added to the log since `position`."""
 
     def has(text: str) -> bool:
@@ -52,7 +52,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def started(
+def started_processes(
     commands: list[list[str]], logs: list[Path], folder: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Return a context with processes that get SIGTERM, and are waited for, at its end."""

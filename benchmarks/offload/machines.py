@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.lib.published import published
+from benchmarks.lib.published import published_config
 from jmoe.config import MachineConfig, MeshConfig, ModelConfig, TiersConfig, TrainConfig
 from jmoe.models.huggingface import model_config
 from jmoe.planning.training import TrainingPlan
@@ -88,16 +88,16 @@ COMPUTERS = (
 def models() -> dict[str, ModelConfig]:
     """Return published models by name, largest first."""
     found = {
-        "OLMoE-1B-7B": published("olmoe", 16),
-        "DeepSeek-V2-Lite": published("deepseek-lite", 27),
-        "gpt-oss-20b": published("gpt-oss", 24),
-        "Qwen3-30B-A3B": published("qwen3", 48),
-        "Mixtral-8x7B": published("mixtral", 32),
-        "gpt-oss-120b": published("gpt-oss", 36) | {"num_local_experts": 128},
-        "Mixtral-8x22B": published("mixtral", 56)
+        "OLMoE-1B-7B": published_config("olmoe", 16),
+        "DeepSeek-V2-Lite": published_config("deepseek-lite", 27),
+        "gpt-oss-20b": published_config("gpt-oss", 24),
+        "Qwen3-30B-A3B": published_config("qwen3", 48),
+        "Mixtral-8x7B": published_config("mixtral", 32),
+        "gpt-oss-120b": published_config("gpt-oss", 36) | {"num_local_experts": 128},
+        "Mixtral-8x22B": published_config("mixtral", 56)
         | {"hidden_size": 6144, "intermediate_size": 16384, "num_attention_heads": 48}
         | {"vocab_size": 32768},
-        "Qwen3-235B-A22B": published("qwen3", 94)
+        "Qwen3-235B-A22B": published_config("qwen3", 94)
         | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536}
         | {"num_attention_heads": 64},
     }

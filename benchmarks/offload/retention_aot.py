@@ -66,8 +66,8 @@ def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: jax
     """Compile the step that is one program."""
     trainer = FusedTrainer(config, make_mesh((1, 1, 1), [device]))
     shape = (1, config.batch_size, config.sequence_length + 1)
-    tokens = programs.abstract(jax.ShapeDtypeStruct(shape, jnp.int32))
-    programs.compile("step", trainer.step, programs.abstract(trainer.state_shape), tokens)
+    tokens = programs.abstract_tree(jax.ShapeDtypeStruct(shape, jnp.int32))
+    programs.compile("step", trainer.step, programs.abstract_tree(trainer.state_shape), tokens)
 
 
 def in_host_memory(
@@ -76,11 +76,13 @@ def in_host_memory(
     """Compile the programs of a streamed step in their order; all layers run the same ones."""
     model = StreamedDecoder(config, make_mesh((1, 1, 1), [device]))
     parts, text, do = make_step_programs(model), make_text_programs(model), programs.compile
-    state = programs.abstract(model.sharded.state_shape.map_params_and_moments(without_experts))
-    tokens = programs.abstract(
+    state = programs.abstract_tree(
+        model.sharded.state_shape.map_params_and_moments(without_experts)
+    )
+    tokens = programs.abstract_tree(
         jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32)
     )
-    number = programs.abstract(jax.ShapeDtypeStruct((), jnp.int32))
+    number = programs.abstract_tree(jax.ShapeDtypeStruct((), jnp.int32))
     (tokens_BS,) = do("unstack", text.unstack, tokens)
     part = do("split", text.split, tokens_BS)
     outside, _, _, unsharded_RC = do(
@@ -92,7 +94,7 @@ def in_host_memory(
     layer, nothing = LayerOptions(number, step=number, accumulation=number), NeighborWork()
     options = {"kind": "moe", "train": True, "full_capacity": False, "saves_residuals": True}
     routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
-    experts = programs.abstract(
+    experts = programs.abstract_tree(
         {
             name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32)
             for name, w in model.modules.experts["moe"].params.items()
@@ -133,15 +135,15 @@ def in_host_memory(
     squares = {"moe": [square] * config.model.num_moe_layers}
     results = FinishStepInputs(grads, squares, [loss], stats, totals)
     do("finish", parts.finish_step, state, results)
-    one = programs.abstract(
+    one = programs.abstract_tree(
         {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}
     )
     do("expert into a slot", put_record, experts, one, number)
     gradient = {
         name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()
     }
-    real = programs.abstract(jax.ShapeDtypeStruct((), jnp.float32))
-    rates = programs.abstract(jax.ShapeDtypeStruct((WINDOW_STEPS,), jnp.float32))
+    real = programs.abstract_tree(jax.ShapeDtypeStruct((), jnp.float32))
+    rates = programs.abstract_tree(jax.ShapeDtypeStruct((WINDOW_STEPS,), jnp.float32))
     missed = MissedSteps(real, number, rates, number, number)
     do(
         "expert brought up to date",
@@ -151,14 +153,14 @@ def in_host_memory(
         number,
         one,
         one,
-        programs.abstract(gradient),
+        programs.abstract_tree(gradient),
         missed,
     )
 
 
 def main() -> None:
     a = parse()
-    if ahead_of_time.skipped():
+    if ahead_of_time.skip_without_cuda_libraries():
         return
     (device,) = ahead_of_time.abstract_gpu_devices("h200")
     rows = []

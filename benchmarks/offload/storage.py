@@ -64,7 +64,7 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
     with all renames and folder flushes. Both run in turn. huge_pages: of the memory on both sides;
     `TieredStore` has them.
     """
-    has_fio = fio.is_here()
+    has_fio = fio.is_installed()
     rows = []
     sizes = ((12 << 20, 1, True), (12 << 20, 4, True), (12 << 20, 4, False), (1 << 20, 4, False))
     for record_bytes, threads, huge_pages in sizes:
@@ -87,12 +87,12 @@ def store(folder: Path, total_bytes: int, rounds: int) -> list[JsonObject]:
                 ]
                 took = {"read": on_threads(it.read_into, slots_MR, num_records)}
                 if has_fio:
-                    took["fio_read"] = fio.seconds(
+                    took["fio_read"] = fio.measure_transfer_s(
                         files, record_bytes, threads, write=False, huge_pages=huge_pages
                     )
                 took["in_place"] = on_threads(in_place, slots_MR, num_records)
                 if has_fio:
-                    took["fio_write"] = fio.seconds(
+                    took["fio_write"] = fio.measure_transfer_s(
                         scratch, record_bytes, threads, write=True, huge_pages=huge_pages
                     )
                 before_bytes = written_bytes()

@@ -88,7 +88,7 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> JsonObject:
         "host": config_of(a, folder, experts="host", optimizer="host", gradients="host"),
     }
     sessions = {name: Session(config) for name, config in kinds.items()}
-    if fio.is_here() and not a.disk_bytes_per_s:
+    if fio.is_installed() and not a.disk_bytes_per_s:
         sessions["host_beside_io"] = sessions["host"]
     read_rate, write_rate = disk_rates(
         sessions["ahead"].program.stores.layouts["moments"], folder / "rates", 3
@@ -100,7 +100,11 @@ def measure_steps(a: argparse.Namespace, folder: Path) -> JsonObject:
     )  # bytes/s read and written by the step with fetching ahead, which comes first
     for number in range(a.rounds + 2):
         for name, session in sessions.items():
-            with fio.running(folder / "fio", *rates) if name == "host_beside_io" else nullcontext():
+            with (
+                fio.running_in_background(folder / "fio", *rates)
+                if name == "host_beside_io"
+                else nullcontext()
+            ):
                 measured = session.step(number)
             if name == "ahead":
                 rates = (
@@ -382,7 +386,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="jmoe-training-tiers-", dir=a.folder) as folder:
         limit = a.disk_bytes_per_s if a.what == "step" else 0  # two_nodes sets its own
         with SlowDisk(Path(folder), limit) if limit else nullcontext():
-            report.finish(measures[a.what](a, Path(folder)) | report.where())
+            report.finish(measures[a.what](a, Path(folder)) | report.device_and_versions())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,12 @@ import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.lib import report
-from benchmarks.lib.deployed import portable_loss, served, served_loss, wheel_environment
+from benchmarks.lib.deployed import (
+    lowered_model_loss,
+    make_wheel_environment,
+    running_server,
+    served_loss,
+)
 from benchmarks.lib.report import JsonObject
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.deploy.calibration_text import CalibrationText, windows_with_next_token
@@ -275,7 +280,7 @@ class Stages:
         self.measure("compressed to mxfp4", small)
         lowered = self.made("lowered", "jmoe.deploy.lower", small, *self.room)
         self.row(
-            "lowered, for JAX alone", kept, all_bytes(lowered), portable_loss(lowered, windows)
+            "lowered, for JAX alone", kept, all_bytes(lowered), lowered_model_loss(lowered, windows)
         )
         segments, machines = folder / "segments.json", folder / "machines.toml"
         machines.write_text(MACHINES)
@@ -304,7 +309,7 @@ class Stages:
             run("-m", "jmoe.deploy.bundle", small, "--out", bundled, *split)
             del os.environ["JAX_NUM_CPU_DEVICES"]
         self.serve("bundled, by one process", all_bytes(bundled), (*serve, bundled), 1)
-        wheel = wheel_environment(folder / "wheel")
+        wheel = make_wheel_environment(folder / "wheel")
         self.serve(
             "served by 2 processes, from a wheel",
             all_bytes(bundled),
@@ -316,7 +321,7 @@ class Stages:
         """Add a row for a server that runs outside the repository."""
         elsewhere = self.folder / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
-        with served(command, elsewhere, processes, self.folder / "server.log") as url:
+        with running_server(command, elsewhere, processes, self.folder / "server.log") as url:
             loss = served_loss(url, self.text.held_out_BS)
         self.row(stage, self.rows[-1]["experts"], num_bytes, loss)
 

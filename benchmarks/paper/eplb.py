@@ -44,7 +44,7 @@ from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.report import JsonObject
-from benchmarks.lib.skewed_model import write_skewed, zipf
+from benchmarks.lib.skewed_model import write_skewed_checkpoint, zipf_shares
 from jmoe.config.engine import EngineConfig, EngineMesh, PlacementPolicy
 
 if TYPE_CHECKING:
@@ -235,8 +235,8 @@ def main() -> None:
         folder = a.folder or Path(temporary)
         for name, exponent in (("skewed", EXPONENT), ("alike", 0.0)):
             if not (folder / name).is_dir():
-                shares = zipf(sizes["layers"], sizes["experts"], exponent, a.seed)
-                write_skewed(folder / name, shares, a.seed, **model)
+                shares = zipf_shares(sizes["layers"], sizes["experts"], exponent, a.seed)
+                write_skewed_checkpoint(folder / name, shares, a.seed, **model)
         found = [
             run_ranks(NUM_RANKS, rate, "--rates", str(rate), "--folder", str(folder))
             for rate in a.rates
@@ -244,7 +244,7 @@ def main() -> None:
     options = report.options(a, "rank", "port", "folder")
     result = {
         "benchmark": "EPLB on a skewed load",
-        "options": options | {"zipf": EXPONENT} | sizes | model,
+        "options": options | {"zipf_shares": EXPONENT} | sizes | model,
     }
     rows = [row for one in found for row in one["rows"]]
     report.finish(

@@ -26,7 +26,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import add_engine_options, engine_of, prefill_s, run_description
+from benchmarks.lib.engines import (
+    add_engine_options,
+    make_engine,
+    measure_prefill_s,
+    run_description,
+)
 from benchmarks.lib.report import JsonObject
 from jmoe.inference.engine import Engine
 
@@ -35,7 +40,7 @@ Limits = dict[str, float] | None
 
 def start(a: argparse.Namespace, limits: Limits = None, **options: Any) -> Engine:
     sizes = {"max_batch": a.batch, "max_seq_len": a.prompt + 1, "prefill_chunk_tokens": a.prompt}
-    return engine_of(a, limits, **sizes, **options)
+    return make_engine(a, limits, **sizes, **options)
 
 
 def in_turn(a: argparse.Namespace, engines: dict[str, Engine]) -> dict[str, list[float]]:
@@ -46,7 +51,7 @@ def in_turn(a: argparse.Namespace, engines: dict[str, Engine]) -> dict[str, list
         tokens = np.random.default_rng(n).integers(3, vocab_size, (a.batch, a.prompt)).tolist()
         for name, engine in engines.items():
             engine.reset_stats()
-            seconds[name].append(prefill_s(engine, tokens))
+            seconds[name].append(measure_prefill_s(engine, tokens))
     return {name: rounds_s[1:] for name, rounds_s in seconds.items()}
 
 

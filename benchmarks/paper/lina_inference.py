@@ -58,18 +58,18 @@ from benchmarks.lib.lina import (
     LENGTHS,
     LINA,
     TABLES,
-    Places,
-    Replayed,
-    accuracy,
-    layer_rows,
-    planner_of,
-    plans_ms,
-    replay,
-    tables_of,
+    ReplayTotals,
+    WeightlessPlacedExperts,
+    count_path_tables,
+    make_contestant_planner,
+    measure_estimate_accuracy,
+    measure_layer_rows,
+    measure_planning_ms,
+    replay_choices,
 )
 from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.report import JsonObject
-from benchmarks.lib.skewed_model import write_skewed, zipf
+from benchmarks.lib.skewed_model import write_skewed_checkpoint, zipf_shares
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.engine import Engine
@@ -241,8 +241,8 @@ def prepare(a: argparse.Namespace, name: str, sizes: dict[str, int]) -> None:
         if name == "trained":
             train(a, folder)
         else:
-            shares = zipf(sizes["layers"], 16, ZIPF, 0)
-            write_skewed(folder, shares, **(QUICK_FIXTURE if a.quick else FIXTURE))
+            shares = zipf_shares(sizes["layers"], 16, ZIPF, 0)
+            write_skewed_checkpoint(folder, shares, **(QUICK_FIXTURE if a.quick else FIXTURE))
     if all((folder / f"l{length}").is_dir() for length in LENGTHS):
         return
     counted, _ = texts(a, name, folder, sizes)
@@ -251,7 +251,7 @@ def prepare(a: argparse.Namespace, name: str, sizes: dict[str, int]) -> None:
         max_batch=8, max_seq_len=length + 2, prefill_chunk_tokens=length, estimator=None
     )
     with Engine(folder, options) as engine:
-        for path_length, table in tables_of(engine, folder, counted).items():
+        for path_length, table in count_path_tables(engine, folder, counted).items():
             (folder / f"l{path_length}").mkdir(exist_ok=True)
             table.save(folder / f"l{path_length}")
 
@@ -270,7 +270,7 @@ class Turns:
 
     def __call__(self, name: str) -> None:
         """Run all batches from the even placement; the first one is not timed."""
-        self.engine._runner.contest(name, str(self.folder))
+        self.engine._runner.start_contestant(name, str(self.folder))
         seconds = []
         for number, prompts in enumerate(self.kind.batches):
             if number == 1:
@@ -339,9 +339,11 @@ def measure_model(
             for contestant in ("even", "ideal", LINA):
                 other(contestant)
     first = turns[0]
-    layers = layer_rows(engine, folder, first.kind.batches, ("even", "ideal", LINA, *WITHOUT))
+    layers = measure_layer_rows(
+        engine, folder, first.kind.batches, ("even", "ideal", LINA, *WITHOUT)
+    )
     use_LE = counts_of(first.choices, config.num_experts)
-    plan = plans_ms(folder, first.choices, engine, SIMULATED_DEVICES)
+    plan = measure_planning_ms(folder, first.choices, engine, SIMULATED_DEVICES)
     placement = engine.residency.placements[0]
     return {
         "experts": config.num_experts,
@@ -360,7 +362,9 @@ def measure_model(
         "batches": [row for turn in turns for row in turn.rows()],
         "table_5": table_5(first, folder, config),
         "accuracy_by_layer": [
-            row for turn in turns for row in accuracy(turn.kind.kind, turn.choices, folder, config)
+            row
+            for turn in turns
+            for row in measure_estimate_accuracy(turn.kind.kind, turn.choices, folder, config)
         ],
         "layers": layers,
         "overhead_ms": plan,
@@ -377,7 +381,8 @@ def counts_of(steps: list[list[np.ndarray]], num_experts: int) -> np.ndarray:
 def table_5(turn: Turns, folder: Path, config: ModelConfig) -> list[JsonObject]:
     """Return a row for each path length and kind of table."""
     rows = {
-        (row["path_length"], row["kept"]): row for row in accuracy("", turn.choices, folder, config)
+        (row["path_length"], row["kept"]): row
+        for row in measure_estimate_accuracy("", turn.choices, folder, config)
     }
     ideal = [np.median(seconds) for seconds in turn.seconds["ideal"]]
     found = []
@@ -424,13 +429,15 @@ class Simulator(NamedTuple):
 
     def busiest(
         self, name: str, devices: int, slots: int, steps: list[list[np.ndarray]]
-    ) -> Replayed:
+    ) -> ReplayTotals:
         """Replay a contestant's planner on recorded choices."""
         config = self.engine.config
-        places = Places(config, devices, slots)
-        return replay(planner_of(name, self.folder, places, self.costs, config), steps)
+        places = WeightlessPlacedExperts(config, devices, slots)
+        return replay_choices(
+            make_contestant_planner(name, self.folder, places, self.costs, config), steps
+        )
 
-    def seconds(self, found: Replayed, per_plan_s: float) -> np.ndarray:
+    def seconds(self, found: ReplayTotals, per_plan_s: float) -> np.ndarray:
         """Return the seconds of each batch."""
         taken: np.ndarray = (
             self.fixed_s

@@ -210,7 +210,7 @@ def measure_shape(
                 "mbit_per_s": a.rates[0],
                 **dict(zip(names, shape, strict=True)),
                 "experts_per_device": p,
-                **run.taken.row("unpacked", packed[1].taken),
+                **run.taken.result_row("unpacked", packed[1].taken),
                 "all_to_all_ms": round(1e3 * sent_s, 3),
                 "experts_ms": round(1e3 * experts_s, 3),
                 "pipelining_efficiency": round(min(1.0, experts_s / sent_s), 3) if sent_s else None,

@@ -50,7 +50,7 @@ from benchmarks.lib.engine_ranks import EngineRank, pin_to_one_core, run_rank
 from benchmarks.lib.linked_nodes import sent_bytes
 from benchmarks.lib.ranks import add_rank_options, run_ranks
 from benchmarks.lib.report import JsonObject
-from benchmarks.lib.skewed_model import write_skewed, zipf
+from benchmarks.lib.skewed_model import write_skewed_checkpoint, zipf_shares
 from jmoe.config.engine import EngineConfig, EngineMesh
 
 if TYPE_CHECKING:
@@ -259,8 +259,8 @@ def main() -> None:
                 {QUICK["experts"]} if a.quick else {SAME["experts"], devices * A_DEVICE["experts"]}
             ):
                 if not (folder / name_of(experts)).is_dir():
-                    alike = zipf(sizes["layers"], experts, 0.0, a.seed)
-                    write_skewed(folder / name_of(experts), alike, a.seed, **model)
+                    alike = zipf_shares(sizes["layers"], experts, 0.0, a.seed)
+                    write_skewed_checkpoint(folder / name_of(experts), alike, a.seed, **model)
             rows += run_ranks(devices, rate, "--places", place, "--folder", str(folder))
     one = {row["model"]: row["tokens_per_s"] for row in rows if row["place"] == "1"}
     for row in rows:

@@ -95,7 +95,7 @@ class Listener(Estimator):
         self.choices: list[list[np.ndarray]] = []  # of steps, of layers: [T, K]
 
     def start_next_estimate(self, moe_layer: int, hidden: Sequence[jax.Array]) -> None:
-        self._router.start(moe_layer, hidden)
+        self._router.start_next_estimate(moe_layer, hidden)
 
     def estimate_next_experts(self, path: Sequence[np.ndarray]) -> np.ndarray:
         if len(path) == 1:
@@ -103,7 +103,7 @@ class Listener(Estimator):
             self.choices.append([])
         self.choices[-1].append(path[-1][path[-1][:, 0] < self.config.num_experts])
         if len(path) < self.config.num_moe_layers:
-            self.guesses[-1].append(self._router.estimate(path))
+            self.guesses[-1].append(self._router.estimate_next_experts(path))
         return np.zeros(0, np.int32)
 
 

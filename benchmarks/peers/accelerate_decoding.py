@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import report
-from benchmarks.lib.page_cache import disk_read_bytes, evict
+from benchmarks.lib.page_cache import disk_read_bytes, evict_from_page_cache
 from benchmarks.lib.report import JsonObject
 
 SHOWN = 16  # tokens in the result
@@ -188,8 +188,8 @@ def main() -> None:
             model.set_experts_implementation(a.experts)
         weights = list(model.parameters())
         for _ in range(a.rounds):
-            evict(a.model)
-            evict(Path(scratch))
+            evict_from_page_cache(a.model)
+            evict_from_page_cache(Path(scratch))
             tokens, figures = decode(model, prompt, text, a.new_tokens)
             rounds.append(report.progress(figures))
     result = {

@@ -24,7 +24,12 @@ from pathlib import Path
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
-from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
+from benchmarks.lib.peers import (
+    compare_rounds,
+    decoding_speeds,
+    fastest_figures,
+    run_for_last_object,
+)
 from benchmarks.lib.report import JsonObject
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
@@ -50,7 +55,7 @@ def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
 def llama_cpp(node: Path, gguf: str, threads: int) -> dict[str, float]:
     """Return llama.cpp's speeds with this number of threads."""
     command = ["node", str(HERE / "llamacpp.mjs"), str(Path(gguf).resolve()), str(threads), "2"]
-    return decoding_speeds(last_object(command, node))
+    return decoding_speeds(run_for_last_object(command, node))
 
 
 def main() -> None:
@@ -67,9 +72,9 @@ def main() -> None:
     for _ in range(a.rounds):
         for row, both in zip(rows, rounds, strict=True):
             ours = f"{OURS} --model {row['model']} --expert-dtype {row['experts']} {SIZES}"
-            here = decoding_speeds(last_object([sys.executable, *ours.split()]))
+            here = decoding_speeds(run_for_last_object([sys.executable, *ours.split()]))
             there = [llama_cpp(a.node, row["gguf"], threads) for threads in a.threads]
-            both.append((here, fastest(there)))
+            both.append((here, fastest_figures(there)))
             report.progress(
                 {"gguf": row["gguf"], "here": here}
                 | dict(zip(map(str, a.threads), there, strict=True))
@@ -79,7 +84,7 @@ def main() -> None:
         result: JsonObject = {"model": Path(row["model"]).name, "experts": row["experts"]}
         result["llama_cpp"] = Path(row["gguf"]).stem.rpartition("-")[2]
         result["bits"] = bits(row["model"], row["experts"], row["gguf"])
-        results.append(result | compared(both, "llama.cpp"))
+        results.append(result | compare_rounds(both, "llama.cpp"))
     report.finish({"versions": report.versions("jax"), "rows": results})
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
-from benchmarks.lib.peers import last_object
+from benchmarks.lib.peers import run_for_last_object
 from benchmarks.lib.report import JsonObject
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model")
         writer = str(BENCHMARKS / "serve" / "random_model.py")
-        last_object([sys.executable, writer, str(CONFIG), model])
+        run_for_last_object([sys.executable, writer, str(CONFIG), model])
         commands = {
             OURS: [sys.executable, str(BENCHMARKS / "train" / "lora_step.py")],
             PEER: [a.peft, str(HERE / "peft_training.py")],
@@ -57,7 +57,7 @@ def main() -> None:
                 for system, command in commands.items():
                     loads.append(os.getloadavg()[0])
                     options = ["--model", model, "--dtype", dtype, "--steps", str(a.steps)]
-                    run = last_object([*command, *options])
+                    run = run_for_last_object([*command, *options])
                     runs.setdefault((system, dtype), []).append(run)
                     shown = {"round": number, "system": system, "dtype": dtype}
                     report.progress(shown | {"tokens_per_s": run["tokens_per_s"]})

@@ -28,7 +28,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib import report
-from benchmarks.lib.peers import last_object
+from benchmarks.lib.peers import run_for_last_object
 from benchmarks.lib.report import JsonObject
 from benchmarks.offload.session import Session
 from jmoe.config import ModelConfig, OptimizerConfig, RouterConfig, TiersConfig, TrainConfig
@@ -114,7 +114,7 @@ def run_ours(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
         "--update",
         a.update,
     )
-    return last_object([sys.executable, __file__, *map(str, options)])
+    return run_for_last_object([sys.executable, __file__, *map(str, options)])
 
 
 def run_theirs(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
@@ -137,7 +137,7 @@ def run_theirs(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
         *(["--offload", str(folder), "--buffers", str(a.buffers)] if place == "nvme" else []),
     ]
     rest = ["--dtype", "float32", "--warmup", str(a.warmup), "--steps", str(a.steps)]
-    done = last_object([a.python, str(THEIRS), *shape, *one, *zero, *rest])
+    done = run_for_last_object([a.python, str(THEIRS), *shape, *one, *zero, *rest])
     return done | {"peak_rss_bytes": max(done["peak_rss_bytes"])}
 
 

@@ -41,8 +41,8 @@ from pathlib import Path
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
-from benchmarks.lib.page_cache import evict
-from benchmarks.lib.peers import fastest
+from benchmarks.lib.page_cache import evict_from_page_cache
+from benchmarks.lib.peers import fastest_figures
 from benchmarks.lib.report import JsonObject
 from jmoe.models.tokenizer_file import open_tokenizer
 
@@ -67,7 +67,9 @@ def memory_limit(limit_bytes: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def last_object(command: list[str], limit_bytes: int, folder: Path | None = None) -> JsonObject:
+def run_for_last_object(
+    command: list[str], limit_bytes: int, folder: Path | None = None
+) -> JsonObject:
     """Return the JSON object in the last line of a program that runs under the limit."""
     with memory_limit(limit_bytes) as processes:
         enter = ["bash", "-c", 'echo $$ >"$0"; exec "$@"', str(processes)]
@@ -105,7 +107,7 @@ def accelerate_run(
         ]
         command += ["--offload-folder", offloaded, "--ids", str(ids)]
         command += ["--prompt", str(PROMPT), "--new-tokens", str(NEW_TOKENS)]
-        run = last_object(command, limit_bytes)
+        run = run_for_last_object(command, limit_bytes)
     [figures] = run["rounds"]
     kept = {name: run[name] for name in ("bytes_in_memory", "peak_rss_bytes", "versions")}
     return figures | kept
@@ -162,8 +164,8 @@ def llamacpp_runs(a: argparse.Namespace, gguf: str, ids: Path) -> list[dict[str,
     theirs = [script, str(Path(gguf).resolve()), str(ids), str(PROMPT)]
     found = []
     for threads in a.threads:
-        evict(Path(gguf))
-        run = last_object(["node", *theirs, str(threads)], a.limit_mb * 2**20, a.node)
+        evict_from_page_cache(Path(gguf))
+        run = run_for_last_object(["node", *theirs, str(threads)], a.limit_mb * 2**20, a.node)
         found.append(speeds(run["seconds"]))
     return found
 
@@ -197,9 +199,9 @@ def main() -> None:
                 write_ids(model, text, ids)
                 common = ["--model", model, "--text", str(text), "--prompt", str(PROMPT)]
                 ours = [str(OURS), *common, "--new-tokens", str(NEW_TOKENS), *options.split()]
-                here = last_object([sys.executable, *ours], limit)
+                here = run_for_last_object([sys.executable, *ours], limit)
                 there = llamacpp_runs(a, gguf, ids)
-                rounds[n].append((speeds(here["seconds"]), fastest(there)))
+                rounds[n].append((speeds(here["seconds"]), fastest_figures(there)))
                 details[n] = {
                     k: here[k] for k in ("disk_read_bytes_per_token", "hit_rate", "peak_rss_bytes")
                 }

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
-from benchmarks.lib.peers import last_object
+from benchmarks.lib.peers import run_for_last_object
 from benchmarks.lib.report import JsonObject
 
 HERE = Path(__file__).resolve().parent
@@ -143,7 +143,7 @@ def main() -> None:
     for number in range(a.rounds):
         for model, contestants in sides.items():
             for contestant in contestants:
-                contestant.runs.append(last_object(contestant.command))
+                contestant.runs.append(run_for_last_object(contestant.command))
                 speed = contestant.runs[-1]["tokens_per_s"]
                 shown = {
                     "system": contestant.system,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
-from benchmarks.lib.peers import compared, decoding_speeds, last_object
+from benchmarks.lib.peers import compare_rounds, decoding_speeds, run_for_last_object
 
 HERE = Path(__file__).resolve().parent
 OURS = BENCHMARKS / "serve" / "decoding.py"
@@ -57,8 +57,8 @@ def main() -> None:
                 "512",
             ]
             common += ["--new-tokens", str(new_tokens + 1), "--rounds", str(inner)]
-            here = last_object([sys.executable, str(OURS), *common, "--policy", "resident"])
-            there = last_object([a.python, str(HERE / "transformers_side.py"), *common])
+            here = run_for_last_object([sys.executable, str(OURS), *common, "--policy", "resident"])
+            there = run_for_last_object([a.python, str(HERE / "transformers_side.py"), *common])
             versions = there["versions"]
             both.append((decoding_speeds(here), decoding_speeds(there)))
             report.progress(
@@ -70,7 +70,7 @@ def main() -> None:
                 }
             )
     results = [
-        {"model": model.name, "dtype": dtype} | compared(both, "transformers")
+        {"model": model.name, "dtype": dtype} | compare_rounds(both, "transformers")
         for (model, dtype), both in zip(rows, rounds, strict=True)
     ]
     report.finish({"versions": report.versions("jax") | versions, "rows": results})

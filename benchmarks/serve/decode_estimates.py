@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.lib import ahead_of_time, report
-from benchmarks.lib.published import published
+from benchmarks.lib.published import published_config
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
@@ -111,7 +111,7 @@ class Estimator(_StepEstimator):
 def make_estimator(model: str, target: str, batch: int, context: int) -> Estimator:
     """Return the estimator of an engine whose experts are all on the device."""
     layers, expert_format = MODELS[model]
-    config = model_config(published(model, layers) | {"max_position_embeddings": 131072})
+    config = model_config(published_config(model, layers) | {"max_position_embeddings": 131072})
     fields = expert_fields(config, expert_format)
     checkpoint: Any = SimpleNamespace(
         config=config, dtype=jnp.dtype(jnp.bfloat16), expert_fields=fields
@@ -225,7 +225,7 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
 
 def main() -> None:
     a = parse()
-    if ahead_of_time.skipped():
+    if ahead_of_time.skip_without_cuda_libraries():
         return
     rows = []
     for model, target, attention in itertools.product(a.models, a.targets, a.attention):

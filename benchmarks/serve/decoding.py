@@ -28,7 +28,12 @@ import jax
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import add_engine_options, engine_of, prefill_s, run_description
+from benchmarks.lib.engines import (
+    add_engine_options,
+    make_engine,
+    measure_prefill_s,
+    run_description,
+)
 from benchmarks.lib.gpu_trace import kernel_times
 from benchmarks.lib.report import JsonObject
 from jmoe.inference.engine import Engine
@@ -76,7 +81,7 @@ def long_prefill(a: argparse.Namespace, engine: Engine) -> float:
         draw(3, engine.config.vocab_size, a.long_prompt).tolist() for _ in range(a.rounds + 1)
     ]
     return a.long_prompt / statistics.median(
-        [prefill_s(engine, [prompt]) for prompt in prompts][1:]
+        [measure_prefill_s(engine, [prompt]) for prompt in prompts][1:]
     )
 
 
@@ -84,7 +89,7 @@ def measure(a: argparse.Namespace, engine: Engine, batch: int, number: int) -> d
     """Return the figures of a batch: its prefill, then decode steps alone."""
     requests = prompts(a, engine, batch, number)
     engine.reset_stats()
-    prefilled_s = prefill_s(engine, requests, a.new_tokens + 1)
+    prefilled_s = measure_prefill_s(engine, requests, a.new_tokens + 1)
     prefill = engine.stats()
     engine.reset_stats()
     seconds = []
@@ -144,7 +149,7 @@ def main() -> None:
     begun = time.perf_counter()
     limits = {"host": a.host_bytes_per_s} if a.host_bytes_per_s else None
     longest = max(a.prompt + a.new_tokens, a.long_prompt or 0) + 1
-    with engine_of(a, limits, max_batch=max(a.batch), max_seq_len=longest) as engine:
+    with make_engine(a, limits, max_batch=max(a.batch), max_seq_len=longest) as engine:
         start_s = time.perf_counter() - begun
         rows = {str(batch): medians(a, engine, batch) for batch in a.batch}
         stats = engine.stats()

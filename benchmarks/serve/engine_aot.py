@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.lib import ahead_of_time, gpu, report
-from benchmarks.lib.published import LAYERS, published
+from benchmarks.lib.published import LAYERS, published_config
 from jmoe.config import ModelConfig
 from jmoe.inference import popularity, runner, sampler
 from jmoe.inference.kv_cache import BLOCK, KVCache, empty_caches, table_width
@@ -92,11 +92,11 @@ def shapes_of(
     ends, block = modules(config)
     assert block.moe is not None
     outside, layer, router = (
-        (structure, programs.abstract(arrays))
+        (structure, programs.abstract_tree(arrays))
         for structure, arrays in map(split_arrays, (ends, block, block.moe.router))
     )
     num_blocks = max(sizes.batch) * table_width(2 * sizes.prompt)
-    caches = programs.abstract(jax.eval_shape(lambda: empty_caches(config, num_blocks, DTYPE)))
+    caches = programs.abstract_tree(jax.eval_shape(lambda: empty_caches(config, num_blocks, DTYPE)))
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     every = config.num_moe_layers * config.num_experts
     num_slots = {
@@ -105,11 +105,13 @@ def shapes_of(
         "experts and hybrid": every // 2,
     }
     record = {
-        "w_up": programs.of(jnp.uint16, hidden, 2 * inner),
-        "w_down": programs.of(jnp.uint16, inner, hidden),
+        "w_up": programs.abstract_array(jnp.uint16, hidden, 2 * inner),
+        "w_down": programs.abstract_array(jnp.uint16, inner, hidden),
     }
     kept = {
-        name: {key: programs.of(jnp.uint16, number, *a.shape) for key, a in record.items()}
+        name: {
+            key: programs.abstract_array(jnp.uint16, number, *a.shape) for key, a in record.items()
+        }
         for name, number in num_slots.items()
     }
     return EngineShapes(outside, layer, router, caches, kept, record)
@@ -124,7 +126,9 @@ def engine_programs(
         step_programs(programs, config, shapes, (rows, width), table_width(2 * sizes.prompt))
     for name, arrays in shapes.slots.items():
         what = f"expert into a slot, {name}"
-        programs.compile(what, put_record, arrays, shapes.record, programs.of(jnp.int32))
+        programs.compile(
+            what, put_record, arrays, shapes.record, programs.abstract_array(jnp.int32)
+        )
 
 
 def step_programs(
@@ -200,18 +204,18 @@ def decode_program(
         batch,
         (
             shapes.slots["resident"],
-            programs.of(jnp.int32, config.num_moe_layers, config.num_experts),
+            programs.abstract_array(jnp.int32, config.num_moe_layers, config.num_experts),
         ),
     )
 
 
 def main() -> None:
     report.parser(__doc__).parse_args()
-    if ahead_of_time.skipped():
+    if ahead_of_time.skip_without_cuda_libraries():
         return
     (device,) = ahead_of_time.abstract_gpu_devices("h200")
     programs = ahead_of_time.Programs(device)
-    engine_programs(programs, model_config(published(MODEL, LAYERS[MODEL])), options())
+    engine_programs(programs, model_config(published_config(MODEL, LAYERS[MODEL])), options())
     result = {
         "benchmark": "programs of engines, compiled ahead of time for an H200",
         "model": MODEL,

@@ -24,7 +24,7 @@ import time
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import add_engine_options, engine_of, run_description
+from benchmarks.lib.engines import add_engine_options, make_engine, run_description
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     a = parser.parse_args()
     sizes = {"max_batch": a.batch, "max_seq_len": a.new_tokens + 32}
-    with engine_of(a, policy="resident", **sizes) as resident:
+    with make_engine(a, policy="resident", **sizes) as resident:
         expert_bytes = resident.stats().device_expert_bytes
         resident_s = statistics.median(
             step_s(resident, a.batch, a.new_tokens, n) for n in range(a.rounds)
@@ -70,7 +70,7 @@ def main() -> None:
             room = {"device_bytes": int(a.share * expert_bytes), **sizes}
             engines = {
                 policy: stack.enter_context(
-                    engine_of(a, {"host": rate * 1e9}, policy=policy, **room)
+                    make_engine(a, {"host": rate * 1e9}, policy=policy, **room)
                 )
                 for policy in POLICIES
             }

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.lib.published import published
+from benchmarks.lib.published import published_config
 from benchmarks.lib.report import JsonObject
 from jmoe.config import MachineConfig
 from jmoe.config.engine import EngineConfig, EngineMesh
@@ -101,7 +101,7 @@ DEEPSEEK_V3: JsonObject = {  # deepseek-ai/DeepSeek-V3
 }
 MODELS: dict[str, JsonObject] = {
     "DeepSeek-V3, FP8": DEEPSEEK_V3,
-    "gpt-oss-120b, MXFP4": published("gpt-oss", 36)
+    "gpt-oss-120b, MXFP4": published_config("gpt-oss", 36)
     | {"num_local_experts": 128, "quantization_config": {"quant_method": "mxfp4"}},
 }
 

@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import add_engine_options, engine_of, run_description
-from benchmarks.lib.page_cache import disk_read_bytes, evict
+from benchmarks.lib.engines import add_engine_options, make_engine, run_description
+from benchmarks.lib.page_cache import disk_read_bytes, evict_from_page_cache
 
 
 def main() -> None:
@@ -38,13 +38,13 @@ def main() -> None:
     a = parser.parse_args()
     if a.host_cache_bytes is None:
         parser.error("--host-cache-bytes is required: the memory that the model does not fit")
-    evict(a.model)
+    evict_from_page_cache(a.model)
     sizes = {
         "max_batch": 1,
         "max_seq_len": a.prompt + a.new_tokens + 1,
         "prefill_chunk_tokens": a.prompt,
     }
-    with engine_of(a, **sizes) as engine:
+    with make_engine(a, **sizes) as engine:
         if a.prepare:
             report.finish({"packed": str(a.model)})
             return

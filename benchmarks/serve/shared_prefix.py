@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import add_engine_options, engine_of, run_description
+from benchmarks.lib.engines import add_engine_options, make_engine, run_description
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 
@@ -98,7 +98,7 @@ def main() -> None:
     a = parser.parse_args()
     length, rng = a.prefix + a.rest + a.new_tokens, np.random.default_rng(0)
     rows: list[report.JsonObject] = []
-    with engine_of(a, max_batch=a.rows, max_seq_len=length) as engine:
+    with make_engine(a, max_batch=a.rows, max_seq_len=length) as engine:
         draw = lambda n: rng.integers(3, engine.config.vocab_size, n).tolist()  # noqa: E731
         caches = jax.tree.leaves(engine._runner.caches)
         block_bytes = sum(x.nbytes for x in caches) // engine.scheduler_stats().blocks

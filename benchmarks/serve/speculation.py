@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib import report
-from benchmarks.lib.engines import add_engine_options, engine_of, run_description
+from benchmarks.lib.engines import add_engine_options, make_engine, run_description
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 
@@ -88,7 +88,7 @@ def main() -> None:
     a = parser.parse_args()
     sizes = {"max_batch": max(a.batch), "max_seq_len": a.prompt + a.new_tokens}
     rng = np.random.default_rng(0)
-    with engine_of(a, policy="resident", expert_tier="auto", **sizes) as resident:
+    with make_engine(a, policy="resident", expert_tier="auto", **sizes) as resident:
         expert_bytes, vocab_size = resident.stats().device_expert_bytes, resident.config.vocab_size
     rows: list[report.JsonObject] = []
     for policy in POLICIES:
@@ -100,7 +100,7 @@ def main() -> None:
         limits = None if policy == "resident" else {"host": a.gb_per_s * 1e9}
         with contextlib.ExitStack() as stack:
             engines = {
-                kind: stack.enter_context(engine_of(a, limits, **of_policy, speculation=kind))
+                kind: stack.enter_context(make_engine(a, limits, **of_policy, speculation=kind))
                 for kind in KINDS
             }
             for batch in a.batch:

@@ -36,7 +36,7 @@ if __name__ == "__main__":
     hide_devices()
 
 from benchmarks.lib import ahead_of_time, report
-from benchmarks.lib.published import published
+from benchmarks.lib.published import published_config
 from jmoe.config import CommConfig, MachineConfig, MeshConfig, TrainConfig
 from jmoe.config.parallel import ExpertSharding, ScheduleKind
 from jmoe.configs import PRESETS
@@ -53,7 +53,7 @@ TARGETS = get_args(get_type_hints(TrainConfig)["estimate"])[1:]
 def on_one_gpu(model: str, layers: int, batch: int, seq: int = 2048) -> TrainConfig:
     """Return the run of a published model with this number of layers on one device."""
     return TrainConfig(
-        model=model_config(published(model, layers)), batch_size=batch, sequence_length=seq
+        model=model_config(published_config(model, layers)), batch_size=batch, sequence_length=seq
     )
 
 
@@ -210,7 +210,7 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
 
 def main() -> None:
     a = parse()
-    if ahead_of_time.skipped():
+    if ahead_of_time.skip_without_cuda_libraries():
         return
     rows = []
     for target, name in a.steps:

@@ -77,7 +77,7 @@ def main() -> None:
             "last_loss": round(losses[-1], 4),
             "trained_parameters": sum(x.size for x in jax.tree.leaves(state.params)),
             "peak_rss_bytes": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024],
-            **report.where(),
+            **report.device_and_versions(),
         }
     )
 

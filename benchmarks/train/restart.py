@@ -37,7 +37,7 @@ import time
 from pathlib import Path
 
 from benchmarks.lib import report
-from benchmarks.lib.train_processes import LIMIT_S, started, times_of, wait
+from benchmarks.lib.train_processes import LIMIT_S, started_processes, times_of_log_lines, wait
 from jmoe.cluster.remote_process import reserve_port
 from jmoe.cluster.restarts import read_progress
 
@@ -104,7 +104,7 @@ def restarts(
         "99",
     ]
     log, events = run / "supervise" / "rank-0.log", run / "supervise" / "events.jsonl"
-    with started(
+    with started_processes(
         [[*command, "--", "train.py", *options_of(a, run, memory)]],
         [folder / "supervisor.log"],
         folder,
@@ -117,7 +117,7 @@ def restarts(
             position, victim = log.stat().st_size, victim_of(run, a.processes - 1)
             killed = time.time()
             os.kill(victim, signal.SIGKILL)
-            times = times_of(LINES, log, position)
+            times = times_of_log_lines(LINES, log, position)
             last = {
                 event["event"]: event["time"]
                 for event in map(json.loads, events.read_text().splitlines())
@@ -137,7 +137,9 @@ def plain_start(a: argparse.Namespace, folder: Path, memory: Path) -> dict[str, 
     """Return the seconds of the parts of one start without a supervisor: no restart needs less."""
     run, logs = folder / "run", [folder / f"alone-{rank}.log" for rank in range(a.processes)]
     begun = time.time()
-    with started([[sys.executable, "-c", "import train"]] * a.processes, logs, folder) as processes:
+    with started_processes(
+        [[sys.executable, "-c", "import train"]] * a.processes, logs, folder
+    ) as processes:
         for process in processes:
             process.wait(LIMIT_S)
     imported_s = time.time() - begun
@@ -156,8 +158,10 @@ def plain_start(a: argparse.Namespace, folder: Path, memory: Path) -> dict[str, 
             *together,
             "--distributed.process-id",
         ]
-        with started([[*command, str(rank)] for rank in range(a.processes)], logs, folder):
-            times = times_of(LINES, logs[0])
+        with started_processes(
+            [[*command, str(rank)] for rank in range(a.processes)], logs, folder
+        ):
+            times = times_of_log_lines(LINES, logs[0])
             time.sleep(1.0)  # a signal before the first step ends would not save
     restore_s = times["restore"] - times["data"]
     seconds = (imported_s, restore_s, times["compile_and_step"] - times["restore"])

@@ -43,7 +43,7 @@ import psutil
 
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
-from benchmarks.lib.train_processes import LIMIT_S, started, times_of
+from benchmarks.lib.train_processes import LIMIT_S, started_processes, times_of_log_lines
 from jmoe.cluster.remote_process import reserve_port
 
 LINES = {  # of the log of rank 0, each the end of a part
@@ -144,8 +144,8 @@ def supervised(a: argparse.Namespace, folder: Path, name: str) -> dict[str, floa
         *options,
     ]
     begun, screen = time.time(), folder / f"{name}.log"
-    with Memory() as memory, started([command], [screen], folder) as (supervisor,):
-        times = times_of(LINES, run / "supervise" / "rank-0.log")
+    with Memory() as memory, started_processes([command], [screen], folder) as (supervisor,):
+        times = times_of_log_lines(LINES, run / "supervise" / "rank-0.log")
         if supervisor.wait(LIMIT_S):
             sys.exit(screen.read_text())
         ended = time.time()

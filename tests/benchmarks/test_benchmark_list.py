@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import BENCHMARKS, RESULTS, ROOT
 from benchmarks.__main__ import programs, summary
-from benchmarks.lib.catalogue import with_todays_paths
+from benchmarks.lib.catalogue import replace_moved_program_paths
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 PATH = re.compile(r"(?<!tests/)\bbenchmarks/[\w/]+\.py\b")
@@ -57,4 +57,4 @@ def test_the_programs_that_wrote_the_results_are_found() -> None:
     written = {found for path in RESULTS.glob("*.json") for found in PATH.findall(path.read_text())}
     assert any(not (ROOT / found).is_file() for found in written)
     for found in written:
-        assert (ROOT / with_todays_paths(found)).is_file(), found
+        assert (ROOT / replace_moved_program_paths(found)).is_file(), found

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.lib.published import published
+from benchmarks.lib.published import published_config
 from jmoe.config import ModelConfig, YarnConfig
 from jmoe.inference.kv_cache import BLOCK, KVCache, empty_caches
 from jmoe.inference.runner import CachedAttention, CachePlaces
@@ -123,7 +123,10 @@ def test_in_bfloat16(native: bool) -> None:
 
 def test_bytes_of_a_token() -> None:
     """70 KB for DeepSeek-V3, where keys and values of all heads would take 5.0 MB."""
-    fields = published("deepseek-lite", 61) | {"num_attention_heads": 128, "q_lora_rank": 1536}
+    fields = published_config("deepseek-lite", 61) | {
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+    }
     config = model_config(fields | {"num_key_value_heads": 128})
     tokens = 64 * BLOCK
     caches = jax.eval_shape(lambda: empty_caches(config, 64, jnp.dtype(jnp.bfloat16)))
@@ -135,7 +138,7 @@ def test_which_form_takes_fewer_operations() -> None:
     """DeepSeek's sizes: the count of `uses_absorbed_form` against the shapes of the products
     themselves.
     """
-    config = model_config(published("deepseek-lite", 2))
+    config = model_config(published_config("deepseek-lite", 2))
     layer = nnx.eval_shape(lambda: LatentAttention(config, 0.1, rngs=nnx.Rngs(0)))
     r, rope, n, v = 512, 64, 128, 128
     for chunk in (1, 32, 170, 171, 512, 2048):

@@ -50,7 +50,7 @@ def test_a_line_that_is_no_request_says_why(tmp_path: Path, line: Any, message: 
     assert (bad.line, other.line, other.error, other.path) == (1, 3, None, "/v1/completions")
     assert json.loads(other.body) == BODY
     assert bad.error is not None
-    answer = bad.refusal(bad.error)
+    answer = bad.refusal_line(bad.error)
     assert message in answer["error"]["message"]
     assert answer["response"]["status_code"] == bad.error.status == 400
     assert answer["response"]["body"]["error"]["message"] == answer["error"]["message"]
@@ -69,7 +69,7 @@ def test_answers_go_on_where_they_ended(tmp_path: Path) -> None:
     lines = [GOOD | {"custom_id": name} for name in ("a", "\ud800", "c")]
     path, out = write(tmp_path / "in", *lines, "{"), tmp_path / "out"
     asked, requests = read_request_keys(path), list(read_requests(path))
-    answers = [request.refusal(ApiError(400, "no")) for request in requests]
+    answers = [request.refusal_line(ApiError(400, "no")) for request in requests]
     with AnswersFile(out, path, asked) as file:
         for answer in answers[1:]:
             file.append(answer)

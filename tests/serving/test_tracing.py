@@ -110,7 +110,7 @@ def test_names_of_the_service_and_of_an_adapter(
     tracer = Tracer(f"http://127.0.0.1:{collector.server_port}/v1/traces", "model")
     for adapter in ("", "a"):
         sequences = [Sequence([1], SamplingParams(), adapter=adapter)]
-        tracer.record(SimpleNamespace(sequences=sequences, num_tokens=0), "r", {})  # type: ignore[arg-type]
+        tracer.record_span(SimpleNamespace(sequences=sequences, num_tokens=0), "r", {})  # type: ignore[arg-type]
     tracer.close()
     (data,) = collector.bodies
     (resource,) = ExportTraceServiceRequest.FromString(data).resource_spans

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from benchmarks.lib.ahead_of_time import Programs
-from benchmarks.lib.published import tiny
+from benchmarks.lib.published import tiny_config
 from benchmarks.offload import retention_aot
 from benchmarks.offload.session import config_of
 from benchmarks.serve import engine_aot
@@ -21,7 +21,7 @@ class Traced(Programs):
 
     def compile(self, name: str, function: Any, *operands: Any, **options: Any) -> Any:
         self.rows.append({"program": name})
-        return self.abstract(function.trace(*operands, **options).out_info)
+        return self.abstract_tree(function.trace(*operands, **options).out_info)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def programs() -> Traced:
 
 
 def test_engines(programs: Traced) -> None:
-    engine_aot.engine_programs(programs, model_config(tiny("olmoe")), engine_aot.options())
+    engine_aot.engine_programs(programs, model_config(tiny_config("olmoe")), engine_aot.options())
     names = [row["program"] for row in programs.rows]
     batches = (1, 8, 64)
     steps = [f"{batch} x {width}" for batch in batches for width in (128, 1)]

@@ -63,7 +63,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[gpu.Part]:
         for name in scripts
         if name != "smaller"
     ]
-    monkeypatch.setattr(gpu, "parts", lambda scratch, on_cpu: made)
+    monkeypatch.setattr(gpu, "make_parts", lambda scratch, on_cpu: made)
     return made
 
 
@@ -124,15 +124,17 @@ def test_what_has_a_result_is_not_run_again(
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "cpu"])
 def test_limits_are_those_of_the_same_device(device: str) -> None:
     """Of another device's floors nothing is made; of a device without a data sheet no MFU."""
-    trained = gpu.limits({"model_flops_per_s": 98.9e12, "device": device}, FLOORS)
-    decoded = gpu.limits({"copied_bytes_per_s": {"1": 8.0}, "device": device}, FLOORS)
+    trained = gpu.fractions_of_limits({"model_flops_per_s": 98.9e12, "device": device}, FLOORS)
+    decoded = gpu.fractions_of_limits({"copied_bytes_per_s": {"1": 8.0}, "device": device}, FLOORS)
     same = device == FLOORS["device"]
     assert trained == {
         "mfu": None if device == "cpu" else 0.1,
         "of_dense_product": 0.2 if same else None,
     }
     assert decoded == {"of_link": {"1": 0.25} if same else None}
-    assert gpu.limits({"copied_bytes_per_s": {"1": 0.0}, "device": device}, FLOORS) == {}
+    assert (
+        gpu.fractions_of_limits({"copied_bytes_per_s": {"1": 0.0}, "device": device}, FLOORS) == {}
+    )
 
 
 @pytest.mark.usefixtures("parts")

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from tiny_engines import tiny_engine
 
-from benchmarks.lib.lina import LENGTHS, Places, planner_of, replay, tables_of
+from benchmarks.lib.lina import (
+    LENGTHS,
+    WeightlessPlacedExperts,
+    count_path_tables,
+    make_contestant_planner,
+    replay_choices,
+)
 from jmoe.config.engine import EngineMesh
 from jmoe.inference.mesh.runner import MeshRunner
 from tests.model_configs import CHECKPOINTS
@@ -24,7 +30,7 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
     with tiny_engine(
         folder, max_batch=ROWS, prefill_chunk_tokens=TOKENS, mesh=mesh, estimator="counts"
     ) as engine:
-        for length, table in tables_of(engine, folder, batches[0]).items():
+        for length, table in count_path_tables(engine, folder, batches[0]).items():
             (folder / f"l{length}").mkdir()
             table.save(folder / f"l{length}")
         runner = engine._runner
@@ -33,7 +39,7 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
         swaps = {}
         lina = [f"lina, l = {length}" for length in LENGTHS]
         for name in ("even", "ideal", *lina, "without_estimate", "without_phase_two"):
-            runner.contest(name, str(folder))  # type: ignore[attr-defined]
+            runner.start_contestant(name, str(folder))  # type: ignore[attr-defined]
             engine.reset_stats()
             steps = []
             for prompts in batches[1:]:
@@ -42,10 +48,16 @@ def test_the_simulator_decides_what_the_engine_decides(tmp_path: Path) -> None:
             stats = engine.stats()
             assert stats.placement is not None
             assert stats.steps == len(steps)
-            places = Places(engine.config, 2, SLOTS)
+            places = WeightlessPlacedExperts(engine.config, 2, SLOTS)
             places.process_of_N = runner.residency.process_of_N  # one for both devices
-            planner = planner_of(name, folder, places, runner.placer.costs, engine.config)
-            replayed, planned, found = replay(planner, steps), planner.stats(), stats.placement
+            planner = make_contestant_planner(
+                name, folder, places, runner.placer.costs, engine.config
+            )
+            replayed, planned, found = (
+                replay_choices(planner, steps),
+                planner.stats(),
+                stats.placement,
+            )
             for field in ("loads", "copies", "balancedness", "estimates", "replans", "swaps"):
                 assert getattr(planned, field) == getattr(found, field), (name, field)
             assert (replayed.plans == 0).all() == (name in ("even", "ideal", "without_estimate"))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lib.deployed import ROOT, portable_loss, served, served_loss
+from benchmarks.lib.deployed import ROOT, lowered_model_loss, running_server, served_loss
 from benchmarks.paper import deploy_path
 from benchmarks.paper.deploy_path import (
     ALONE,
@@ -42,10 +42,10 @@ def test_losses_of_what_is_deployed(tmp_path: Path) -> None:
         expected = mean_loss(checkpoint, WINDOWS)
     options = EngineConfig(max_batch=2, max_seq_len=24, prefill_chunk_tokens=8, native="off")
     lower(tmp_path / "model", tmp_path / "lowered", options, lambda _: None)
-    assert portable_loss(tmp_path / "lowered", WINDOWS) == pytest.approx(expected, abs=1e-4)
+    assert lowered_model_loss(tmp_path / "lowered", WINDOWS) == pytest.approx(expected, abs=1e-4)
     serve = (sys.executable, ROOT / "serve.py", tmp_path / "model", "--devices", 2)
     sizes = ("--max-batch", 2, "--max-seq-len", 24, "--dtype", "float32")
-    with served((*serve, *sizes), tmp_path, 1, tmp_path / "log") as url:
+    with running_server((*serve, *sizes), tmp_path, 1, tmp_path / "log") as url:
         assert served_loss(url, WINDOWS) == pytest.approx(expected, abs=1e-4)
 
 

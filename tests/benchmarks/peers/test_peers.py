@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lib.peers import compared, decoding_speeds, fastest, last_object
+from benchmarks.lib.peers import (
+    compare_rounds,
+    decoding_speeds,
+    fastest_figures,
+    run_for_last_object,
+)
 from benchmarks.peers import accelerate_decoding, nvme_training, oversized, setup
 from benchmarks.peers.to_gguf import pairs_side_by_side
 from benchmarks.peers.training import Contestant
@@ -16,7 +21,7 @@ from benchmarks.peers.training import Contestant
 
 def test_both_sides_of_a_row() -> None:
     """Ratios are of a round's two sides, not of two medians."""
-    row = compared(
+    row = compare_rounds(
         [({"one": 8.0}, {"one": 2.0}), ({"one": 9.0}, {"one": 9.0}), ({"one": 10.0}, {"one": 5.0})],
         "peer",
     )
@@ -33,7 +38,7 @@ def test_both_sides_of_a_row() -> None:
 
 
 def test_a_peer_counts_by_its_faster_run_figure_by_figure() -> None:
-    assert fastest([{"one": 2.0, "eight": 7.0}, {"one": 3.0, "eight": 5.0}]) == {
+    assert fastest_figures([{"one": 2.0, "eight": 7.0}, {"one": 3.0, "eight": 5.0}]) == {
         "one": 3.0,
         "eight": 7.0,
     }
@@ -51,10 +56,12 @@ def test_a_training_row_is_against_the_peers_faster_arrangement() -> None:
 
 
 def test_a_program_of_a_peer() -> None:
-    assert last_object([sys.executable, "-c", "print('loading'); print('{\"a\": 1}')"]) == {"a": 1}
+    assert run_for_last_object([sys.executable, "-c", "print('loading'); print('{\"a\": 1}')"]) == {
+        "a": 1
+    }
     for program in ("import sys; print('{}'); sys.exit('no such model')", "pass"):
         with pytest.raises(SystemExit, match=r"(?s)status [01]\n"):
-            last_object([sys.executable, "-c", program])
+            run_for_last_object([sys.executable, "-c", program])
 
 
 @pytest.mark.parametrize(
