@@ -87,7 +87,7 @@ class StepAhead:
         tokens_P = (
             tokens_B if tokens_B.size == group.num_rows else _first_tokens(tokens_B, group.num_rows)
         )
-        adapter_P = runner.adapters.number_rows(group)
+        adapter_P = runner.adapters.adapter_numbers_of_rows(group)
         batch = TokenBatch(tokens_P, blocks_PW, positions_P1, adapter_P, sampling)
         output = runner.run_batch(batch)
         logits_PV = runner.logits(output, np.zeros(group.num_rows, np.int32))

@@ -157,7 +157,7 @@ class Preparation:
         if self._model.on_one is not None and self._model.on_one.samples_in_step:
             buckets = scheduler.decode_buckets
             tasks += [partial(self._compile_sampling_in_step, rows) for rows in buckets]
-        tasks.append(self._compile_copies)
+        tasks.append(self._compile_block_copies)
         tasks += [partial(self._compile_prompt_logprobs, shape) for shape in prompts]
         return tasks + [partial(self._compile_sampling, variant) for variant in SAMPLING_VARIANTS]
 

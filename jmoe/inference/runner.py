@@ -780,7 +780,7 @@ class ModelRunner:
                 some = slice(start, start + size)
                 structures, arrays = zip(*self._layers[some], strict=True)
                 numbers = range(start, start + len(arrays))
-                adapters = [self.adapters.bind_layer(i, g.adapter_P) for i in numbers]
+                adapters = [self.adapters.layer_adapters_for_rows(i, g.adapter_P) for i in numbers]
                 is_last = start + size >= len(self._layers)
                 place = embed_and_head, start == 0, is_last
                 static = _LayerGroupOptions(

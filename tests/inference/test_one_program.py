@@ -84,7 +84,7 @@ def test_programs_and_reads_of_a_step(
 class EvenTokens(Unconstrained):
     """Allows every second token: a grammar, whose masks the host makes."""
 
-    def fill(self, words_W: np.ndarray) -> None:
+    def fill_next_token_bitmask(self, words_W: np.ndarray) -> None:
         words_W[:] = 0x55555555
 
 
