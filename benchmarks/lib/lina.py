@@ -309,7 +309,7 @@ def replay_choices(placer: ExpertPlacer, steps: list[list[np.ndarray]]) -> Repla
             placement = places.placements[layer]
             token, choice = np.nonzero(idx_TK < placement.num_experts)
             device = (
-                placement.replicas_taking(token, idx_TK[token, choice])
+                placement.replica_of_tokens(token, idx_TK[token, choice])
                 // placement.slots_per_device
             )
             most += int(np.max(np.bincount(device, minlength=1)))

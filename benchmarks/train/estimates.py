@@ -132,7 +132,7 @@ def estimated_for(run: TrainConfig, target: Any) -> TrainConfig:
 
 def planned_bytes(config: TrainConfig) -> int:
     """Return the planned bytes of a device."""
-    return training_plan(replace(config, estimate="", plan=True)).bytes_on("device")
+    return training_plan(replace(config, estimate="", plan=True)).bytes_on_tier("device")
 
 
 def kernel_text(kernel: GpuKernel) -> str:

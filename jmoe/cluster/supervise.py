@@ -275,7 +275,9 @@ class Supervisor:
         for host in hosts:
             local_rank = sum(remote.host == host for remote in remotes)
             try:
-                remotes.append(RemoteProcess(host, local_rank, self._config.launch_words(host)))
+                remotes.append(
+                    RemoteProcess(host, local_rank, self._config.launch_command_words(host))
+                )
             except OSError as error:
                 raise OSError(f"launch = {self._config.launch!r}: {error}") from error
             stack.callback(remotes[-1].close)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.collectives.all_to_all import AllToAll
-from jmoe.planning.exchange import buffer_rows, smallest_uint_bytes
+from jmoe.planning.exchange import buffer_rows_per_destination, smallest_uint_bytes
 from jmoe.types import PyTree
 from kernels_pallas.saved import mark_saved, mark_saved_residual
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
@@ -186,7 +186,9 @@ class PerDeviceExchange:
     ) -> DispatchedTokens:
         num_assignments = chosen.topk_idx_TK.size
         fair_rows = num_assignments / self.num_devices
-        rows = buffer_rows(fair_rows, num_assignments, self.capacity_factor, full_capacity)
+        rows = buffer_rows_per_destination(
+            fair_rows, num_assignments, self.capacity_factor, full_capacity
+        )
         return self.dispatch_rows(x_TD, chosen, rows, num_assignments, num_chunks)
 
     def dispatch_rows(
@@ -432,7 +434,9 @@ class PerNodeExchange:
         (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
         node_size = counts_E.size // num_nodes  # experts of a node
         fair_rows = num_tokens * self.nodes_per_token / num_nodes
-        rows = buffer_rows(fair_rows, num_tokens, self.capacity_factor, full_capacity)
+        rows = buffer_rows_per_destination(
+            fair_rows, num_tokens, self.capacity_factor, full_capacity
+        )
         with jax.named_scope("dispatch"):
             on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(
                 num_nodes, dtype=jnp.int32
@@ -484,7 +488,9 @@ class PerNodeExchange:
         """
         num_rows, k = arrived_choices.topk_idx_TK.shape
         node_size, most_rows = arrived_choices.counts_E.size, num_rows * k
-        device_rows = buffer_rows(fair_rows, most_rows, self.capacity_factor, full_capacity)
+        device_rows = buffer_rows_per_destination(
+            fair_rows, most_rows, self.capacity_factor, full_capacity
+        )
         if num_chunks == 1:
             return [arrived_choices], device_rows, jnp.zeros((), jnp.int32)
         idx_N, kept_E = _drop_lightest(arrived_choices, self.inside.num_devices, device_rows)
@@ -503,7 +509,9 @@ class PerNodeExchange:
         ]
         most_rows = idx_XPCK[0].size
         if self.capacity_factor is None:
-            device_rows = buffer_rows(fair_rows / num_chunks, most_rows, None, full_capacity)
+            device_rows = buffer_rows_per_destination(
+                fair_rows / num_chunks, most_rows, None, full_capacity
+            )
         lost = arrived_choices.counts_E.sum(dtype=jnp.int32) - kept_E.sum(dtype=jnp.int32)
         return by_chunk, min(device_rows, most_rows), lost
 

@@ -92,6 +92,7 @@ def _checkable_types(kind: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, nested ones too; of `tuple[T, ...]` T; else the type itself."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return sum(map(_union_members, args), ())

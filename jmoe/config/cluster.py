@@ -193,6 +193,7 @@ def read_machines(path: Path) -> MachinesConfig:
 
 
 def _parse_machines(table: dict[str, Any]) -> MachinesConfig:
+    """Return the machines of a parsed TOML file. Raises ValueError naming the field."""
     for name, value in table.items():
         check(name in ("machines", "network"), name, value, "is neither machines nor network")
     tables = table.get("machines")
@@ -216,6 +217,7 @@ def _parse_machines(table: dict[str, Any]) -> MachinesConfig:
 
 
 def _read_toml(option: str, path: Path, make: Callable[[dict[str, Any]], T]) -> T:
+    """Return `make` of a TOML file's content; its errors name `option` and the file."""
     try:
         return make(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:

@@ -89,13 +89,15 @@ class SuperviseConfig:
 
     @property
     def processes_per_host(self) -> int:
+        """The processes on each host, while all hosts are available."""
         return self.num_processes // max(1, len(self.hosts))
 
     @property
     def fewest_processes(self) -> int:
+        """The fewest processes with which a run goes on: `min_processes` if set, otherwise all."""
         return self.min_processes if self.min_processes is not None else self.num_processes
 
-    def launch_words(self, host: str) -> list[str]:
+    def launch_command_words(self, host: str) -> list[str]:
         """Return the words that launch a command on `host`, e.g. ssh; an empty list for this
         machine.
         """

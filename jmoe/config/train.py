@@ -173,7 +173,7 @@ class CheckpointConfig:
             check_unset(self, "checkpoint", ["memory_every_steps"], "without checkpoint.memory_dir")
 
     @property
-    def num_kept(self) -> int:
+    def num_kept_checkpoints(self) -> int:
         """The number of checkpoints kept, at least 2.
 
         The run has continued from the older of two checkpoints with finite values, so it is known

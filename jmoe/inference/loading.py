@@ -37,7 +37,7 @@ from jmoe.planning.memory_plan import (
     FreeMemory,
     MemoryPlan,
     ModelBytes,
-    longest_sequence,
+    default_sequence_length,
     plan_memory,
     plan_mesh_memory,
 )
@@ -376,7 +376,7 @@ def resolve_sequence_length(
         replace(free, device_bytes=free.device_bytes // local_devices) if free.shared else free
     )
     plan = _make_memory_planner(checkpoint, shortest, machine)
-    length = longest_sequence(model, length, checkpoint.max_positions, a_device, plan)
+    length = default_sequence_length(model, length, checkpoint.max_positions, a_device, plan)
     if length == checkpoint.max_positions:
         return replace(options, max_seq_len=length)
     longest = min(checkpoint.max_positions, options.max_batch // options.num_cache_pools * length)

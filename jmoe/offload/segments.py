@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.config.engine import EngineMesh
-from jmoe.planning.placement import EMPTY, Placement, placement_from_slots, shared_slot_rows
+from jmoe.planning.placement import EMPTY, Placement, assign_shared_slot_rows, placement_from_slots
 from jmoe.types import Json
 
 FIELD = "mesh.segments"
@@ -21,8 +21,8 @@ FIELD = "mesh.segments"
 def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[Placement]:
     """Return the placement of each layer from the file `mesh.segments`.
 
-    Layers on disjoint devices share a row of slots (`shared_slot_rows`); the fullest device sets
-    the row's number of slots. Raises `ValueError` naming the file, and the device, layer and
+    Layers on disjoint devices share a row of slots (`assign_shared_slot_rows`); the fullest device
+    sets the row's number of slots. Raises `ValueError` naming the file, and the device, layer and
     expert, if the file is unreadable or does not fit the model and mesh.
     """
     assert mesh.segments is not None
@@ -39,7 +39,7 @@ def read_segments(mesh: EngineMesh, num_layers: int, num_experts: int) -> list[P
         ) from error
     _check_segments(mesh, devices, num_layers, num_experts)
     by_layer = [[set(layers[layer]) for layers in devices] for layer in range(num_layers)]
-    rows = shared_slot_rows(
+    rows = assign_shared_slot_rows(
         [{n for n, experts in enumerate(layer) if experts} for layer in by_layer]
     )
     # slots per device of each row; there are at most as many rows as layers

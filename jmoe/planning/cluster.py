@@ -92,7 +92,7 @@ def plan_cluster(
         all_to_all_s(training, exchanged, cluster),
         dense_collectives_s(model, nodes, cluster) + expert_all_reduce_s(model, nodes, cluster),
         SAVED_BYTES * (model.dense_parameters + model.num_all_expert_parameters),
-        checkpoint_s(model, nodes, training.machine.link_bytes_per_s, cluster),
+        checkpoint_write_s(model, nodes, training.machine.link_bytes_per_s, cluster),
     )
 
 
@@ -179,6 +179,7 @@ def _all_gathers_s(
 
 
 def _log2_hops(members: int) -> int:
+    """Return the messages one after another of a collective among `members`: log2, rounded up."""
     return math.ceil(math.log2(members))
 
 
@@ -212,7 +213,7 @@ def expert_all_reduce_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig
     )
 
 
-def checkpoint_s(
+def checkpoint_write_s(
     model: TrainingSizes, nodes: int, link_bytes_per_s: float, cluster: ClusterConfig
 ) -> float:
     """Return the seconds until a checkpoint is on the shared disk, limited by the disk, the busiest

@@ -155,7 +155,7 @@ def plan_exchange(
     else:
         sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
         seconds = {
-            each: planned_exchange_s(
+            each: forward_backward_exchange_s(
                 ExchangePlan(each, "", num_nodes, devices_per_node, reached), load, **sizes
             )
             for each in PADDED
@@ -167,7 +167,7 @@ def plan_exchange(
     return ExchangePlan(chosen, reason, num_nodes, devices_per_node, reached)
 
 
-def planned_exchange_s(
+def forward_backward_exchange_s(
     plan: ExchangePlan, load: ExchangeLoad, *, num_experts: int, num_experts_per_tok: int
 ) -> float:
     """Return the seconds of a layer's all-to-alls: dispatch and combine, forward and backward."""
@@ -183,7 +183,7 @@ def planned_exchange_s(
     return exchange_s(plan, sent, load.links, backward=True)
 
 
-def buffer_rows(
+def buffer_rows_per_destination(
     fair_rows: float, most_rows: int, capacity_factor: float | None, full_capacity: bool = False
 ) -> int:
     """Return the buffer rows per destination: capacity_factor times the fair share, rounded up to a
@@ -203,7 +203,9 @@ def ragged_buffer_rows(num_assignments: int, num_devices: int) -> int:
 
     num_assignments: (token, expert) assignments of a device.
     """
-    return buffer_rows(num_assignments, num_devices * num_assignments, RAGGED_BUFFER)
+    return buffer_rows_per_destination(
+        num_assignments, num_devices * num_assignments, RAGGED_BUFFER
+    )
 
 
 def receive_buffer_rows(
@@ -222,7 +224,9 @@ def receive_buffer_rows(
         return assignments
     if ragged:
         return ragged_buffer_rows(assignments, num_devices)
-    return num_devices * buffer_rows(assignments / num_devices, assignments, capacity_factor)
+    return num_devices * buffer_rows_per_destination(
+        assignments / num_devices, assignments, capacity_factor
+    )
 
 
 @dataclass(frozen=True)
@@ -259,13 +263,17 @@ def exchange_traffic(
         block_bytes = passes * 2 * num_tokens * k * row_bytes // (p * q) + 4 * num_experts
         return Traffic((p - 1) * q * block_bytes, (q - 1) * block_bytes)
     if plan.kind != "dedup":
-        rows = buffer_rows(num_tokens * k / (p * q), num_tokens * k, capacity_factor)
+        rows = buffer_rows_per_destination(
+            num_tokens * k / (p * q), num_tokens * k, capacity_factor
+        )
         block_bytes = passes * 2 * rows * row_bytes + sizes_bytes
         hops = p if plan.kind == "hierarchical" else 1
         return Traffic((p - 1) * q * block_bytes, hops * (q - 1) * block_bytes)
-    rows = buffer_rows(num_tokens * plan.nodes_per_token / p, num_tokens, capacity_factor)
+    rows = buffer_rows_per_destination(
+        num_tokens * plan.nodes_per_token / p, num_tokens, capacity_factor
+    )
     across = rows * (passes * (2 * row_bytes + 4 * k) + k * smallest_uint_bytes(num_experts // p))
-    rows = buffer_rows(num_tokens * k / q, p * rows * k, capacity_factor)
+    rows = buffer_rows_per_destination(num_tokens * k / q, p * rows * k, capacity_factor)
     return Traffic((p - 1) * across, (q - 1) * (passes * 2 * rows * row_bytes + sizes_bytes))
 
 
@@ -289,14 +297,16 @@ def exchange_s(
     across, inside = (
         sum(times) for times in zip(*COLLECTIVES[plan.kind][: 1 + backward], strict=True)
     )
-    across_s = _level_s(
+    across_s = _network_level_s(
         (links.rail, links.leaf, links.spine), peers, sent.across_bytes, across, links.message_s
     )
-    inside_s = _level_s((links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s)
+    inside_s = _network_level_s(
+        (links.inside,), (q - 1,), sent.inside_bytes, inside, links.message_s
+    )
     return max(across_s, inside_s) if plan.kind in ONE_HOP else across_s + inside_s
 
 
-def _level_s(
+def _network_level_s(
     path: tuple[LinkConfig, ...],
     peers: tuple[int, ...],
     sent_bytes: float,

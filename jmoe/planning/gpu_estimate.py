@@ -210,7 +210,7 @@ def estimate_module(
     trips: a function of a loop's scope that returns its trip count, for loops whose count XLA does
     not know. If it returns None, the loop counts once, with a note.
     """
-    pricing = _Pricing(module, rates, facts, trips)
+    pricing = _ModuleEstimator(module, rates, facts, trips)
     pricing.add_computation_s(module.entry, 1)
     return pricing.estimate()
 
@@ -293,7 +293,7 @@ class _CollectiveQueue:
 
 
 @dataclass
-class _Pricing:
+class _ModuleEstimator:
     """Walks a compiled module, loops and branches included, and adds up estimated seconds, bytes
     and launches: of kernels by name, of collectives by label.
     """
@@ -307,6 +307,7 @@ class _Pricing:
     notes: dict[str, None] = field(default_factory=dict)
 
     def estimate(self) -> GpuEstimate:
+        """Return the sums so far, kernels and collectives by falling seconds."""
         kernels = sorted(self.kernels.values(), key=lambda kernel: -kernel.seconds)
         communication = sorted(self.communication.values(), key=lambda each: -each.seconds)
         return GpuEstimate(tuple(kernels), tuple(communication), tuple(self.notes))
@@ -341,6 +342,7 @@ class _Pricing:
         return queue.now_s
 
     def _add_communication(self, added: Communication) -> None:
+        """Add to the sums of the collectives with the same label."""
         old = self.communication.get(added.name, Communication(added.name))
         self.communication[added.name] = Communication(
             added.name,
@@ -387,6 +389,7 @@ class _Pricing:
         return seconds
 
     def _add_loop_s(self, operation: HloOperation, times: int) -> float:
+        """Add a loop that runs `times` times; return the seconds of one run, all trips together."""
         trips = operation.known_trip_count
         if trips is None and (trips := self.trips(operation.scope)) is None:
             self.notes[f"a loop of unknown length counts once: {short_scope(operation.scope)}"] = (
@@ -399,11 +402,12 @@ class _Pricing:
 
     def _computation_s(self, computation: HloComputation) -> float:
         """Return the seconds of a computation without adding it to the sums."""
-        return _Pricing(self.module, self.rates, self.facts, self.trips).add_computation_s(
+        return _ModuleEstimator(self.module, self.rates, self.facts, self.trips).add_computation_s(
             computation, 1
         )
 
     def _operation_work(self, computation: HloComputation, operation: HloOperation) -> _KernelWork:
+        """Return the bytes and FLOPs of the kernel that an operation launches."""
         kind, name, scope = operation.kind, operation.name, operation.scope
         if kind in ("fusion", "fusion-start"):
             return self._fusion_work(operation)
@@ -428,6 +432,7 @@ class _Pricing:
         return _KernelWork(name, scope, "pass", moved)
 
     def _fusion_work(self, operation: HloOperation) -> _KernelWork:
+        """Return the work of a fusion: a product if it has a dot, else a pass over its bytes."""
         body = self.module.called_computation(operation, "calls")
         name = operation.name
         scope = operation.scope
@@ -448,6 +453,7 @@ class _Pricing:
     def _custom_call_work(
         self, computation: HloComputation, operation: HloOperation
     ) -> _KernelWork:
+        """Return the work of a Pallas kernel or library call; of an unknown one its bytes alone."""
         target, scope = operation.attribute("custom_call_target"), operation.scope
         arrays = [array for name in operation.operands for array in computation[name].results]
         moved = operation.num_bytes + sum(array.num_bytes for array in arrays)

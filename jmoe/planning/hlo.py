@@ -105,6 +105,7 @@ class HloComputation(dict[str, HloOperation]):
         return sorted(parameters, key=lambda operation: int(operation.inside))
 
     def users_of(self, name: str) -> Iterator[HloOperation]:
+        """Yield the operations with `name` among their operands."""
         return (operation for operation in self.values() if name in operation.operands)
 
     def read_bytes(self) -> float:
@@ -114,6 +115,7 @@ class HloComputation(dict[str, HloOperation]):
         return sum(self._parameter_read_bytes(parameter) for parameter in self.parameters)
 
     def _parameter_read_bytes(self, parameter: HloOperation) -> float:
+        """Return the bytes that are read of a parameter: of its slices if no one reads more."""
         whole, ahead, bytes_read = parameter.num_bytes, [parameter], 0.0
         while ahead:
             source = ahead.pop()
@@ -140,6 +142,7 @@ class HloComputation(dict[str, HloOperation]):
         return sum(self._result_written_bytes(self[name]) for name in names)
 
     def _result_written_bytes(self, result: HloOperation) -> float:
+        """Return the bytes that are written of a result: of the update if it is in place."""
         made = result
         while made.kind in _SAME_ELEMENTS and made.operands[0] in self:
             made = self[made.operands[0]]
@@ -200,6 +203,7 @@ def parse_hlo(text: str) -> HloModule:
 
 
 def _parse_operation(line: str) -> HloOperation | None:
+    """Return the operation of a line, None for another line."""
     match = _OPERATION.match(line)
     if match is None:
         return None
@@ -221,6 +225,7 @@ def _parse_operation(line: str) -> HloOperation | None:
 
 
 def _parse_arrays(text: str) -> Iterable[HloArray]:
+    """Yield the arrays of a result's type, such as `(f32[2,3], s32[])`."""
     for dtype, sizes in _ARRAY.findall(text):
         if dtype in ITEM_BYTES:  # otherwise a token or an opaque value
             yield HloArray(dtype, tuple(int(n) for n in sizes.split(",") if n))

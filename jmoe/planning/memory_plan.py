@@ -117,7 +117,7 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     experts for `resident`, and half of them for the other policies. `options.host_cache_bytes`
     applies to the tier `nvme`; None means a quarter of the records, or less if that does not fit.
     """
-    options = _checked_options(model, options)
+    options = _validate_and_complete_options(model, options)
     policy, ring_slots, device_bytes = options.policy, options.ring_slots, options.device_bytes
     if policy == "resident" or (policy == "auto" and ring_slots is None):
         free_bytes = _free_device_bytes(model, free) if device_bytes is None else device_bytes
@@ -160,9 +160,10 @@ def plan_memory(model: ModelBytes, free: FreeMemory, options: EngineConfig) -> M
     return MemoryPlan(policy, tier, model, slots, ring_slots or 0, host_bytes, nvme_bytes)
 
 
-def _checked_options(model: ModelBytes, options: EngineConfig) -> EngineConfig:
-    """Return the options, with `expert_tier` = host for the policy hybrid. Raises `ValueError` if
-    an option contradicts the policy or the number of layers.
+def _validate_and_complete_options(model: ModelBytes, options: EngineConfig) -> EngineConfig:
+    """Return the options, with `expert_tier` = host for the policy hybrid.
+
+    Raises `ValueError` if an option contradicts the policy or the number of layers.
     """
     policy, ring_slots, layers = options.policy, options.ring_slots, model.weights.num_layers
     check(
@@ -189,7 +190,7 @@ def _checked_options(model: ModelBytes, options: EngineConfig) -> EngineConfig:
     return options
 
 
-def longest_sequence(
+def default_sequence_length(
     model: ModelBytes,
     shortest: int,
     longest: int,
@@ -307,7 +308,7 @@ def _plan_mesh_streaming(
     if free.shared:
         free_bytes //= local_devices
     free_bytes = max(0, free_bytes - model.bytes_beside_experts)
-    slots = _mesh_slots(model, options, share, free_bytes, shared=free.shared)
+    slots = _expert_slots_per_mesh_device(model, options, share, free_bytes, shared=free.shared)
     slot_bytes = slots * model.weights.expert_bytes
     needed = f"each of them needs {slot_bytes} bytes for experts and {free_bytes} are free"
     check(slot_bytes <= free_bytes, "mesh.devices", mesh.devices, needed)
@@ -328,14 +329,14 @@ def _plan_mesh_streaming(
     )
 
 
-def _mesh_slots(
+def _expert_slots_per_mesh_device(
     model: ModelBytes, options: EngineConfig, share: int, free_bytes: int, *, shared: bool
 ) -> int:
     """Return the number of expert slots of each device if experts stream to it.
 
     share: experts of a layer on a device. free_bytes: of a device, beside other weights and the
-    cache. shared: records in host memory need a part of them. Raises ValueError if one layer's do
-    not fit.
+    cache. shared: whether records in host memory need a part of `free_bytes`. Raises ValueError if
+    the experts of one layer do not fit.
     """
     layers, ring_slots = model.weights.num_layers, options.ring_slots
     for_slots = options.device_bytes  # bytes of a device
@@ -373,6 +374,7 @@ def slots_per_device(mesh: EngineMesh, num_experts: int) -> int:
 
 
 def _check_host_cache(options: EngineConfig) -> None:
+    """Raise `ValueError` for a size of the cache in host memory with `expert_tier` = host."""
     usable = options.host_cache_bytes is None or options.expert_tier != "host"
     check(usable, "host_cache_bytes", options.host_cache_bytes, "needs expert_tier = 'nvme'")
 
@@ -383,6 +385,7 @@ def _free_device_bytes(model: ModelBytes, free: FreeMemory) -> int:
 
 
 def _drafts_text(model: ModelBytes) -> str:
+    """Return the end of an error message with the bytes of the drafts' logits; "" for none."""
     return f", logits of drafts {model.draft_bytes}" if model.draft_bytes else ""
 
 

@@ -60,8 +60,8 @@ class Placement:
         """Return the physical numbers of an expert's replicas, in ascending order."""
         return np.flatnonzero(self.physical_to_logical == expert)
 
-    def replicas_taking(self, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """Return int32, the physical number of the replica that takes each token.
+    def replica_of_tokens(self, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """Return int32, the physical number of the replica that computes each token's expert.
 
         rows, experts: integer arrays of broadcastable shapes, with a token's row in the step and
         one of its experts. The result depends on these only, not on other tokens or the calling
@@ -172,6 +172,7 @@ def place_experts(
 
 
 def _check_popularity(popularity_E: np.ndarray) -> None:
+    """Raise `ValueError` unless the array has one finite number, not negative, for each expert."""
     usable = (
         popularity_E.ndim == 1
         and len(popularity_E) > 0
@@ -241,7 +242,7 @@ def placement_from_slots(physical_to_logical: np.ndarray, popularity_E: np.ndarr
     )
 
 
-def shared_slot_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
+def assign_shared_slot_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
     """Return the number of the row of slots that each layer uses, such that layers with disjoint
     sets of devices share a row.
 
@@ -261,10 +262,10 @@ def shared_slot_rows(devices_of_layers: Sequence[Set[int]]) -> list[int]:
 
 def slot_rows_and_sizes(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
     """Return (row of each layer, slots per device of each row) for layers whose placement never
-    changes; see `shared_slot_rows`.
+    changes; see `assign_shared_slot_rows`.
     """
     on_NS = [placement.physical_to_logical != EMPTY for placement in placements]
-    rows = shared_slot_rows([set(np.flatnonzero(on.any(axis=1)).tolist()) for on in on_NS])
+    rows = assign_shared_slot_rows([set(np.flatnonzero(on.any(axis=1)).tolist()) for on in on_NS])
     slots = dict(zip(rows, (placement.slots_per_device for placement in placements), strict=True))
     return rows, [slots[row] for row in range(len(slots))]
 

@@ -103,7 +103,7 @@ def plan_segments(
     plans, errors = [], []
     for split in SPLITS if by is None else (by,):
         try:
-            plans.append(_plan_split(model, described, tokens, split))
+            plans.append(_plan_segments_by(model, described, tokens, split))
         except ValueError as error:
             errors.append(error)
     if not plans:
@@ -111,7 +111,7 @@ def plan_segments(
     return min(plans, key=lambda plan: plan.step_s)
 
 
-def _plan_split(
+def _plan_segments_by(
     model: ModelBytes, described: MachinesConfig, tokens: StepTokens, by: SegmentBy
 ) -> SegmentPlan:
     """Return the plan of one kind of split with the shortest step. Raises `ValueError` if none
@@ -123,11 +123,11 @@ def _plan_split(
     """
     machines, weights = described.machines, model.weights
     rest_bytes = model.dense_bytes + model.cache_bytes
-    rooms = [
+    capacities = [
         (int(one.device_bytes * (1 - RESERVE)) - rest_bytes) // weights.expert_bytes
         for one in machines
     ]
-    room, least = max(0, min(rooms)), rooms.index(min(rooms))
+    capacity, least = max(0, min(capacities)), capacities.index(min(capacities))
     groups, most = _device_groups(machines, by), weights.num_experts
     possible: list[tuple[float, int, tuple[LayerPlace, ...]]] = []
     for cap in range(-(-most // max(map(len, groups))), most + 1):
@@ -136,7 +136,7 @@ def _plan_split(
             for group in groups
             if len(group) * cap >= most
         ]
-        places = _distribute_layers(dealt, weights.num_layers, room // cap)
+        places = _distribute_layers(dealt, weights.num_layers, capacity // cap)
         if places:
             slots = max(place.layers for place in places) * max(
                 max(place.experts_N) for place in places
@@ -146,16 +146,19 @@ def _plan_split(
             break  # a larger cap would change nothing
     if not possible:
         raise ValueError(
-            f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for {room}"
-            f" experts beside {rest_bytes} bytes on each device; {sum(map(len, groups))} devices"
-            f" with as much do not hold {weights.num_layers} layers of {most} experts by {by}"
+            f"machines[{least}].device_bytes = {machines[least].device_bytes}: has room for"
+            f" {capacity} experts beside {rest_bytes} bytes on each device;"
+            f" {sum(map(len, groups))} devices with as much do not hold {weights.num_layers} layers"
+            f" of {most} experts by {by}"
         )
     _, slots, places = min(possible, key=lambda one: one[:2])
     return SegmentPlan(by, places, slots * weights.expert_bytes + rest_bytes)
 
 
 def _device_groups(machines: Sequence[DevicesConfig], by: SegmentBy) -> list[list[int]]:
-    """Return the groups of devices that share a layer."""
+    """Return the groups of devices (numbered through all machines) that can share a layer:
+    all of them, each one alone, or those of each machine.
+    """
     ends = [sum(one.devices for one in machines[: n + 1]) for n in range(len(machines))]
     if by == "experts":
         return [list(range(ends[-1]))]

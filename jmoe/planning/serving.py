@@ -98,7 +98,7 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
-class Term:
+class TimeTerm:
     """A part of a step's time, and the bytes or calls that it consists of."""
 
     name: str
@@ -116,26 +116,27 @@ class DecodeEstimate:
     step: DecodeStep
     policy: Policy
     seconds: float
-    terms: tuple[Term, ...]
+    terms: tuple[TimeTerm, ...]
 
     @property
     def tokens_per_s(self) -> float:
         return self.step.num_tokens / self.seconds
 
     @property
-    def longest(self) -> Term:
+    def longest_term(self) -> TimeTerm:
+        """The part that takes longest."""
         return max(self.terms, key=lambda term: term.seconds)
 
     def __str__(self) -> str:
         n = self.step.num_tokens
         sequences = f"{n} sequence{'s' * (n > 1)}, {self.step.context:,} tokens before each"
-        share = 100 * self.longest.seconds / self.seconds
+        share = 100 * self.longest_term.seconds / self.seconds
         return "\n".join(
             [
                 f"{sequences}: {self.tokens_per_s:,.4g} tokens/s, {1e3 * self.seconds:.3g} ms a"
                 f" step, policy {self.policy}",
                 *map(str, self.terms),
-                f"  longest: {self.longest.name}, {share:.0f} % of the step",
+                f"  longest: {self.longest_term.name}, {share:.0f} % of the step",
             ]
         )
 
@@ -175,7 +176,7 @@ class ServingEstimator:
         terms = [*on_device, *self._streaming_terms(plan, chosen, step, bool(between))]
         return DecodeEstimate(step, policy, chosen.step_s, tuple(terms))
 
-    def _device_terms(self, step: DecodeStep) -> list[Term]:
+    def _device_terms(self, step: DecodeStep) -> list[TimeTerm]:
         """Return the times of memory, products and launches, then of exchanges if there are several
         devices.
         """
@@ -191,9 +192,9 @@ class ServingEstimator:
         )
         launches_s = self._num_layers * rates.launches_s
         terms = [
-            Term("device memory is read", total / rates.memory_bytes_per_s, parts),
-            Term("products", step.flops / rates.flops, f"{step.flops / 1e12:.3g} TFLOP"),
-            Term("kernels are launched", launches_s, f"{self._num_layers} layers"),
+            TimeTerm("device memory is read", total / rates.memory_bytes_per_s, parts),
+            TimeTerm("products", step.flops / rates.flops, f"{step.flops / 1e12:.3g} TFLOP"),
+            TimeTerm("kernels are launched", launches_s, f"{self._num_layers} layers"),
         ]
         if n > 1:
             each = 2 * (step.sent_bytes / rates.exchange_bytes_per_s + rates.exchange_latency_s)
@@ -201,23 +202,25 @@ class ServingEstimator:
                 f"{weights.num_layers} layers, there and back, {step.sent_bytes / 1e6:.3g} MB at"
                 f" {rates.exchange_bytes_per_s / 1e9:.3g} GB/s"
             )
-            terms.append(Term("rows cross between devices", weights.num_layers * each, what))
+            terms.append(TimeTerm("rows cross between devices", weights.num_layers * each, what))
             terms.append(self._readback_term())
         return terms
 
-    def _readback_term(self) -> Term:
+    def _readback_term(self) -> TimeTerm:
+        """Return the time in which the host reads the choices of all layers."""
         layers = self._memory.model.weights.num_layers
         what = f"{layers} layers with experts"
-        return Term("choices reach the host", layers * self._rates.sync_s, what)
+        return TimeTerm("choices reach the host", layers * self._rates.sync_s, what)
 
     def _streaming_terms(
-        self, plan: StreamingPlan, chosen: StepPrediction, step: DecodeStep, counted: bool
-    ) -> list[Term]:
-        """Return the times of what streams to the devices. counted: the host reads the choices of
-        every layer in any policy.
+        self, plan: StreamingPlan, chosen: StepPrediction, step: DecodeStep, readback_counted: bool
+    ) -> list[TimeTerm]:
+        """Return the times of the experts that stream to the devices.
+
+        readback_counted: whether the other terms have the time to read choices back.
         """
-        rates, terms = self._rates, list[Term]()
-        if chosen.policy in ("experts", "hybrid") and not counted:
+        rates, terms = self._rates, list[TimeTerm]()
+        if chosen.policy in ("experts", "hybrid") and not readback_counted:
             terms.append(self._readback_term())
         if not chosen.streamed_bytes:
             return terms
@@ -230,7 +233,7 @@ class ServingEstimator:
         n = self._memory.num_devices
         if n > 1:
             link += f", over each of {n} links"
-        terms.append(Term("experts cross the link", moved / rates.link_bytes_per_s, link))
+        terms.append(TimeTerm("experts cross the link", moved / rates.link_bytes_per_s, link))
         host = (moved + computed) / rates.host_memory_bytes_per_s
         if self._memory.expert_tier == "nvme":
             missed = 1 - self._memory.host_bytes / (
@@ -238,8 +241,10 @@ class ServingEstimator:
             )
             read = missed * moved
             what = by_rate(read, rates.nvme_bytes_per_s)
-            terms.append(Term("experts are read from NVMe", read / rates.nvme_bytes_per_s, what))
+            terms.append(
+                TimeTerm("experts are read from NVMe", read / rates.nvme_bytes_per_s, what)
+            )
         what = by_rate(moved + computed, rates.host_memory_bytes_per_s) + " a device"
         if computed:
             what += f", {computed / 1e9:.3g} of it by experts that the CPU computes"
-        return [*terms, Term("host memory is read", host, what)]
+        return [*terms, TimeTerm("host memory is read", host, what)]

@@ -157,11 +157,11 @@ class StreamingPlan:
         if self.memory.policy != "auto":
             return self.memory.policy
         if self.calibration is None:
-            return self._choose_unmeasured(num_tokens)
+            return self._choose_policy_unmeasured(num_tokens)
         ways = [p for p in self.predictions(num_tokens)[1:] if p.fits]
         return min(ways, key=lambda p: p.step_s).policy if ways else "experts"
 
-    def _choose_unmeasured(self, num_tokens: int) -> Policy:
+    def _choose_policy_unmeasured(self, num_tokens: int) -> Policy:
         """Return `ring` if the tokens are expected to choose more than half of a layer's experts
         and the ring's slots fit, else `experts`.
 

@@ -251,6 +251,7 @@ class StatePlacement:
 
     @property
     def is_streamed(self) -> bool:
+        """Whether experts or their moments are off the device."""
         return (self.experts, self.optimizer) != ("device", "device")
 
 
@@ -265,7 +266,8 @@ class TrainingPlan:
     machine: Machine
     rows: tuple[tuple[Tier, str, int], ...]
 
-    def bytes_on(self, tier: Tier) -> int:
+    def bytes_on_tier(self, tier: Tier) -> int:
+        """Return the bytes of all kinds of state on a tier."""
         return sum(size for where, _, size in self.rows if where == tier)
 
     def needed_bytes(self, tier: Tier) -> int:
@@ -273,9 +275,9 @@ class TrainingPlan:
         share memory, all bytes count as the host's.
         """
         if self.machine.shared and tier in ("device", "host"):
-            of_devices = self.bytes_on("device") * self.model.devices_per_host
-            return 0 if tier == "device" else of_devices + self.bytes_on("host")
-        return self.bytes_on(tier)
+            of_devices = self.bytes_on_tier("device") * self.model.devices_per_host
+            return 0 if tier == "device" else of_devices + self.bytes_on_tier("host")
+        return self.bytes_on_tier(tier)
 
     @cached_property
     def lacking_bytes(self) -> dict[Tier, int]:
@@ -444,9 +446,12 @@ class TrainingPlan:
         return [self._tier_advice(tier) for tier in self.lacking_bytes]
 
     def _tier_advice(self, tier: Tier) -> str:
+        """Return a line with what the tier lacks, its largest kind of state, and settings that
+        help.
+        """
         sizes = {kind: size for _, kind, _ in self.rows if (size := self._state_bytes(tier, kind))}
         by_size = sorted(sizes, key=lambda kind: -sizes[kind])
-        remedies = next(filter(None, (self._remedies(tier, kind) for kind in by_size)), [])
+        remedies = next(filter(None, (self._setting_remedies(tier, kind) for kind in by_size)), [])
         if not any(remedy.endswith(_ENOUGH) for remedy in remedies):
             remedies.append(self.machine.enlarge_advice(tier))
         lack, most = _gigabytes_text(self.lacking_bytes[tier]), _gigabytes_text(sizes[by_size[0]])
@@ -460,7 +465,7 @@ class TrainingPlan:
         rows = tuple(row for row in self.rows if row[1] == kind)
         return replace(self, rows=rows).needed_bytes(tier)
 
-    def _remedies(self, tier: Tier, kind: str) -> list[str]:
+    def _setting_remedies(self, tier: Tier, kind: str) -> list[str]:
         """Return up to three texts `setting = value` that shrink `kind` on `tier` by more than a
         tenth of what the tier lacks, and make no tier lack more than now.
         """
@@ -507,7 +512,7 @@ class TrainingPlan:
                 sum(n for tier, k, n in self.rows if (tier, k) == (where, kind)) for where in TIERS
             ]
             table[kind] = [_gigabytes_text(size) if size else "" for size in sizes]
-        table["together"] = [_gigabytes_text(self.bytes_on(tier)) for tier in TIERS]
+        table["together"] = [_gigabytes_text(self.bytes_on_tier(tier)) for tier in TIERS]
         if self.placement.is_streamed:
             whole, among = self.storage_equation.bytes_by_tier, (num_devices, hosts, hosts)
             table["MoESys, equation 1"] = [
@@ -573,6 +578,7 @@ class SettingChange(NamedTuple):
 
 
 def _gigabytes_text(size: int) -> str:
+    """Return a number of bytes as text in GB."""
     return f"{size / 1e9:.2f} GB"
 
 
@@ -606,14 +612,15 @@ def _possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[S
         yield SettingChange("gradient_accumulation_steps", number, smaller, place)
     if model.packing > 1:
         yield SettingChange("comm.packing", model.packing // 2, _with_half_packing(model), place)
-    yield from _tier_changes(model, place)
+    yield from _tier_setting_changes(model, place)
     if place.checkpoints > LEAST_CHECKPOINTS:
         fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
         yield SettingChange("checkpoint.keep", LEAST_CHECKPOINTS, model, fewer)
-    yield from _device_changes(model, place)
+    yield from _mesh_and_batch_changes(model, place)
 
 
-def _tier_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
+def _tier_setting_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
+    """Yield changes of `tiers`: to tiers, dtypes, slots and caches that may take less memory."""
     if (
         model.gradient_bytes_per_parameter > 2
         and model.compute_dtype_bytes == 2
@@ -664,7 +671,8 @@ def _tier_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[Setti
             )
 
 
-def _device_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
+def _mesh_and_batch_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
+    """Yield changes to more devices, or to a smaller batch."""
     hosts = model.num_devices * model.packing // model.devices_per_host
     for times in (2, 4, 8, 16):
         devices = model.num_devices * times
@@ -692,7 +700,7 @@ def _device_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[Set
         yield SettingChange(
             "batch_size",
             sequences * model.num_all_devices,
-            _with_sequences(model, sequences),
+            _with_sequences_per_device(model, sequences),
             place,
         )
 
@@ -725,7 +733,7 @@ def _with_replicas(model: TrainingSizes, times: int) -> TrainingSizes:
     )
 
 
-def _with_sequences(model: TrainingSizes, sequences: int) -> TrainingSizes:
+def _with_sequences_per_device(model: TrainingSizes, sequences: int) -> TrainingSizes:
     """Return the model with a step of `sequences` sequences per device."""
     share = sequences / model.max_micro_batches
     smaller = _with_micro_batch_scaled(replace(model, max_micro_batches=sequences), share)

@@ -66,7 +66,7 @@ MEETING_LIMIT_MS = 10 * 24 * 3_600_000
 
 class Checkpoints:
     """Saves and restores the checkpoints of one run in `directory`, keeping the newest
-    `config.num_kept` of them.
+    `config.num_kept_checkpoints` of them.
 
     Every process of a run makes the same calls in the same order. The directory is not touched
     before the first `save`. No background wait lasts longer than `save_limit_s`.
@@ -93,7 +93,7 @@ class Checkpoints:
             "must be greater than 1 with records",
         )
         self.directory = Path(directory).absolute()
-        self._kept, self._records = config.num_kept, records
+        self._kept, self._records = config.num_kept_checkpoints, records
         self._without_records: set[int] = set()  # steps skipped by `latest_step`
         self._timeout_s = max(1, int(timeout_s))
         self._manager: ocp.CheckpointManager | None = None

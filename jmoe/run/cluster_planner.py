@@ -201,7 +201,7 @@ def table_lines(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]
             yield f"{row.nodes:>5}  {row.problem}"
             continue
         training = plan.training
-        sizes = [f"{training.bytes_on(tier) / 1e9:,.1f}" for tier in TIERS]
+        sizes = [f"{training.bytes_on_tier(tier) / 1e9:,.1f}" for tier in TIERS]
         parts = (
             plan.compute_s,
             plan.all_to_all_s,

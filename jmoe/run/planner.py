@@ -290,7 +290,7 @@ def _state_placement(
         gradients=tiers.gradients,
         device_layers=tiers.device_layers,
         host_cache_bytes=tiers.host_cache_bytes or None,
-        checkpoints=config.checkpoint.num_kept,
+        checkpoints=config.checkpoint.num_kept_checkpoints,
         device_experts=tiers.device_experts,
         update=update,
     )

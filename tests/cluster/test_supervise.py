@@ -632,9 +632,9 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
         ["train.py", "tiny", "--plan"],
     )
     assert (
-        config.launch_words("a")[0] == "ssh"
-        and config.launch_words("a")[-1] == "a"
-        and config.launch_words("") == []
+        config.launch_command_words("a")[0] == "ssh"
+        and config.launch_command_words("a")[-1] == "a"
+        and config.launch_command_words("") == []
     )
 
 

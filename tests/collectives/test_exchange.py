@@ -25,7 +25,7 @@ from jmoe.layers.router import route
 from jmoe.mesh import split_over
 from jmoe.planning.exchange import (
     ExchangePlan,
-    buffer_rows,
+    buffer_rows_per_destination,
     exchange_traffic,
     nodes_per_token,
     plan_exchange,
@@ -221,8 +221,8 @@ def kept_choices(args: tuple[Any, ...], split: tuple[int, int], factor: float) -
     """Which choices find rows at both levels of `dedup`, one by one."""
     idx, weights = (np.asarray(a) for a in args[1:3])
     (nodes, devices), k = split, idx.shape[1]
-    rows = buffer_rows(T * nodes_per_token(nodes, E, k) / nodes, T, factor)
-    device_rows = buffer_rows(T * k / devices, nodes * rows * k, factor)
+    rows = buffer_rows_per_destination(T * nodes_per_token(nodes, E, k) / nodes, T, factor)
+    device_rows = buffer_rows_per_destination(T * k / devices, nodes * rows * k, factor)
     kept = np.zeros(idx.shape, bool)
     node_of, device_of = idx // (E // nodes), idx // (E // (nodes * devices)) % devices
     for node in range(nodes):
@@ -249,7 +249,7 @@ def test_a_full_buffer_keeps_the_largest_weights(
     k: int, factor: float, routing: str, kind: str
 ) -> None:
     args = draw(routing, k)
-    kept_TK = kept_flat(args, buffer_rows(T * k / DEVICES, T * k, factor))
+    kept_TK = kept_flat(args, buffer_rows_per_destination(T * k / DEVICES, T * k, factor))
     assert routing == "uniform" or 0 < kept_TK.mean() < 1
     y, dropped, grads = run(kind, (2, 4), args, factor, worst=False)
     assert int(dropped.sum()) == (~kept_TK).sum()
@@ -336,7 +336,7 @@ def test_chunks_cross_one_after_another() -> None:
     sent = [
         eqn for eqn in inside.eqns if runs(eqn, "all_to_all") and eqn.invars[0].aval.shape[-1] == D
     ]
-    whole = buffer_rows(T * 2 / DEVICES, T * 2, 1.0)
+    whole = buffer_rows_per_destination(T * 2 / DEVICES, T * 2, 1.0)
     there, back = sent[:2], sent[2:4]
     assert [eqn.invars[0].aval.shape for eqn in there + back] == [(DEVICES, whole // 2, D)] * 4
     assert there[0].outvars[0] in origins(inside, back[0].invars[0])

@@ -30,7 +30,7 @@ def test_placements_and_back(tmp_path: Path) -> None:
     first, second = read_segments(mesh(tmp_path, SEGMENTS), 2, 3)
     assert first.physical_to_logical.tolist() == [[0, 1], [2, -1]]
     assert second.physical_to_logical.tolist() == [[2, -1, -1], [1, 0, 2]]
-    physical = second.replicas_taking(np.arange(256), np.full(256, 2))
+    physical = second.replica_of_tokens(np.arange(256), np.full(256, 2))
     assert set(physical.tolist()) == {0, 5}  # both take tokens of expert 2
     assert placements_to_segments([first, second]) == SEGMENTS
     roomy = read_segments(mesh(tmp_path, SEGMENTS, slots_per_device=4), 2, 3)

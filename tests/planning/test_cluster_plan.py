@@ -8,7 +8,7 @@ from jmoe.config import MachineConfig
 from jmoe.config.cluster import ClusterConfig, NetworkConfig, StorageConfig
 from jmoe.planning.cluster import (
     LayerExchangeSettings,
-    checkpoint_s,
+    checkpoint_write_s,
     dense_collectives_s,
     expert_all_reduce_s,
     plan_cluster,
@@ -136,15 +136,15 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_way() -> None:
     """160 parameters of 12 bytes. The experts are written by one group's nodes, the dense ones
     by all.
     """
-    assert checkpoint_s(MODEL, 4, 1e9, CLUSTER) == pytest.approx(1.92)
+    assert checkpoint_write_s(MODEL, 4, 1e9, CLUSTER) == pytest.approx(1.92)
     fast = replace(CLUSTER, storage=StorageConfig(1e9))
-    assert checkpoint_s(MODEL, 4, 1e9, fast) == pytest.approx((12 * 100 / 4 + 12 * 60) / 2e3)
-    assert checkpoint_s(replace(MODEL, num_devices=4), 4, 1e9, fast) == pytest.approx(
+    assert checkpoint_write_s(MODEL, 4, 1e9, fast) == pytest.approx((12 * 100 / 4 + 12 * 60) / 2e3)
+    assert checkpoint_write_s(replace(MODEL, num_devices=4), 4, 1e9, fast) == pytest.approx(
         (12 * 100 / 4 + 12 * 30) / 2e3
     )
-    assert checkpoint_s(MODEL, 4, 10.0, fast) == pytest.approx((12 * 100 / 2 + 12 * 30) / 10)
+    assert checkpoint_write_s(MODEL, 4, 10.0, fast) == pytest.approx((12 * 100 / 2 + 12 * 30) / 10)
     whole = replace(MODEL, shard_dense=False)
-    assert checkpoint_s(whole, 4, 1e9, fast) == pytest.approx((12 * 100 + 12 * 60) / 2e3)
+    assert checkpoint_write_s(whole, 4, 1e9, fast) == pytest.approx((12 * 100 + 12 * 60) / 2e3)
 
 
 def test_the_step_is_the_sum_of_what_waits() -> None:

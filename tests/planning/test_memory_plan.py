@@ -9,7 +9,7 @@ from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.planning.memory_plan import (
     FreeMemory,
     ModelBytes,
-    longest_sequence,
+    default_sequence_length,
     plan_memory,
     plan_mesh_memory,
 )
@@ -315,7 +315,7 @@ def test_how_long_sequences_may_be_by_default(
     """As long as the model and memory allow, where longer ones would not move experts."""
     config, shortest = EngineConfig(**options), min(2048, longest)
     model = dataclasses.replace(SHORT, cache_bytes=1000 * shortest)
-    made = longest_sequence(
+    made = default_sequence_length(
         model, shortest, longest, free, lambda model: plan_memory(model, free, config)
     )
     assert made == tokens

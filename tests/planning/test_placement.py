@@ -61,13 +61,13 @@ def _check(placement: Placement, popularity_E: np.ndarray, max_packed: int) -> N
         assert len(set(experts)) == len(experts) <= max_packed
     assert all(len(placement.replicas_of(expert)) for expert in range(size))
     # whoever takes a token of an expert holds it, and every row is taken
-    taken = placement.replicas_taking(ROWS[:, None], np.arange(size)[None])
+    taken = placement.replica_of_tokens(ROWS[:, None], np.arange(size)[None])
     assert taken.dtype == np.int32
     np.testing.assert_array_equal(
         placement.physical_to_logical.ravel()[taken], np.tile(np.arange(size), (CYCLE, 1))
     )
     np.testing.assert_array_equal(
-        placement.replicas_taking(ROWS + 7 * CYCLE, np.zeros(CYCLE, int)), taken[:, 0]
+        placement.replica_of_tokens(ROWS + 7 * CYCLE, np.zeros(CYCLE, int)), taken[:, 0]
     )
     # quotas add up to the counts and are what the rows get; every replica gets some
     quotas_E = np.zeros(size)
@@ -125,7 +125,8 @@ def test_changes_keep_what_is_there(
     rows, experts = ROWS[:, None], np.arange(len(popularity_E))
     slots = more["slots_per_device"]
     np.testing.assert_array_equal(
-        ordered.replicas_taking(rows, experts) // slots, new.replicas_taking(rows, experts) // slots
+        ordered.replica_of_tokens(rows, experts) // slots,
+        new.replica_of_tokens(rows, experts) // slots,
     )
     assert placement_changes(held, ordered).fills == ()
 
@@ -187,7 +188,7 @@ def test_an_expert_makes_room_where_a_copy_may_not_go() -> None:
 
 def test_replicas_take_turns_at_equal_distances() -> None:
     placement = place_experts(np.array([3, 1]), 4, slots_per_device=1, policy="lina")
-    taken = placement.replicas_taking(np.arange(9), np.zeros(9, int))
+    taken = placement.replica_of_tokens(np.arange(9), np.zeros(9, int))
     assert taken.tolist() == [0, 1, 2] * 3
     assert placement.device_loads.tolist() == [1, 1, 1, 1]
 

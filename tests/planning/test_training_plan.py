@@ -44,7 +44,7 @@ def test_bytes_by_tier() -> None:
     assert rows["nvme", "experts: moments"] == 8 * experts
     assert rows["nvme", "experts: gradients"] == 4 * experts
     # one checkpoint besides, with gradients that wait
-    assert plan.bytes_on("nvme") == (16 + 16) * experts
+    assert plan.bytes_on_tier("nvme") == (16 + 16) * experts
     assert rows["device", "dense weights, moments, gradients"] == 16 * 10**7
     # MoESys: 4 S / L for each layer there
     assert rows["device", "experts: weights"] == 4 * 2 * 64 * 10**6
@@ -210,8 +210,8 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 def test_all_on_the_device_is_sixteen_bytes_a_parameter() -> None:
     plan = plan_training(MODEL, replace(NVME, experts="device", optimizer="device"), MACHINE)
     parameters = MODEL.num_all_expert_parameters + MODEL.dense_parameters
-    assert plan.bytes_on("device") >= 16 * parameters
-    assert plan.bytes_on("nvme") == 0
+    assert plan.bytes_on_tier("device") >= 16 * parameters
+    assert plan.bytes_on_tier("nvme") == 0
     assert set(plan.lacking_bytes) == {"device"}
     assert "the most is experts: moments, 8.19 GB. Take " in plan.advice()[0]
     assert "tiers.experts = host and tiers.optimizer = host" in plan.advice()[0]
@@ -381,8 +381,10 @@ def test_experts_products_computed_again() -> None:
     choices = MODEL.num_layers * MODEL.step_tokens * MODEL.num_experts_per_tok
     product_s = 2 * MODEL.parameters_per_expert * choices / MODEL.num_devices / fast.flops
     assert twice.step_s() - once.step_s() == pytest.approx(product_s)
-    assert once.bytes_on("device") - twice.bytes_on("device") == 6 * GB // MODEL.num_devices
-    tight = replace(fast, device_bytes=once.bytes_on("device") - GB)
+    assert (
+        once.bytes_on_tier("device") - twice.bytes_on_tier("device") == 6 * GB // MODEL.num_devices
+    )
+    tight = replace(fast, device_bytes=once.bytes_on_tier("device") - GB)
     (advice,) = plan_training(kept, resident, tight).advice()
     assert "remat = experts (enough)" in advice
 

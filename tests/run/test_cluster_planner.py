@@ -165,7 +165,7 @@ def test_what_is_shown() -> None:
     assert last == {"nodes": 64, "problem": rows[2].problem}
     plan = rows[0].plan
     assert plan is not None and first["step_s"] == plan.step_s and first["devices"] == 64
-    assert sum(first["bytes"]["device"].values()) == plan.training.bytes_on("device")
+    assert sum(first["bytes"]["device"].values()) == plan.training.bytes_on_tier("device")
 
 
 def test_too_little_memory_is_said_once() -> None:

@@ -165,7 +165,7 @@ def test_a_mesh_shares_the_experts_out() -> None:
         for inter in (1, 2)
     )
     assert spread.model.num_devices == 2
-    assert 2 * spread.bytes_on("nvme") == alone.bytes_on("nvme")
+    assert 2 * spread.bytes_on_tier("nvme") == alone.bytes_on_tier("nvme")
     assert 2 * spread.host_cache_bytes == alone.host_cache_bytes
 
 
@@ -220,7 +220,7 @@ def test_packing_multiplies_what_a_device_has_of_the_experts() -> None:
 
 
 def test_packing_that_does_not_fit_is_advised_against() -> None:
-    fits = training_plan(packed(2)).bytes_on("device") * 10 // 9 + 100
+    fits = training_plan(packed(2)).bytes_on_tier("device") * 10 // 9 + 100
     assert training_plan(packed(2, fits)).lacking_bytes == {}
     (advice,) = training_plan(packed(4, fits)).advice()
     assert "comm.packing = 2 (enough)" in advice
@@ -275,7 +275,7 @@ def test_experts_over_the_data_axis_have_the_bytes_of_the_formula(
 def test_auto_splits_experts_if_they_do_not_fit_otherwise() -> None:
     """The first value that fits; with tiers auto, a tier only if no value fits."""
     needed = {
-        sharding: training_plan(on_64_gpus(10**12, shard_experts=sharding)).bytes_on("device")
+        sharding: training_plan(on_64_gpus(10**12, shard_experts=sharding)).bytes_on_tier("device")
         for sharding in ("none", "optimizer", "weights")
     }
     assert needed["none"] > needed["optimizer"] > needed["weights"]

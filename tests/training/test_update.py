@@ -40,13 +40,13 @@ ONE_CHOICE = dataclasses.replace(
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """`full_capacity` of every buffer that is laid out while a program is traced."""
-    asked, buffer_rows = list[bool](), exchange.buffer_rows
+    asked, buffer_rows_per_destination = list[bool](), exchange.buffer_rows_per_destination
 
     def spy(*args: Any) -> int:
         asked.append(bool(args[3]))
-        return buffer_rows(*args)
+        return buffer_rows_per_destination(*args)
 
-    monkeypatch.setattr(exchange, "buffer_rows", spy)
+    monkeypatch.setattr(exchange, "buffer_rows_per_destination", spy)
     return asked
 
 

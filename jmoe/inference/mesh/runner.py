@@ -387,7 +387,7 @@ def _buffer_row_counts(placement: Placement, idx_TK: np.ndarray, ragged: bool) -
     token, choice = np.nonzero(idx_TK < placement.num_experts)
     if not token.size:
         return sorted(sizes)
-    device = placement.replicas_taking(token, idx_TK[token, choice]) // placement.slots_per_device
+    device = placement.replica_of_tokens(token, idx_TK[token, choice]) // placement.slots_per_device
     sent = np.bincount(device if ragged else token // mine * num_devices + device)
     return [smallest_bucket(int(np.max(sent)), tuple(sorted(sizes)))]
 
