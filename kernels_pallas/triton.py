@@ -100,6 +100,7 @@ def launch_with_results(
         compiler_params=params,
         input_output_aliases=dict(aliases or {}),
         interpret=interpret,
+        name=body.__name__,
     )
     with jax.named_scope(body.__name__):  # the estimates know the kernel by it
         results: list[jax.Array] = kernel(*operands)

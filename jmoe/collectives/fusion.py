@@ -191,7 +191,8 @@ def all_gather_buffer_local(row_C: jax.Array, hierarchy: Hierarchy) -> jax.Array
     """
     rows = row_C[None]
     for axes in hierarchy:
-        rows = lax.all_gather(rows, axes).reshape(-1, row_C.size)
+        gathered = lax.all_gather(rows, axes)
+        rows = gathered.reshape(math.prod(gathered.shape[:2]), row_C.size)
     return rows
 
 

@@ -13,9 +13,10 @@ import functools
 import itertools
 import math
 import operator
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +26,44 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jmoe.types import PyTree
 from kernels_pallas.implementations import target_device
-from kernels_pallas.native import (
+from kernels_pallas.multiplications import (
+    count_kernel_multiplications,
     count_op_multiplications,
-    delay_until_available,
-    runs_in_background,
 )
+from kernels_pallas.native import delay_until_available, runs_in_background
 
 After = Callable[[jax.Array], jax.Array]
 Work = Callable[[After], jax.Array]  # runs a collective after passing its input through `After`
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnWork:
+    """A `Work`: a collective of columns `start` to `end` of `rows`, under the scope `scope`.
+
+    collective: a function of columns of `rows`. Each column of its result, on the last axis,
+    depends on the same column of `rows` alone.
+    """
+
+    scope: str
+    collective: Callable[[jax.Array], jax.Array]
+    rows: jax.Array
+    start: int
+    end: int
+
+    def __call__(self, after: After) -> jax.Array:
+        with jax.named_scope(self.scope):
+            return self.collective(after(self.rows[..., self.start : self.end]))
+
+    def is_continued_by(self, other: Work) -> TypeGuard["ColumnWork"]:
+        """Return whether `other` is the same collective of the columns that follow."""
+        return (
+            isinstance(other, ColumnWork)
+            and other.rows is self.rows
+            and other.collective is self.collective
+            and other.start == self.end
+        )
+
+
 Markers = tuple[jax.Array, ...]  # of values to wait for, see `_CollectiveOrder`
 
 CHUNK_S = 0.02  # seconds of network time of a chunk: the longest that an all-to-all waits for one
@@ -80,6 +111,36 @@ SCHEDULES = {
         ordered=True, all_to_alls_first=True, places=slice(1, None), chunked=True, num_chunks=2
     ),
 }
+
+
+# XLA's limit of collectives in flight is 1. The parts of a layer's two buffers that share a place
+# would wait for each other: one of them could be hidden, the others not.
+OVERLAP_OPTION = "xla_gpu_experimental_parallel_collective_overlap_limit"
+MAX_IN_FLIGHT = 4
+
+
+def compiler_options(schedule: CollectiveSchedule, device: jax.Device) -> dict[str, int]:
+    """Return XLA's options for a program on `device` whose collectives follow `schedule`.
+
+    On a GPU up to `MAX_IN_FLIGHT` collectives may be in flight, unless `XLA_FLAGS` has that option
+    or this jaxlib does not know it. A schedule that leaves the order to XLA keeps XLA's limit: two
+    all-to-alls must not be in flight at once, and only the order keeps them apart.
+    """
+    is_set = OVERLAP_OPTION in os.environ.get("XLA_FLAGS", "")
+    if device.platform != "gpu" or not schedule.ordered or is_set:
+        return {}
+    return {OVERLAP_OPTION: MAX_IN_FLIGHT} if _is_known_option(OVERLAP_OPTION) else {}
+
+
+@functools.cache
+def _is_known_option(name: str) -> bool:
+    try:
+        jax.jit(lambda: 1, compiler_options={name: 1}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" in str(error):
+            return False
+        raise
+    return True
 
 
 def cut_ranges(width: int, element_bytes: int, limit_bytes: int) -> list[tuple[int, int]]:
@@ -170,9 +231,15 @@ def _contains_all_to_all(eqn: JaxprEqn) -> bool:
     )
 
 
+def _kernel_name(eqn: JaxprEqn) -> str:
+    """Return the name of the Pallas kernel that an equation launches; "" if it launches none."""
+    name = str(eqn.params.get("name") or eqn.params.get("name_and_src_info") or "").split()
+    return name[0] if name and name[0].endswith("_kernel") else ""
+
+
 def _num_multiplications(eqn: JaxprEqn) -> int:
-    """Return the number of multiplications in an equation's matrix products and native operations;
-    for a conditional, those of the most expensive branch.
+    """Return the number of multiplications in an equation's matrix products, native operations and
+    Pallas kernels; for a conditional, those of the most expensive branch.
     """
     if eqn.primitive.name == "while":  # tiles of overloaded experts: none when tokens are balanced
         return 0
@@ -180,9 +247,13 @@ def _num_multiplications(eqn: JaxprEqn) -> int:
         (summed, _), _ = eqn.params["dimension_numbers"]
         left, out = _shaped_array_of(eqn.invars[0]), _shaped_array_of(eqn.outvars[0])
         return math.prod((*out.shape, *(left.shape[dim] for dim in summed)))
+    shapes = [
+        _shaped_array_of(var).shape for var in eqn.invars if isinstance(var.aval, ShapedArray)
+    ]
     if eqn.primitive.name == "ffi_call":
-        shapes = [_shaped_array_of(var).shape for var in eqn.invars]
         return count_op_multiplications(eqn.params["target_name"], shapes)
+    if name := _kernel_name(eqn):
+        return count_kernel_multiplications(name, shapes, _shaped_array_of(eqn.outvars[0]).shape)
     inner = (sum(map(_num_multiplications, function.eqns)) for function in _inner_functions(eqn))
     return int(eqn.params.get("length", 1)) * max(inner, default=0)
 
@@ -363,6 +434,18 @@ class _Program:
         return needed
 
 
+def _join_columns(chunks: Sequence[Work]) -> list[tuple[Work, int]]:
+    """Return (work, number of chunks that it joins): chunks of successive columns joined."""
+    joined: list[tuple[Work, int]] = []
+    for chunk in chunks:
+        last, count = joined[-1] if joined else (chunk, 0)
+        if isinstance(last, ColumnWork) and last.is_continued_by(chunk):
+            joined[-1] = replace(last, end=chunk.end), count + 1
+        else:
+            joined.append((chunk, 1))
+    return joined
+
+
 class _CollectiveOrder:
     """A chain of data dependences that makes every collective wait for the previous one; on a GPU
     the chunks of one place wait together for the collective before them (`run_chunks`).
@@ -441,17 +524,20 @@ class _CollectiveOrder:
     def run_chunks(self, chunks: Sequence[Work]) -> list[jax.Array]:
         """Return the results of `chunks`, which all run before the next collective starts.
 
-        On a GPU no chunk waits for another: XLA orders or joins them, and one product can hide
-        several. Elsewhere each waits for the one before it.
+        On a GPU no chunk waits for another, and chunks of successive columns run as one collective.
+        The first of these chunks then has the columns of all in its result, the others have none.
+        Elsewhere each chunk waits for the one before it.
         """
         if not self._uses_barriers:
             return [
                 self.set_last_collective(run(self.delay_until_last_collective)) for run in chunks
             ]
-        results = [
-            lax.optimization_barrier(run(self.delay_until_last_collective)) for run in chunks
-        ]
-        self.last = tuple(results)
+        results: list[jax.Array] = []
+        ran: list[jax.Array] = []
+        for joined, count in _join_columns(chunks):
+            ran.append(lax.optimization_barrier(joined(self.delay_until_last_collective)))
+            results += [ran[-1], *[ran[-1][..., :0]] * (count - 1)]
+        self.last = tuple(ran)
         return results
 
     def also_wait_for(self, y: jax.Array) -> None:

@@ -147,7 +147,7 @@ class DropoutAdaptedParam(AdaptedParam):
     PRNG key of the weight's masks.
     """
 
-    def change(self, x: jax.Array) -> jax.Array:
+    def product_change(self, x: jax.Array) -> jax.Array:
         """Return float32 scale x dropout(x) A B. Each tensor of the weight's columns has a mask of
         its own; kept elements are divided by 1 - dropout.
         """

@@ -265,19 +265,3 @@ def delay_until_available(scalar: jax.Array, arrays: Sequence[jax.Array]) -> jax
     memory would have to wait for it.
     """
     return jax.ffi.ffi_call("jmoe_hold", jax.ShapeDtypeStruct((), jnp.int32))(scalar, *arrays)
-
-
-def count_op_multiplications(name: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of multiplications in one call of a training operation, from its FFI
-    target's name and the shapes of its inputs.
-
-    0 for other operations. Rows beyond the groups count; masked scores do not.
-    """
-    gradient = name.endswith("_gradient")
-    if name.startswith("jmoe_causal_attention"):
-        (b, s, h, d), _, (*_, e) = shapes[:3]
-        return b * h * s * (s + 1) // 2 * (3 * d + 2 * e if gradient else d + e)
-    if name.startswith("jmoe_grouped_mlp"):
-        (num_tokens, d), (chosen,), _, (*_, u), (_, f, _) = shapes[:5]
-        return (chosen or num_tokens) * d * (u + f) * (2 if gradient else 1)
-    return 0

@@ -12,11 +12,16 @@ import pytest
 from jax import lax
 from jax.extend.core import Literal
 
+from jmoe.collectives import schedule
 from jmoe.collectives.schedule import (
     MAX_CHUNK_BYTES,
+    MAX_IN_FLIGHT,
+    OVERLAP_OPTION,
     SCHEDULES,
     After,
+    ColumnWork,
     chunk_bytes_at,
+    compiler_options,
     cut_ranges,
     interleave_collectives,
 )
@@ -24,7 +29,9 @@ from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh
 from jmoe.planning.hlo import HloComputation, HloOperation, parse_hlo
 from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda_plugin, lower_for_device
 from kernels_pallas import native
+from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.implementations import trace_for_device
+from kernels_pallas.multiplications import count_op_multiplications
 from tests.compiled import COLLECTIVES, inside_shard_map, operations, origins
 
 MESH = make_mesh((1, 1, 8))
@@ -129,6 +136,84 @@ def test_on_a_gpu_barriers_keep_the_order() -> None:
     np.testing.assert_allclose(y, jax.jit(expected)(x, w), rtol=1e-6, atol=1e-6)
 
 
+def test_on_a_gpu_chunks_of_successive_columns_are_one_collective() -> None:
+    """Of four chunks two are gathered at each of two places; at the end the four of the reduction
+    run as one.
+    """
+    gpu: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    rng = np.random.default_rng(0)
+    x, w, rows = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((256, 16), (16, 16), (8, 64))
+    )
+    cuts = cut_ranges(64, 4, 64)
+
+    def body(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
+        def gather(piece: jax.Array) -> jax.Array:
+            return lax.all_gather(piece, ALL, tiled=True)
+
+        def reduce(piece: jax.Array) -> jax.Array:
+            return lax.psum_scatter(piece, ALL)
+
+        work = [ColumnWork("work", send, rows, *cut) for send in (gather, reduce) for cut in cuts]
+        y, results = interleave_collectives(layer, (x, w), work, SCHEDULES["chunks"], ALL, x)
+        return y, jnp.concatenate(results[:4], axis=1), jnp.concatenate(results[4:])
+
+    specs: Any = (BATCH, REPLICATED, REPLICATED)
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=specs, out_specs=(BATCH, BATCH, BATCH), check_vma=False
+    )
+    with trace_for_device(gpu):
+        traced = jax.jit(mapped).trace(x, w, rows)
+    kinds = ("all_gather", "all_to_all", "reduce_scatter")
+    inside = inside_shard_map(traced.jaxpr.jaxpr)
+    sent = [eqn for eqn in inside.eqns if eqn.primitive.name in kinds]
+    columns = [
+        eqn.primitive.name[4:6] + f"{eqn.invars[0].aval.shape[-1]}"
+        for eqn in sent
+        if eqn.primitive.name != "all_to_all"
+    ]
+    assert columns == ["ga32", "ga32", "ce64"]
+    _, gathered, reduced = traced.lower().compile()(x, w, rows)
+    np.testing.assert_array_equal(gathered[:8], rows)
+    np.testing.assert_allclose(reduced, 8 * np.ravel(rows), rtol=1e-6)
+
+
+def test_options_of_a_program_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several collectives in flight where they have an order and the user set no limit."""
+    gpu: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert compiler_options(SCHEDULES["chunks"], gpu) == {OVERLAP_OPTION: MAX_IN_FLIGHT}
+    assert compiler_options(SCHEDULES["none"], gpu) == {}
+    assert compiler_options(SCHEDULES["chunks"], jax.devices()[0]) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{OVERLAP_OPTION}=2")
+    assert compiler_options(SCHEDULES["chunks"], gpu) == {}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [("9.0", jnp.bfloat16), ("8.0", jnp.bfloat16), ("9.0", jnp.float32)]
+)
+def test_products_of_kernels_count(capability: str, dtype: Any) -> None:
+    """Kernels of Hopper and of Triton: forward, and both products backward."""
+    gpu: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    x, w = jnp.zeros((512, 256), dtype), jnp.zeros((4, 256, 384), dtype)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return grouped_matmul(x, w, jnp.full(4, 128, jnp.int32)).astype(jnp.float32).sum()
+
+    with trace_for_device(gpu):
+        closed = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, w)
+    counted = sum(schedule._num_multiplications(eqn) for eqn in closed.eqns)
+    assert counted == 3 * 512 * 256 * 384
+
+
+def test_attention_of_cudnn_counts() -> None:
+    """Half of all scores, from 2 rows of 5 positions with 4 heads of 16 and 32 values."""
+    shapes = [(2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 2, 32)]
+    forward = count_op_multiplications("__cudnn$fmhaSoftmax", shapes)
+    backward = count_op_multiplications("__cudnn$fmhaSoftmaxBackward", shapes)
+    assert forward == 2 * 4 * 15 * (16 + 32) and backward == 2 * 4 * 15 * (3 * 16 + 2 * 32)
+
+
 def test_a_loop_with_all_to_alls_keeps_its_place() -> None:
     """How often it runs is known only then, as in a ragged exchange: other collectives wait for
     the whole loop, and the loop for those before it.
@@ -169,25 +254,26 @@ def test_a_loop_with_all_to_alls_keeps_its_place() -> None:
 
 @pytest.mark.skipif(not has_cuda_plugin(), reason="JAX's CUDA libraries are not installed")
 @pytest.mark.usefixtures("full_compilation")
-@pytest.mark.parametrize("name", ["chunks", "fixed"])
+@pytest.mark.parametrize(("name", "num_gathers"), [("chunks", 2), ("fixed", 1)])
 def test_a_program_compiled_for_a_gpu_keeps_the_order(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, name: str, num_gathers: int
 ) -> None:
-    """XLA drops what a barrier waits for if nothing else uses it: here every collective of the
-    optimized program still waits for the one before it, and none is merged with another.
+    """XLA drops what a barrier waits for if nothing else uses it: here every all-to-all of the
+    optimized program still waits for the collective before it, and every other collective for the
+    all-to-all before it. A place has one collective of each kind.
     """
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     devices = abstract_gpu_devices("h100", 1, 8)
 
     def body(x: jax.Array, w: jax.Array, rows: jax.Array) -> Any:
-        def gather(after: After, start: int) -> jax.Array:
-            return lax.all_gather(after(rows[:, start : start + 512]), ALL, tiled=True)
+        def gather(piece: jax.Array) -> jax.Array:
+            return lax.all_gather(piece, ALL, tiled=True)
 
-        def reduce(after: After, start: int) -> jax.Array:
-            return lax.psum_scatter(after(rows[:, start : start + 512]), ALL)
+        def reduce(piece: jax.Array) -> jax.Array:
+            return lax.psum_scatter(piece, ALL)
 
         work = [
-            lambda after, send=send, start=start: send(after, start)
+            ColumnWork("work", send, rows, start, start + 512)
             for send in (gather, reduce)
             for start in (0, 512)
         ]
@@ -199,14 +285,18 @@ def test_a_program_compiled_for_a_gpu_keeps_the_order(
         body, mesh=make_mesh((1, 1, 8), devices), in_specs=specs, out_specs=BATCH, check_vma=False
     )
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 16), (16, 16), (8, 1024))]
-    _, lowered = lower_for_device(devices[0], jax.jit(mapped), *shapes)
+    options = compiler_options(SCHEDULES[name], devices[0])
+    _, lowered = lower_for_device(devices[0], jax.jit(mapped, compiler_options=options), *shapes)
     program = parse_hlo(lowered.compile().as_text() or "").entry
     sent = [op for op in program.values() if op.kind.removesuffix("-start") in COLLECTIVES]
     kinds = [op.kind.removesuffix("-start") for op in sent]
-    assert sorted(kinds) == 2 * ["all-gather"] + 3 * ["all-to-all"] + 2 * ["reduce-scatter"]
+    expected = {"all-gather": num_gathers, "all-to-all": 3, "reduce-scatter": 1}
+    assert Counter(kinds) == expected
     assert program.parameters[0].name in _names_behind(program, sent[0]), "begins before x is known"
-    for before, after in itertools.pairwise(sent):
-        assert before.name in _names_behind(program, after), (before.name, after.name)
+    for i, after in enumerate(sent):
+        others = (j for j in range(i) if (kinds[j] == "all-to-all") != (kinds[i] == "all-to-all"))
+        for j in others:
+            assert sent[j].name in _names_behind(program, after), (sent[j].name, after.name)
 
 
 def _names_behind(program: HloComputation, operation: HloOperation) -> set[str]:

@@ -29,6 +29,7 @@ from kernels_pallas import native
 from kernels_pallas.compressed import SCALES, compress, decompressed_or_plain_weight, stored_fields
 from kernels_pallas.formats import FORMATS, INT8_TAKING, Format
 from kernels_pallas.matmul import dot
+from kernels_pallas.multiplications import count_op_multiplications
 from kernels_pallas.native.library import (
     INSTRUCTION_SETS,
     build,
@@ -1019,7 +1020,7 @@ def test_multiplications_of_a_training_step(gather: bool) -> None:
     for eqn in jax.make_jaxpr(all_of_them)(*attended).eqns:
         if eqn.primitive.name == "ffi_call":
             inputs: Any = [var.aval for var in eqn.invars]
-            found[eqn.params["target_name"]] = native.count_op_multiplications(
+            found[eqn.params["target_name"]] = count_op_multiplications(
                 eqn.params["target_name"], [a.shape for a in inputs]
             )
     assert found == {

@@ -85,7 +85,7 @@ class DistillingTrainer(FusedTrainer):
                 state_now, batch, head_HV
             )
 
-        self._taught_step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
+        self._taught_step = self._compiled_step(step)
         self._place = NamedSharding(mesh, ACCUMULATED_BATCH)
         self.step = self.step_with_teacher  # type: ignore[assignment]
 

@@ -20,7 +20,7 @@ N layers of a kind
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -38,8 +38,8 @@ from jmoe.collectives.fusion import (
     reduce_scatter_buffer_local,
 )
 from jmoe.collectives.schedule import (
-    After,
     CollectiveSchedule,
+    ColumnWork,
     Work,
     cut_ranges,
     interleave_collectives,
@@ -148,7 +148,8 @@ class ReverseScan:
             return []
         hierarchy = hierarchy or self.hierarchy
         gather = partial(all_gather_buffer_local, hierarchy=hierarchy)
-        return self._work_per_chunk("gather", gather, row_C, self._chunks(row_C, hierarchy))
+        chunks = self._chunks(row_C, hierarchy)
+        return [ColumnWork("gather", gather, row_C, *chunk) for chunk in chunks]
 
     def _chunks(self, row_C: jax.Array, hierarchy: Hierarchy) -> list[tuple[int, int]]:
         """Return the chunks (start, end) in which a row is gathered."""
@@ -183,6 +184,14 @@ class ReverseScan:
             self.join_gathered_chunks(gathered[num_dense:], rows_C.experts, REPLICAS),
         )
 
+    def gather_pair(self, rows_C: BufferPair) -> BufferPair:
+        """Return both of a layer's buffers [R, C], each gathered by one collective."""
+        with jax.named_scope("gather"):
+            return BufferPair(
+                all_gather_buffer_local(rows_C.dense, self.hierarchy),
+                all_gather_buffer_local(rows_C.experts, REPLICAS),
+            )
+
     def reduce_scatters_by_chunk(
         self, rows_RG: jax.Array, hierarchy: Hierarchy | None = None
     ) -> list[Work]:
@@ -198,7 +207,7 @@ class ReverseScan:
             rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes)
         )
         reduce = partial(reduce_scatter_buffer_local, hierarchy=hierarchy or self.hierarchy)
-        return self._work_per_chunk("reduce", reduce, rows_RG, chunks)
+        return [ColumnWork("reduce", reduce, rows_RG, *chunk) for chunk in chunks]
 
     def all_reduces_by_chunk(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
         """Return the all-reduces of `row_G` over the devices of `hierarchy`, one per chunk.
@@ -211,26 +220,8 @@ class ReverseScan:
             if limit
         ]
         chunks = cut_ranges(row_G.size, 4, min(limits, default=row_G.nbytes))
-        return self._work_per_chunk(
-            "all_reduce", partial(all_reduce_buffer_local, hierarchy=hierarchy), row_G, chunks
-        )
-
-    def _work_per_chunk(
-        self,
-        scope: str,
-        collective: Callable[[jax.Array], jax.Array],
-        rows: jax.Array,
-        chunks: Iterable[tuple[int, int]],
-    ) -> list[Work]:
-        """Return one `Work` for each chunk (start, end) of columns: `collective` applied to that
-        chunk of `rows`.
-        """
-
-        def run_on_chunk(after: After, start: int, end: int) -> jax.Array:
-            with jax.named_scope(scope):
-                return collective(after(rows[..., start:end]))
-
-        return [partial(run_on_chunk, start=start, end=end) for start, end in chunks]
+        reduce = partial(all_reduce_buffer_local, hierarchy=hierarchy)
+        return [ColumnWork("all_reduce", reduce, row_G, *chunk) for chunk in chunks]
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -349,16 +340,7 @@ class _BoundReverseScan:
             flat[kind] = layers.flatten_stack(states[kind])
         run = partial(self._forward_repeat, flat, outside_buffer, keys)
         firsts = [self._layer_shard(flat, pattern, 0, 0) for pattern in self.patterns]
-        carry = (
-            self.config.join_gathered_pair(
-                [
-                    send(lambda row: row)
-                    for send in self.config.pair_all_gathers_by_chunk(firsts[0])
-                ],
-                firsts[0],
-            ),
-            x,
-        )
+        carry = self.config.gather_pair(firsts[0]), x
         residuals, stats = [], []
         for pattern, after in zip(self.patterns, [*firsts[1:], None], strict=True):
             early: PyTree = None

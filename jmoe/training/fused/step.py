@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jmoe.collectives.schedule import compiler_options
 from jmoe.config import STACKS, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.data.sample_rows import SampleRows
@@ -101,9 +102,19 @@ class FusedTrainer:
                 body, in_specs=(state, ACCUMULATED_BATCH), out_specs=(state, REPLICATED)
             )(state_now, batch)
 
-        self.step = jax.jit(step, static_argnames="full_capacity", donate_argnums=0)
+        self.step = self._compiled_step(step)
         self._nll = evaluation_program(sharded, self._summed_nll_local, state, BATCH)
         self._logits = evaluation_program(sharded, self._logits_local, state, BATCH, REPLICATED)
+
+    def _compiled_step(self, step: Callable[..., PyTree]) -> jax.stages.Wrapped:
+        """Return `step` as one compiled program that donates its first argument, the state."""
+        options = dict[str, int]()
+        if self._layer_runner is not None:
+            device = self.model.mesh.devices.flat[0]
+            options = compiler_options(self._layer_runner.schedule, device)
+        return jax.jit(
+            step, static_argnames="full_capacity", donate_argnums=0, compiler_options=options
+        )
 
     def shard_over_mesh(
         self, body: Callable[..., PyTree], **specs: PyTree
