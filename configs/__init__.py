@@ -5,7 +5,14 @@ family.
 from jmoe.config import TrainConfig
 from jmoe.configs.ablations import tiny_buckets, tiny_flat, tiny_replicated, tiny_unfused
 from jmoe.configs.fine_tune import fine_tune, fine_tune_lora
-from jmoe.configs.gpt_moe import gpt_moe_8e, gpt_moe_16e, gpt_moe_32e, gpt_moe_64e, gpt_moe_128e
+from jmoe.configs.gpt_moe import (
+    gpt_175b,
+    gpt_moe_8e,
+    gpt_moe_16e,
+    gpt_moe_32e,
+    gpt_moe_64e,
+    gpt_moe_128e,
+)
 from jmoe.configs.mixtral import mixtral_8x7b
 from jmoe.configs.olmoe import olmoe_1b_7b
 from jmoe.configs.qwen3 import qwen3_30b_a3b
@@ -36,6 +43,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "gpt-moe-32e": ("MoESys Table 2: 52.6B parameters, 32 experts, top-1", gpt_moe_32e),
     "gpt-moe-64e": ("MoESys Table 2: 104.1B parameters, 64 experts, top-1", gpt_moe_64e),
     "gpt-moe-128e": ("MoESys Table 2: 207.2B parameters, 128 experts, top-1", gpt_moe_128e),
+    "gpt-175b": ("MoESys Table 1: 174.6B parameters, dense, on 128 devices", gpt_175b),
     "tiny-replicated": ("ablation: dense parameters on every device", tiny_replicated),
     "tiny-unfused": ("ablation: a collective for every dense parameter", tiny_unfused),
     "tiny-flat": ("ablation: collectives that do not know nodes", tiny_flat),

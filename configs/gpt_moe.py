@@ -56,3 +56,13 @@ gpt_moe_16e = _gpt_moe_preset(16)
 gpt_moe_32e = _gpt_moe_preset(32)
 gpt_moe_64e = _gpt_moe_preset(64)
 gpt_moe_128e = _gpt_moe_preset(128)
+
+gpt_175b = TrainConfig(
+    model=gpt_dense(12288, 96, 96),
+    optimizer=OptimizerConfig(learning_rate=6e-5, warmup_steps=2000),
+    mesh=MeshConfig(data=128),
+    num_steps=100_000,
+    batch_size=1536,
+    sequence_length=1024,
+    remat="layer",
+)

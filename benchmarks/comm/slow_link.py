@@ -16,10 +16,12 @@
         the same on four nodes that share the link
     sudo NPROC=4 python benchmarks/comm/slow_link.py order    training steps: orders of collectives
     sudo NPROC=4 python benchmarks/comm/slow_link.py ddp    the same, dense gradients all-reduced
+    sudo python benchmarks/comm/slow_link.py strategies
+        training steps: collectives in two levels, and the partitioned embedding, each alone
     sudo python benchmarks/comm/slow_link.py embedding
         training steps with the embedding table in parts
 
-`comm/exchange.py`, `comm/padding.py`, `comm/steps.py` (fusion, levels, order, ddp) and
+`comm/exchange.py`, `comm/padding.py`, `comm/steps.py` (fusion, levels, order, ddp, strategies) and
 `comm/embedding.py` say what is measured. Seconds are medians from a barrier to a barrier;
 `ratio_to_...` is the median of the ratios round by round. Bytes are those that a node sends: by the
 interface's counter, with all headers, and by the formulas of `jmoe.planning`. --rates 0 is this

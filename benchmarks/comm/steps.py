@@ -1,4 +1,5 @@
-"""Training steps of `comm/slow_link` that differ in their collectives: fusion, levels, order.
+"""Training steps of `comm/slow_link` that differ in their collectives: fusion, levels, order,
+strategies.
 
 Every comparison runs one model with several `CommConfig`s in turn, from the same state on the same
 tokens; `ratio` is the median, round by round, of the first one's seconds to this one's: how many
@@ -10,6 +11,10 @@ buffers and of the tokens' exchange: matrices one by one cross in one level what
 says, so without experts `one_by_one` is left out. In float32, because XLA:CPU gathers bfloat16 as
 float32 where no buffer holds it as integers.
 
+strategies: each of MoESys' means alone (Table 5), over collectives that do not know nodes, dense
+parameters and the embedding on every rank. device_bytes: arguments and temporary arrays of the
+compiled step.
+
 parts_s: of a step, traced on rank 0, by what runs; where several things do, an all-to-all counts
 before the optimizer, that before the backward and the forward pass, and these before other
 collectives. forward_layer_s, backward_layer_s: of the layers' pass from its first operation to its
@@ -18,7 +23,9 @@ last, over the number of layers.
 order, ddp: one rank a node. `all_to_all_s`: in the mean, an exchange of the backward pass is
 done so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`:
 all of a step, which `ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls
-in which rank 0 computed. `link_s`: what the link alone takes for the bytes of a step; a row with
+in which rank 0 computed. `slowdown`: quantiles of an exchange's seconds over the median of the same
+exchange in the order `fixed`, which has all-reduces after the last of them. `link_s`:
+what the link alone takes for the bytes of a step; a row with
 --rates 0 and the same --chunk-bytes says what the rest takes.
 """
 
@@ -53,12 +60,15 @@ COMMANDS = {
     "levels": "flat against two levels and dedup, top-2 and top-8",
     "order": "the orders of Lina's figure: none, ready, fixed, priority, chunks, pipelined",
     "ddp": "the same with dense parameters on every rank, their gradients all-reduced, as in Lina",
+    "strategies": "collectives in two levels and the partitioned embedding, each alone (MoESys)",
 }
 ORDERINGS = ("order", "ddp")  # of one rank a node; their all-to-alls are looked at one by one
 ONE_LEVEL = {"exchange": "flat", "hierarchical": False}
 TWO_LEVELS = {"exchange": "hierarchical", "hierarchical": True}
 ONE_BY_ONE = {"schedule": "none", "fuse_dense": False}
 FUSED = {"schedule": "none"}
+BASELINE = ONE_LEVEL | {"shard_dense": False}
+QUANTILES = (0.1, 0.5, 0.9, 1.0)
 ORDERS = ("ready", "none", "fixed", "priority", "chunks", "pipelined")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "fusion": {
@@ -71,6 +81,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "levels": {"flat": ONE_LEVEL, "hierarchical": {"exchange": "dedup"}},
     "order": {name: {"schedule": name} for name in ORDERS},
     "ddp": {name: {"schedule": name, "shard_dense": False} for name in ORDERS},
+    "strategies": {
+        "baseline": BASELINE,
+        "resource_aware": BASELINE | {"exchange": "dedup", "hierarchical": True},
+        "embedding_partition": BASELINE | {"embedding": "columns"},
+        "embedding_rows": BASELINE | {"embedding": "rows"},
+    },
 }
 # (hidden size, layers, experts, top-k, tokens of a rank, intermediate size)
 ORDERED = (512, 4, 2, 1, 768, 8192)  # computing takes as long as the link at 200 Mbit/s
@@ -79,7 +95,10 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "levels": {"top-2": (256, 2, 8, 2, 512, 256), "top-8": (256, 2, 64, 8, 256, 256)},
     "order": {"top-1": ORDERED},
     "ddp": {"top-1": ORDERED},
+    # the table half as large as the other dense parameters, as in MoESys' Table 5
+    "strategies": {"top-2": (256, 4, 8, 2, 512, 1024)},
 }
+VOCAB_SIZES = {"strategies": 2048}
 SEQUENCE_LENGTH = 64
 
 
@@ -111,7 +130,7 @@ def config_of(
     chunked = comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined")
     return TrainConfig(
         model=ModelConfig(
-            vocab_size=256,
+            vocab_size=VOCAB_SIZES.get(a.command, 256),
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=hidden // 32,
@@ -128,8 +147,7 @@ def config_of(
         comm=CommConfig(
             chunk_bytes=(a.chunk_bytes or round(rate / 8 * 1e6 * 0.02)) if chunked else 0,
             bucket_bytes=a.bucket_bytes,
-            embedding="replicated",
-            **comm,
+            **({"embedding": "replicated"} | comm),
         ),
         batch_size=num_ranks * num_tokens // SEQUENCE_LENGTH,
         sequence_length=SEQUENCE_LENGTH,
@@ -169,6 +187,7 @@ class Run:
     ) -> None:
         import jax
 
+        from jmoe.training.fused.step_estimate import step_memory
         from jmoe.training.trainer import make_trainer
 
         dtype = "float32" if a.command == "fusion" else "bfloat16"
@@ -184,6 +203,7 @@ class Run:
         self.step = compiled(lowered, Path(a.cache_dir), a.rank)
         self.state = program.init()
         self.chunk_bytes = config.comm.chunk_bytes
+        self.device_bytes = step_memory(self.step).num_bytes
         self.losses: list[float] = []
         self.taken = Rounds()
         self.ops = trace.operations(self.step.as_text())
@@ -259,6 +279,7 @@ def row_of(
         "sent_bytes": round(median(taken.sent_bytes)),
         "link_s": link_s,
         "chunk_bytes": run.chunk_bytes,
+        "device_bytes": run.device_bytes,
         "loss": [round(run.losses[0], 4), round(run.losses[-1], 4)],
         "all_seconds": [round(s, 4) for s in taken.seconds],
     }
@@ -268,7 +289,21 @@ def row_of(
             row[f"{way}_layer_s"] = median(step[way] / row["layers"] for step in run.layers)
     if run.exchanges:
         row |= exchange_figures(run, {name: runs[name] for name in references})
+        if "fixed" in runs:
+            row["slowdown"] = slowdown(run, runs["fixed"])
     return row
+
+
+def slowdown(run: Run, alone: Run) -> dict[str, float]:
+    """Return quantiles of the seconds of each exchange over the median of the same exchange of a
+    run whose exchanges share the link with nothing.
+    """
+    seconds, references = (
+        np.array([[exchange.seconds for exchange in step] for step in each.exchanges])
+        for each in (run, alone)
+    )
+    ratios = seconds / np.median(references, axis=0)
+    return {f"{share:g}": round(float(np.quantile(ratios, share)), 2) for share in QUANTILES}
 
 
 def exchange_figures(run: Run, references: dict[str, Run]) -> JsonObject:

@@ -114,7 +114,9 @@ STEPS = {
     "moesys-gpt-0.35b": dense(1024, 24, 16, 8, 64, {"tokens_per_s": 291585, "megatron": 255401}),
     "moesys-gpt-1.3b": dense(2048, 24, 16, 8, 64, {"tokens_per_s": 115682, "megatron": 109537}),
     "moesys-gpt-6.7b": dense(4096, 32, 32, 16, 128, {"tokens_per_s": 44605, "megatron": 39936}),
-    "moesys-gpt-175b": dense(12288, 96, 96, 128, 1536, {"tokens_per_s": 14634, "megatron": 14571}),
+    "moesys-gpt-175b": Step(
+        "MoESys, Table 1", PRESETS["gpt-175b"][1], {"tokens_per_s": 14634, "megatron": 14571}
+    ),
     "moesys-gpt-moe-8e": gpt_moe("gpt-moe-8e", 31085, 24165, 56.8),
     "moesys-gpt-moe-16e": gpt_moe("gpt-moe-16e", 59136, 43691, 53.9),
     "moesys-gpt-moe-32e": gpt_moe("gpt-moe-32e", 113456, 82957, 54.5),

@@ -14,8 +14,10 @@ kind of text too, by the same tables. The last line is one JSON object:
   the actual one (half the sum of absolute differences over all tokens), and share of steps whose 2k
   most popular experts are not the estimated ones (which makes Lina plan anew), also for a table of
   top-k experts.
-- decoding: the streaming engine with part of the experts on the device and a slow link, each
-  estimator in turn in every round; medians.
+- most_popular: of each layer, the four experts that most tokens chose, and their share of all
+  choices (Lina, Table 2).
+- decoding (not with --rounds 0): the streaming engine with part of the experts on the device and a
+  slow link, each estimator in turn in every round; medians.
 - lookup_ms: of a table, for all of a step's tokens and one layer.
 """
 
@@ -74,7 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of decoding; 0: none")
     return parser.parse_args()
 
 
@@ -307,6 +309,19 @@ def decoding(a: argparse.Namespace, folder: Path, tables: dict[int, PathTable]) 
     return rows
 
 
+def most_popular(use_NE: np.ndarray) -> list[JsonObject]:
+    """Return rows: a layer's four most used experts."""
+    order_NE = np.argsort(-use_NE, axis=1, kind="stable")[:, :4]
+    return [
+        {
+            "layer": layer,
+            "experts": order_E.tolist(),
+            "share_of_choices": round(float(use_E[order_E].sum() / use_E.sum()), 3),
+        }
+        for layer, (use_E, order_E) in enumerate(zip(use_NE, order_NE, strict=True), 1)
+    ]
+
+
 def measured(heard: Listener, counters: dict[int, PathCounter]) -> JsonObject:
     """Return skew, accuracy and popularity of one kind of text."""
     experts = heard.config.num_experts
@@ -314,6 +329,7 @@ def measured(heard: Listener, counters: dict[int, PathCounter]) -> JsonObject:
     layers = [np.concatenate(steps).ravel() for steps in zip(*heard.choices, strict=True)]
     use_NE = np.array([np.bincount(chosen, minlength=experts) for chosen in layers])
     return {
+        "most_popular": most_popular(use_NE),
         "most_over_mean_popular": [round(float(use_E.max() / use_E.mean()), 2) for use_E in use_NE],
         "accuracy": accuracy(heard, tables),
         "popularity": popularity(heard, counters),
@@ -351,7 +367,9 @@ def main() -> None:
         a.text = Path(scratch) / "text"
         a.text.write_text("\n".join(map(tokenizer.decode, tested)))
         top = {length: counter.make_table(fingerprint) for length, counter in counters.items()}
-        report.finish(result | {"decoding": decoding(a, folder, top)} | options)
+        if a.rounds:
+            result["decoding"] = decoding(a, folder, top)
+        report.finish(result | options)
 
 
 if __name__ == "__main__":

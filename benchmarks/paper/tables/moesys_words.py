@@ -237,7 +237,9 @@ def estimated_dense_text(result: Result) -> str:
     parts = [
         f"{row['parameters_billions']:g} billion parameters on {row['devices']}: "
         f"{row['tokens_per_s']:,} tokens/s, "
-        f"{row['tokens_per_s'] / row['paper']['megatron']:.2f} of Megatron-LM's"
+        f"{row['tokens_per_s'] / row['paper']['tokens_per_s']:.2f} of the paper's, "
+        f"{row['tokens_per_s'] / row['paper']['megatron']:.2f} of Megatron-LM's, "
+        f"{row['device_gb']:g} GB"
         for row in rows
     ]
     return f"estimated, not measured: {'; '.join(parts)}"
