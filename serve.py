@@ -231,7 +231,7 @@ def serve(
     from jmoe.serving.app import make_app
     from jmoe.serving.http_server import HttpServer, allow_open_files, bind_socket
     from jmoe.serving.reload import Reloader
-    from jmoe.serving.service import Service, choose_output_format, starting_templates
+    from jmoe.serving.service import Service, choose_output_format, templates_starting_in_thread
     from jmoe.serving.tracing import check_otel_installed
     from jmoe.status import call_repeatedly
 
@@ -253,7 +253,7 @@ def serve(
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with (
-        starting_templates(folder, config.max_body_bytes) as templates,
+        templates_starting_in_thread(folder, config.max_body_bytes) as templates,
         # a link may lead elsewhere when the engine reads an expert
         Engine(folder.resolve(), engine_config, leader=leader, say=say) as engine,
     ):

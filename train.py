@@ -357,7 +357,7 @@ def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> 
     enable_compile_cache()
     devices, per_host = jax.device_count(), devices_per_host()
     config.checked_mesh_shape(devices, per_host)
-    unpacked = config.mesh.shape(devices, per_host)
+    unpacked = config.mesh.resolve_shape(devices, per_host)
     packing = initial_packing(config, devices, per_host)
     config = choose_expert_sharding(config, unpacked, packing)
     expert_packing = PackingController(config, unpacked, packing)

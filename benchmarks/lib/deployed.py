@@ -106,6 +106,7 @@ def running_server(
 
 
 def _wait_for_server_address(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Return the URL that a server prints once it serves; raise RuntimeError if it ends before."""
     begun = time.monotonic()
     while "\nserving " not in (text := log.read_text()):
         if server.poll() is not None or time.monotonic() > begun + START_LIMIT_S:
@@ -151,6 +152,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def _run_command(cwd: Path, *words: object) -> str:
+    """Return a command's stdout; raise CalledProcessError if it fails."""
     done = subprocess.run(
         [*map(str, words)], cwd=cwd, env=clean_environment(), check=True, stdout=subprocess.PIPE
     )

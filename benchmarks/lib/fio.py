@@ -15,10 +15,12 @@ COMMON = {"ioengine": "psync", "direct": 1, "thread": 1}
 
 
 def is_installed() -> bool:
+    """Return whether there is a command fio."""
     return shutil.which("fio") is not None
 
 
 def _fio_command(*jobs: JsonObject) -> list[str]:
+    """Return the command that runs these jobs, each a dict of fio's options."""
     return ["fio", *(f"--{key}={value}" for job in jobs for key, value in (job | COMMON).items())]
 
 

@@ -203,8 +203,9 @@ def measure_layer_rows(
     return rows
 
 
-def most_popular_experts(popularity_E: np.ndarray, most: int) -> set[int]:
-    return set(np.argsort(-popularity_E, kind="stable")[:most].tolist())
+def most_popular_experts(popularity_E: np.ndarray, count: int) -> set[int]:
+    """Return the `count` most popular experts."""
+    return set(np.argsort(-popularity_E, kind="stable")[:count].tolist())
 
 
 def measure_estimate_accuracy(

@@ -67,6 +67,7 @@ class LinkWatch:
         return self
 
     def _sample_link_bytes(self) -> None:
+        """Record the time and the bytes of the link every 5 ms, until the block ends."""
         while not self._ends.wait(0.005):
             self._seen.append((time.perf_counter(), sum(link_bytes())))
 
@@ -155,6 +156,7 @@ class LinkedNodes:
         return ["ip", "netns", "exec", NODES[node], *command]
 
     def _remove_nodes(self) -> None:
+        """Remove the namespaces and devices of all nodes, if there are any."""
         for node in NODES:
             _run_command("ip", "link", "del", f"{node}v", check=False)
             _run_command("ip", "netns", "del", node, check=False)

@@ -120,6 +120,7 @@ class Clock:
         self.has_link, self.sent_bytes = has_link, sent_bytes if has_link else lambda: 0
 
     def barrier(self) -> None:
+        """Wait until all ranks have called this."""
         self.total(self.ones).block_until_ready()
 
     def __call__(self, program: Callable[..., object], *args: object) -> tuple[float, int]:
@@ -144,11 +145,11 @@ class Rounds:
         self.seconds.append(seconds)
         self.sent_bytes.append(sent)
 
-    def result_row(self, reference: str, of: "Rounds") -> JsonObject:
+    def result_row(self, reference_name: str, reference: "Rounds") -> JsonObject:
         """Return median seconds, the median of their ratios to the reference, and median bytes."""
         return {
             "seconds": median(self.seconds),
-            f"ratio_to_{reference}": ratio(self.seconds, of.seconds),
+            f"ratio_to_{reference_name}": ratio(self.seconds, reference.seconds),
             "sent_bytes": round(median(self.sent_bytes)),
             "all_seconds": [round(s, 4) for s in self.seconds],
         }

@@ -78,6 +78,7 @@ def format_number(value: object) -> str:
 
 
 def format_cell(value: object) -> str:
+    """Return a value as the text of a table's cell; a long list of numbers as its range."""
     if isinstance(value, list):
         shown = ", ".join(map(format_cell, value))
         if len(shown) <= MAX_CELL or not all(isinstance(part, int | float) for part in value):
@@ -125,6 +126,7 @@ def table_lines(rows: list[JsonObject]) -> Iterator[str]:
 
 
 def is_list_of_rows(value: object) -> TypeGuard[list[JsonObject]]:
+    """Return whether a value is a list of objects that is not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 

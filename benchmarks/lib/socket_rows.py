@@ -95,6 +95,7 @@ class SocketRows:
 
 
 def _receive_bytes(connection: socket.socket, length: int) -> bytes:
+    """Return the next `length` bytes; raise ConnectionError if the connection ends before."""
     received = bytearray(length)
     view = memoryview(received)
     while view:

@@ -54,7 +54,7 @@ class MoEConfig:
         fits = self.capacity_factor is None or self.capacity_factor > 0
         check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
 
-    def routed_by_task(self, experts_per_image: int) -> MoEConfig:
+    def with_routing_by_task(self, experts_per_image: int) -> MoEConfig:
         """Return a copy in which the image's task selects the experts.
 
         With 2 experts per image, the second may be dropped at random.

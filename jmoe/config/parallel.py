@@ -43,7 +43,7 @@ class MeshConfig:
         check_not_negative(self, "data", "expert_intra")
         check_positive(self, "expert_inter")
 
-    def shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
+    def resolve_shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
         """Return the mesh shape (data, expert_inter, expert_intra) for `num_devices` devices.
 
         Raises ValueError if the axes do not multiply to the number of devices.

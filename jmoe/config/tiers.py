@@ -229,7 +229,7 @@ class MachineConfig:
         check_positive(self, "nvme_read_bytes_per_s", "nvme_write_bytes_per_s")
         check_positive(self, "host_memory_bytes_per_s")
 
-    def device_figures(self) -> AcceleratorPeaks:
+    def resolve_device_peaks(self) -> AcceleratorPeaks:
         """The device's figures: those given explicitly, else those of `accelerator`, or of two CPU
         cores if none is named.
         """

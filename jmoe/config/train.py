@@ -337,7 +337,7 @@ class TrainConfig:
         constraint = f"must not exceed model.max_position_embeddings = {positions}"
         check_field(fits, self, "sequence_length", constraint)
         self._check_tiers()
-        self._check_ragged()
+        self._check_ragged_exchange()
         check_field(
             self.plan or not self.cluster, self, "cluster", "must be given together with plan"
         )
@@ -379,7 +379,7 @@ class TrainConfig:
             f"must be a number {_offloaded_phrase(self.tiers)}",
         )
 
-    def _check_ragged(self) -> None:
+    def _check_ragged_exchange(self) -> None:
         if self.comm.exchange != "ragged":
             return
         with_ragged = "with comm.exchange = 'ragged'"
@@ -544,7 +544,7 @@ class TrainConfig:
         cannot be sharded over the devices.
         """
         shape = packed_shape(
-            self.mesh.shape(num_devices, devices_per_host), self.comm.initial_packing
+            self.mesh.resolve_shape(num_devices, devices_per_host), self.comm.initial_packing
         )
         steps = self.gradient_accumulation_steps
         constraint = f"must be a multiple of {num_devices} devices x {steps} accumulation steps"

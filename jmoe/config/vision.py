@@ -289,10 +289,10 @@ class VisionTrainConfig(TrainConfig):
             "estimate",
             "must not be given for images: their steps are not estimated",
         )
-        self._check_task_ends()
-        self._check_supported()
+        self._check_task_num_steps()
+        self._check_options_supported_for_images()
 
-    def _check_task_ends(self) -> None:
+    def _check_task_num_steps(self) -> None:
         for name, task in self.tasks.items():
             fits = task.num_steps <= self.num_steps
             check(
@@ -324,7 +324,7 @@ class VisionTrainConfig(TrainConfig):
                 constraint,
             )
 
-    def _check_supported(self) -> None:
+    def _check_options_supported_for_images(self) -> None:
         rank = self.lora.rank
         check(rank is None, "lora.rank", rank, "must not be given for images")
         unstretched = "must be 1 for images: their positions are not rotary"
@@ -445,4 +445,4 @@ class VisionTrainConfig(TrainConfig):
         """
         if self.layout == "even":
             return super().checked_mesh_shape(num_devices, devices_per_host)
-        return self.mesh.shape(num_devices, devices_per_host)
+        return self.mesh.resolve_shape(num_devices, devices_per_host)

@@ -37,6 +37,7 @@ IDLE = Chunk(Sequence([0], SamplingParams(temperature=0.0)), NOWHERE, 0, [0])
 
 @partial(jax.jit, static_argnums=1)
 def _first_tokens(tokens_B: jax.Array, num_rows: int) -> jax.Array:
+    """Return the tokens of the first `num_rows` rows, on the device."""
     return tokens_B[:num_rows]
 
 

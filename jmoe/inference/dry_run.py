@@ -72,7 +72,7 @@ def engine_machine_from_config(machine: MachineConfig, num_devices: int) -> Engi
 
     The host's free memory is this machine's if `machine.host_bytes` is 0.
     """
-    figures = machine.device_figures()
+    figures = machine.resolve_device_peaks()
     if not figures.device_bytes:
         return None
     share = 1.0 if machine.device_bytes else gpu_memory_fraction()

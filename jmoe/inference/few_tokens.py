@@ -105,6 +105,7 @@ def _check_kernels_support(block: Block) -> None:
 
 
 def _norm_operands(norm: Norm) -> tuple[jax.Array, float]:
+    """Return (scale, epsilon) of a norm, for `add_and_norm`."""
     return norm.scale[...], norm.eps
 
 

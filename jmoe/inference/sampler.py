@@ -224,6 +224,7 @@ def _tokens_if_finite(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 
 
 def _argmax(logits_BV: jax.Array) -> jax.Array:
+    """Return int32 [B], the lowest id of the largest logit."""
     # Unlike a maximum and a minimum, argmax is a two-operand reduction, which XLA:CPU does not
     # vectorise: several times slower.
     ids_BV = lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)

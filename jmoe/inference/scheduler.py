@@ -90,6 +90,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
+        """The position after the chunk's last token."""
         return self.start + len(self.tokens)
 
     def single_token_chunk(self, index: int) -> Chunk:
@@ -432,6 +433,7 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def stats(self) -> SchedulerStats:
+        """Return the current numbers of sequences, tokens and blocks."""
         num_blocks = sum(pool.num_blocks for pool in self._pools)
         return SchedulerStats(
             waiting=len(self._waiting),

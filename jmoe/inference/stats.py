@@ -89,6 +89,7 @@ class EngineStats:
 
     @property
     def accepted_share(self) -> float:
+        """The fraction of drafted tokens that became output; 0 without drafts."""
         return self.accepted / max(1, self.drafted)
 
 

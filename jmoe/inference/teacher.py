@@ -27,6 +27,7 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 @partial(jax.jit, static_argnums=0)
 def _apply_final_norm(structure: ModuleStructure, arrays: Arrays, x_BSD: jax.Array) -> jax.Array:
+    """Return the hidden states after the norm before the head."""
     normed: jax.Array = structure.merge(arrays).norm(x_BSD, x_BSD.dtype)
     return normed
 

@@ -20,6 +20,7 @@ from jmoe.inference.sequence import Sequence
 
 @jax.jit
 def _gather_logits(logits_PCV: jax.Array, rows_B: jax.Array, position: jax.Array) -> jax.Array:
+    """Return the logits after token `position` of the rows `rows_B`, [B, V]."""
     return logits_PCV[rows_B, position]
 
 

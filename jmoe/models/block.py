@@ -113,7 +113,7 @@ class Block(nnx.Module):
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
         routed = (
-            config.moe.routed_by_task(config.experts_per_image)
+            config.moe.with_routing_by_task(config.experts_per_image)
             if kind == "task"
             else config.moe
             if moe

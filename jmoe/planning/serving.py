@@ -61,7 +61,7 @@ def serving_rates(machine: MachineConfig, num_devices: int) -> ServingRates:
     Figures that `machine` gives count as reached. Of a data sheet's, programs reach a share that
     was measured on an H100. Without an accelerator, the device is the host's CPU.
     """
-    sheet, nominal = ACCELERATORS.get(machine.accelerator), machine.device_figures()
+    sheet, nominal = ACCELERATORS.get(machine.accelerator), machine.resolve_device_peaks()
     on_cpu = sheet is None and not machine.device_bytes
     reached = KERNEL_SHARE * COPY_SHARE if sheet else 1.0
     link = machine.link_bytes_per_s or nominal.link_bytes_per_s * (LINK_SHARE if sheet else 1.0)

@@ -27,7 +27,7 @@ def opened_service(config: ServeConfig, say: Callable[[str], None]) -> Iterator[
     from jmoe.inference.engine import Engine
     from jmoe.inference.loading import open_checkpoint, resolve_sequence_length
     from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
-    from jmoe.serving.service import Service, choose_output_format, starting_templates
+    from jmoe.serving.service import Service, choose_output_format, templates_starting_in_thread
 
     with ExitStack() as stack:
         engine_config, model = config.engine, Path(config.model)
@@ -47,6 +47,6 @@ def opened_service(config: ServeConfig, say: Callable[[str], None]) -> Iterator[
         with open_checkpoint(folder, engine_config) as checkpoint:
             engine_config = resolve_sequence_length(checkpoint, engine_config)
         name = config.model_name
-        templates = stack.enter_context(starting_templates(folder, config.max_body_bytes))
+        templates = stack.enter_context(templates_starting_in_thread(folder, config.max_body_bytes))
         engine = stack.enter_context(Engine(folder, engine_config, say=say))
         yield Service(engine, replace(config, engine=engine_config), folder, name, templates())

@@ -94,7 +94,7 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
     if cluster.grows == "experts":
         data = max(1, config.mesh.data)
         mesh = MeshConfig(data, max(1, devices // (data * intra)), intra)
-    mesh = MeshConfig(*mesh.shape(devices, per_node))
+    mesh = MeshConfig(*mesh.resolve_shape(devices, per_node))
     batch_size = config.batch_size
     if cluster.batch == "per_node":
         batch_size = batch_size * nodes // cluster.nodes[0]

@@ -133,7 +133,7 @@ def _compute_dtype_bytes(config: TrainConfig) -> int:
 
 def _has_gpu_memory_size(config: TrainConfig) -> bool:
     """Return whether `machine` gives the memory of an accelerator, so that the plan is for GPUs."""
-    return bool(config.machine.device_figures().device_bytes)
+    return bool(config.machine.resolve_device_peaks().device_bytes)
 
 
 def _row_buffers_per_exchange(config: TrainConfig) -> int:
@@ -243,7 +243,7 @@ def described_machine(config: TrainConfig) -> Machine:
     described, folder = config.machine, Path(config.tiers.path or config.output_dir).absolute()
     while not folder.exists():
         folder = folder.parent
-    device = described.device_figures()
+    device = described.resolve_device_peaks()
     device_bytes, share = device.device_bytes, gpu_memory_fraction()
     if described.accelerator and not described.device_bytes:
         device_bytes = int(share * device_bytes)

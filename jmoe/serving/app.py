@@ -114,7 +114,7 @@ def tokens_router(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """Return the token ids of a prompt or a chat."""
-        service.check_model(body.model)
+        service.check_model_name(body.model)
         client = request.state.client
         text, special = body.prompt or "", body.add_special_tokens
         if body.messages is not None:
@@ -128,7 +128,7 @@ def tokens_router(service: Service) -> APIRouter:
             special = False
 
         def make_response() -> TokenizeResponse:
-            (tokens,) = service.encode([text], add_special_tokens=special)
+            (tokens,) = service.encode_prompts([text], add_special_tokens=special)
             strs = (
                 [service.vocabulary.token_text(token) for token in tokens]
                 if body.return_token_strs
@@ -139,12 +139,12 @@ def tokens_router(service: Service) -> APIRouter:
                 count=len(tokens), max_model_len=limit, tokens=tokens, token_strs=strs
             )
 
-        return await service.process_text(make_response, len(text), client)
+        return await service.run_text_work(make_response, len(text), client)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """Return the text of token ids, special tokens included."""
-        service.check_model(body.model)
+        service.check_model_name(body.model)
         vocab_size, limit = service.loop.engine.config.vocab_size, service.max_seq_len
         if len(body.tokens) > limit:
             raise ApiError(
@@ -216,7 +216,7 @@ def model_router(service: Service) -> APIRouter:
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """Describe the served model, or one of its adapters."""
-        service.check_model(model)
+        service.check_model_name(model)
         return adapter_card(model) if model in service.adapters else card
 
     return router

@@ -43,7 +43,7 @@ async def make_chat_sequences(
 
     Raises `ApiError` for a request that cannot be served.
     """
-    service.check_model(body.model)
+    service.check_model_name(body.model)
     client = request.state.client
     service.loop.requests_to_evict(body.n, client)  # raises before tokenization
     output_format = service.output_format
@@ -57,7 +57,7 @@ async def make_chat_sequences(
         tools=body.callable_tools,
         documents=body.documents,
     )
-    source = await service.process_text(
+    source = await service.run_text_work(
         lambda: _grammar_source(body, output_format), len(text), client
     )
     binds = source is not None or body.thinking_token_budget is not None
@@ -76,18 +76,18 @@ async def make_chat_sequences(
     max_calls = None if body.parallel_tool_calls else 1
 
     def sampling_params(prompt: list[int], choice: int) -> SamplingParams:
-        most = service.max_new_tokens(prompt, body.requested_max_tokens)
+        most = service.limit_new_tokens(prompt, body.requested_max_tokens)
         return body.sampling_params(most, choice, service.model_sampling, logprobs=logprobs)
 
     def make_sequences() -> ChatSequences:
         # off by default: the template already contains the special tokens
-        (prompt,) = service.encode([text], add_special_tokens=body.add_special_tokens)
+        (prompt,) = service.encode_prompts([text], add_special_tokens=body.add_special_tokens)
         sequences = service.make_sequences(body, [prompt], sampling_params)
         for sequence in sequences:
             sequence.open_stream = output_format.open_stream(text, settings, max_calls)
         return ChatSequences(prompt, sequences)
 
-    made = await service.process_text(make_sequences, len(text), client)
+    made = await service.run_text_work(make_sequences, len(text), client)
     if binds:
         count = len(made.sequences)
         answers: Iterable[Constraint] = (Unconstrained() for _ in range(count))

@@ -93,10 +93,10 @@ def _texts_and_token_ids(
     """Return (text of each prompt, "" for ids that are not echoed; token ids of each prompt)."""
     texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
     if texts:
-        return texts, service.encode(texts, add_special_tokens=body.add_special_tokens)
+        return texts, service.encode_prompts(texts, add_special_tokens=body.add_special_tokens)
     prompts = [prompt for prompt in body.prompts if isinstance(prompt, list)]
     for prompt in prompts:
-        service.max_new_tokens(prompt, None)  # raises if the prompt does not fit
+        service.limit_new_tokens(prompt, None)  # raises if the prompt does not fit
         texts.append(
             service.tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
         )
@@ -137,7 +137,7 @@ def completions_router(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
     async def completions(body: CompletionRequest, request: Request) -> BaseModel | Response:
         """Generate a continuation of each prompt."""
-        service.check_model(body.model)
+        service.check_model_name(body.model)
         client = request.state.client
         service.loop.requests_to_evict(len(body.prompts) * body.n, client)  # raises early
         prompt_logprobs = body.logprobs if body.echo else None
@@ -148,7 +148,7 @@ def completions_router(service: Service) -> APIRouter:
                 if body.requested_max_tokens is None
                 else body.requested_max_tokens
             )
-            most = service.max_new_tokens(token_ids, asked)
+            most = service.limit_new_tokens(token_ids, asked)
             model, logprobs = service.model_sampling, body.logprobs
             return body.sampling_params(
                 most, choice, model, logprobs=logprobs, prompt_logprobs=prompt_logprobs
@@ -161,7 +161,7 @@ def completions_router(service: Service) -> APIRouter:
                 sequence.prompt_text = texts[i // body.n]
             return prompts, sequences
 
-        prompts, sequences = await service.process_text(
+        prompts, sequences = await service.run_text_work(
             make_sequences, sum(map(len, body.prompts)), client
         )
         if body.json_schema is not None:

@@ -110,7 +110,7 @@ class TurnMessage(RequestBody):
         return [block for block in self.blocks if isinstance(block, TextBlock)]
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> "TurnMessage":
+    def _check_block_types_of_role(self) -> "TurnMessage":
         others: dict[str, tuple[type, ...]] = {
             "user": (ThinkingBlock, ToolUseBlock),
             "assistant": (ToolResultBlock,),

@@ -329,7 +329,7 @@ def make_response_settings(body: ResponsesRequest) -> ResponseSettings:
 class _ResponsesAnswer(Answer[ResponsesRequest]):
     id_prefix = "resp_"
 
-    def make_builder(self) -> ItemBuilder:
+    def make_item_builder(self) -> ItemBuilder:
         """Return the builder of this answer's items."""
         functions = {
             name: space for name, (space, _) in _functions_by_name_in_chat(self.body) if space
@@ -395,7 +395,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
         def write_response(kind: str, response: ResponseObject) -> bytes:
             return write({"type": f"response.{kind}", "response": response.model_dump()})
 
-        builder, is_cut = self.make_builder(), [False]
+        builder, is_cut = self.make_item_builder(), [False]
         begun = self.make_response([], None)
         yield write_response("created", begun)
         yield write_response("in_progress", begun)
@@ -416,7 +416,7 @@ class _ResponsesAnswer(Answer[ResponsesRequest]):
     async def whole_response(self) -> ResponseObject:
         """Return the response after the sequence has ended."""
         self.generation.is_kept = True
-        builder, is_cut = self.make_builder(), [False]
+        builder, is_cut = self.make_item_builder(), [False]
         with _renaming_fields_in_errors():
             async for _ in self.item_events(builder, is_cut):
                 pass

@@ -122,7 +122,7 @@ def choose_output_format(
 
 
 @contextlib.contextmanager
-def starting_templates(
+def templates_starting_in_thread(
     folder: Path, max_body_bytes: int
 ) -> Iterator[Callable[[], Templates | None]]:
     """Return a context in which a thread runs `start_templates`, meanwhile the model can be loaded.
@@ -203,7 +203,7 @@ class Service:
         if self.tracer is not None:
             self.tracer.close()
 
-    def check_model(self, name: str | None) -> None:
+    def check_model_name(self, name: str | None) -> None:
         """Raise `ApiError` 404 if `name` is neither the served model, which None stands for, nor
         one of its adapters.
         """
@@ -212,11 +212,11 @@ class Service:
                 404, f"the model {name!r} is not served here", param="model", code="model_not_found"
             )
 
-    async def process_text(self, make: Callable[[], T], num_characters: int, client: str) -> T:
-        """Return `make()`, run in a thread so that long texts do not block the event loop.
+    async def run_text_work(self, work: Callable[[], T], num_characters: int, client: str) -> T:
+        """Return `work()`, run in a thread so that long texts do not block the event loop.
 
         num_characters: length of the text; above `LONG_TEXT`, one such call runs at a time.
-        Raises `ApiError` 400 if `make` raises ValueError, 503 if the system starts no thread.
+        Raises `ApiError` 400 if `work` raises ValueError, 503 if the system starts no thread.
         """
         try:
             async with (
@@ -225,11 +225,13 @@ class Service:
                 else contextlib.nullcontext(),
                 self._threads.permit(client),
             ):
-                return await run_in_thread(make)
+                return await run_in_thread(work)
         except ValueError as error:
             raise ApiError.from_value_error(error) from error
 
-    def encode(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_prompts(
+        self, texts: list[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of each text.
 
         Raises `ApiError` 400 for a text with lone surrogates, one that the tokenizer cannot encode,
@@ -254,7 +256,7 @@ class Service:
             raise ApiError(400, f"the model's tokenizer cannot encode the text: {error}") from error
         return [encoding.ids for encoding in batch]
 
-    async def _run_with_permit(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    async def _run_with_fork_permit(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of `work()`, run when the client gets a place among the `FORKS`
         concurrent ones.
 
@@ -321,7 +323,9 @@ class Service:
         try:
             asked = json.dumps(question).encode()
             return decode_rendering(
-                await self._run_with_permit(request, partial(self._templates.server.ask, asked))
+                await self._run_with_fork_permit(
+                    request, partial(self._templates.server.ask, asked)
+                )
             )
         except RenderingError as error:
             log.info("%s", error)
@@ -335,11 +339,11 @@ class Service:
             log.info("%s", error)
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
-    def max_new_tokens(self, prompt_token_ids: list[int], asked: int | None) -> int:
+    def limit_new_tokens(self, prompt_token_ids: list[int], requested: int | None) -> int:
         """Return the maximum number of tokens to draw, at least 1.
 
-        It is the smaller of `asked` and the context length left by the prompt; only the latter if
-        `asked` is None. Raises `ApiError` 400 if the prompt fills the context.
+        It is the smaller of `requested` and the context length left by the prompt; only the latter
+        if `requested` is None. Raises `ApiError` 400 if the prompt fills the context.
         """
         length, limit = len(prompt_token_ids), self.max_seq_len
         if length >= limit:
@@ -347,20 +351,20 @@ class Service:
                 f"the prompt has {length} tokens; together with one of output at most {limit} fit"
             )
             raise ApiError(400, message, code="context_length_exceeded")
-        room = limit - length
-        return room if asked is None else min(room, max(1, asked))
+        most = limit - length
+        return most if requested is None else min(most, max(1, requested))
 
     def make_sequences(
         self,
         body: GenerationBody,
         prompts: list[list[int]],
-        make: Callable[[list[int], int], SamplingParams],
+        make_sampling_params: Callable[[list[int], int], SamplingParams],
     ) -> list[Sequence]:
         """Return n sequences per prompt: choice i of prompt p is sequence p * n + i.
 
         Raises ValueError for a prompt or parameters that the engine rejects.
 
-        make: returns the sampling parameters for (prompt, choice).
+        make_sampling_params: called with a prompt's token ids and the number of a choice.
         """
         check(
             not body.priority or self.config.scheduling_policy == "priority",
@@ -370,7 +374,12 @@ class Service:
         )
         adapter = body.model if body.model is not None and body.model in self.adapters else ""
         sequences = [
-            Sequence(prompt, make(prompt, choice), priority=body.priority, adapter=adapter)
+            Sequence(
+                prompt,
+                make_sampling_params(prompt, choice),
+                priority=body.priority,
+                adapter=adapter,
+            )
             for prompt in prompts
             for choice in range(body.n)
         ]
@@ -386,7 +395,7 @@ class Service:
         Raises `ApiError` 400 for a source that cannot be followed, and 503 if the fork is killed.
         """
         try:
-            return await self._run_with_permit(
+            return await self._run_with_fork_permit(
                 request, partial(self.grammars.make_constraints, source, count)
             )
         except ValueError as error:

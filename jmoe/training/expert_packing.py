@@ -64,7 +64,7 @@ def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int
     saved = int(
         result_from_rank_0("packing", read_newest_packing, config.distributed.start_timeout_s)
     )
-    return min(saved, largest_packing(config.mesh.shape(num_devices, devices_per_host)))
+    return min(saved, largest_packing(config.mesh.resolve_shape(num_devices, devices_per_host)))
 
 
 class PackingController:
@@ -179,7 +179,7 @@ def with_device_bytes(config: TrainConfig) -> TrainConfig:
     configuration or its accelerator already gives one.
     """
     limit_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    if config.machine.device_figures().device_bytes or not limit_bytes:
+    if config.machine.resolve_device_peaks().device_bytes or not limit_bytes:
         return config
     return dataclasses.replace(
         config, machine=dataclasses.replace(config.machine, device_bytes=int(limit_bytes))

@@ -304,11 +304,11 @@ def test_a_text_that_the_tokenizer_gives_up(model_folder: Path) -> None:
     service: Any = SimpleNamespace(
         tokenizer=tokenizer, vocabulary=TokenVocabulary(tokenizer), max_seq_len=256
     )
-    assert Service.encode(service, ["abc"])
+    assert Service.encode_prompts(service, ["abc"])
     with pytest.raises(
         ApiError, match=r"^the model's tokenizer cannot encode the text: .*retry-limit"
     ):
-        Service.encode(service, ["a" * 40 + "b"])
+        Service.encode_prompts(service, ["a" * 40 + "b"])
 
 
 def test_a_compressed_body(server: HttpProcess) -> None:

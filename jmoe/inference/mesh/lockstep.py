@@ -302,8 +302,10 @@ class Follower:
 
 
 def _error_text(error: BaseException) -> str:
+    """Return an error's class and the first line of its message."""
     return f"{type(error).__name__}: {first_error_line(error)}"
 
 
 def _heartbeat_interval_s(silence_s: float) -> float:
+    """Return the seconds between two heartbeats: several fit in the silence that is allowed."""
     return min(BEAT_S, silence_s / BEATS)

@@ -135,7 +135,7 @@ def device_memory_and_bytes_by_task(
     model, mesh = config.model, config.mesh
     # the number of devices over which the mesh splits experts, in every layout
     groups = mesh.expert_inter * max(1, mesh.expert_intra)
-    device_bytes = config.machine.device_figures().device_bytes or None
+    device_bytes = config.machine.resolve_device_peaks().device_bytes or None
     if not config.tiers.all_on_device:
         shared, places = (
             bytes_per_device_without_task_experts(config, num_devices),
@@ -350,7 +350,7 @@ def slots_line(config: VisionTrainConfig, layout: TaskLayout) -> str:
         return ""
     kept, limit = (
         allocated_bytes_per_device(config, layout),
-        config.machine.device_figures().device_bytes,
+        config.machine.resolve_device_peaks().device_bytes,
     )
     more = f", more than machine.device_bytes = {limit}" if 0 < limit < kept else ""
     layers = (
