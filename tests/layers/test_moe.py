@@ -7,6 +7,7 @@ expert devices.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -39,7 +40,8 @@ from tests.compiled import compilations
 from tests.moe_layers import CASES, D, E, F, Result, Split, T, config_of, inputs, make, over, run
 
 SPLITS = [(d, i, 8 // d // i) for d in (1, 2, 4, 8) for i in (1, 2, 4, 8) if 8 % (d * i) == 0]
-QUICK_SPLITS = ((1, 1, 8), (1, 8, 1), (8, 1, 1), (2, 2, 2))
+QUICK_SPLITS = ((1, 1, 8), (8, 1, 1), (2, 2, 2))
+QUICK_EXCHANGES = (("hierarchical", (1, 2, 4)), ("dedup", (1, 4, 2)), ("ragged", (2, 2, 2)))
 
 
 def choose(layer: MoELayer, x: jax.Array) -> np.ndarray:
@@ -130,9 +132,10 @@ def test_one_device(name: str) -> None:
         for split in SPLITS
     ]
     + [
-        (exchange, split)
-        for exchange in ("hierarchical", "dedup", "ragged")
-        for split in ((1, 2, 4), (1, 4, 2), (2, 2, 2))
+        pytest.param(*case, marks=() if case in QUICK_EXCHANGES else pytest.mark.slow)
+        for case in itertools.product(
+            ("hierarchical", "dedup", "ragged"), ((1, 2, 4), (1, 4, 2), (2, 2, 2))
+        )
     ],
     ids=str,
 )
@@ -195,11 +198,21 @@ def kept_choices(
     return kept_TK
 
 
-@pytest.mark.parametrize(
-    ("split", "exchange"),
-    [((2, 2, 2), "hierarchical"), ((4, 1, 2), "flat"), ((1, 2, 4), "hierarchical")],
+CAPACITIES = list(
+    itertools.product(
+        (((2, 2, 2), "hierarchical"), ((4, 1, 2), "flat"), ((1, 2, 4), "hierarchical")), (0.25, 1.0)
+    )
 )
-@pytest.mark.parametrize("factor", [0.25, 1.0])
+QUICK_CAPACITIES = ((((1, 2, 4), "hierarchical"), 0.25), (((4, 1, 2), "flat"), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("split", "exchange", "factor"),
+    [
+        pytest.param(*case[0], case[1], marks=() if case in QUICK_CAPACITIES else pytest.mark.slow)
+        for case in CAPACITIES
+    ],
+)
 def test_capacity_drops_exactly_what_does_not_fit(
     split: Split, exchange: str, factor: float
 ) -> None:
@@ -263,7 +276,7 @@ def stacked(split: Split | None) -> tuple[Any, nnx.State]:
     return graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
-@pytest.mark.parametrize("split", [None, (2, 2, 2)])
+@pytest.mark.parametrize("split", [pytest.param(None, marks=pytest.mark.slow), (2, 2, 2)])
 def test_scan_over_stacked_layers_with_remat(split: Split | None) -> None:
     """A user's scan of checkpointed layers, on any mesh, is a plain loop over them on one
     device.
@@ -540,8 +553,8 @@ def sampled(layer: MoELayer, x: jax.Array, key: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize(
     ("split", "exchange"),
     [
-        (None, "flat"),
-        ((2, 2, 2), "flat"),
+        pytest.param(None, "flat", marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), "flat", marks=pytest.mark.slow),
         pytest.param((1, 4, 2), "hierarchical", marks=pytest.mark.slow),
         ((1, 2, 4), "dedup"),
     ],

@@ -194,11 +194,18 @@ PLACES_OF_HOST_UPDATES = [
     (ExpertGroup, "send"),
     (jmoe.offload.training_slots, "put_records"),
 ]
+# Neighbours of these in the same path stay quick: get, write, sync, read_into, moe_gradients.
+SLOW_PLACES = ("prefetch", "count_step", "flush", "pin_versions", "put_record", "route")
 OF_SAVES = ("pin_versions", "write_record_list", "_drain", "flush")  # the experts are as they were
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value)
+    ("owner", "name"),
+    [
+        pytest.param(*place, marks=pytest.mark.slow if place[1] in SLOW_PLACES else ())
+        for place in PLACES
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_an_error_ends_the_run_or_changes_nothing(
     training: Training, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch

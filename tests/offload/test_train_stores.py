@@ -125,7 +125,10 @@ def test_updated_on_the_host_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     check_that_it_goes_on(undisturbed, dataclasses.replace(NVME, update="host"), tmp_path)
 
 
-@pytest.mark.parametrize(("first", "then"), [("host", "device"), ("device", "host")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("host", "device"), pytest.param("device", "host", marks=pytest.mark.slow)],
+)
 def test_the_update_may_move_between_device_and_host(
     undisturbed: Trained,
     first: Literal["host", "device"],

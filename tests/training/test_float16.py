@@ -89,7 +89,9 @@ def trainer(request: pytest.FixtureRequest, in_host_memory: Trainer) -> Trainer:
 
 
 PLACES = pytest.mark.parametrize(
-    "trainer", ["device", "host", "updated on the host"], indirect=True
+    "trainer",
+    ["device", pytest.param("host", marks=pytest.mark.slow), "updated on the host"],
+    indirect=True,
 )
 
 

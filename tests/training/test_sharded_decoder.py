@@ -204,7 +204,7 @@ def test_stripes_are_saved_without_a_whole_table_anywhere() -> None:
     assert "all-to-all" in text and "all-gather" not in text
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, tied: bool) -> None:
     """A run goes on from another's checkpoint as it would have gone on itself."""
     places = [
@@ -228,7 +228,7 @@ def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, ti
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), saved)
 
 
-@pytest.mark.parametrize("embedding", ["columns", "rows"])
+@pytest.mark.parametrize("embedding", [pytest.param("columns", marks=pytest.mark.slow), "rows"])
 def test_merge_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     """A run's checkpoint as a Hugging Face folder holds the table in order; another run starts
     from it in parts.

@@ -125,7 +125,11 @@ def test_frozen_parameters_stay_and_the_norm_is_that_of_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("parts", "moves"),
-    [({}, True), ({"freeze": ("router",)}, False), ({"train": ("experts",)}, False)],
+    [
+        ({}, True),
+        ({"freeze": ("router",)}, False),
+        pytest.param({"train": ("experts",)}, False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_bias_of_a_frozen_router_stays(parts: dict[str, object], moves: bool) -> None:
     config = config_of(**parts)

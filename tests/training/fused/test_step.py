@@ -262,7 +262,10 @@ def test_mesh(shape: tuple[int, int, int]) -> None:
         pytest.param(
             {"exchange": "flat", "remat": "layer", "schedule": "ready"}, marks=pytest.mark.slow
         ),
-        {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
+        pytest.param(
+            {"exchange": "hierarchical", "hierarchical": False, "schedule": "none"},
+            marks=pytest.mark.slow,
+        ),
         {"exchange": "ragged"},
         pytest.param(
             {"exchange": "ragged", "remat": "layer", "schedule": "fixed"}, marks=pytest.mark.slow
@@ -540,14 +543,22 @@ def test_capacity_drops_without_stopping() -> None:
     assert metrics["counts"].sum(axis=1).tolist() == [2 * B * S] * N
 
 
-DRAWING = [(1, RouterConfig(kind="switch", jitter_noise=0.1))]
-DRAWING += [(2, RouterConfig(kind="gshard", second_expert_policy="random"))]
+JITTER = 1, RouterConfig(kind="switch", jitter_noise=0.1)
+SECOND_EXPERT = 2, RouterConfig(kind="gshard", second_expert_policy="random")
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("k", "router"), DRAWING, ids=["jitter", "second expert"])
+@pytest.mark.parametrize(
+    ("k", "router", "accumulation"),
+    [
+        (*JITTER, 1),
+        pytest.param(*JITTER, 2, marks=pytest.mark.slow),
+        pytest.param(*SECOND_EXPERT, 1, marks=pytest.mark.slow),
+        (*SECOND_EXPERT, 2),
+    ],
+    ids=["jitter-1", "jitter-2", "second expert-1", "second expert-2"],
+)
 def test_what_routers_draw_is_traced_on_every_mesh(
-    accumulation: int, k: int, router: RouterConfig
+    k: int, router: RouterConfig, accumulation: int
 ) -> None:
     model = dataclasses.replace(MODEL, router=router, num_experts_per_tok=k)
     for shape in (ONE, (2, 2, 2)):

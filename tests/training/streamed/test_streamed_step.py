@@ -194,7 +194,7 @@ def test_where_it_lies_changes_no_bit(
     ("tiers", "slots"),
     [
         pytest.param(UPDATED_ON_HOST, 1, marks=pytest.mark.slow),
-        (UPDATED_ON_HOST, 3),
+        pytest.param(UPDATED_ON_HOST, 3, marks=pytest.mark.slow),
         pytest.param(
             dataclasses.replace(UPDATED_ON_HOST, optimizer="nvme"), 2, marks=pytest.mark.slow
         ),
@@ -284,6 +284,7 @@ def test_weights_come_from_files_that_are_memory(
     assert there.stats.moments.nvme.num_bytes > 0
 
 
+@pytest.mark.slow  # test_sample_batch.py accumulates with experts on the host too
 def test_accumulation_steps() -> None:
     config = dataclasses.replace(CONFIG, gradient_accumulation_steps=2)
     ours, theirs = train(config, HOST, steps=3), train(config, steps=3)

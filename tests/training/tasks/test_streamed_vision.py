@@ -348,7 +348,10 @@ def test_experts_move_with_their_tasks(tmp_path: Path, name: str) -> None:
             save(run, tmp_path, step + 1)
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("host", 1), ("mixed", 1), ("host", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [pytest.param("host", 1, marks=pytest.mark.slow), ("mixed", 1), ("host", 4)],
+)
 def test_a_device_has_as_many_bytes_of_experts_as_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_devices: int
 ) -> None:

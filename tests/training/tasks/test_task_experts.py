@@ -106,7 +106,7 @@ def test_a_task_that_has_ended_keeps_its_path_on_one_device() -> None:
     assert has_same_slots(None, None) and not has_same_slots(None, after)
 
 
-@pytest.mark.parametrize("num_devices", [2, 3, 4])
+@pytest.mark.parametrize("num_devices", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_is_saved_is_the_same_on_all_devices_bit_for_bit(num_devices: int) -> None:
     """Three devices divide no dimension of an expert: all of them save all of it."""
     model = sharded(num_devices)
