@@ -120,7 +120,7 @@ def full_state(trainer: Trainer, state: TrainState) -> TrainState:
             params, m, v = (with_experts(tree, of_stack, stack) for tree, of_stack in trees)
             saved = dataclasses.replace(saved, params=params, m=m, v=v)
     else:
-        saved = trainer.save_state(state)
+        saved = trainer.prepare_state_for_save(state)
     return on_host(saved)
 
 

@@ -43,7 +43,7 @@ from jmoe.training.streamed.model import (
     GradAccumulator,
     LayerOptions,
     LayerParams,
-    NeighborWork,
+    NeighborLayerCollectives,
 )
 from jmoe.training.streamed.programs import make_step_programs
 from jmoe.training.streamed.step import make_text_programs
@@ -91,7 +91,10 @@ def in_host_memory(
     x_BSD, _ = do("embed", parts.embed, outside, part)
     stacks = {STACKS["moe"]: state.params[STACKS["moe"]]}
     params = LayerParams(stacks[STACKS["moe"]], unsharded_RC, state.router_bias)
-    layer, nothing = LayerOptions(number, step=number, accumulation=number), NeighborWork()
+    layer, nothing = (
+        LayerOptions(number, step=number, accumulation=number),
+        NeighborLayerCollectives(),
+    )
     options = {"kind": "moe", "train": True, "full_capacity": False, "saves_residuals": True}
     routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
     experts = programs.abstract_tree(

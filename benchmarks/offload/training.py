@@ -176,7 +176,7 @@ def measure_write_back(a: argparse.Namespace, folder: Path) -> JsonObject:
         session = Session(config_of(a, folder / str(every), **tiers))
         steps = [session.step(number) for number in range(2 * max(PERIODS))]
         before = _when_nothing_moves(session)
-        session.program.save_state(session.state)
+        session.program.prepare_state_for_save(session.state)
         _, after = session.moved_bytes()
         row = {"write_back_every_steps": every, "written_bytes_a_step": before // len(steps)}
         rows.append(report.progress(row | {"written_bytes_of_the_save": after - before}))

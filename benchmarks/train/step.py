@@ -193,8 +193,8 @@ def peer_like(program: Any, state: Any, init: str, std: float, seed: int = 0) ->
         "/".join(str(getattr(k, "key", k)) for k in p): w.shape[-2] for p, w in leaves if w.ndim > 1
     }
     params = jax.tree_util.tree_map_with_path(draw, state.params)
-    return program.load_state(
-        replace(program.save_state(state), params=jax.tree.map(jnp.asarray, params))
+    return program.restore_state(
+        replace(program.prepare_state_for_save(state), params=jax.tree.map(jnp.asarray, params))
     )
 
 

@@ -78,12 +78,12 @@ class HostClocks:
         self._last_look_s: float | None = None
 
     def new_skew_warnings(
-        self, reports: Mapping[int, Mapping[str, Json]], begun_s: float
+        self, reports: Mapping[int, Mapping[str, Json]], before_read_s: float
     ) -> Iterator[str]:
         """Yield a warning, once per rank, for each rank whose clock differs by more than `SKEW_S`
         seconds.
 
-        begun_s: Unix time before the reports were read.
+        before_read_s: Unix time before the reports were read.
         """
         for rank, report in reports.items():
             new, self._beats[rank] = self._beats.get(rank) != report["beat"], report["beat"]
@@ -100,4 +100,4 @@ class HostClocks:
                     f"warning: the clock of rank {rank} on {report['host']} is {by} rank 0's on"
                     f" {self._host}: training goes on, but the times in their logs do not compare"
                 )
-        self._last_look_s = begun_s
+        self._last_look_s = before_read_s

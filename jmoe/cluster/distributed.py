@@ -264,7 +264,7 @@ class Watchdog:
             )
             if self._rank > 0:  # not joined at exit: the thread waits for rank 0's end
                 threading.Thread(
-                    target=self._end_with_rank_0, name="line to rank 0", daemon=True
+                    target=self._end_when_rank_0_ends, name="line to rank 0", daemon=True
                 ).start()
 
     @contextlib.contextmanager
@@ -455,7 +455,7 @@ class Watchdog:
             _result_within_timeout(lambda: self._publish_notice(words, ends=False))
             self._exit_process(stacks=False)
 
-    def _end_with_rank_0(self) -> None:
+    def _end_when_rank_0_ends(self) -> None:
         """End this rank, with a line that says why, as soon as rank 0's process has ended.
 
         JAX's client notices it as well, and aborts the process with a stack that says nothing.

@@ -187,7 +187,7 @@ class HostUpdate:
         with contextlib.ExitStack() as held:
             load = _HostLoad(self, slots, slot, layer, num_experts, held)
             yield load
-            load.finish()
+            load.wait_for_transfers()
 
     def write_copies(self, w: Mapping[str, np.ndarray], copies: Mapping[str, np.ndarray]) -> None:
         """Write the weights to these arrays, in the arrays' dtypes."""
@@ -299,7 +299,7 @@ class _HostLoad:
         if self._group is None:
             device = self._slots.first_device(SlotPlace(self._slot, self._layer, expert))
             staging = self._update.staging[device]
-            self._size = staging.largest_size(self._left)
+            self._size = staging.largest_group_size(self._left)
             self._left -= self._size
             self._group = self._held.enter_context(staging.borrow(self._size))
         self._experts.append(expert)
@@ -312,7 +312,7 @@ class _HostLoad:
             self._experts, self._group = [], None
             self._held.close()
 
-    def finish(self) -> None:
+    def wait_for_transfers(self) -> None:
         """Wait until all transfers have ended."""
         assert self._group is None and not self._left, (self._experts, self._left)
         for transfer in self._transfers:

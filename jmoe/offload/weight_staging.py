@@ -105,7 +105,7 @@ class StagedGroups:
             for number in range(GROUPS_AT_ONCE):
                 self._free[size].put(ExpertGroup(layout, memory, number, links))
 
-    def largest_size(self, num_experts: int) -> int:
+    def largest_group_size(self, num_experts: int) -> int:
         """Return the size of the largest group that `num_experts` experts fill."""
         return next(size for size in self._free if size <= num_experts)
 

@@ -35,15 +35,15 @@ def check_cuda_installed(option: str, value: str) -> None:
 
 
 def abstract_gpu_devices(
-    target: str, num_hosts: int = 1, devices_a_host: int = 1
+    target: str, num_hosts: int = 1, devices_per_host: int = 1
 ) -> list[jax.Device]:
-    """Return abstract JAX devices of `num_hosts` hosts with `devices_a_host` GPUs each.
+    """Return abstract JAX devices of `num_hosts` hosts with `devices_per_host` GPUs each.
 
     target: name of a file in the folder `targets`, which describes the GPU.
     """
     options = {
         "target_config": (TARGETS / f"{target}.txtpb").read_text(),
-        "topology": f"1x{num_hosts}x{devices_a_host}",
+        "topology": f"1x{num_hosts}x{devices_per_host}",
     }
     return list(
         topologies.get_topology_desc(platform="cuda", topology_name=target, **options).devices

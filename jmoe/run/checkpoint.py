@@ -527,8 +527,8 @@ class Checkpoints:
             handlers[ITEM] = RecordsHandler()
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_repeated_error)
-        if getattr(sys.unraisablehook, "func", None) is not _report_unraisable:
-            sys.unraisablehook = partial(_report_unraisable, sys.unraisablehook)
+        if getattr(sys.unraisablehook, "func", None) is not _report_unless_after_failed_write:
+            sys.unraisablehook = partial(_report_unless_after_failed_write, sys.unraisablehook)
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_names=tuple(handlers), item_handlers=handlers
         )
@@ -699,7 +699,7 @@ def _is_not_repeated_error(record: logging.LogRecord) -> bool:
     return not raised and not later and "_SignalingThread.run() raised an exception" not in message
 
 
-def _report_unraisable(
+def _report_unless_after_failed_write(
     report: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs
 ) -> None:
     """Report an unraisable error through `report`, unless it comes from a write that ends after an

@@ -227,7 +227,7 @@ def move_state(
     Arrays move one after another, so that only one exists twice at any time. Every process must
     call this and must have devices in both meshes.
     """
-    saved = trainer_before.save_state(state)
+    saved = trainer_before.prepare_state_for_save(state)
 
     def move_array(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         if x.sharding.device_set == shape.sharding.device_set:
@@ -247,7 +247,7 @@ def move_state(
         x.delete()
         return there
 
-    return trainer_after.load_state(jax.tree.map(move_array, saved, trainer_after.saved_shape))
+    return trainer_after.restore_state(jax.tree.map(move_array, saved, trainer_after.saved_shape))
 
 
 # Measuring

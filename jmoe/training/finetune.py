@@ -174,8 +174,8 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 
         state = _state_at_step_0(trainer, arrays, has_experts=not streamed)
         if streamed:
-            return trainer.load_state(state, read_expert_weights, lambda *_: {})
-        return trainer.load_state(state)
+            return trainer.restore_state(state, read_expert_weights, lambda *_: {})
+        return trainer.restore_state(state)
 
 
 def load_pretrained_parameters(

@@ -49,7 +49,7 @@ def restore_checkpoint(
     )
     if saved is None:
         saved_state, data = _restore_state_and_data(trainer, checkpoints, step, shape)
-        return trainer.load_state(saved_state), data
+        return trainer.restore_state(saved_state), data
     # the run streams its experts, which are not part of the state
     if not any(experts_of(shape.params, stack) for stack in EXPERT_STACKS):
         linked = saved.kinds == LINKED and _can_reuse_records(trainer, saved)
@@ -59,7 +59,7 @@ def restore_checkpoint(
         rest, data = _restore_state_and_data(
             trainer, checkpoints, step, shape, skipped_arrays=experts, records=linked
         )
-        return trainer.load_state(
+        return trainer.restore_state(
             rest, *((None, None) if linked else (saved.read_weights, saved.read_moments))
         ), data
     weights, moments = "weights" in saved.kinds, "moments" in saved.kinds
@@ -70,7 +70,7 @@ def restore_checkpoint(
         v=without_experts(shape.v) if moments else shape.v,
     )
     rest, data = _restore_state_and_data(trainer, checkpoints, step, wanted)
-    return trainer.load_state(
+    return trainer.restore_state(
         rest, saved.read_weights if weights else None, saved.read_moments if moments else None
     ), data
 

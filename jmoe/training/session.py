@@ -126,7 +126,7 @@ class Session:
         """
         self.expert_packing.note_step(step_s, compiled=compiled)
 
-    def first_state(self) -> TrainState:
+    def initial_state(self) -> TrainState:
         """Return the state of step 0: random parameters, or those of `init_from`."""
         if not self.config.init_from:
             return self.trainer.init()
@@ -168,7 +168,7 @@ class Session:
                 f"starting from {self.config.init_from or 'step 0'}: no checkpoint in"
                 f" {checkpoints.directory}"
             )
-            return self.first_state()
+            return self.initial_state()
         self._check_saved_config(checkpoints.saved_config(step))
         state, data_state = restore_checkpoint(self.trainer, checkpoints, step)
         self.batches.set_state(data_state)
@@ -209,7 +209,7 @@ class Session:
             return None
         self._check_saved_config(snapshot.config)
         self.batches.set_state(snapshot.data)
-        state = self.trainer.load_state(snapshot.state)
+        state = self.trainer.restore_state(snapshot.state)
         print_on_rank_0(f"resuming from step {snapshot.step} of {snapshots.folder}")
         if snapshot.step >= self.config.num_steps and snapshot.step != checkpoint:
             self.save(snapshot.step, state)  # no training step is left that would save it
@@ -268,7 +268,10 @@ class Session:
             self.folder.check_still_owned()
             if self.log is not None:
                 self.log.sync()
-            saved, resolved = self.trainer.save_state(state), json.dumps(self.resolved, indent=1)
+            saved, resolved = (
+                self.trainer.prepare_state_for_save(state),
+                json.dumps(self.resolved, indent=1),
+            )
             data, packing = self.batches.get_state(), self.expert_packing.packing
             self.checkpoints.save(step, saved, data, resolved, self.files, packing)
         if self.exporter is not None:
@@ -286,7 +289,7 @@ class Session:
             return
         with self.watchdog.waiting_for("snapshot of step", step):
             begun = time.perf_counter()
-            saved, data = self.trainer.save_state(state), self.batches.get_state()
+            saved, data = self.trainer.prepare_state_for_save(state), self.batches.get_state()
             problem = self.snapshots.save(
                 step, saved, data, self.resolved, self.checkpoints.newest_step_on_disk()
             )

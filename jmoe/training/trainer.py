@@ -27,7 +27,7 @@ class Trainer(Protocol):
     from checkpoints.
     """
 
-    saved_shape: TrainState  # the shape of the state that `save_state` returns
+    saved_shape: TrainState  # the shape of the state that `prepare_state_for_save` returns
     # the same with all experts, also if they are streamed and no part of the state
     full_shape: TrainState
     records: RecordCheckpoints | None  # the experts' files in a checkpoint; None without tiers
@@ -68,14 +68,14 @@ class Trainer(Protocol):
     ) -> list[jax.Array]:
         """Return the summed negative log-likelihood of each batch, scalars in nats."""
 
-    def save_state(self, state: TrainState) -> TrainState:
+    def prepare_state_for_save(self, state: TrainState) -> TrainState:
         """Return the state that a checkpoint stores, with the same shapes for every mesh.
 
         Streamed experts are not part of this state: their records are written to files of their
         own.
         """
 
-    def load_state(
+    def restore_state(
         self,
         saved: TrainState,
         weights: ReadExperts | None = None,

@@ -79,7 +79,7 @@ class Training:
         for step in range(FIRST):
             state, _ = self.program.step(state, batch(self.config, step))
         checkpoints = self.open()
-        checkpoints.save(FIRST, self.program.save_state(state), 0, "{}")
+        checkpoints.save(FIRST, self.program.prepare_state_for_save(state), 0, "{}")
         checkpoints.close()
         self.losses: dict[int, float] = {}
         self.expected = self.go_on(FIRST)
@@ -137,9 +137,9 @@ class Training:
             ]
             checkpoints.raise_save_error()
             if now + 1 == SAVED and step < SAVED:
-                checkpoints.save(SAVED, self.program.save_state(state), 0, "{}")
+                checkpoints.save(SAVED, self.program.prepare_state_for_save(state), 0, "{}")
         checkpoints.close()
-        self.program.save_state(state)
+        self.program.prepare_state_for_save(state)
         whole = full_state(self.program, state)
         return self.losses, held_out, whole
 
@@ -304,7 +304,7 @@ def check_that_it_stays(training: Training) -> None:
     for call in (
         lambda: program.step(state, batch(training.config, LAST)),
         lambda: program.evaluate_batches(state, held_out_batches(training.config)),
-        lambda: program.save_state(state),
+        lambda: program.prepare_state_for_save(state),
         lambda: full_state(program, state),
     ):
         with pytest.raises(OSError, match=WORDS):

@@ -71,7 +71,9 @@ class Opened(Closing):
     def save(self, state: TrainState) -> None:
         with self.checkpoints() as checkpoints:
             if int(state.step) not in checkpoints.steps():
-                checkpoints.save(int(state.step), self.program.save_state(state), 0, "{}")
+                checkpoints.save(
+                    int(state.step), self.program.prepare_state_for_save(state), 0, "{}"
+                )
 
     def restore(self, step: int) -> TrainState:
         with self.checkpoints() as checkpoints:
@@ -227,7 +229,7 @@ def test_a_save_writes_what_changed_and_nothing_else(tmp_path: Path) -> None:
             assert {int(n.split(".")[0]) for n in versions[-1]["gradients"]} <= used
         stores = run.program.stores._versions.values()
         writes = [store.stats().writes for store in stores]
-        run.program.save_state(state)
+        run.program.prepare_state_for_save(state)
         # also those of gradients that still wait
         assert [store.stats().writes for store in stores] == writes
 

@@ -52,13 +52,13 @@ def test_a_group_that_was_sent_may_be_written_again(pinned: bool) -> None:
 def test_sizes_hold_exactly_the_experts() -> None:
     groups, left, sizes = groups_of(DEVICES[0], Link()), 27, []
     while left:
-        sizes.append(groups.largest_size(left))
+        sizes.append(groups.largest_group_size(left))
         left -= sizes[-1]
     assert sizes == [8, 8, 8, 2, 1]
     large = StagedGroups(
         {"w": ((GROUP_BYTES // 4, 1), FLOAT)}, allocate_slots, {DEVICES[0]: Link()}
     )
-    assert large.largest_size(27) == 1
+    assert large.largest_group_size(27) == 1
 
 
 def test_a_group_waits_for_its_transfer_and_others_do_not() -> None:

@@ -305,7 +305,7 @@ def slow(*args):
     copy(*args)
 record_checkpoint._copy_record = slow
 checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=records, timeout_s=8)
-moves = SimpleNamespace(save_state=lambda state: state, progress_counters=records.progress_counters)
+moves = SimpleNamespace(prepare_state_for_save=lambda state: state, progress_counters=records.progress_counters)
 batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=240)
 with distributed.Watchdog(8) as watchdog, out, checkpoints:

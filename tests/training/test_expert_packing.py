@@ -127,9 +127,9 @@ def test_a_move_changes_no_bit_and_frees_what_it_leaves() -> None:
     after = trainer_of(config_of(packing=2, embedding="rows"), (2, 1, 2))
     state = before.init()
     state = dataclasses.replace(state, m=jax.tree.map(lambda x: x + 1, state.params))
-    expected = on_host(before.save_state(state))
+    expected = on_host(before.prepare_state_for_save(state))
     there = move_state(state, before, after)
-    assert differing(expected, on_host(after.save_state(there))) == []
+    assert differing(expected, on_host(after.prepare_state_for_save(there))) == []
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params["moe_layers"]))
     where = jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), there, after.state_shape
@@ -198,16 +198,16 @@ def test_when_it_decides() -> None:
 def test_a_checkpoint_says_its_packing_and_goes_on_under_another(tmp_path: Path) -> None:
     packed = trainer_of(config_of(packing=2), (2, 1, 2))
     state = packed.init()
-    expected, folder = on_host(packed.save_state(state)), tmp_path / "checkpoints"
+    expected, folder = on_host(packed.prepare_state_for_save(state)), tmp_path / "checkpoints"
     auto = dataclasses.replace(config_of(packing="auto"), output_dir=str(tmp_path))
     assert initial_packing(auto, 4, 4) == 1
     with Checkpoints(folder, CheckpointConfig()) as checkpoints:
-        checkpoints.save(1, packed.save_state(state), {}, auto.to_json(), packing=2)
+        checkpoints.save(1, packed.prepare_state_for_save(state), {}, auto.to_json(), packing=2)
     with Checkpoints(folder, CheckpointConfig()) as checkpoints:
         assert checkpoints.newest_packing() == 2
         alone = trainer_of(config_of(packing=1), SHAPE)
         there, _ = restore_checkpoint(alone, checkpoints, 1)
-    assert differing(expected, on_host(alone.save_state(there))) == []
+    assert differing(expected, on_host(alone.prepare_state_for_save(there))) == []
     assert initial_packing(auto, 4, 4) == 2
     assert initial_packing(dataclasses.replace(auto, comm=CommConfig(packing=4)), 4, 4) == 4
     # the mesh has no expert axis to shrink

@@ -266,7 +266,7 @@ def carried_over(source: Trainer, state: TrainState, target: Trainer) -> TrainSt
     """
     with tempfile.TemporaryDirectory() as folder:
         with Checkpoints(Path(folder), CheckpointConfig(), records=source.records) as checkpoints:
-            checkpoints.save(int(state.step), source.save_state(state), {}, "{}")
+            checkpoints.save(int(state.step), source.prepare_state_for_save(state), {}, "{}")
         with Checkpoints(Path(folder), CheckpointConfig(), records=target.records) as checkpoints:
             return restore_checkpoint(target, checkpoints, int(state.step))[0]
 
@@ -309,7 +309,7 @@ def test_its_checkpoint_gives_its_parameters_alone(tmp_path: Path) -> None:
     trainer = on_device()
     state = trainer.init()
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(0, trainer.save_state(state), {}, "{}")
+        checkpoints.save(0, trainer.prepare_state_for_save(state), {}, "{}")
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
         parameters = saved_parameters(checkpoints, 0, TrainConfig(model=MODEL))
     np.testing.assert_array_equal(np.asarray(parameters["embedding",]), state.params["embedding"])

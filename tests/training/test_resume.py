@@ -70,7 +70,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
                 for step in range(3):
                     state, values = program.step(state, batch(CONFIG, step))
                     assert values["ok"]
-                checkpoints.save(3, program.save_state(state), {"at": 3}, CONFIG.to_json())
+                checkpoints.save(
+                    3, program.prepare_state_for_save(state), {"at": 3}, CONFIG.to_json()
+                )
                 made[name] = folder, full_state(program, state)
         return made[name]
 
@@ -96,7 +98,7 @@ def test_experts_move_to_other_tiers(
         state, data = restore_checkpoint(program, checkpoints, 3)
         assert data == {"at": 3}
         assert differing(expected, full_state(program, state)) == []
-        checkpoints.save(4, program.save_state(state), {"at": 4}, "{}")
+        checkpoints.save(4, program.prepare_state_for_save(state), {"at": 4}, "{}")
     with opened(TIERS[after], tmp_path) as (program, checkpoints):  # what it saves is its own again
         state, data = restore_checkpoint(program, checkpoints, 4)
         assert data == {"at": 4}
@@ -116,7 +118,7 @@ def test_replicas_come_and_go(
     for step, devices, replicas in ((3, 2, 2), (4, 1, 1)):
         with opened(TIERS[name], tmp_path, devices, replicas) as (program, checkpoints):
             state, _ = restore_checkpoint(program, checkpoints, step)
-            checkpoints.save(step + 1, program.save_state(state), {}, "{}")
+            checkpoints.save(step + 1, program.prepare_state_for_save(state), {}, "{}")
             assert differing(expected, full_state(program, state)) == []
 
 
@@ -218,7 +220,7 @@ def test_experts_are_saved_restored_and_begun_off_the_device(
         with ExpertsOnDevices() as count:
             counted.append(count)
             state = program.init()
-            saved = program.save_state(state)
+            saved = program.prepare_state_for_save(state)
             count.look()
             checkpoints.save(1, saved, {}, "{}")
             checkpoints.wait_for_save()

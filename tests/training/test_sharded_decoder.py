@@ -90,7 +90,7 @@ def from_host(saved: Any, ours: Trainer) -> TrainState:
     placed = jax.tree.map(
         lambda x, s: jax.device_put(np.array(x), s.sharding), saved, ours.saved_shape
     )
-    return jax.block_until_ready(ours.load_state(placed))
+    return jax.block_until_ready(ours.restore_state(placed))
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def steps(
     for i in range(2):
         state, values = jax.block_until_ready(ours.step(state, tokens_of(ours, i)))
         metrics.append(jax.device_get(values))
-    return metrics, jax.device_get(ours.save_state(state))
+    return metrics, jax.device_get(ours.prepare_state_for_save(state))
 
 
 @pytest.mark.parametrize(("embedding", "tied"), FIRST)
@@ -179,9 +179,9 @@ def test_initial_state_and_saved_form() -> None:
     for embedding in ("replicated", "columns", "rows"):
         ours = program(EIGHT, embedding)
         state = ours.init()
-        saved = ours.save_state(state)
+        saved = ours.prepare_state_for_save(state)
         assert_trees_close(jax.device_get(saved), one, 1e-6)
-        back = ours.load_state(saved)
+        back = ours.restore_state(saved)
         for a, b, c in zip(
             jax.tree.leaves(back), jax.tree.leaves(state), jax.tree.leaves(ours.state_shape)
         ):
@@ -196,7 +196,7 @@ def test_initial_state_and_saved_form() -> None:
 def test_stripes_are_saved_without_a_whole_table_anywhere() -> None:
     ours = program(EIGHT, "rows")
     text = (
-        jax.jit(lambda s: ours.save_state(s).params["embedding"])
+        jax.jit(lambda s: ours.prepare_state_for_save(s).params["embedding"])
         .lower(ours.state_shape)
         .compile()
         .as_text()
@@ -222,8 +222,8 @@ def test_checkpoints_restore_onto_other_partitions_and_meshes(tmp_path: Path, ti
                 state = from_host(saved, ours)
             else:
                 stored, _, _ = checkpoints.restore(i - 1, ours.saved_shape)
-                state = ours.load_state(stored)
-            checkpoints.save(i, ours.save_state(state), {}, "{}")
+                state = ours.restore_state(stored)
+            checkpoints.save(i, ours.prepare_state_for_save(state), {}, "{}")
             checkpoints.wait_for_save()
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), saved)
 
@@ -239,12 +239,14 @@ def test_merge_and_a_start_from_it(tmp_path: Path, embedding: str) -> None:
     )
     saved = steps(ONE, "replicated", True)[1]
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        checkpoints.save(2, ours.save_state(from_host(saved, ours)), {}, config.to_json())
+        checkpoints.save(
+            2, ours.prepare_state_for_save(from_host(saved, ours)), {}, config.to_json()
+        )
     merge_run_to_hugging_face(run_dir, folder)
     decoder = load_pretrained(folder).decoder
     np.testing.assert_array_equal(decoder.embedding[...], saved.params["embedding"])
 
-    begun = ours.save_state(load_pretrained_state(ours, config))
+    begun = ours.prepare_state_for_save(load_pretrained_state(ours, config))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(begun.params), saved.params)
     assert not any(leaf.any() for leaf in jax.tree.leaves((begun.m, begun.v, begun.step)))
 

@@ -84,8 +84,8 @@ def run(
     for _ in range(steps):
         state, metrics = trainer.step(state, jnp.asarray(batch))
         seen.append(jax.device_get(metrics))
-    saved = trainer.save_state(state)
-    again = trainer.load_state(jax.tree.map(jnp.copy, saved))
+    saved = trainer.prepare_state_for_save(state)
+    again = trainer.restore_state(jax.tree.map(jnp.copy, saved))
     for own, other in zip(*map(jax.tree.leaves, (again.m, state.m)), strict=True):
         np.testing.assert_array_equal(own, other)
     return jax.device_get(state), seen

@@ -174,7 +174,9 @@ class AdaptedDecoder(ShardedDecoder):
         return replace(state, frozen=None)
 
     def from_saved(self, state: TrainState) -> TrainState:
-        """Return a checkpoint's state as it is; `AdapterTrainer.load_state` adds what is frozen."""
+        """Return a checkpoint's state as it is; `AdapterTrainer.restore_state` adds what
+        is frozen.
+        """
         return state
 
     def frozen_from_saved(self, frozen: PyTree) -> PyTree:
@@ -237,7 +239,7 @@ class AdapterTrainer(FusedTrainer):
         step = jnp.zeros((), jnp.int32, device=shape.step.sharding)
         return TrainState(adapters, m, v, bias, step, frozen=frozen)
 
-    def load_state(
+    def restore_state(
         self,
         saved: TrainState,
         weights: ReadExperts | None = None,

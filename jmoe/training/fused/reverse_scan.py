@@ -148,10 +148,10 @@ class ReverseScan:
             return []
         hierarchy = hierarchy or self.hierarchy
         gather = partial(all_gather_buffer_local, hierarchy=hierarchy)
-        chunks = self._chunks(row_C, hierarchy)
+        chunks = self._gather_chunk_ranges(row_C, hierarchy)
         return [ColumnWork("gather", gather, row_C, *chunk) for chunk in chunks]
 
-    def _chunks(self, row_C: jax.Array, hierarchy: Hierarchy) -> list[tuple[int, int]]:
+    def _gather_chunk_ranges(self, row_C: jax.Array, hierarchy: Hierarchy) -> list[tuple[int, int]]:
         """Return the chunks (start, end) in which a row is gathered."""
         num_devices = lax.axis_size(axis_names(hierarchy))
         limit = self.chunk_bytes if self.schedule.chunked else num_devices * row_C.nbytes
@@ -178,7 +178,7 @@ class ReverseScan:
         """Return both of a layer's buffers [R, C] from the results of
         `pair_all_gathers_by_chunk`.
         """
-        num_dense = len(self._chunks(rows_C.dense, self.hierarchy))
+        num_dense = len(self._gather_chunk_ranges(rows_C.dense, self.hierarchy))
         return BufferPair(
             self.join_gathered_chunks(gathered[:num_dense], rows_C.dense),
             self.join_gathered_chunks(gathered[num_dense:], rows_C.experts, REPLICAS),

@@ -354,11 +354,11 @@ class FusedTrainer:
 
     # Checkpoints
 
-    def save_state(self, state: TrainState) -> TrainState:
+    def prepare_state_for_save(self, state: TrainState) -> TrainState:
         """Return the state in the layout of a checkpoint, without the copies in `cast`."""
         return self.model.to_saved(replace(state, cast=()))
 
-    def load_state(
+    def restore_state(
         self,
         saved: TrainState,
         weights: ReadExperts | None = None,

@@ -102,7 +102,7 @@ class StreamedExperts:
     def _loaded_experts(self) -> ExpertState:
         """The experts; raises ValueError before they are loaded."""
         if self.experts is None:
-            raise ValueError("the experts are nowhere yet: init or load_state comes first")
+            raise ValueError("the experts are nowhere yet: init or restore_state comes first")
         return self.experts
 
     def _global_arrays(self, slot: Slot) -> DeviceStacks:
@@ -172,14 +172,14 @@ class StreamedExperts:
         return chosen_P
 
     def _store_gradients(
-        self, number: int, chosen_P: NDArray[np.bool_], experts: Mapping[str, jax.Array]
+        self, layer: int, chosen_P: NDArray[np.bool_], gradients: Mapping[str, jax.Array]
     ) -> None:
-        """Send the gradients of layer `number`'s chosen experts to their tier. experts: gradients
-        by parameter.
+        """Send the gradients of a layer's chosen experts, by parameter, to their tier. layer: its
+        index among layers with experts.
         """
-        by_device = zip(*(self._local_shards(g) for g in experts.values()), strict=True)
+        by_device = zip(*(self._local_shards(g) for g in gradients.values()), strict=True)
         self._loaded_experts.store_gradients(
-            number, chosen_P, [dict(zip(experts, own, strict=True)) for own in by_device]
+            layer, chosen_P, [dict(zip(gradients, own, strict=True)) for own in by_device]
         )
 
     def _commit_or_discard_gradients(self, metrics: Mapping[str, jax.Array]) -> None:

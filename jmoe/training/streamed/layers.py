@@ -58,8 +58,8 @@ from jmoe.training.streamed.model import (
     GradAccumulator,
     LayerOptions,
     LayerParams,
-    NeighborResults,
-    NeighborWork,
+    NeighborLayerCollectives,
+    NeighborLayerResults,
     Params,
     PendingGradients,
     RoutedTokens,
@@ -148,15 +148,15 @@ class LayerFunctions:
         function: Callable[..., PyTree],
         args: tuple[PyTree, ...],
         start_after: jax.Array,
-        work: NeighborWork,
-    ) -> tuple[PyTree, NeighborResults]:
+        work: NeighborLayerCollectives,
+    ) -> tuple[PyTree, NeighborLayerResults]:
         """Return (`function(*args)`, results of the neighbours' collectives), run concurrently.
 
         start_after: an array; the collectives start once it is computed.
         """
         scan, pending = self._scan, work.pending
         if scan is None or not jax.tree.leaves((work.next_layer, pending)):
-            return self._run_unless_empty(layer, function, args), NeighborResults()
+            return self._run_unless_empty(layer, function, args), NeighborLayerResults()
         row_C = None if work.next_layer is None else layer_slice(*work.next_layer)
         gathers = scan.all_gathers_by_chunk(row_C)[len(work.gathered) :]
         rows_RG, experts = pending.rows_RG, pending.experts
@@ -174,7 +174,7 @@ class LayerFunctions:
             unsharded_RC = scan.join_gathered_chunks([*work.gathered, *gathered], row_C)
         rows = reduced[:num_reductions], reduced[num_reductions:]
         row_G, experts_G = (jnp.concatenate([jnp.zeros(0), *chunks]) for chunks in rows)
-        return result, NeighborResults(
+        return result, NeighborLayerResults(
             unsharded_RC, self._unflatten_reduced(pending, row_G, experts_G)
         )
 
@@ -244,10 +244,10 @@ class LayerFunctions:
         params: LayerParams,
         layer: LayerOptions,
         x_BSD: jax.Array,
-        work: NeighborWork,
+        work: NeighborLayerCollectives,
         *,
         saves_residuals: bool,
-    ) -> tuple[jax.Array, PyTree, NeighborResults]:
+    ) -> tuple[jax.Array, PyTree, NeighborLayerResults]:
         """Return (output of a dense layer, its residuals, results of `work`)."""
         run = self._with_residuals_if(saves_residuals, self._run_dense, wanted=(0, 2))
         args = self._unsharded_dense_params(params, layer), layer, x_BSD
@@ -265,7 +265,7 @@ class LayerFunctions:
         params: LayerParams,
         layer: LayerOptions,
         x_BSD: jax.Array,
-        work: NeighborWork,
+        work: NeighborLayerCollectives,
         *,
         kind: LayerKind,
         train: bool,
@@ -345,11 +345,11 @@ class LayerFunctions:
         params: LayerParams,
         routed: RoutedTokens,
         layer: LayerOptions,
-        work: NeighborWork,
+        work: NeighborLayerCollectives,
         *,
         kind: LayerKind,
         saves_residuals: bool,
-    ) -> tuple[jax.Array, PyTree, NeighborResults]:
+    ) -> tuple[jax.Array, PyTree, NeighborLayerResults]:
         """Return (output of an MoE layer, residuals of this half, results of `work`). routed: the
         result of `route`.
         """
@@ -417,12 +417,14 @@ class LayerFunctions:
         layer: LayerOptions,
         inputs: BackwardInputs,
         sums: GradAccumulator,
-        work: NeighborWork,
+        work: NeighborLayerCollectives,
         *,
         kind: LayerKind,
         full_capacity: bool,
         is_last_micro_batch: bool,
-    ) -> tuple[jax.Array, GradAccumulator, NeighborResults, jax.Array | None, jax.Array | None]:
+    ) -> tuple[
+        jax.Array, GradAccumulator, NeighborLayerResults, jax.Array | None, jax.Array | None
+    ]:
         """Return (dx, summed gradients, results of `work`, squared norms of the experts' gradients
         [R, L], gradients of the routing weights).
 
@@ -535,8 +537,8 @@ class LayerFunctions:
         layer: LayerOptions,
         inputs: BackwardInputs,
         sums: GradAccumulator,
-        work: NeighborWork,
-    ) -> tuple[jax.Array, GradAccumulator, NeighborResults]:
+        work: NeighborLayerCollectives,
+    ) -> tuple[jax.Array, GradAccumulator, NeighborLayerResults]:
         """Return (dx, summed gradients, results of `work`) of a dense layer's backward pass."""
 
         def from_residuals(

@@ -143,7 +143,7 @@ class SummedGradients(NamedTuple):
     square: jax.Array | None = None  # squared gradient norms by expert, [R, L]
 
 
-class NeighborWork(NamedTuple):
+class NeighborLayerCollectives(NamedTuple):
     """The collectives that a program runs for neighbouring layers beside its own layer."""
 
     next_layer: LayerToGather | None = None  # to gather
@@ -151,8 +151,8 @@ class NeighborWork(NamedTuple):
     gathered: Sequence[jax.Array] = ()  # the next layer's chunks that `route` has gathered
 
 
-class NeighborResults(NamedTuple):
-    """The results of a program's `NeighborWork`."""
+class NeighborLayerResults(NamedTuple):
+    """The results of a program's `NeighborLayerCollectives`."""
 
     unsharded_RC: jax.Array | None = None  # the next layer's parameters
     summed: SummedGradients = SummedGradients()  # of the layer that ran before

@@ -35,8 +35,8 @@ from jmoe.training.streamed.model import (
     LayerParams,
     LayerToGather,
     Metrics,
-    NeighborResults,
-    NeighborWork,
+    NeighborLayerCollectives,
+    NeighborLayerResults,
     Params,
     RoutedTokens,
     RoutingTotals,
@@ -62,16 +62,16 @@ class StepPrograms:
 
     gather_first_params: Callable[..., FirstGatheredParams]
     embed: Callable[..., tuple[jax.Array, list[Choices]]]
-    dense_forward: Callable[..., tuple[jax.Array, PyTree, NeighborResults]]
+    dense_forward: Callable[..., tuple[jax.Array, PyTree, NeighborLayerResults]]
     route: Callable[..., tuple[RoutedTokens, PyTree, Sequence[jax.Array]]]
-    apply_experts: Callable[..., tuple[jax.Array, PyTree, NeighborResults]]
+    apply_experts: Callable[..., tuple[jax.Array, PyTree, NeighborLayerResults]]
     max_chosen_experts_per_device: Callable[[Sequence[jax.Array]], jax.Array]
     routing_totals: Callable[[Stats], RoutingTotals]
     dropped_assignments: Callable[[Stats], jax.Array]
     zero_gradients: Callable[[dict[str, Params], Params], StreamedGradients]
     loss_gradients: Callable[..., tuple[PyTree, jax.Array, Params]]
     moe_gradients: Callable[..., tuple[PyTree, ...]]
-    dense_gradients: Callable[..., tuple[jax.Array, GradAccumulator, NeighborResults]]
+    dense_gradients: Callable[..., tuple[jax.Array, GradAccumulator, NeighborLayerResults]]
     embed_gradients: Callable[..., Params]
     reduce_pending: Callable[..., SummedGradients]
     finish_step: Callable[[TrainState, FinishStepInputs], tuple[TrainState, Metrics]]
@@ -153,11 +153,11 @@ class _StepFunctions:
         """
         own = {kind: stacks[name] for kind, name in STACKS.items() if name in stacks}
         outside_buffer = {
-            kind: _device_zeros_like(self._layers.buffer_layout(w).split(w)[1])
+            kind: _float32_zeros_with_device_dim(self._layers.buffer_layout(w).split(w)[1])
             for kind, w in own.items()
         }
         return StreamedGradients(
-            _device_zeros_like(outside), outside_buffer, {kind: [] for kind in own}
+            _float32_zeros_with_device_dim(outside), outside_buffer, {kind: [] for kind in own}
         )
 
     def loss_gradients(
@@ -206,7 +206,7 @@ class _StepFunctions:
         return model.update_state(state, grads, squares, metrics)
 
 
-def _device_zeros_like(tree: Params) -> PyTree:
+def _float32_zeros_with_device_dim(tree: Params) -> PyTree:
     """Return float32 zeros with the shapes of `tree` and a leading dimension R of 1."""
     return jax.tree.map(lambda w: jnp.zeros((1, *w.shape), jnp.float32), tree)
 
@@ -220,17 +220,18 @@ class _LayerSpecs(NamedTuple):
     """Partition specs of the arguments and results that layer programs share."""
 
     layer: LayerOptions
-    work: NeighborWork
+    work: NeighborLayerCollectives
     forward: tuple[PyTree, ...]  # (output, residuals, results of `work`)
     inputs: BackwardInputs
 
 
 def _layer_specs() -> _LayerSpecs:
+    """Return the partition specs that the programs of all kinds of layers share."""
     same, split = _SAME, _SPLIT
     return _LayerSpecs(
         layer=LayerOptions(same, same, same, same, split, split, split),
-        work=NeighborWork(LayerToGather(_COLUMNS, same), split, same),
-        forward=(split, split, NeighborResults(same, split)),
+        work=NeighborLayerCollectives(LayerToGather(_COLUMNS, same), split, same),
+        forward=(split, split, NeighborLayerResults(same, split)),
         inputs=BackwardInputs(split, split, split, split, same, same),
     )
 
@@ -277,7 +278,7 @@ def _layer_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> Pro
     }
 
 
-def _outside_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> Programs:
+def _programs_outside_layers(model: StreamedModel[PyTree], layers: LayerFunctions) -> Programs:
     """Return the programs that run no layer, by their names in `StepPrograms`."""
     make, step, same, split = (
         partial(jit_over_mesh, model),
@@ -312,4 +313,4 @@ def _outside_programs(model: StreamedModel[PyTree], layers: LayerFunctions) -> P
 def make_step_programs(model: StreamedModel[PyTree]) -> StepPrograms:
     """Return the programs of a model's step. Each compiles at its first call."""
     layers = LayerFunctions(model)
-    return StepPrograms(**_layer_programs(model, layers), **_outside_programs(model, layers))
+    return StepPrograms(**_layer_programs(model, layers), **_programs_outside_layers(model, layers))

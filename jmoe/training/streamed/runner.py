@@ -49,8 +49,8 @@ from jmoe.training.streamed.model import (
     LayerToGather,
     Metrics,
     MicroBatch,
-    NeighborResults,
-    NeighborWork,
+    NeighborLayerCollectives,
+    NeighborLayerResults,
     Params,
     PendingGradients,
     RoutedTokens,
@@ -313,7 +313,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         layer, next_layer = self._layers[i], self._layer_to_gather(pass_state, i + 1)
         params = pass_state.layer_params(layer)
         for a, x in enumerate(xs):
-            work = NeighborWork(None if a else next_layer)
+            work = NeighborLayerCollectives(None if a else next_layer)
             args = params, self._layer_options(pass_state, layer, a), x, work
             xs[a], residuals, overlapped = self._wait_on_cpu_mesh(
                 self.programs.dense_forward(*args, saves_residuals=pass_state.saves_residuals)
@@ -360,7 +360,7 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
             None if first_micro_batch + a else self._layer_to_gather(pass_state, i + 1)
             for a in range(len(xs))
         ]
-        works = list(map(NeighborWork, ahead))
+        works = list(map(NeighborLayerCollectives, ahead))
         each = [
             self._wait_on_cpu_mesh(programs.route(params, options, x, work, **route_static))
             for x, options, work in zip(xs, all_options, works, strict=True)
@@ -427,7 +427,10 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         for i, layer in reversed(list(enumerate(self._layers))):
             sums = GradAccumulator(None, grads.outside_buffer[layer.kind])
             unreduced = PendingGradients() if pending is None else pending.gradients
-            work, square = NeighborWork(self._layer_to_gather(pass_state, i - 1), unreduced), None
+            work, square = (
+                NeighborLayerCollectives(self._layer_to_gather(pass_state, i - 1), unreduced),
+                None,
+            )
             if layer.kind == "dense":
                 sums, overlapped = self._backward_dense(pass_state, i, dxs, sums, work)
             else:
@@ -486,17 +489,17 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
-        work: NeighborWork,
-    ) -> tuple[GradAccumulator, NeighborResults]:
+        work: NeighborLayerCollectives,
+    ) -> tuple[GradAccumulator, NeighborLayerResults]:
         """Return (summed gradients, results of `work`) of dense layer i's backward pass; replaces
         `dxs`.
         """
-        layer, passed, results = self._layers[i], pass_state.passed[i], NeighborResults()
+        layer, passed, results = self._layers[i], pass_state.passed[i], NeighborLayerResults()
         params = pass_state.layer_params(layer)
         for a, (x, residuals) in enumerate(zip(passed.xs, passed.residuals, strict=True)):
             inputs = BackwardInputs(x, dxs[a], None, residuals)
             options = self._layer_options(pass_state, layer, a)
-            args = params, options, inputs, sums, NeighborWork() if a else work
+            args = params, options, inputs, sums, NeighborLayerCollectives() if a else work
             dxs[a], sums, overlapped = self._wait_on_cpu_mesh(self.programs.dense_gradients(*args))
             results = results if a else overlapped
         return sums, results
@@ -507,9 +510,9 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         i: int,
         dxs: list[jax.Array],
         sums: GradAccumulator,
-        work: NeighborWork,
+        work: NeighborLayerCollectives,
         loss_tokens: LossTokens | None,
-    ) -> tuple[GradAccumulator, NeighborResults, jax.Array | None]:
+    ) -> tuple[GradAccumulator, NeighborLayerResults, jax.Array | None]:
         """Return (summed gradients, results of `work`, squared norms of the experts' gradients) of
         MoE layer i's backward pass; replaces `dxs`.
 
@@ -520,13 +523,13 @@ class StreamedRunner(StreamedExperts, ABC, Generic[MicroBatch]):
         fetched = self._global_arrays(experts.fetch_layer(layer.record, passed.chosen_P))
         params = pass_state.layer_params(layer, fetched)
         params = params._replace(chosen=self._chosen_slot_rows(passed.chosen_P, passed.slot_rows))
-        results, square = NeighborResults(), None
+        results, square = NeighborLayerResults(), None
         each = zip(passed.xs, passed.choices, passed.residuals, strict=True)
         for a, (x, choices, residuals) in enumerate(each):
             options = self._layer_options(pass_state, layer, a)._replace(choices=None)
             loss_scale = pass_state.state.loss_scale
             inputs = BackwardInputs(x, dxs[a], choices, residuals, loss_scale, loss_tokens)
-            args = params, options, inputs, sums, NeighborWork() if a else work
+            args = params, options, inputs, sums, NeighborLayerCollectives() if a else work
             static = {
                 "full_capacity": pass_state.full_capacity,
                 "is_last_micro_batch": a == len(passed.xs) - 1,

@@ -103,7 +103,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
     def _random_experts(self, kind: LayerKind, number: jax.Array) -> nnx.Module:
         return Decoder.init_layer_experts(self.config.model, number, nnx.Rngs(self.config.seed))
 
-    def save_state(self, state: TrainState) -> TrainState:
+    def prepare_state_for_save(self, state: TrainState) -> TrainState:
         """Return the state for a checkpoint, without experts, and prepare the experts' records for
         it.
 
@@ -114,7 +114,7 @@ class StreamedTrainer(StreamedRunner[TokenMicroBatch]):
             self.stores.prepare_checkpoint(self._loaded_experts)
             return self.model.to_saved(state)
 
-    def load_state(
+    def restore_state(
         self,
         saved: TrainState,
         weights: ReadExperts | None = None,

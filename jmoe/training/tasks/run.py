@@ -135,7 +135,7 @@ def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> Train
                 config.tasks[task.name].source,
                 f"must have the classes {where}",
             )
-    state = trainer.save_state(trainer.init())
+    state = trainer.prepare_state_for_save(trainer.init())
     own = {
         kind: {
             name: run.params[kind].get(name, drawn) for name, drawn in state.params[kind].items()
@@ -145,5 +145,5 @@ def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> Train
     }
     state = dataclasses.replace(state, params=run.params | own, router_bias=run.router_bias)
     if run.experts is None:
-        return trainer.load_state(state)
-    return trainer.load_state(state, run.experts, lambda layer, experts: {})
+        return trainer.restore_state(state)
+    return trainer.restore_state(state, run.experts, lambda layer, experts: {})

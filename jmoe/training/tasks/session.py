@@ -83,7 +83,7 @@ class VisionSession(Session):
         # each task's path at the last evaluation
         self.paths = {name: task.path for name, task in self.config.tasks.items()}
 
-    def first_state(self) -> TrainState:
+    def initial_state(self) -> TrainState:
         """Return the state of step 0: random parameters, or those of the run in `init_from`."""
         if not self.config.init_from:
             return self.trainer.init()

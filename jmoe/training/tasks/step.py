@@ -308,7 +308,7 @@ class VisionTrainer:
         # for each task, the devices that can evaluate it
         self.homes = everywhere if self.slots is None else self.slots.homes
         self.saved_shape = self.full_shape = model.saved_shape
-        self.state_shape, self.save_state = model.state_shape, model.to_saved
+        self.state_shape, self.prepare_state_for_save = model.state_shape, model.to_saved
         self.losses = TaskLosses(config, num_classes, mesh.size, active_tasks(config, layout))
         self.is_contrastive = self.losses.is_contrastive
         self.micro_batch = layout.largest_micro_batch // config.gradient_accumulation_steps
@@ -630,7 +630,7 @@ class VisionTrainer:
 
     # Checkpoints
 
-    def load_state(
+    def restore_state(
         self,
         saved: TrainState,
         weights: ReadExperts | None = None,

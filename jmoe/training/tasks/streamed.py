@@ -143,15 +143,15 @@ class StreamedVisionTrainer(StreamedRunner[ImageMicroBatch]):
             config.model, kind, number, nnx.Rngs(config.seed)
         )
 
-    def save_state(self, state: TrainState) -> TrainState:
+    def prepare_state_for_save(self, state: TrainState) -> TrainState:
         """Return the state for a checkpoint, without experts, and prepare their records; see
-        `StreamedTrainer.save_state`.
+        `StreamedTrainer.prepare_state_for_save`.
         """
         with self._loaded_experts.permanent_errors():
             self.stores.prepare_checkpoint(self._loaded_experts)
             return state
 
-    def load_state(
+    def restore_state(
         self,
         saved: TrainState,
         weights: ReadExperts | None = None,

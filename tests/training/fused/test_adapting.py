@@ -94,9 +94,9 @@ def test_only_adapters_have_state_and_change() -> None:
     assert elements(base) > 5 * adapters
     for own, other in zip(*map(jax.tree.leaves, (state.frozen, base)), strict=True):
         np.testing.assert_array_equal(own, other)
-    saved = trainer.save_state(state)
+    saved = trainer.prepare_state_for_save(state)
     assert elements(saved) < 3 * adapters + 10 and saved.frozen is None
-    again = trainer.load_state(jax.tree.map(jnp.copy, saved))
+    again = trainer.restore_state(jax.tree.map(jnp.copy, saved))
     for own, other in zip(*map(jax.tree.leaves, (again, state)), strict=True):
         np.testing.assert_array_equal(own, other)
 

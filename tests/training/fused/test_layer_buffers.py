@@ -115,7 +115,7 @@ def test_every_layout_restores_every_other(tmp_path: Path) -> None:
     for number, (name, trainer) in enumerate(trainers.items()):
         state = trainer.init()
         state = dataclasses.replace(state, m=jax.tree.map(lambda x: x + 1, state.params))
-        saved = trainer.save_state(state)
+        saved = trainer.prepare_state_for_save(state)
         expected = on_host(saved)
         folder = tmp_path / str(number)
         with Checkpoints(folder, CheckpointConfig()) as checkpoints:
@@ -123,7 +123,7 @@ def test_every_layout_restores_every_other(tmp_path: Path) -> None:
         for other in trainers.values():
             with Checkpoints(folder, CheckpointConfig()) as checkpoints:
                 restored, _ = restore_checkpoint(other, checkpoints, 1)
-            assert differing(expected, on_host(other.save_state(restored))) == [], name
+            assert differing(expected, on_host(other.prepare_state_for_save(restored))) == [], name
             where = jax.tree.map(
                 lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim),
                 restored,

@@ -588,7 +588,7 @@ def test_weights_that_are_cast_once_change_no_number(
     assert {w.dtype for w in copies} == {jnp.dtype(jnp.bfloat16)} and len(copies) > 4
     for a, b in zip(copies, state.cast, strict=True):  # AdamW wrote them as it updated the weights
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-    saved = ours.save_state(state)
+    saved = ours.prepare_state_for_save(state)
     # no part of a checkpoint
     assert jax.tree.structure(saved) == jax.tree.structure(ours.saved_shape)
-    assert jax.tree.structure(ours.load_state(saved)) == jax.tree.structure(ours.state_shape)
+    assert jax.tree.structure(ours.restore_state(saved)) == jax.tree.structure(ours.state_shape)

@@ -90,7 +90,7 @@ def train(
                 state, values = program.step(state, batch(config, step), full_capacity=True)
             metrics.append(jax.device_get(values))
             if flush_updates:
-                program.save_state(state)
+                program.prepare_state_for_save(state)
             if step + 1 == reopen_after:
                 state = saved_and_restored(program, state, step + 1)
         held_out = [float(nll) for nll in program.evaluate_batches(state, held_out_batches(config))]
@@ -104,7 +104,7 @@ def saved_and_restored(program: Trainer, state: TrainState, step: int) -> TrainS
     """The state from a checkpoint that is made of it."""
     with tempfile.TemporaryDirectory() as folder:
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
-            checkpoints.save(step, program.save_state(state), {}, "{}")
+            checkpoints.save(step, program.prepare_state_for_save(state), {}, "{}")
         with Checkpoints(Path(folder), CheckpointConfig(), records=program.records) as checkpoints:
             return restore_checkpoint(program, checkpoints, step)[0]
 

@@ -266,7 +266,7 @@ def save(run: Run, folder: Path, step: int) -> None:
     ) as checkpoints:
         checkpoints.save(
             step,
-            run.trainer.save_state(run.state),
+            run.trainer.prepare_state_for_save(run.state),
             run.batches.get_state(),
             run.trainer.config.to_json(),
         )

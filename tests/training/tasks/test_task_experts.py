@@ -158,7 +158,7 @@ def test_copies_of_an_expert_stay_equal() -> None:
     layout = plan_task_layout(ELASTIC, num_devices)
     trainer = VisionTrainer(ELASTIC, CLASSES, mesh_of(num_devices, 1, 1), layout)
     batches, state = ImageBatches(TASKS, ELASTIC, layout, 0, num_devices), trainer.init()
-    first = on_host(task_experts_of(trainer.save_state(state).params))
+    first = on_host(task_experts_of(trainer.prepare_state_for_save(state).params))
     place = NamedSharding(trainer.model.mesh, BATCH)
     for _ in range(3):
         state, metrics = trainer.step(
@@ -166,7 +166,7 @@ def test_copies_of_an_expert_stay_equal() -> None:
         )
         assert metrics["ok"]
     slots = slots_of(num_devices, ELASTIC)
-    moved = on_host(task_experts_of(trainer.save_state(state).params))
+    moved = on_host(task_experts_of(trainer.prepare_state_for_save(state).params))
     for name, w in task_experts_of(state.params).items():
         parts = [
             np.asarray(part.data)

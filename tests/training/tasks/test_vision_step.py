@@ -127,7 +127,7 @@ def own_parts(trainer: VisionTrainer, state: TrainState) -> dict[str, Any]:
     """Copies of each task's head and of the experts that it alone names: weights and both
     moments.
     """
-    saved = trainer.save_state(state)
+    saved = trainer.prepare_state_for_save(state)
     trees = on_host({"params": saved.params, "m": saved.m, "v": saved.v})
     return {
         task: {
@@ -164,7 +164,9 @@ def test_labels_of_a_task_move_nothing_that_is_another_s(
     for task in CONFIG.tasks:
         assert differing(before[task], one[task]) != []
         assert (differing(one[task], other[task]) == []) == (task != "large")
-    shared = [on_host(trainer.save_state(state).params["patch_embedding"]) for state in moved]
+    shared = [
+        on_host(trainer.prepare_state_for_save(state).params["patch_embedding"]) for state in moved
+    ]
     assert differing(*shared) != []
 
 
