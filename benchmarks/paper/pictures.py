@@ -91,7 +91,7 @@ def levels(axes: Axes, result: Result) -> None:
 
 def fusion(axes: Axes, result: Result) -> None:
     """Draw the speed of a step for each combination of fusion and levels."""
-    axes.set_title("MoESys, Table 5 and Figure 11: fused and in two levels, crosswise", fontsize=9)
+    axes.set_title("MoESys, sections 1 and 6: fused and in two levels, crosswise", fontsize=9)
 
     def shape(row: JsonObject) -> str:
         return f"{_rate(row)}\n{'with experts' if row['experts'] else 'dense'}"
@@ -101,6 +101,21 @@ def fusion(axes: Axes, result: Result) -> None:
         _speeds(result["rows"], "ratio_to_one_by_one_flat", shape, "variant"),
         "speed, one by one, flat = 1",
     )
+
+
+def strategies(axes: Axes, result: Result) -> None:
+    """Draw speed and memory of a step with each strategy alone."""
+    axes.set_title("MoESys, Table 5 and Figure 11: each strategy alone", fontsize=9)
+    rows = result["strategies"]["rows"]
+    whole = rows[0]["device_bytes"]
+    groups = {
+        row["variant"].replace("_", " "): {
+            "tokens/s": row["ratio_to_baseline"],
+            "memory": row["device_bytes"] / whole,
+        }
+        for row in rows
+    }
+    _bars(axes, groups, "baseline = 1")
 
 
 def ring(axes: Axes, result: Result) -> None:
@@ -202,6 +217,7 @@ def inference(axes: Axes, result: Result) -> None:
 
 PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # by program
     "moesys-table-4": (embedding,),
+    "moesys-table-5": (strategies,),
     "moesys-fusion": (fusion,),
     "moesys-figure-10": (levels,),
     "moesys-figure-12": (ring,),
@@ -214,7 +230,7 @@ PANELS: dict[str, tuple[Callable[[Axes, Result], None], ...]] = {  # by program
 PICTURES = {
     "papers_moesys.png": (
         "moesys-figure-10",
-        "moesys-fusion",
+        "moesys-table-5",
         "moesys-table-4",
         "moesys-figure-12",
     ),

@@ -209,15 +209,30 @@ def elastic_alone_text(result: Result) -> str:
     )
 
 
+def strategy_text(result: Result, variant: str) -> str:
+    rows = result["strategies"]["rows"]
+    alone, baseline = (matching_row(rows, variant=name) for name in (variant, "baseline"))
+    memory = alone["device_bytes"] / baseline["device_bytes"]
+    sent = alone["sent_bytes"] / baseline["sent_bytes"]
+    return (
+        f"{alone['ratio_to_baseline']:.2f} times the tokens/s, {memory:.2f} of the memory, "
+        f"{sent:.2f} of the bytes that a node sends"
+    )
+
+
 def levels_alone_text(result: Result) -> str:
-    parts = []
-    for nodes, rows in ((2, result["rows"]), (4, result["four_nodes"]["rows"])):
-        for row in (row for row in rows if row["variant"] == "hierarchical"):
-            parts.append(
-                f"{row['ratio_to_flat']:.2f} times the tokens/s of flat on {nodes} nodes, "
-                f"top-{row['top_k']} of {row['experts']} experts"
-            )
-    return "; ".join(parts)
+    return strategy_text(result, "resource_aware")
+
+
+def embedding_alone_text(result: Result) -> str:
+    return strategy_text(result, "embedding_partition")
+
+
+def strategies_text(result: Result) -> str:
+    return (
+        f"two levels {levels_alone_text(result)}; embedding {embedding_alone_text(result)}; "
+        "elastic training: the row of Table 5"
+    )
 
 
 def estimated_moe_text(result: Result) -> str:

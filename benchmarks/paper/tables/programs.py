@@ -45,6 +45,14 @@ PROGRAMS = (
         limit_s=240,
     ),
     Program(
+        "moesys-table-5",
+        "sudo python benchmarks/comm/slow_link.py strategies --rates 30 --rounds 5",
+        "levels_cpu.json",
+        quick="benchmarks/comm/slow_link.py strategies --rates 0 --rounds 1 --variants baseline "
+        "embedding_partition",
+        limit_s=240,
+    ),
+    Program(
         "moesys-fusion",
         "sudo python benchmarks/comm/slow_link.py fusion --rates 0 200 --rounds 5",
         "fusion_two_nodes_cpu.json",
