@@ -107,7 +107,7 @@ def check_gpus_found_and_used(config: DistributedConfig, devices: int | None = N
         job.check_all_nodes_used()
     used = _num_local_gpus()
     if devices is not None and alone and devices < used:
-        job.check_all_gpus_used(devices, more=f"--devices {used}")
+        job.check_all_gpus_used(devices, option_for_more=f"--devices {used}")
     job.check_all_gpus_used(used)
 
 
@@ -327,7 +327,7 @@ class Watchdog:
             words = (
                 f"rank {self._rank} ended with {type(error).__name__}: {first_error_line(error)}"
             )
-            _result_within_timeout(lambda: self._publish_notice(words, ends=False))
+            _result_within_timeout(lambda: self._publish_notice(words, ends_all_ranks=False))
             # the store ends with rank 0: let the other ranks read the notice first
             code = EXIT_LOST if isinstance(error, TimeoutError) or _comes_from_jax(error) else 1
             atexit.register(_exit_if_failed, code, 2 * self._beat_s if self._rank == 0 else 0.0)
@@ -398,7 +398,7 @@ class Watchdog:
             )
         _print_to_stderr(words)
         if reports:
-            _result_within_timeout(lambda: self._publish_notice(words, ends=True))
+            _result_within_timeout(lambda: self._publish_notice(words, ends_all_ranks=True))
         self._exit_process()
 
     def _exit_process(self, *, stacks: bool = True) -> None:
@@ -452,7 +452,7 @@ class Watchdog:
         if explained and _comes_from_jax(error):
             words = f"rank {self._rank} was at {label}; ends too"
             _print_to_stderr(words)
-            _result_within_timeout(lambda: self._publish_notice(words, ends=False))
+            _result_within_timeout(lambda: self._publish_notice(words, ends_all_ranks=False))
             self._exit_process(stacks=False)
 
     def _end_when_rank_0_ends(self) -> None:
@@ -540,7 +540,7 @@ class Watchdog:
                     f"rank {rank}: no sign of life for {silent_s:.0f} s, dead or stopped, at"
                     f" {report['at']}"
                 )
-                self._publish_notice(words, ends=False, rank=rank)
+                self._publish_notice(words, ends_all_ranks=False, rank=rank)
 
     def _describe_position(self) -> str:
         """Return what this rank waits for and for how long, or the last wait that ended."""
@@ -549,11 +549,11 @@ class Watchdog:
             return f"the end of {self._last}"
         return f"{wait.describe()} since {self._clock.now() - wait.since:.0f} s"
 
-    def _publish_notice(self, line: str, *, ends: bool, rank: int | None = None) -> None:
-        """Publish a line that all ranks print; `ends` makes them end as well."""
+    def _publish_notice(self, line: str, *, ends_all_ranks: bool, rank: int | None = None) -> None:
+        """Publish a line that all ranks print; `ends_all_ranks` makes them end as well."""
         key = f"{NOTICES}{self._rank if rank is None else rank}"
         self._client.key_value_set(
-            key, json.dumps({"line": line, "ends": ends}), allow_overwrite=True
+            key, json.dumps({"line": line, "ends": ends_all_ranks}), allow_overwrite=True
         )
 
     def _read_reports(self) -> dict[int, JsonObject]:

@@ -62,20 +62,20 @@ def find_launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "om
 
 
 def _has_several_processes(
-    names: tuple[str, ...], told_by: str, environment: Mapping[str, str]
+    names: tuple[str, ...], launcher_variable: str, environment: Mapping[str, str]
 ) -> bool:
     """Return True if a launcher that sets the variables `names` (first the number of processes,
     then the rank) started more than one process.
 
-    Raises `ValueError` if one of them is missing or the rank is too large. told_by: the variable
-    that shows that the launcher was used, for the message.
+    Raises `ValueError` if one of them is missing or the rank is too large. launcher_variable: the
+    variable that shows that the launcher was used, for the message.
     """
     count, rank = names[:2]
     if environment.get(count) == "1":
         return False
     for name in names:
         if name not in environment:
-            raise _missing_variable_error(name, told_by, environment)
+            raise _missing_variable_error(name, launcher_variable, environment)
     if _parse_number(rank, environment) >= _parse_number(count, environment):
         raise ValueError(
             f"{rank} = {environment[rank]}: must be less than {count} = {environment[count]}"
@@ -84,12 +84,12 @@ def _has_several_processes(
 
 
 def _missing_variable_error(
-    missing: str, told_by: str, environment: Mapping[str, str]
+    missing: str, launcher_variable: str, environment: Mapping[str, str]
 ) -> ValueError:
     return ValueError(
-        f"{missing} is not set, but {told_by} = {environment[told_by]} says that this process is"
-        " one of a job's; pass on all variables of the launcher, of which a container may have"
-        f" dropped some, or {OPTIONS}"
+        f"{missing} is not set, but {launcher_variable} = {environment[launcher_variable]} says"
+        " that this process is one of a job's; pass on all variables of the launcher, of which a"
+        f" container may have dropped some, or {OPTIONS}"
     )
 
 
@@ -115,8 +115,8 @@ def place_on_node(environment: Mapping[str, str]) -> PlaceOnNode:
     """
     rank, size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     if (rank in environment) != (size in environment):
-        missing, told_by = (size, rank) if rank in environment else (rank, size)
-        raise _missing_variable_error(missing, told_by, environment)
+        missing, launcher_variable = (size, rank) if rank in environment else (rank, size)
+        raise _missing_variable_error(missing, launcher_variable, environment)
     if size in environment:
         return PlaceOnNode(_parse_number(rank, environment), _parse_number(size, environment))
     if "SLURM_STEP_TASKS_PER_NODE" in environment and "SLURM_LOCALID" in environment:
@@ -225,13 +225,13 @@ def describe_hosts(device_counts_of_hosts: list[int]) -> str:
 
 
 def check_all_gpus_used(
-    used: int, environment: Mapping[str, str] = os.environ, *, more: str = ""
+    used: int, environment: Mapping[str, str] = os.environ, *, option_for_more: str = ""
 ) -> None:
     """Raise `ValueError` if the job has more GPUs on this node than the run uses, unless
     JAX_PLATFORMS excludes GPUs.
 
-    used: GPUs of this process; every other process of the job on this node uses as many. more:
-    command-line option that would make the run use more, for the message.
+    used: GPUs of this process; every other process of the job on this node uses as many.
+    option_for_more: command-line option that would make the run use more, for the message.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
     job, tasks = num_node_gpus_and_variable(environment), place_on_node(environment).processes
@@ -246,8 +246,8 @@ def check_all_gpus_used(
             "JAX finds none: install it with CUDA (pip install 'jmoe[cuda12]'), or set"
             " JAX_PLATFORMS=cpu"
         )
-    elif more:
-        why = f"give {more}"
+    elif option_for_more:
+        why = f"give {option_for_more}"
     elif tasks > 1:
         why = "give every process its share (srun --gpus-per-task N)"
     else:

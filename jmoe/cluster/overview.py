@@ -54,7 +54,7 @@ class RankHeartbeat:
 
 
 @dataclass(frozen=True)
-class SnapshotsInMemory:
+class NewestSnapshotInMemory:
     """The newest step with snapshots in this host's memory, and the ranks whose shards the host
     holds.
     """
@@ -89,7 +89,7 @@ class RunOverview:
     step_age_s: float | None
     checkpoint: int | None
     checkpoint_age_s: float | None
-    snapshot: SnapshotsInMemory | None
+    snapshot: NewestSnapshotInMemory | None
     restarts: int
     last_end: str
     ranks: tuple[RankHeartbeat, ...]
@@ -301,7 +301,9 @@ def _read_rank_heartbeats(
     return tuple(sorted(ranks, key=lambda sign: sign.rank))
 
 
-def _find_newest_snapshot(config: JsonObject, run: str, now: float) -> SnapshotsInMemory | None:
+def _find_newest_snapshot(
+    config: JsonObject, run: str, now: float
+) -> NewestSnapshotInMemory | None:
     """Return the newest snapshot that `jmoe/run/snapshots.py` left in this host's memory, or
     None.
     """
@@ -315,7 +317,7 @@ def _find_newest_snapshot(config: JsonObject, run: str, now: float) -> Snapshots
     if not times:
         return None
     newest = times[max(times)]
-    return SnapshotsInMemory(
+    return NewestSnapshotInMemory(
         max(times), tuple(sorted(newest)), max(0.0, now - max(newest.values()))
     )
 

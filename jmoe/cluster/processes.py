@@ -60,18 +60,22 @@ def check_same_identity(name: str, identify: Callable[[], str]) -> None:
     check(not others, name, views[0][:16], constraint)
 
 
-def check_same_options(options: JsonObject, places: tuple[str, ...] = ()) -> None:
+def check_same_options(options: JsonObject, prefixes_that_may_differ: tuple[str, ...] = ()) -> None:
     """Raise `ValueError` on every process if one of them has other options, code or JAX than
     process 0. Every process must call this.
 
-    places: prefixes of options that may differ between hosts, such as folders.
+    prefixes_that_may_differ: of the options that may differ between hosts, such as folders.
     """
     if jax.process_count() == 1:
         return
     code = {"jax": version("jax"), "jaxlib": version("jaxlib"), "jmoe": _hash_of_code()}
     first, *others = gather_json({"code": code, **options})
     for rank, other in enumerate(others, 1):
-        lines = [line for line in describe_differences(first, other) if not line.startswith(places)]
+        lines = [
+            line
+            for line in describe_differences(first, other)
+            if not line.startswith(prefixes_that_may_differ)
+        ]
         if lines:
             raise ValueError(
                 f"every process must be started with the same options and code (process 0 ->"

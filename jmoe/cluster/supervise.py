@@ -125,7 +125,8 @@ class Supervisor:
         check(not estimate, "estimate", estimate, "must not be given to a supervised run")
         if config.processes_per_host > 1 and not config.hosts:  # each process has one GPU
             check_all_gpus_used(
-                config.processes_per_host, more="a process for each of them (--processes)"
+                config.processes_per_host,
+                option_for_more="a process for each of them (--processes)",
             )
         self.output_dir = Path(self._train.output_dir).absolute()
         self.folder = self.output_dir / FOLDER

@@ -309,14 +309,14 @@ _dispatch_in_chunks.defvjp(_dispatch_in_chunks_fwd, _dispatch_in_chunks_bwd)
 
 
 def _index_in_chunks(
-    dest: jax.Array, place: jax.Array, num_dest: int, rows: int, num_chunks: int
+    dest: jax.Array, row: jax.Array, num_dest: int, rows: int, num_chunks: int
 ) -> jax.Array:
-    """Return the index, in all chunks of `_deal_into_chunks` laid end to end, of row `place` of
+    """Return the index, in all chunks of `_deal_into_chunks` laid end to end, of row `row` of
     destination `dest`; the total length if there is no such row.
     """
     num_chunks, width = _num_chunks_and_width(rows, num_chunks)
-    slot = (place % num_chunks * num_dest + dest) * width + place // num_chunks
-    return jnp.where((dest < num_dest) & (place < rows), slot, num_chunks * num_dest * width)
+    slot = (row % num_chunks * num_dest + dest) * width + row // num_chunks
+    return jnp.where((dest < num_dest) & (row < rows), slot, num_chunks * num_dest * width)
 
 
 def _expert_rows_per_chunk(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:

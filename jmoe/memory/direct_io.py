@@ -161,12 +161,12 @@ def write_file_durably(path: Path, record_R: NDArray[np.uint8], io: Io) -> None:
 
 
 def read_fully_at(
-    fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, what: str
+    fd: int, record_R: NDArray[np.uint8], first_byte: int, path: Path, action: str
 ) -> None:
     """Fill `record_R` from byte `first_byte` of an open file on.
 
-    what: the action, for error messages. Raises `OSError` naming the action, the byte and the file
-    if the file is too short or unreadable.
+    action: for error messages, such as "reading record 3". Raises `OSError` naming the action, the
+    byte and the file if the file is too short or unreadable.
     """
     memory, done_bytes = record_R.data, 0
     while done_bytes < record_R.nbytes:
@@ -174,10 +174,10 @@ def read_fully_at(
             count = os.preadv(fd, [memory[done_bytes:]], first_byte + done_bytes)
         except OSError as error:
             raise OSError(
-                error.errno, f"{what} (at byte {first_byte}): {error.strerror}", str(path)
+                error.errno, f"{action} (at byte {first_byte}): {error.strerror}", str(path)
             ) from error
         if count == 0:
-            why = f"{what} (at byte {first_byte}): the file ends after {done_bytes} bytes of it"
+            why = f"{action} (at byte {first_byte}): the file ends after {done_bytes} bytes of it"
             raise OSError(errno.EIO, why, str(path))
         done_bytes += count
 

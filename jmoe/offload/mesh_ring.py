@@ -105,12 +105,12 @@ class MeshRing(MeshExperts):
         )
         return len(places) * self._store.layout.data_bytes
 
-    def _load_one_device(self, ring_slot: int, places: list[tuple[int, int, int]]) -> None:
+    def _load_one_device(self, ring_slot: int, expert_slots: list[tuple[int, int, int]]) -> None:
         """Copy experts into one device's part of a ring slot.
 
-        places: (device, slot, record number), as of `_local_expert_slots`.
+        expert_slots: (device, slot, record number), as of `_local_expert_slots`.
         """
-        for device, slot, number in places:
+        for device, slot, number in expert_slots:
             with self._store.get(number) as record:
                 self._slots[ring_slot][device].write(slot, record)
 

@@ -59,11 +59,11 @@ def total_shard_bytes(layout: ShardLayout) -> int:
     )
 
 
-def snapshot_file_bytes(layout: ShardLayout, about: JsonObject) -> int:
+def snapshot_file_bytes(layout: ShardLayout, description: JsonObject) -> int:
     """Return the size in bytes of the file that `write_snapshot` makes for this layout and
     description.
     """
-    return _HEADER.size + len(_description_bytes(layout, about)) + total_shard_bytes(layout)
+    return _HEADER.size + len(_description_bytes(layout, description)) + total_shard_bytes(layout)
 
 
 def allocate_file(path: Path, size_bytes: int) -> NDArray[np.uint8]:
@@ -81,13 +81,13 @@ def allocate_file(path: Path, size_bytes: int) -> NDArray[np.uint8]:
 
 
 def write_snapshot(
-    file: NDArray[np.uint8], state: PyTree, layout: ShardLayout, about: JsonObject
+    file: NDArray[np.uint8], state: PyTree, layout: ShardLayout, description: JsonObject
 ) -> None:
-    """Fill `file` with this process's shards of `state` and with the JSON description `about`.
+    """Fill `file` with this process's shards of `state` and with the description as JSON.
 
     file: bytes of the size that `snapshot_file_bytes` returns. layout: `layout_of_shards(state)`.
     """
-    text = _description_bytes(layout, about)
+    text = _description_bytes(layout, description)
     begin = position = _HEADER.size + len(text)
     for leaf in names_leaves_and_structure(state)[1]:
         shards = {
@@ -132,8 +132,8 @@ def read_description(path: Path) -> JsonObject:
         text = file.read(text_bytes)
     if zlib.crc32(text) != crc:
         raise ValueError("is damaged: its description has changed since it was written")
-    about: JsonObject = json.loads(text)
-    return about
+    description: JsonObject = json.loads(text)
+    return description
 
 
 def map_verified_snapshot(path: Path) -> NDArray[np.uint8]:
@@ -156,8 +156,8 @@ def verify_snapshot(file: NDArray[np.uint8]) -> JsonObject:
     text = file[_HEADER.size : _HEADER.size + text_bytes].tobytes()
     if zlib.crc32(text) != text_crc or _crc32(file[_HEADER.size + text_bytes :]) != crc:
         raise ValueError("is damaged: its content has changed since it was written")
-    about: JsonObject = json.loads(text)
-    return about
+    description: JsonObject = json.loads(text)
+    return description
 
 
 def read_state(file: NDArray[np.uint8], abstract_state: PyTree) -> PyTree:
@@ -219,8 +219,8 @@ def _num_elements(bounds: list[list[int]]) -> int:
     return int(np.prod([stop - start for start, stop in bounds], dtype=np.int64))
 
 
-def _description_bytes(layout: ShardLayout, about: JsonObject) -> bytes:
-    return json.dumps(about | {"layout": layout}).encode()
+def _description_bytes(layout: ShardLayout, description: JsonObject) -> bytes:
+    return json.dumps(description | {"layout": layout}).encode()
 
 
 def _crc32(array: NDArray[np.uint8]) -> int:

@@ -160,15 +160,15 @@ class Snapshots:
         the newest checkpoint on disk.
         """
         layout = layout_of_shards(state)
-        about = {
+        description = {
             "run": self._run,
             "start": self._starts[-1],
             "step": step,
             "rank": self._rank,
             "processes": self._processes,
         }
-        about |= {"data": data, "config": dict(config), "checkpoint": checkpoint}
-        sizes = gather_json(snapshot_file_bytes(layout, about))
+        description |= {"data": data, "config": dict(config), "checkpoint": checkpoint}
+        sizes = gather_json(snapshot_file_bytes(layout, description))
         source = next((a for a, b in self._pairs if b == self._rank), None)
         files, problem = {}, ""
         try:
@@ -182,7 +182,7 @@ class Snapshots:
             for rank in files:
                 self._snapshot_path(step, rank, NEW).unlink()
             return problems[0]
-        write_snapshot(files[self._rank], state, layout, about)
+        write_snapshot(files[self._rank], state, layout, description)
         if self._pairs:
             outgoing = files[self._rank] if self._rank in dict(self._pairs) else _NOTHING
             incoming = _NOTHING if source is None else files[source]
@@ -270,23 +270,24 @@ class Snapshots:
             if path.name.endswith(NEW):
                 continue  # a process was killed during the write
             try:
-                about = read_description(path)
-                if path != self._snapshot_path(about["step"], about["rank"]):
+                description = read_description(path)
+                if path != self._snapshot_path(description["step"], description["rank"]):
                     raise ValueError(
-                        f"is step {about['step']} of process {about['rank']}, under another name"
+                        f"is step {description['step']} of process {description['rank']},"
+                        " under another name"
                     )
-                self._check_start(about)
-                if about["processes"] != self._processes:
+                self._check_start(description)
+                if description["processes"] != self._processes:
                     raise ValueError(
-                        f"is of {about['processes']} processes; there are {self._processes}"
+                        f"is of {description['processes']} processes; there are {self._processes}"
                     )
-                if about["rank"] == self._rank:
-                    _check_layout(about, layout)
+                if description["rank"] == self._rank:
+                    _check_layout(description, layout)
             except (OSError, ValueError) as error:
                 problems.append(f"{self._path_on_host(path)} {error}")
             else:
-                held[about["step"], about["rank"]] = SnapshotEntry(
-                    path.stat().st_size, about["checkpoint"]
+                held[description["step"], description["rank"]] = SnapshotEntry(
+                    path.stat().st_size, description["checkpoint"]
                 )
         return held, problems
 
@@ -338,11 +339,11 @@ class Snapshots:
             exchange_bytes(outgoing, incoming, pairs, max(sizes[whose] for _, whose in pairs))
         own, problem, snapshot = files[self._rank], "", None
         try:
-            about = verify_snapshot(own)
-            self._check_start(about)
-            _check_layout(about, layout)
+            description = verify_snapshot(own)
+            self._check_start(description)
+            _check_layout(description, layout)
             snapshot = StateSnapshot(
-                step, read_state(own, abstract_state), about["data"], about["config"]
+                step, read_state(own, abstract_state), description["data"], description["config"]
             )
         except ValueError as error:
             problem = f"step {step} of process {self._rank} {error}"
@@ -350,11 +351,11 @@ class Snapshots:
             return None, {(step, whose) for whose in self._all_ranks}, [problem] if problem else []
         return snapshot, set(), []
 
-    def _check_start(self, about: Mapping[str, Json]) -> None:
+    def _check_start(self, description: Mapping[str, Json]) -> None:
         """Raise `ValueError` with a clause if the snapshot was not written by a start in this run's
         history.
         """
-        if about.get("start") not in self._starts:
+        if description.get("start") not in self._starts:
             raise ValueError(
                 "is of a clone of this run: the start that wrote it is not in run.json"
             )
@@ -394,9 +395,9 @@ def _newest_step(
     return None, why
 
 
-def _check_layout(about: Mapping[str, Json], layout: ShardLayout) -> None:
+def _check_layout(description: Mapping[str, Json], layout: ShardLayout) -> None:
     """Raise `ValueError` with a clause unless the snapshot's arrays and shards equal `layout`."""
-    saved = {name: rest for name, *rest in about["layout"]}
+    saved = {name: rest for name, *rest in description["layout"]}
     now = {name: rest for name, *rest in layout}
     other = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
     if other:

@@ -22,13 +22,17 @@ from jmoe.types import PyTree
 LINKED = {"weights", "moments"}
 
 
-def open_saved_experts(model: ModelConfig, full: TrainState, folder: Path) -> SavedExperts | None:
+def open_saved_experts(
+    model: ModelConfig, full_shape: TrainState, folder: Path
+) -> SavedExperts | None:
     """Return the experts stored in the checkpoint folder of one step; None for a model without
     experts.
 
-    full: the shapes of a training state that includes all experts.
+    full_shape: the shapes of a training state that includes all experts.
     """
-    shapes = [experts for stack in EXPERT_STACKS if (experts := experts_of(full.params, stack))]
+    shapes = [
+        experts for stack in EXPERT_STACKS if (experts := experts_of(full_shape.params, stack))
+    ]
     if not shapes:
         return None
     of_expert = {name: tuple(w.shape[2:]) for name, w in shapes[0].items()}

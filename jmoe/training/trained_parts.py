@@ -74,8 +74,8 @@ def subtree_like(tree: PyTree, like: PyTree) -> PyTree:
     return {name: subtree_like(tree[name], part) for name, part in like.items()}
 
 
-def replace_subtree(tree: PyTree, part: PyTree) -> PyTree:
-    """Return nested dictionaries with the entries of `part` in place of their own."""
-    if not isinstance(part, dict):
-        return part
-    return tree | {name: replace_subtree(tree[name], value) for name, value in part.items()}
+def replace_subtree(tree: PyTree, replacement: PyTree) -> PyTree:
+    """Return nested dictionaries with the entries of `replacement` in place of their own."""
+    if not isinstance(replacement, dict):
+        return replacement
+    return tree | {name: replace_subtree(tree[name], value) for name, value in replacement.items()}

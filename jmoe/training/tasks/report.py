@@ -103,10 +103,12 @@ def _draw_idle(ax: Axes, planned: Sequence[float], measured: Sequence[float | No
     _set_title_and_unit(ax, "Idle time", "% of a step")
 
 
-def _draw_paths(ax: Axes, config: VisionTrainConfig, of_task: Mapping[str, Sequence[int]]) -> None:
+def _draw_paths(
+    ax: Axes, config: VisionTrainConfig, path_by_task: Mapping[str, Sequence[int]]
+) -> None:
     """Draw the expert of each task in each task-routed layer."""
     layers = config.model.task_layers
-    paths = np.array([of_task[name] for name in config.tasks]).reshape(len(config.tasks), -1)
+    paths = np.array([path_by_task[name] for name in config.tasks]).reshape(len(config.tasks), -1)
     for (row, column), expert in np.ndenumerate(paths):
         shared = (paths[:, column] == expert).sum() > 1
         face = "#e5e7eb" if shared else COLORS[row % len(COLORS)]

@@ -55,16 +55,21 @@ def vision_model_config_from_json(fields: JsonObject) -> VisionModelConfig:
 
 
 def read_vision_run(
-    run_dir: Path, field: str, mesh: Mesh, config: VisionTrainConfig, *, experts_later: bool = False
+    run_dir: Path,
+    option: str,
+    mesh: Mesh,
+    config: VisionTrainConfig,
+    *,
+    leaves_out_experts: bool = False,
 ) -> VisionRun:
     """Return the parameters of a run's newest checkpoint, split over `mesh` as `config` says.
 
-    experts_later: leave experts out of `params` and return a function that reads them. Raises
-    ValueError, naming `field` as the option that the user set, if the folder has no checkpoint of
-    an image run.
+    leaves_out_experts: leave the experts out of `params`, and return a function that reads them.
+    Raises ValueError, naming the `option` that the user set, if the folder has no checkpoint of an
+    image run.
     """
     with Checkpoints(run_dir / "checkpoints", CheckpointConfig()) as checkpoints:
-        step, said = checkpoints.latest_step(), f"{field} = {str(run_dir)!r}"
+        step, said = checkpoints.latest_step(), f"{option} = {str(run_dir)!r}"
         if step is None:
             raise ValueError(f"{said}: has no checkpoint in {checkpoints.directory}")
         saved = checkpoints.saved_config(step)
@@ -83,7 +88,7 @@ def read_vision_run(
         shape = ShardedVision(own, counts, mesh).saved_shape
         moments = [name for name in checkpoints.array_names(step) if name.startswith(("m.", "v."))]
         experts = open_saved_experts(model, shape, checkpoints.step_folder(step))
-        later = experts is not None and (experts_later or "weights" in experts.kinds)
+        later = experts is not None and (leaves_out_experts or "weights" in experts.kinds)
         params = without_experts(shape.params) if later else shape.params
         names = expert_array_names(checkpoints.array_names(step)) if later else []
         wanted = TrainState(params, {}, {}, shape.router_bias, shape.step)
@@ -94,11 +99,11 @@ def read_vision_run(
         )
         if experts is None or not later:
             return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias)
-        if not experts_later:
+        if not leaves_out_experts:
             state = read_missing_experts(
                 state, shape, model.expert_layers, experts.read_weights, None
             )
-    read = experts.read_weights if experts_later else None
+    read = experts.read_weights if leaves_out_experts else None
     return VisionRun(int(step), model, tasks, classes, state.params, state.router_bias, read)
 
 
@@ -111,7 +116,7 @@ def state_from_run(trainer: ImageTrainer, tasks: tuple[ImageTask, ...]) -> Train
     """
     config = trainer.config
     folder, later = Path(config.init_from).expanduser(), not config.tiers.all_on_device
-    run = read_vision_run(folder, "init_from", trainer.model.mesh, config, experts_later=later)
+    run = read_vision_run(folder, "init_from", trainer.model.mesh, config, leaves_out_experts=later)
     where = f"in init_from = {config.init_from!r}"
     for name in (field.name for field in dataclasses.fields(run.model)):
         now, then = getattr(config.model, name), getattr(run.model, name)
