@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from kernels_pallas.cached_values import FP8, encode, stored_dtype
 from kernels_pallas.triton import (
     BlockSizes,
     Ref,
@@ -69,17 +70,17 @@ def rotate_and_write(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (queries [P, C, H, d] in qkv's dtype; the cache's keys and values with this step's).
 
-    cache: (keys, values), [N, G, L, d], bfloat16 as its bits. bias: ([X], dtype of the results); it
-    is first added to qkv, in float32. Tokens at position W L are not written, and their queries are
-    arbitrary but finite. Raises NotImplementedError for heads whose half is not a power of two and
-    for dtypes that the kernel does not read.
+    cache: (keys, values), [N, G, L, d], bfloat16 or FP8 as its bits. bias: ([X], dtype of the
+    results); it is first added to qkv, in float32. Tokens at position W L are not written, and
+    their queries are arbitrary but finite. Raises NotImplementedError for heads whose half is not a
+    power of two and for dtypes that the kernel does not read.
     """
     k_NGLd, v_NGLd = cache
     (p, c, num_columns), (_, g, _, d) = qkv_PCX.shape, k_NGLd.shape
     check_dtypes(qkv_PCX)
     dtype = qkv_PCX.dtype if bias is None else jnp.dtype(bias[1])
-    stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
-    if k_NGLd.dtype != stored or v_NGLd.shape != k_NGLd.shape:
+    stored = stored_dtype(dtype), stored_dtype(FP8)
+    if k_NGLd.dtype not in stored or v_NGLd.shape != k_NGLd.shape:
         raise NotImplementedError(f"a cache of {k_NGLd.dtype} {v_NGLd.shape}")
     if d != pl.next_power_of_2(d):
         raise NotImplementedError(f"heads of {d} dimensions: no power of two")
@@ -167,9 +168,7 @@ class _RotateAndWrite:
 
         def write(to: Ref, values: Sequence[jax.Array]) -> None:
             for n, value in enumerate(values):
-                bits = value.astype(q_out.dtype)
-                if to.dtype != bits.dtype:
-                    bits = lax.bitcast_convert_type(bits, to.dtype)
+                bits = encode(value.astype(q_out.dtype), to.dtype)
                 index = block, (head - h) % g, position % length, n * (d // 2) + at
                 store(to.at[index], bits, (at < d) & is_real)
 

@@ -4,6 +4,7 @@
     python benchmarks/serve/decode_estimates.py --write            replaces these rows of
         benchmarks/results/decode_estimates.json and keeps the others
     python benchmarks/serve/decode_estimates.py --models olmoe --targets h100 --batches 1
+    python benchmarks/serve/decode_estimates.py --kv-cache-dtypes fp8 --attention paged_attention
 
 Whole models, all experts on the device: OLMoE and DeepSeek-V2-Lite in bfloat16, gpt-oss-20b with
 experts in mxfp4. Needs JAX's CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver.
@@ -28,7 +29,7 @@ import math
 import time
 from datetime import date
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -49,7 +50,7 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.inference.engine_estimate import _StepEstimator
-from jmoe.inference.kv_cache import BLOCK, empty_caches
+from jmoe.inference.kv_cache import BLOCK, cache_value_dtype, empty_caches
 from jmoe.models.huggingface import model_config
 from jmoe.planning.gpu_estimate import gpu_rates
 from jmoe.planning.roofline import distinct_experts
@@ -66,6 +67,8 @@ MODELS: dict[str, tuple[int, str | None]] = {
 }
 TARGETS, BATCHES, CONTEXTS = ("h100", "rtx-4090"), (1, 8, 64), (1000, 32000)
 ATTENTION = ("paged_attention", "by copies")  # how a step reads the cache
+CACHES: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8")  # `EngineConfig.kv_cache_dtype`
+Step = tuple[str, str, str, Literal["auto", "fp8"], int, int]
 Fields = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
@@ -76,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--attention", nargs="+", choices=ATTENTION, default=ATTENTION)
+    parser.add_argument("--kv-cache-dtypes", nargs="+", choices=CACHES, default=["auto"])
     parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
     return parser.parse_args()
 
@@ -108,7 +112,9 @@ class Estimator(_StepEstimator):
         return self.compiled[key]
 
 
-def make_estimator(model: str, target: str, batch: int, context: int) -> Estimator:
+def make_estimator(
+    model: str, target: str, batch: int, context: int, cache: Literal["auto", "fp8"] = "auto"
+) -> Estimator:
     """Return the estimator of an engine whose experts are all on the device."""
     layers, expert_format = MODELS[model]
     config = model_config(published_config(model, layers) | {"max_position_embeddings": 131072})
@@ -120,7 +126,7 @@ def make_estimator(model: str, target: str, batch: int, context: int) -> Estimat
         policy="resident", expert_tier=None, expert_slots=config.num_moe_layers * config.num_experts
     )
     max_seq_len = -(-(context + 1) // BLOCK) * BLOCK
-    options = EngineConfig(max_batch=batch, max_seq_len=max_seq_len)
+    options = EngineConfig(max_batch=batch, max_seq_len=max_seq_len, kv_cache_dtype=cache)
     (device,) = ahead_of_time.abstract_gpu_devices(target)
     return Estimator(checkpoint, options, memory, target, device)
 
@@ -141,33 +147,33 @@ def weight_bytes(estimator: Estimator, batch: int) -> tuple[float, float]:
     return read, layers + outside + bytes_of(estimator._slots)
 
 
-def cache_bytes(config: ModelConfig, batch: int, context: int) -> tuple[float, float]:
+def cache_bytes(estimator: Estimator, batch: int, context: int) -> tuple[float, float]:
     """Return the bytes of the keys and values that a step attends to, and of all tokens' ones."""
-    shapes = jax.eval_shape(lambda: empty_caches(config, 1, jnp.dtype(jnp.bfloat16)))
+    config, dtype = estimator._config, cache_value_dtype(estimator._options, estimator._dtype)
+    shapes = jax.eval_shape(lambda: empty_caches(config, 1, dtype))
     of_token = [bytes_of(cache) / BLOCK for cache in shapes]
     windows = [layer.window or context for layer in config.layers]
     read = sum(n * min(context, w) for n, w in zip(of_token, windows, strict=True))
     return batch * read, batch * context * sum(of_token)
 
 
-def estimate(
-    step: tuple[str, str, str, int, int], longest: int, compiled: dict[Any, Any]
-) -> JsonObject:
+def estimate(step: Step, longest: int, compiled: dict[Any, Any]) -> JsonObject:
     """Return the estimate of a step beside the floor of its bytes.
 
-    step: (model, GPU, attention, batch, context). longest: tokens of a sequence, for which the
-    cache is made. compiled: programs of steps of that model, GPU and attention.
+    step: (model, GPU, attention, format of the cache, batch, context). longest: tokens of a
+    sequence, for which the cache is made. compiled: programs of steps of that model, GPU, attention
+    and format.
     """
-    model, target, attention, batch, context = step
+    model, target, attention, kind, batch, context = step
     begun = time.perf_counter()
     kept = {name: path for name, path in MODULES.items() if name == "xla"}
     modules = dict(MODULES) if attention == "paged_attention" else kept
     with mock.patch.dict(MODULES, modules, clear=True):
-        estimator = make_estimator(model, target, batch, longest)
+        estimator = make_estimator(model, target, batch, longest, kind)
         estimator.compiled = compiled
         found = estimator.estimate_step(batch, 1, context)
     weights, all_weights = weight_bytes(estimator, batch)
-    attended, cache = cache_bytes(estimator._config, batch, context)
+    attended, cache = cache_bytes(estimator, batch, context)
     floor_s = (weights + attended) / gpu_rates(target).copy_bytes_per_s
     held = all_weights + cache
     layers = [k for k in found.gpu.kernels if k.name.startswith(("layer", "dense layer"))]
@@ -179,6 +185,7 @@ def estimate(
         "batch": batch,
         "context": context,
         "attention": attention,
+        "kv_cache_dtype": kind,
         "step_ms": round(1e3 * found.seconds, 2),
         "floor_ms": round(1e3 * floor_s, 2),
         "floor_of_step": round(floor_s / found.seconds, 2),
@@ -195,7 +202,7 @@ def estimate(
     }
 
 
-KEY = ("model", "gpu", "batch", "context", "attention")
+KEY = ("model", "gpu", "batch", "context", "attention", "kv_cache_dtype")
 
 
 def result_with(rows: list[JsonObject]) -> JsonObject:
@@ -228,10 +235,11 @@ def main() -> None:
     if ahead_of_time.skip_without_cuda_libraries():
         return
     rows = []
-    for model, target, attention in itertools.product(a.models, a.targets, a.attention):
+    kinds = itertools.product(a.models, a.targets, a.attention, a.kv_cache_dtypes)
+    for model, target, attention, cache in kinds:
         compiled: dict[Any, Any] = {}
         for sizes in itertools.product(a.batches, a.contexts):
-            step = model, target, attention, *sizes
+            step = model, target, attention, cache, *sizes
             rows.append(report.progress(estimate(step, max(a.contexts), compiled)))
     result = result_with(rows)
     if a.write:

@@ -130,6 +130,9 @@ class EngineConfig:
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
     # data type of weights, keys and values, and computation; None: as stored
     dtype: Literal["float32", "bfloat16"] | None = None
+    # format of the cached keys and values. auto: as `dtype`; fp8: E4M3 without scales, half the
+    # bytes of bfloat16; a CPU then reads the cache by XLA's operations
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     # format of the experts' matrices on every tier. mxfp4, int4, int8, fp8: blocks of weights with
     # one scale each (4.25, 4.5, 8.5 and 8.25 bits per weight); wide: as `dtype`; None: as the
     # checkpoint stores them if that is one of these formats, else wide

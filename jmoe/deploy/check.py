@@ -175,7 +175,7 @@ def check_model(folder: Path, engine: EngineConfig, machine: EngineMachine) -> M
             refused.append(str(error))
         return ModelReport(family, tuple(refused))
     announced = None if has_all_weights(folder) else read_announced(folder)
-    notes = list(_report_notes(folder, fields, family, announced))
+    notes = list(_report_notes(folder, fields, family, announced, engine.kv_cache_dtype))
     refused += _describe_refused_tensors(announced)
     size = ModelSize.measure(config)
     try:
@@ -187,11 +187,15 @@ def check_model(folder: Path, engine: EngineConfig, machine: EngineMachine) -> M
 
 
 def _report_notes(
-    folder: Path, fields: JsonObject, family: str, announced: AnnouncedCheckpoint | None
+    folder: Path,
+    fields: JsonObject,
+    family: str,
+    announced: AnnouncedCheckpoint | None,
+    kv_cache_dtype: str,
 ) -> Iterator[str]:
     for name, value in ignored_training_fields(fields, family).items():
         yield f"{name} = {value!r} is not applied in training"
-    if cache_note := quantized_cache_note(fields):
+    if cache_note := quantized_cache_note(fields, kv_cache_dtype):
         yield cache_note
     if not (folder / TOKENIZER).is_file() and not any(
         (folder / name).is_file() for name in READERS

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS, AcceleratorPeaks
 from jmoe.inference import runner, sampler
-from jmoe.inference.kv_cache import BLOCK, empty_caches, table_width
+from jmoe.inference.kv_cache import BLOCK, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.loading import model_bytes
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
@@ -284,7 +284,8 @@ class _StepEstimator:
         if batch.positions_PC.shape[1] == 1 and self._memory.expert_tier is None:
             return self._estimate_layers_of_single_tokens(batch, hidden, context)
         config, num_blocks = self._config, self._options.num_cache_blocks()
-        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, self._dtype)[0])
+        cached = cache_value_dtype(self._options, self._dtype)
+        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, cached)[0])
         num_rows, width = batch.positions_PC.shape
         tokens = num_rows * width
         parts: list[tuple[str, int, GpuEstimate]] = []
@@ -337,7 +338,8 @@ class _StepEstimator:
         layers a program there, of which each kind is compiled alone.
         """
         config, num_blocks = self._config, self._options.num_cache_blocks()
-        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, self._dtype)[0])
+        cached = cache_value_dtype(self._options, self._dtype)
+        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, cached)[0])
         tokens = batch.positions_PC.size
         chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
         tile_rows = min(slots.TABLE_TILE_ROWS, tokens)

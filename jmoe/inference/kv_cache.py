@@ -11,7 +11,9 @@ programs take tables as operands, so they do not depend on them. Blocks before t
 stay in the table, because other layers of the same model may read them.
 
 Steps update the arrays in place (by donation). bfloat16 is stored as its bits, uint16: XLA:CPU
-would otherwise convert the whole cache to read or write a part of it.
+would otherwise convert the whole cache to read or write a part of it. `kv_cache_dtype = "fp8"`
+stores E4M3 as its bits, uint8, without scales (`kernels_pallas/cached_values.py`); a step reads its
+own keys and values from the cache too, rounded as later steps read them.
 
 Legend:
 N blocks of the cache
@@ -36,13 +38,13 @@ import numpy as np
 from jax import lax
 
 from jmoe.config import ModelConfig
-from jmoe.config.engine import CACHE_BLOCK
+from jmoe.config.engine import CACHE_BLOCK, EngineConfig
 from jmoe.layers.attention import CacheInputs
+from kernels_pallas.cached_values import FP8, encode, stored_dtype
 from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.native import cached_attention, uses_native_attention
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.xla import attend_by_block
-from kernels_pallas.saved import bfloat16_as_uint16
 
 BLOCK = CACHE_BLOCK
 
@@ -72,6 +74,11 @@ def tables_of_consecutive_blocks(num_rows: int, max_seq_len: int) -> np.ndarray:
     return np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
 
 
+def cache_value_dtype(options: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of cached keys and values of an engine that computes in `dtype`."""
+    return FP8 if options.kv_cache_dtype == "fp8" else dtype
+
+
 def empty_caches(
     config: ModelConfig, num_blocks: int, dtype: jnp.dtype, head_copies: int = 1
 ) -> list[KVCache]:
@@ -79,7 +86,7 @@ def empty_caches(
 
     head_copies: how often every key/value head is repeated.
     """
-    stored = jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 else dtype
+    stored = stored_dtype(dtype)
     if config.kv_lora_rank is not None:
         heads, dims = 1, [config.kv_lora_rank + config.qk_rope_head_dim]
     else:
@@ -92,9 +99,9 @@ def empty_caches(
 
 
 def _encode_for_cache(cache: KVCache, k_PCGd: jax.Array, v_PCGe: jax.Array) -> KVCache:
-    """Return the arrays of a step's keys and values that `cache` stores, bfloat16 as its bits."""
-    values = None if cache.v_NGLe is None else bfloat16_as_uint16(v_PCGe)
-    return KVCache(bfloat16_as_uint16(k_PCGd), values)
+    """Return the arrays of a step's keys and values that `cache` stores, as it stores them."""
+    values = None if cache.v_NGLe is None else encode(v_PCGe, cache.v_NGLe.dtype)
+    return KVCache(encode(k_PCGd, cache.k_NGLd.dtype), values)
 
 
 def is_not_padding(positions_PC: jax.Array, blocks_PW: jax.Array) -> jax.Array:
@@ -203,7 +210,8 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
     q_PCHd, k_PCGd, v_PCGe, expand, _ = new
     masks: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks_H}
     sizes, value_dim = (q_PCHd.dtype, q_PCHd.shape[3], v_PCGe.shape[3]), v_PCGe.shape[3]
-    if expand is None and context is None and uses_native_attention(*sizes):
+    is_native = cache.k_NGLd.dtype == stored_dtype(q_PCHd.dtype) and uses_native_attention(*sizes)
+    if expand is None and context is None and is_native:
         caches = (cache.k_NGLd, cache.v_NGLe)
         out_PCHe, k_NGLd, v_NGLe = cached_attention(
             (q_PCHd, k_PCGd, v_PCGe), caches, blocks_PW, positions_PC, **masks

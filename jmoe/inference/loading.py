@@ -15,7 +15,7 @@ import jax
 from jmoe.cluster.processes import check_same_identity, check_same_options
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.kv_cache import empty_caches, table_width
+from jmoe.inference.kv_cache import cache_value_dtype, empty_caches, table_width
 from jmoe.inference.mesh.runner import MeshRunner, make_mesh_caches, make_mesh_runner
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
@@ -101,7 +101,10 @@ class LoadedModel(Closing):
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_expert_activations(checkpoint, options, use_native)
-            notes = checkpoint.expert_conversion_note, quantized_cache_note(checkpoint.fields)
+            notes = (
+                checkpoint.expert_conversion_note,
+                quantized_cache_note(checkpoint.fields, options.kv_cache_dtype),
+            )
             for note in filter(None, notes):
                 say(note)
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
@@ -184,7 +187,8 @@ def _make_runner_on_one_device(
     # Arguments committed to a device compile another program than uncommitted ones, so everything
     # that a step replaces is committed from the start.
     caches = jax.device_put(
-        empty_caches(config, options.num_cache_blocks(), dtype), jax.devices()[0]
+        empty_caches(config, options.num_cache_blocks(), cache_value_dtype(options, dtype)),
+        jax.devices()[0],
     )
     width = table_width(options.max_seq_len)
     name = options.estimator

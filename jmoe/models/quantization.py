@@ -61,7 +61,7 @@ _OTHER_CHANGES: dict[str, tuple[Json, ...]] = {
     "moe_sparsity_config": (None, {}),
 }
 # The cache's format in FP8: fields of ModelOpt, and of compressed-tensors and ModelOpt. An engine's
-# cache has the compute dtype, which is more exact.
+# cache has the compute dtype, which is more exact, unless `EngineConfig.kv_cache_dtype` says fp8.
 _CACHE_FIELDS = ("kv_cache_quant_algo", "kv_cache_scheme")
 _CACHE_SCHEME: JsonObject = {"num_bits": 8, "type": "float", "symmetric": True}
 # supported values of the fields of other methods; None where a field may be missing
@@ -216,17 +216,18 @@ def _is_fp8_cache(value: Json) -> bool:
     return all(said.get(name) == wanted for name, wanted in _CACHE_SCHEME.items())
 
 
-def quantized_cache_note(fields: JsonObject) -> str:
-    """Return a sentence if a `config.json` asks for a quantized KV cache, which an engine does not
-    have; "" if not.
+def quantized_cache_note(fields: JsonObject, kv_cache_dtype: str = "auto") -> str:
+    """Return a sentence on what an engine makes of a `config.json` that asks for a KV cache in FP8;
+    "" if it asks for none.
     """
     quantization = fields.get("quantization_config") or {}
     for name in _CACHE_FIELDS:
         if value := quantization.get(name):
-            return (
-                f"quantization_config.{name} = {value!r}: the KV cache is not quantized, it has the"
-                " compute dtype"
-            )
+            what = "the KV cache is not quantized, it has the compute dtype; --kv-cache-dtype fp8"
+            what += " quantizes it"
+            if kv_cache_dtype == "fp8":
+                what = "the KV cache is in FP8, without the checkpoint's scales"
+            return f"quantization_config.{name} = {value!r}: {what}"
     return ""
 
 

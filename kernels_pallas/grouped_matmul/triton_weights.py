@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.cached_values import decode_e4m3
 from kernels_pallas.compressed import format_of
 from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
 from kernels_pallas.triton import Ref, index_range, load
@@ -203,18 +204,11 @@ def _decode_e2m1(code: jax.Array) -> jax.Array:
     return half.astype(jnp.float32) * float(2**14)
 
 
-def _decode_e4m3(code: jax.Array) -> jax.Array:
-    """Return the value of E4M3 codes, as `_decode_e2m1`; not every GPU converts them itself."""
-    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-    half = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
-    return jnp.where((code & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * float(2**8))
-
-
 _DECODERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     MXFP4.name: _decode_e2m1,
     INT4.name: lambda code: _small_int_to_float32(code, 8),
     INT8.name: lambda code: _small_int_to_float32(code ^ 0x80, 128),
-    FP8.name: _decode_e4m3,
+    FP8.name: decode_e4m3,
 }
 
 

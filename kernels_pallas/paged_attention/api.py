@@ -37,8 +37,9 @@ def paged_attention(  # noqa: PLR0913  the operands of attention over a cache
     """Return attention [P, C, H, e], in q's dtype, of each token to the cached positions of its row
     up to its own.
 
-    k_NGLd, v_NGLe: in q's dtype, bfloat16 as its bits in uint16. v_NGLe None: the first
-        `value_dim` dimensions of a key are its value (latents).
+    k_NGLd, v_NGLe: in q's dtype, bfloat16 as its bits in uint16; or FP8 as its bits in uint8, see
+        `kernels_pallas/cached_values.py`. v_NGLe None: the first `value_dim` dimensions of a key
+        are its value (latents).
     blocks_PW: int32; places of a table that no token reaches may hold any block.
     positions_PC: int32; W L marks padding, whose output is arbitrary. Positions of the cache behind
         a row's last one may hold NaN.

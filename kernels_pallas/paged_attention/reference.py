@@ -30,8 +30,10 @@ def paged_attention(  # noqa: PLR0913  as `api.py`
         """Return float32 [P, S, H, d], each group's keys or values once for every query head."""
         x = x_NGLd[blocks_PW].swapaxes(2, 3)  # [P, W, L, G, d]
         x_PSGd = x.reshape(p, -1, *x.shape[3:])
-        if x_PSGd.dtype == jnp.uint16:
-            x_PSGd = lax.bitcast_convert_type(x_PSGd, jnp.bfloat16)
+        stored = {jnp.uint16: jnp.bfloat16, jnp.uint8: jnp.float8_e4m3fn}
+        for bits, dtype in stored.items():
+            if x_PSGd.dtype == bits:
+                x_PSGd = lax.bitcast_convert_type(x_PSGd, dtype)
         return jnp.repeat(x_PSGd.astype(jnp.float32), heads_of_group, axis=2)
 
     k_PSHd = read_rows(k_NGLd)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.cached_values import FP8, decode, stored_dtype
 from kernels_pallas.triton import (
     BlockSizes,
     Ref,
@@ -107,9 +108,9 @@ def paged_attention(  # noqa: PLR0913  as `api.py`, and how it runs
 def _check_operands(q_PCHd: jax.Array, k_NGLd: jax.Array, v_NGLe: jax.Array | None) -> None:
     """Raise NotImplementedError for dtypes that the kernel cannot read."""
     check_dtypes(q_PCHd)
-    stored = jnp.dtype(jnp.uint16) if q_PCHd.dtype == jnp.bfloat16 else q_PCHd.dtype
+    stored = stored_dtype(q_PCHd.dtype), stored_dtype(FP8)
     for x in (k_NGLd, v_NGLe):
-        if x is not None and x.dtype != stored:
+        if x is not None and x.dtype not in stored:
             raise NotImplementedError(f"a cache of {x.dtype} for queries of {q_PCHd.dtype}")
 
 
@@ -248,8 +249,7 @@ class _AttendToSplit:
             at = index_range(*piece)
             mask = is_key[:, None] & (at < size)[None]
             some = load(x.at[block, group, place[:, None], at[None]], mask)
-            dtype = queries[0].dtype
-            return some if some.dtype == dtype else lax.bitcast_convert_type(some, dtype)
+            return decode(some, queries[0].dtype)
 
         key_pieces = split_dimensions(k.shape[3])
         keys = {piece: read(k, piece, k.shape[3]) for piece in key_pieces}

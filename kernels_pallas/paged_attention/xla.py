@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.cached_values import decode
 from kernels_pallas.matmul import dot
 
 _NONE = -1e30  # the score of masked keys: finite, as differences of -inf would be NaN
@@ -76,7 +77,7 @@ def attend_single_tokens(  # noqa: PLR0913  as `api.py`
     def read_rows(x_NGLd: jax.Array) -> jax.Array:
         x_PWGLd = x_NGLd.at[blocks_PW[:, : context // length]].get(mode="clip")
         x_PGLd = x_PWGLd.swapaxes(1, 2).reshape(p, g, context, -1)  # all positions of the context
-        return lax.bitcast_convert_type(x_PGLd, q_P1Hd.dtype)
+        return decode(x_PGLd, q_P1Hd.dtype)
 
     def without_later(x_PGLd: jax.Array) -> jax.Array:
         # an earlier request may have left NaN behind the last position, and 0 times NaN is not 0
@@ -167,7 +168,7 @@ def _attend_query_block(  # noqa: PLR0913  as `api.py`
         at_L = i * length + jnp.arange(length, dtype=jnp.int32)
 
         def read(x_NGLd: jax.Array) -> jax.Array:
-            return lax.bitcast_convert_type(x_NGLd.at[block_P].get(mode="clip"), q.dtype)
+            return decode(x_NGLd.at[block_P].get(mode="clip"), q.dtype)
 
         def without_later(x_PGLd: jax.Array) -> jax.Array:
             # an earlier request may have left NaN there, and 0 times NaN is not 0

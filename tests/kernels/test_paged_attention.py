@@ -18,6 +18,7 @@ import pytest
 
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import implementations
+from kernels_pallas.cached_values import encode
 from kernels_pallas.implementations import trace_for_device
 from kernels_pallas.paged_attention import paged_attention, reads_in_place, reference, triton, xla
 from kernels_pallas.paged_attention.triton import split_dimensions
@@ -200,3 +201,22 @@ def test_kernel_lowers_on_a_machine_without_a_gpu(capability: str) -> None:
         )
     assert [y.shape for y in results] == [(2, 1, 64, 64), (2, 1, 16, 512)]
     assert lowered.as_text().count("@__gpu$xla.gpu.triton") == 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("latents", [False, True])
+def test_a_cache_in_fp8(dtype: Any, latents: bool) -> None:
+    """The kernel and XLA's forms, for single tokens and for chunks."""
+    heads = LATENTS if latents else HEADS[1]
+    for positions, context in ((ONE, LENGTH), (SEVERAL, None)):
+        q, *cached, blocks, at = draw(heads, positions, jnp.float32, latents=latents)
+        codes = [None if x is None else encode(x, jnp.uint8) for x in cached]
+        operands = (q.astype(dtype), *codes, blocks, at)
+        options: dict[str, Any] = {"value_dim": heads[3], "window": jnp.int32(50)}
+        expected = run(reference, operands, **options)
+        kernel = run(triton, operands, num_splits=2, interpret=True, **options)
+        assert_close(kernel, expected, TOLERANCE[dtype])
+        assert_close(run(xla, operands, **options), expected, TOLERANCE[dtype])
+        if context is not None:
+            options["context"] = context
+            assert_close(run(xla, operands, **options), expected, TOLERANCE[dtype])

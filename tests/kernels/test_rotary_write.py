@@ -19,6 +19,7 @@ from jmoe.inference.kv_cache import KVCache, write_and_attend, write_by_scatter
 from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.experts import affine
 from jmoe.run.ahead_of_time import lower_for_device
+from kernels_pallas.cached_values import encode
 from kernels_pallas.rotary_write import Rotary, rotate_and_write
 from kernels_pallas.saved import bfloat16_as_uint16
 from tests.arrays import assert_close
@@ -99,6 +100,31 @@ def test_norms_rotation_and_write(changes: dict[str, Any], dtype: Any) -> None:
         assert np.array_equal(np.asarray(after)[untouched], np.asarray(before)[untouched])
         assert not np.array_equal(after, before)
         assert_close(values(after, dtype), values(by_xla, dtype), tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_cache_in_fp8(dtype: Any) -> None:
+    """The kernel writes the codes that the scatter writes, but where sums round otherwise."""
+    attention = attention_of(**OLMOE)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 32)), dtype)
+    cache = KVCache(*(encode(x, jnp.uint8) for x in jax.tree.leaves(stored_cache(jnp.float32))))
+
+    @jax.jit
+    def both(cache: KVCache) -> Any:
+        qkv, places = attention._project_qkv(x), (jnp.asarray(TABLES), jnp.asarray(POSITIONS))
+        operands = qkv, cache.k_NGLd, cache.v_NGLe, *places
+        _, *written = attention._rotate_and_write(*operands, dtype=dtype, interpret=True)
+        _, k, v = attention._normed_and_rotated(qkv, places[1])
+        return written, write_by_scatter(cache, *places, k, v)
+
+    written, scattered = both(cache)
+    for before, after, by_xla in zip(
+        *map(jax.tree.leaves, (cache, written, scattered)), strict=True
+    ):
+        assert after.dtype == jnp.uint8 and not np.array_equal(after, before)
+        assert (np.asarray(after) != np.asarray(by_xla)).mean() < 1e-4
+        values = [np.asarray(a).view(jnp.float8_e4m3fn).astype(np.float32) for a in (after, by_xla)]
+        assert_close(*values, 0.07)  # a code is at most 1/8 from the next
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ from jmoe.inference.runner import UNSHARDED, Arrays, DenseLayerRunner
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
-from kernels_pallas.saved import bfloat16_as_uint16
 
 AXES = (EXPERT_INTRA,)
 
@@ -73,15 +72,10 @@ def broadcast_from_local(x: jax.Array, is_source: jax.Array) -> jax.Array:
 
     Implemented as a sum of bits to which the other devices add 0.
     """
-    whole = (
-        lax.bitcast_convert_type(x, jnp.uint32)
-        if x.dtype == jnp.float32
-        else bfloat16_as_uint16(x).astype(jnp.uint32)
-    )
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    whole = lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
     sent = lax.psum(jnp.where(is_source, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
-    if x.dtype in (jnp.float32, jnp.uint32):
-        return lax.bitcast_convert_type(sent, x.dtype)
-    return lax.bitcast_convert_type(sent.astype(jnp.uint16), x.dtype)
+    return lax.bitcast_convert_type(sent.astype(bits), x.dtype)
 
 
 @dataclass(frozen=True)
