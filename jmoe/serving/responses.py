@@ -49,7 +49,7 @@ from jmoe.serving.responses_schemas import (
     ResponsesUsage,
     TextContent,
 )
-from jmoe.serving.schemas import ChatCompletionRequest
+from jmoe.serving.schemas import ChatCompletionRequest, SamplingFields
 from jmoe.serving.service import Service
 from jmoe.types import JsonObject
 
@@ -101,6 +101,7 @@ def make_chat_request(body: ResponsesRequest) -> ChatCompletionRequest:
     }
     if isinstance(body.tool_choice, NamedFunction):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    fields |= body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
     wanted = body.text.format
     if wanted.type == "json_object":
         fields["response_format"] = {"type": "json_object"}

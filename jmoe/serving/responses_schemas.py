@@ -14,6 +14,7 @@ from jmoe.serving.schemas import (
     MAX_TOOLS,
     MOST_TOKENS,
     Finite,
+    SamplingFields,
     Whole,
     allowed_values_validator,
     text_or_list_tag,
@@ -224,8 +225,8 @@ class ResponsesStreamOptions(RequestBody):
     include_obfuscation: Hint = None
 
 
-class ResponsesRequest(RequestBody):
-    """Body of `POST /v1/responses`.
+class ResponsesRequest(SamplingFields):
+    """Body of `POST /v1/responses`; sampling parameters that OpenAI's API lacks are vLLM's.
 
     instructions: a system message before the input. store: accepted, and nothing is stored.
     priority: as of chat completions.

@@ -162,21 +162,9 @@ class ResponseFormat(RequestBody):
         return self
 
 
-class GenerationBody(RequestBody):
-    """Parameters common to completions and chat completions.
+class SamplingFields(RequestBody):
+    """Sampling parameters under vLLM's names, common to completions, chats and responses."""
 
-    max_tokens: -1 means as many as the context allows. stream_options: ignored without `stream`.
-    store, skip_special_tokens: only their default is accepted.
-    priority: requests with lower ones run first (`ServeConfig.scheduling_policy`).
-    """
-
-    is_chat: ClassVar[bool] = False
-
-    model: str | None = None
-    max_tokens: Whole | None = Field(default=None, ge=-1, le=MOST_TOKENS)
-    n: Whole = Field(default=1, ge=1, le=MAX_CHOICES)
-    temperature: Finite = Field(default=1.0, ge=0, le=100)
-    top_p: Finite = Field(default=1.0, gt=0, le=1)
     top_k: Whole = Field(default=0, ge=-1, lt=2**31)
     min_p: Finite = Field(default=0.0, ge=0, le=1)
     presence_penalty: Finite = Field(default=0.0, ge=-2, le=2)
@@ -200,6 +188,23 @@ class GenerationBody(RequestBody):
     stop_token_ids: FastList[TokenId] = Field(default_factory=list, max_length=MAX_IDS)
     ignore_eos: bool = False
     min_tokens: Whole = Field(default=0, ge=0, lt=2**31)
+
+
+class GenerationBody(SamplingFields):
+    """Parameters common to completions and chat completions.
+
+    max_tokens: -1 means as many as the context allows. stream_options: ignored without `stream`.
+    store, skip_special_tokens: only their default is accepted.
+    priority: requests with lower ones run first (`ServeConfig.scheduling_policy`).
+    """
+
+    is_chat: ClassVar[bool] = False
+
+    model: str | None = None
+    max_tokens: Whole | None = Field(default=None, ge=-1, le=MOST_TOKENS)
+    n: Whole = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: Finite = Field(default=1.0, ge=0, le=100)
+    top_p: Finite = Field(default=1.0, gt=0, le=1)
     priority: Whole = Field(default=0, ge=-(2**31), lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None

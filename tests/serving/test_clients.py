@@ -201,6 +201,7 @@ def test_guidellm(shared_server: HttpProcess, model_folder: Path, tmp_path: Path
     [
         ("openai", "completions"),
         ("openai-chat", "chat/completions"),
+        ("openai-responses", "responses"),
     ],
 )
 def test_vllm_bench(

@@ -31,7 +31,7 @@ from jmoe.inference.output_events import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from jmoe.serving.responses import ItemBuilder, make_chat_messages
+from jmoe.serving.responses import ItemBuilder, make_chat_messages, make_chat_request
 from jmoe.serving.responses_schemas import ResponsesRequest
 from tests.http_servers import LIMIT_S, HttpProcess
 
@@ -152,6 +152,31 @@ def test_an_answer_that_is_cut(client: openai.OpenAI, tokenizer: Tokenizer) -> N
     assert plain_items(last.response) == plain_items(response)
 
 
+def test_sampling_parameters_of_vllm(client: openai.OpenAI) -> None:
+    """A stop string ends the answer; all others reach the chat that the request stands for."""
+    stop = CONTENT[len(CONTENT) // 2 :]
+    answer = client.responses.create(**BODY, extra_body={"stop": [stop], "seed": 3, "top_k": 1})
+    assert answer.output_text == CONTENT.removesuffix(stop) and not calls_of(answer)
+    given: dict[str, Any] = {
+        "top_k": 4,
+        "min_p": 0.25,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": -1.0},
+        "seed": 3,
+        "stop": ["a", "b"],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "min_tokens": 2,
+    }
+    chat = make_chat_request(ResponsesRequest.model_validate({"input": "Hi", **given}))
+    assert chat.model_dump(include=set(given)) == given
+    assert chat._given_sampling_fields.keys() >= {"top_k", "min_p", "repetition_penalty"}
+    plain = make_chat_request(ResponsesRequest.model_validate({"input": "Hi"}))
+    assert plain._given_sampling_fields == {}, "the model's own defaults hold"
+
+
 def test_a_schema(client: openai.OpenAI) -> None:
     """Binds after the reasoning."""
     form = {"type": "json_schema", "name": "n", "strict": True, "schema": {"const": {"a": 4}}}
@@ -236,6 +261,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
     ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop": ["x"] * 99}, "stop"),
     ({"include": ["file_search_call.results"]}, "include"),
 ]
 
