@@ -199,12 +199,13 @@ def kill_at_every_call(
     calls: Sequence[tuple[Any, str]],
     work: Callable[[Path], object],
     examine: Callable[[Path], object],
+    every: int = 1,
 ) -> int:
     """Let `work(folder)` be killed at its first call of any of these functions, its second one,
     ...: until it is not.
 
-    Each time in a folder of its own, which `examine` looks at afterwards. Returns how many calls
-    there were.
+    Each time in a folder of its own, which `examine` looks at afterwards. every: of so many calls,
+    only the first one is a death. Returns how many calls there were, rounded up to that.
     """
 
     def work_until(folder: Path, last: int) -> None:
@@ -222,7 +223,7 @@ def kill_at_every_call(
             setattr(owner, name, counted(getattr(owner, name)))
         work(folder)
 
-    for last in itertools.count(1):
+    for last in itertools.count(1, every):
         folder = root / str(last)
         folder.mkdir()
         status = os.waitpid(forked(partial(work_until, folder, last)), 0)[1]

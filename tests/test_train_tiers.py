@@ -122,15 +122,12 @@ def test_a_run_updated_on_the_host_that_is_killed_goes_on_to_the_bit(
     assert evaluations(run)[-1] == evaluations(tmp_path / "whole")[-1]
 
 
+@pytest.mark.slow  # tests/memory/test_record_checkpoint.py kills a quick one
 @pytest.mark.parametrize(
     "policy",
     [
         (),
-        pytest.param(
-            ("--tiers.cache-policy", "moesys", "--tiers.cache-threshold", 0),
-            marks=pytest.mark.slow,
-            id="moesys",
-        ),
+        pytest.param(("--tiers.cache-policy", "moesys", "--tiers.cache-threshold", 0), id="moesys"),
     ],
 )
 def test_a_run_on_nvme_that_is_killed_goes_on_to_the_bit(

@@ -402,7 +402,7 @@ def test_a_suspended_process_is_not_ended_when_it_goes_on(
     process.send_signal(signal.SIGCONT)
     assert process.wait(240) == distributed.EXIT_CODE  # of what did get stuck
     assert "done" in process.screen
-    assert re.search(r"rank 0 has waited [3-9] s for training data 8 \(limit 3 s", process.screen)
+    assert re.search(r"rank 0 has waited \d+ s for training data 8 \(limit 3 s", process.screen)
 
 
 @pytest.mark.slow

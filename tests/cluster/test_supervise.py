@@ -638,6 +638,7 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.slow  # restarts of small programs, above, and the kills of test_train.py are quick
 def test_a_real_run_loses_a_rank_and_goes_on(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:

@@ -327,7 +327,9 @@ def one_step(
     ("vocab_size", "spread"),
     [(999, 2.0), *(pytest.param(20_000, spread, marks=pytest.mark.slow) for spread in (0.5, 3.0))],
 )
-@pytest.mark.parametrize("form", ["row by row", "whole batch"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("row by row", marks=pytest.mark.slow), "whole batch"]
+)
 def test_a_row_does_not_depend_on_its_batch(
     form: str, vocab_size: int, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ from tests.moe_layers import CASES, D, E, F, Result, Split, T, config_of, inputs
 
 SPLITS = [(d, i, 8 // d // i) for d in (1, 2, 4, 8) for i in (1, 2, 4, 8) if 8 % (d * i) == 0]
 QUICK_SPLITS = ((1, 1, 8), (8, 1, 1), (2, 2, 2))
+QUICK_ROUTERS = ("switch", "group_limited")  # one device tries all
 QUICK_EXCHANGES = (("hierarchical", (1, 2, 4)), ("dedup", (1, 4, 2)), ("ragged", (2, 2, 2)))
 
 
@@ -146,7 +147,14 @@ def test_every_split_of_8_devices(exchange: str, split: Split) -> None:
     assert float(result.metrics.dropped_fraction) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "softmax"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK_ROUTERS else pytest.mark.slow)
+        for name in CASES
+        if name != "softmax"
+    ],
+)
 def test_every_router_on_8_devices(name: str) -> None:
     layer = make(name, (2, 2, 2))
     assert_agree(run(layer, *inputs()), dense(layer, *inputs()))

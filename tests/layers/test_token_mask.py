@@ -44,7 +44,10 @@ def assert_left_out(padded: Result, expected: Result) -> None:
     assert_trees_close(vars(real), vars(expected))
 
 
-@pytest.mark.parametrize("name", ["switch", "softmax", "group_limited"])
+@pytest.mark.parametrize(
+    "name",
+    ["group_limited", *(pytest.param(n, marks=pytest.mark.slow) for n in ("switch", "softmax"))],
+)
 def test_masked_tokens_change_nothing(name: str) -> None:
     assert_left_out(with_padding(make(name)), of_real_tokens(name))
 

@@ -4,9 +4,9 @@ import json
 import shutil
 import tempfile
 import threading
-import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -335,20 +335,34 @@ def test_not_durable_yet(
 
 
 def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take any time as long as records are copied; its thread keeps nothing from ending."""
+    """It may take any time as long as records are copied; its thread keeps nothing from ending.
+
+    One record is copied in each second of a clock of the test's own.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         stores = open_stores(Path(made))
         records = RecordCheckpoints(stores, stall_limit_s=2)
-        gate, real, copied = threading.Event(), record_checkpoint._copy_record, 0
+        turns, now_s = threading.Semaphore(0), 0.0
+        copy, wait = record_checkpoint._copy_record, record_checkpoint.wait
 
-        def hangs_at_the_tenth(*args: Any) -> None:
-            nonlocal copied
-            copied += 1
-            time.sleep(0.25)  # ten of them are longer than the limit
-            assert copied < 10 or gate.wait(240)
-            real(*args)
+        def copy_in_turn(*args: Any) -> None:
+            assert turns.acquire(timeout=240)
+            copy(*args)
 
-        monkeypatch.setattr(record_checkpoint, "_copy_record", hangs_at_the_tenth)
+        def wait_a_second(drains: Any, timeout_s: float) -> Any:
+            nonlocal now_s
+            assert timeout_s == 1.0
+            now_s += timeout_s
+            before, _ = records._drained
+            if before < 9:
+                turns.release()
+                wait_for(lambda: records._drained[0] > before)
+            return wait(drains, 0)
+
+        monkeypatch.setattr(record_checkpoint, "_copy_record", copy_in_turn)
+        monkeypatch.setattr(record_checkpoint, "wait", wait_a_second)
+        clock = SimpleNamespace(monotonic=lambda: now_s)
+        monkeypatch.setattr(record_checkpoint, "time", clock)
         folder = tmp_path / "checkpoints" / "1" / ITEM
         folder.mkdir(parents=True)
         records.write_record_list(folder, records.pin_versions(1))
@@ -358,8 +372,9 @@ def test_a_drain_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
             match=rf"drain of records to {folder}: .* 9 of {2 * NUM_RECORDS} are there",
         ):
             records.wait_until_drained()
+        assert now_s == 9 + 3
         records.close()
-        gate.set()
+        turns.release(2 * NUM_RECORDS)
         wait_for(lambda: is_durable(folder))
         close({}, stores)
 

@@ -514,13 +514,15 @@ KILLED = """
 import pathlib, sys
 import tests.memory.test_version_store as t
 from tests.processes import kill_at_every_call
-print(kill_at_every_call(pathlib.Path(sys.argv[1]), t.KILLED_AT, t.write_pin_and_restore, t.examine))
+folder, every = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+print(kill_at_every_call(folder, t.KILLED_AT, t.write_pin_and_restore, t.examine, every))
 """
 
 
-def test_killed_at_every_step(run_python: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_step(run_python: Run, tmp_path: Path, every: int) -> None:
     """SIGKILL at every write, flush, rename and link."""
-    done = run_python(["-c", KILLED, tmp_path])
+    done = run_python(["-c", KILLED, tmp_path, str(every)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) > 100
 

@@ -454,20 +454,21 @@ def test_statistics_of_irregular_layers_are_in_order() -> None:
     np.testing.assert_allclose(stats.routing.logits_TE, jnp.stack(seen), rtol=0, atol=1e-4)
 
 
-def test_parameters_in_bfloat16() -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["everything", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt-oss", "latent"))],
+)
+def test_parameters_in_bfloat16(name: str) -> None:
     """Every parameter may be stored in bfloat16; mathematics in float32 stays there (dtype
     promotion is strict).
     """
-    for name in ("gpt-oss", "latent", "everything"):
-        config = config_of(**OPTIONS[name])
-        graph, state = build(config)
-        tokens_BS = tokens_of(config)
-        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
-        rounded = jax.tree.map(lambda w: w.astype(jnp.float32), low)
-        run = jax.jit(
-            lambda state, graph=graph, tokens=tokens_BS: nnx.merge(graph, state)(tokens)[0]
-        )
-        np.testing.assert_allclose(run(low), run(rounded), rtol=0, atol=1e-4)
+    config = config_of(**OPTIONS[name])
+    graph, state = build(config)
+    tokens_BS = tokens_of(config)
+    low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), state)
+    rounded = jax.tree.map(lambda w: w.astype(jnp.float32), low)
+    run = jax.jit(lambda state: nnx.merge(graph, state)(tokens_BS)[0])
+    np.testing.assert_allclose(run(low), run(rounded), rtol=0, atol=1e-4)
 
 
 def test_initialisation() -> None:

@@ -122,6 +122,7 @@ def test_it_goes_on_to_the_bit(undisturbed: Trained, tiers: TiersConfig, tmp_pat
     check_that_it_goes_on(undisturbed, tiers, tmp_path)
 
 
+@pytest.mark.slow  # test_streamed_step.py restores one of these checkpoints too
 def test_updated_on_the_host_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     undisturbed = train(CONFIG, dataclasses.replace(HOST, update="host"))
     check_that_it_goes_on(undisturbed, dataclasses.replace(NVME, update="host"), tmp_path)

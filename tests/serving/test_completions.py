@@ -344,7 +344,7 @@ def test_a_large_request_lets_short_ones_pass(server: HttpProcess) -> None:
     """60 choices take turns with what comes after them; nothing of them is lost."""
     for _ in range(10):  # all 60 may be drawn while this process stands still: then once more
         ended = 0
-        with server.stream(n=60, max_tokens=240, temperature=1) as chunks:
+        with server.stream(n=60, max_tokens=120, temperature=1) as chunks:
             next(chunks)
             short = server.post("/v1/completions", prompt="y", max_tokens=1)
             assert short.status_code == 200

@@ -138,9 +138,15 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_slow_work_lets_others_go_first(server: ForkServer) -> None:
-    (nice,) = ask(server, b"[__import__('time').sleep(0.5), os.nice(0)][1]")
-    assert nice == b"19"
-    assert int(ask(server, b"os.nice(0)")[0]) == os.nice(0), "by another process"
+    """A question that is asked afterwards has another process, of ordinary priority."""
+    sleep = b"[__import__('time').sleep(0.01), os.nice(0)][1]"
+    (slow,) = ask(server, b"[*iter(lambda: " + sleep + b", 19), os.getpid()][-1]")
+    for _ in range(20):  # this process may stand still, and take that one for slow too
+        process, nice = eval(ask(server, b"os.getpid(), os.nice(0)")[0])
+        assert process != int(slow)
+        if nice == os.nice(0):
+            break
+    assert nice == os.nice(0)
 
 
 def test_a_fork_of_its_own(server: ForkServer) -> None:

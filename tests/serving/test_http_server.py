@@ -28,7 +28,7 @@ def test_sigterm_lets_a_stream_end(serve: Callable[..., HttpProcess]) -> None:
     at it.
     """
     server = serve(*LONG, "--max-batch", 2, "--drain-timeout-s", 600)
-    with server.stream(max_tokens=1500) as chunks, server.stream(**ENDLESS) as others:
+    with server.stream(max_tokens=800) as chunks, server.stream(**ENDLESS) as others:
         assert next(chunks)["choices"] and next(others)["choices"]
         server.process.terminate()
         is_not_ready(server)

@@ -117,11 +117,11 @@ def check_bodies(server: HttpProcess, path: str, bodies: list[dict[str, Any]], f
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
             assert answer.json()["error"]["message"].startswith(field)
-    assert reader.worst_s < 3.0
+    assert reader.worst_s < WORST_S
 
 
 def test_a_schema(server: HttpProcess) -> None:
-    check_schema(server, "nested counts", 1, n=4, max_tokens=2)
+    check_schema(server, "nested counts", 1, n=2, max_tokens=2)
 
 
 @pytest.mark.slow
@@ -159,10 +159,10 @@ def test_clients_that_leave(server: HttpProcess, wait_s: float) -> None:
         begun_s = time.monotonic()
         assert client.post(COMPLETIONS, json=ordinary).status_code == 200
         print(f"its turn after {time.monotonic() - begun_s:.2f} s")
-        assert time.monotonic() < begun_s + 15.0, "thirty times 2 s of processor time"
+        assert time.monotonic() < begun_s + 30.0, "thirty times 2 s of processor time"
     # the engine may keep the last request's until its next one
     wait_for(
-        lambda: len(process.children(recursive=True)) <= before + 2, "processes are left", 10.0
+        lambda: len(process.children(recursive=True)) <= before + 2, "processes are left", 30.0
     )
 
 
@@ -198,6 +198,11 @@ def check_templates(server: HttpProcess, kinds: list[str]) -> None:
     assert process.memory_info().rss < before_bytes + (160 << 20)
 
 
+def test_a_template(server: HttpProcess) -> None:
+    check_templates(server, ["nested"])
+
+
+@pytest.mark.slow  # test_agent_attacks.py has texts that take too much memory
 def test_templates(server: HttpProcess) -> None:
     check_templates(server, ["nested", "padded", "long"])
 

@@ -3,7 +3,6 @@ by their position, so that it calls tools as a trained one would.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -256,7 +255,10 @@ def test_a_schema_binds_after_the_reasoning(client: openai.OpenAI) -> None:
 
 
 def test_many_schemas_block_nobody(server: HttpProcess) -> None:
-    """One client's hundred tools, again and again, while another asks for /health."""
+    """One client's hundred tools, again and again, while another asks for /health.
+
+    The limit is for a machine that does much else; test_many_tools.py has that of an idle one.
+    """
     properties = {f"p{i}": {"type": "string", "pattern": f"^a{i}+b*$"} for i in range(8)}
     function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
     tools = [
@@ -273,7 +275,7 @@ def test_many_schemas_block_nobody(server: HttpProcess) -> None:
             waited.append(time.monotonic() - begun)
     # too long for this model's context, or for the limits of a fork; never an error of the server
     assert {answer.result().status_code for answer in answers} <= {200, 400}
-    assert max(waited) < 1.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert max(waited) < 20.0
 
 
 def test_prompts_are_the_templates(server: HttpProcess, tokenizer: Tokenizer) -> None:

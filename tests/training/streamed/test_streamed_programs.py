@@ -129,7 +129,10 @@ def test_replicas_have_their_records_once(config: TrainConfig, on_host: Trained)
             host_cache_bytes=150_000,
             device_layers=3,
         ),
-        TiersConfig("nvme", "nvme", update="host", host_cache_bytes=150_000, device_layers=2),
+        pytest.param(
+            TiersConfig("nvme", "nvme", update="host", host_cache_bytes=150_000, device_layers=2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["device", "nvme", "updated on the host"],
 )
