@@ -264,7 +264,7 @@ def serve(
         newest = partial(open_newest_weights, config, one_process=leader is None, bundle=programs)
         reloader = Reloader(service.loop, folder, engine_config, newest, say)
         announce = partial(say, f"serving {url} (the API under {url}/v1)")
-        server = HttpServer(app, service.loop, config, announce, reloader.request)
+        server = HttpServer(app, service.loop, config, announce, reloader.request_reload)
         with call_repeatedly(api_keys.reload, RELOAD_S) if api_keys else contextlib.nullcontext():
             server.run(sockets=[listening])
         end_at_once_on_interrupt()  # asyncio has restored Python's handler

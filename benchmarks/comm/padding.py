@@ -136,7 +136,7 @@ def programs_of(
     """
     import jax
 
-    move = sockets.move if plan.kind == "ragged" else None
+    move = sockets.ragged_all_to_all if plan.kind == "ragged" else None
     first, full = (
         make_program(
             plan, mesh, shape.num_experts, None, "backward", full_capacity=full_capacity, move=move

@@ -45,7 +45,7 @@ import tempfile
 from benchmarks.comm import embedding, exchange, padding, steps
 from benchmarks.lib import report
 from benchmarks.lib.linked_nodes import NODES
-from benchmarks.lib.ranks import NUM_NODES, add_rank_options, join, launch
+from benchmarks.lib.ranks import NUM_NODES, add_rank_options, join_as_rank, launch_ranks
 
 MEASUREMENTS = {
     "exchange": exchange,
@@ -93,13 +93,15 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     a = parse()
     if a.rank is not None:
-        report.finish(MEASUREMENTS[a.command].measure(a, *join(a, a.ranks_per_node, a.nodes)))
+        report.finish(
+            MEASUREMENTS[a.command].measure(a, *join_as_rank(a, a.ranks_per_node, a.nodes))
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             row
             for rate in a.rates
-            for row in launch(rate, a.cache_dir or folder, a.ranks_per_node, a.nodes)
+            for row in launch_ranks(rate, a.cache_dir or folder, a.ranks_per_node, a.nodes)
         ]
     options = report.options(a, "command", "rates", "rank", "port", "cache_dir")
     result = {"benchmark": a.command, "nodes": a.nodes, "options": options, "rows": rows}

@@ -83,7 +83,7 @@ class _LeaderOfNamedEngine:
     """A leader of followers that run several engines each."""
 
     def __init__(self, leader: Leader, name: str) -> None:
-        self.step, self._leader, self._name = leader.step, leader, name
+        self.limit_step_time, self._leader, self._name = leader.limit_step_time, leader, name
 
     def send_call(self, method: str, *arguments: object) -> None:
         self._leader.send_call("call", self._name, method, arguments)

@@ -60,7 +60,7 @@ def count_path_tables(
     while engine.has_unfinished:
         engine.step()
         for counter in counters.values():
-            counter.add(engine.last_expert_choices())
+            counter.count_step(engine.last_expert_choices())
     with LazyCheckpoint(folder) as checkpoint:
         fingerprint = checkpoint.routing_fingerprint
     return {

@@ -57,7 +57,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
 
 
-def launch(
+def launch_ranks(
     mbit_per_s: float, cache_dir: str, ranks_per_node: int, num_nodes: int = NUM_NODES
 ) -> list[JsonObject]:
     """Make the nodes (0 Mbit/s: none), run this program as their ranks; return rank 0's rows."""
@@ -86,10 +86,12 @@ def run_ranks(num_ranks: int, mbit_per_s: float, *options: str, num_nodes: int =
         return json.loads(output.read().splitlines()[-1])
 
 
-def join(
+def join_as_rank(
     a: argparse.Namespace, ranks_per_node: int, num_nodes: int = NUM_NODES
 ) -> tuple["Mesh", "Clock"]:
-    """Join the job as rank `a.rank` of those that `launch` started; return its mesh and a clock."""
+    """Join the job as rank `a.rank` of those that `launch_ranks` started; return its mesh and a
+    clock.
+    """
     import jax
 
     from jmoe.mesh import make_mesh

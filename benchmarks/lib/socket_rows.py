@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class SocketRows:
-    """Connections to all other ranks; `move` has the signature of `lax.ragged_all_to_all`.
+    """Connections to all other ranks; `ragged_all_to_all` has the signature of
+    `lax.ragged_all_to_all`.
 
     addresses: of each rank's node. Every rank must make one at the same time. One device a rank.
     """
@@ -43,7 +44,7 @@ class SocketRows:
             connection.settimeout(300)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def move(
+    def ragged_all_to_all(
         self, operand: "jax.Array", output: "jax.Array", *blocks: "jax.Array", axis_name: Any
     ) -> "jax.Array":
         """Return `output` with the rows written that the other ranks send here."""

@@ -15,7 +15,7 @@ POLL_S = 0.002
 LIMIT_S = 600.0
 
 
-def wait(ready: Callable[[], object], what: str) -> float:
+def wait_until(ready: Callable[[], object], what: str) -> float:
     """Return the time at which the condition first held."""
     deadline = time.time() + LIMIT_S
     while not ready():
@@ -32,12 +32,12 @@ def times_of_log_lines(lines: Mapping[str, str], log: Path, position: int = 0) -
         return log.exists() and text in log.read_bytes()[position:].decode(errors="replace")
 
     return {
-        part: wait(lambda text=text: has(text), f"{text!r} in {log}")
+        part: wait_until(lambda text=text: has(text), f"{text!r} in {log}")
         for part, text in lines.items()
     }
 
 
-def environment(folder: Path) -> dict[str, str]:
+def one_device_environment(folder: Path) -> dict[str, str]:
     """Return an environment with one device a process and a compile cache in this folder."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -60,7 +60,9 @@ def started_processes(
     for command, log in zip(commands, logs, strict=True):
         with log.open("wb") as output:
             streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-            processes.append(subprocess.Popen(command, env=environment(folder), **streams))
+            processes.append(
+                subprocess.Popen(command, env=one_device_environment(folder), **streams)
+            )
     try:
         yield processes
     finally:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.lib.linked_nodes import LinkWatch
-from benchmarks.lib.ranks import NUM_NODES, Clock, add_rank_options, join, launch
+from benchmarks.lib.ranks import NUM_NODES, Clock, add_rank_options, join_as_rank, launch_ranks
 from benchmarks.lib.report import JsonObject
 from benchmarks.lib.slow_disk import SlowDisk
 from benchmarks.offload.session import Session, StepCost, config_of, disk_rates
@@ -91,7 +91,7 @@ def worker(a: argparse.Namespace) -> list[JsonObject]:
     import jax
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    mesh, clock = join(a, ranks_per_node=1)
+    mesh, clock = join_as_rank(a, ranks_per_node=1)
     rate = a.rates[0]
     place = MeshConfig(1, NUM_NODES, 1)
     chunk_bytes = a.chunk_bytes or round((rate or 1000) / 8 * 1e6 * 0.02)
@@ -151,7 +151,7 @@ def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     sys.argv += ["--folder", str(folder)]  # what the ranks are started with
     cache_dir = a.cache_dir or str(folder / "compiled")
     with SlowDisk(folder, a.disk_bytes_per_s) if a.disk_bytes_per_s else nullcontext():
-        rows = [row for rate in a.rates for row in launch(rate, cache_dir, ranks_per_node=1)]
+        rows = [row for rate in a.rates for row in launch_ranks(rate, cache_dir, ranks_per_node=1)]
     host_step_s = next(
         row["step_s"] for row in rows if not row["mbit_per_s"] and row["kind"] == "host"
     )

@@ -43,7 +43,14 @@ from jax.sharding import Mesh
 
 from benchmarks.comm.steps import SEQUENCE_LENGTH, compiled, config_of
 from benchmarks.lib import report
-from benchmarks.lib.ranks import NUM_NODES, Clock, Rounds, add_rank_options, join, launch
+from benchmarks.lib.ranks import (
+    NUM_NODES,
+    Clock,
+    Rounds,
+    add_rank_options,
+    join_as_rank,
+    launch_ranks,
+)
 from benchmarks.lib.report import JsonObject
 from jmoe.config import TrainConfig
 
@@ -229,11 +236,13 @@ def main() -> None:
     a = parse()
     if a.rank is not None:
         a.nodes, a.ranks_per_node, a.bucket_bytes, a.native = NUM_NODES, RANKS_PER_NODE, 0, "auto"
-        report.finish(measure(a, *join(a, RANKS_PER_NODE)))
+        report.finish(measure(a, *join_as_rank(a, RANKS_PER_NODE)))
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = [
-            row for rate in a.rates for row in launch(rate, a.cache_dir or folder, RANKS_PER_NODE)
+            row
+            for rate in a.rates
+            for row in launch_ranks(rate, a.cache_dir or folder, RANKS_PER_NODE)
         ]
     decisions = [line for row in rows for line in row.pop("decisions", [])]
     options = report.options(a, "rates", "rank", "port", "cache_dir")

@@ -355,7 +355,7 @@ def main() -> None:
         counters = {length: PathCounter(*sizes, length) for length in LENGTHS}
         for step in listen(folder, counted).choices:
             for counter in counters.values():
-                counter.add(step)
+                counter.count_step(step)
         result: JsonObject = dict(
             zip(("layers", "experts", "experts_per_token"), sizes, strict=True)
         )

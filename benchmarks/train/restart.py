@@ -37,7 +37,12 @@ import time
 from pathlib import Path
 
 from benchmarks.lib import report
-from benchmarks.lib.train_processes import LIMIT_S, started_processes, times_of_log_lines, wait
+from benchmarks.lib.train_processes import (
+    LIMIT_S,
+    started_processes,
+    times_of_log_lines,
+    wait_until,
+)
 from jmoe.cluster.remote_process import reserve_port
 from jmoe.cluster.restarts import read_progress
 
@@ -111,7 +116,7 @@ def restarts(
     ):
         for _ in range(a.rounds):
             newest = newest_of(a, run, memory)
-            wait(
+            wait_until(
                 lambda newest=newest: newest_of(a, run, memory) > newest, "a checkpoint or snapshot"
             )
             position, victim = log.stat().st_size, victim_of(run, a.processes - 1)

@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.lib import report
 from benchmarks.lib.ranks import free_port, wait_for_all
 from benchmarks.lib.report import JsonObject
-from benchmarks.lib.train_processes import environment
+from benchmarks.lib.train_processes import one_device_environment
 from jmoe.config import VisionTrainConfig
 from jmoe.configs.ufo import ufo_tiny
 from jmoe.data.images import ImageTask, load_task
@@ -77,7 +77,9 @@ def trained(a: argparse.Namespace, processes: int, folder: Path) -> float:
         own = [*together, "--distributed.process-id", str(rank)] if processes > 1 else []
         with (folder / f"rank-{rank}.log").open("wb") as log:
             ranks.append(
-                subprocess.Popen([*command, *own], stdout=log, stderr=log, env=environment(folder))
+                subprocess.Popen(
+                    [*command, *own], stdout=log, stderr=log, env=one_device_environment(folder)
+                )
             )
     codes = wait_for_all(ranks)
     if any(codes):

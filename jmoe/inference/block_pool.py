@@ -74,7 +74,7 @@ class _Block:
     prefix: digest of the tokens before it; None unless `find_cached_prefix` may return the block.
     digest: digest of all tokens up to its end; None until it is full.
     tokens: those whose keys and values it has.
-    last_use: the `now` of the `BlockPool.release` in which its last holder left.
+    last_use: the `use_number` of the `BlockPool.release` in which its last holder left.
     """
 
     id: int
@@ -181,11 +181,11 @@ class BlockPool:
         """Make a cached block the last that `allocate` gives."""
         self._cached.move_to_end(block_id)
 
-    def release(self, block_ids: Iterable[int], now: int) -> None:
+    def release(self, block_ids: Iterable[int], use_number: int) -> None:
         """Count one holder less of each block of a sequence's table.
 
         A sequence's last blocks are taken before its first, which more sequences can use.
-        now: increases from call to call.
+        use_number: increases from call to call; orders the blocks by their last use.
         """
         for block_id in reversed(list(block_ids)):
             block = self._block(block_id)
@@ -195,7 +195,7 @@ class BlockPool:
             elif block.prefix is None:
                 self._unused.append(block)
             else:
-                self._cached[block_id], block.last_use = block, now
+                self._cached[block_id], block.last_use = block, use_number
 
     def num_tokens(self, block_id: int) -> int:
         """Return the number of tokens whose keys and values the block has."""

@@ -130,7 +130,9 @@ def _measure_steps(
     }
     (output,) = runner.forward([batch])
     output = output._replace(logits_PV=None)
-    rest_s = _median_s(lambda: sampler.greedy(runner.logits(output, np.zeros(max_batch, np.int32))))
+    rest_s = _median_s(
+        lambda: sampler.greedy_tokens_on_host(runner.logits(output, np.zeros(max_batch, np.int32)))
+    )
     steps, layers = sorted(by_tokens), runner.config.num_moe_layers
     return tuple(steps), tuple(by_tokens[n] / layers for n in steps), rest_s
 
@@ -220,9 +222,9 @@ def _fill_slots_and_measure_bandwidths(
     return num_filled, Calibration((), (), bandwidth_bytes_per_s=host, nvme_bytes_per_s=nvme)
 
 
-def _bytes_per_s(then: LinkStats, now: LinkStats) -> float:
+def _bytes_per_s(before: LinkStats, after: LinkStats) -> float:
     """Return bytes per second between two readings of a link's counters; infinite if nothing
     moved.
     """
-    moved_bytes = now.num_bytes - then.num_bytes
-    return moved_bytes / (now.seconds - then.seconds) if moved_bytes else math.inf
+    moved_bytes = after.num_bytes - before.num_bytes
+    return moved_bytes / (after.seconds - before.seconds) if moved_bytes else math.inf

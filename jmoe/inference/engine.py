@@ -298,7 +298,7 @@ class Engine(Closing):
         A step runs one token of every decoding request, its draft, and chunks of prompts. Raises
         LockstepError if another process of the engine is lost.
         """
-        with contextlib.nullcontext() if self.leader is None else self.leader.step():
+        with contextlib.nullcontext() if self.leader is None else self.leader.limit_step_time():
             return self._step()
 
     def _step(self) -> list[Output]:
@@ -611,7 +611,7 @@ class Engine(Closing):
         return drafts, drawn | {
             c.sequence: draw
             for last, draws in drawing
-            for c, draw in zip(last, draws.read(), strict=True)
+            for c, draw in zip(last, draws.wait_and_read(), strict=True)
         }
 
     def _make_batch(self, group: ChunkGroup) -> Any:

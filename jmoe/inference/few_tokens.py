@@ -35,16 +35,16 @@ def attend_and_route(
     hidden: tuple[jax.Array, jax.Array],
     attend: Callable[[Attention, jax.Array], jax.Array],
     positions_T: jax.Array,
-    end: int,
+    padding_position: int,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | ExpertInputs]:
     """Return (x + y + attention [P, C, D], the dense MLP's output [T, D] or the `ExpertInputs`).
 
     hidden: (x [P, C, D], y float32 [T, D]). attend: (attention, normed input [P, C, D]) -> its
-    output without its bias, float32. positions_T: of each token; those at `end` are padding, which
-    chooses no expert. Raises NotImplementedError for norms and routers that the kernels do not
-    compute.
+    output without its bias, float32. positions_T: of each token; those at `padding_position` are
+    padding, which chooses no expert. Raises NotImplementedError for norms and routers that the
+    kernels do not compute.
     """
     # imported on first use: needs Pallas' Triton backend
     from kernels_pallas.add_norm import RouterWeights, add_and_norm
@@ -73,7 +73,7 @@ def attend_and_route(
             kernel_choice_rules(router.config, router.num_experts_per_tok),
             bias_E=_array_or_none(router.e_score_correction_bias),
             positions_T=positions_T,
-            end=end,
+            end=padding_position,
             **options,
         )
         shared_TD = block.shared_output(h_TD)

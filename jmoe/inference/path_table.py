@@ -215,7 +215,7 @@ class PathCounter:
             [_IntegerCounter() for _ in range(self._header.max_digits(layer))] for layer in layers
         ]
 
-    def add(self, choices: Sequence[np.ndarray]) -> None:
+    def count_step(self, choices: Sequence[np.ndarray]) -> None:
         """Count the tokens of a step.
 
         choices: int32 [T, K] of each layer; E marks padding.

@@ -772,7 +772,7 @@ class ModelRunner:
         embed_and_head, outside = self.embed_and_head
         output: Hidden | jax.Array | None = None
         sampled = Sampled()
-        size = self._layers_a_program()
+        size = self._num_layers_per_program()
         finds = 0 if finder is None else self.config.num_experts
         chosen: list[jax.Array] = []
         with self.residency.let_programs_use_finder():
@@ -809,7 +809,7 @@ class ModelRunner:
             step_tokens = TokensInStep(sampled.tokens_P, are_drawn=g.sampling is not None)
         return BatchOutput(output, BatchChoices(chosen), sampled.logits_PV, step_tokens)
 
-    def _layers_a_program(self) -> int:
+    def _num_layers_per_program(self) -> int:
         """Return the number of layers in a program of several: on an accelerator all of them, or
         equal parts of at most `LAYERS_ON_ACCELERATOR`.
         """

@@ -692,7 +692,7 @@ class PendingDraws(NamedTuple):
     logprobs: Logprobs | None
     num_top_logprobs: list[int | None]
 
-    def read(self) -> list[Draw]:
+    def wait_and_read(self) -> list[Draw]:
         """Wait for the device, and return the draw of each chunk."""
         tokens = np.asarray(self.tokens_B).tolist()[: len(self.num_top_logprobs)]
         return [
@@ -868,7 +868,7 @@ class Sampler:
         """
         return _greedy(logits_PCV.reshape(-1, logits_PCV.shape[2])).reshape(logits_PCV.shape[:2])
 
-    def greedy(self, logits_BV: jax.Array) -> np.ndarray:
+    def greedy_tokens_on_host(self, logits_BV: jax.Array) -> np.ndarray:
         """Return int32 [B], the most likely token of each row, on the host."""
         return np.asarray(_greedy(logits_BV))
 

@@ -61,7 +61,7 @@ class DraftVerifier:
         draws = self._sampler.start_sampling(
             logits_BV, [chunk.single_token_chunk(position) for chunk in chunks]
         )
-        return dict(zip(sequences, draws.read(), strict=True))
+        return dict(zip(sequences, draws.wait_and_read(), strict=True))
 
 
 def warm_up_verification(sampler: Sampler, logits_PCV: jax.Array, max_batch: int) -> None:

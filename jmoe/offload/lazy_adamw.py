@@ -76,7 +76,7 @@ def catch_up(
         }
         new = {
             n: adamw_update(
-                w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, now=now
+                w[n], m[n], v[n], grads[n], config=config, decay=w[n].ndim >= 2, step_scalars=now
             )
             for n in w
         }

@@ -58,11 +58,11 @@ def adamw_update(
     *,
     config: OptimizerConfig,
     decay: bool,
-    now: OptimizerStepScalars,
+    step_scalars: OptimizerStepScalars,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (w, m, v) of one float32 parameter after one AdamW step (arXiv 1711.05101).
 
-    With gradient g scaled by `now.clip` and t = `now.step` + 1:
+    With gradient g scaled by `step_scalars.clip` and t = `step_scalars.step` + 1:
 
         m' = b1 m + (1 - b1) g
         v' = b2 v + (1 - b2) g^2
@@ -70,16 +70,16 @@ def adamw_update(
 
     decay: whether the weight-decay term applies.
     """
-    t = (now.step + 1).astype(jnp.float32)
-    g = g.astype(jnp.float32) * now.clip
+    t = (step_scalars.step + 1).astype(jnp.float32)
+    g = g.astype(jnp.float32) * step_scalars.clip
     m_new = config.beta1 * m + (1 - config.beta1) * g
     v_new = config.beta2 * v + (1 - config.beta2) * g * g
     m_new, v_new = _round_to_float32_on_cpu(
-        jnp.where(now.ok, m_new, m), jnp.where(now.ok, v_new, v)
+        jnp.where(step_scalars.ok, m_new, m), jnp.where(step_scalars.ok, v_new, v)
     )
     update = (m_new / (1 - config.beta1**t)) / (
         jnp.sqrt(v_new / (1 - config.beta2**t)) + config.eps
     )
     if decay:
         update = update + config.weight_decay * w
-    return jnp.where(now.ok, w - now.lr * update, w), m_new, v_new
+    return jnp.where(step_scalars.ok, w - step_scalars.lr * update, w), m_new, v_new

@@ -274,7 +274,7 @@ class _CollectiveQueue:
         self._under_way: dict[str, tuple[str, float, float]] = {}  # name: label, begin, end
         self._free_s = 0.0
 
-    def start(self, name: str, label: str, seconds: float) -> None:
+    def enqueue(self, name: str, label: str, seconds: float) -> None:
         """Put a collective behind those under way."""
         begin_s = max(self.now_s, self._free_s)
         self._free_s = begin_s + seconds
@@ -331,7 +331,7 @@ class _ModuleEstimator:
                         collective.label, times, times * collective.sent_bytes, times * seconds
                     )
                 )
-                queue.start(operation.name, collective.label, seconds)
+                queue.enqueue(operation.name, collective.label, seconds)
                 ended = "" if operation.kind.endswith("-start") else operation.name
             else:
                 ended = operation.operands[0] if operation.kind.endswith("-done") else ""

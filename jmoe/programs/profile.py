@@ -78,7 +78,7 @@ def count_paths(engine: "Engine", prompts: Iterable[list[int]], path_length: int
         engine.add_request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True))
     while engine.has_unfinished:
         engine.step()
-        counter.add(engine.last_expert_choices())
+        counter.count_step(engine.last_expert_choices())
     return counter
 
 

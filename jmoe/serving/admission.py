@@ -131,7 +131,7 @@ class FairQueue:
         self._since[client] = self._since[request] = next(self._clock)
         return sequence
 
-    def remove(self, sequence: Sequence) -> bool:
+    def remove_and_tell_if_running(self, sequence: Sequence) -> bool:
         """Remove a waiting or running sequence; return whether it was running.
 
         An unknown sequence is ignored.
@@ -173,7 +173,7 @@ class FairSemaphore:
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     @contextlib.asynccontextmanager
-    async def permit(self, client: Hashable) -> AsyncIterator[None]:
+    async def hold_permit(self, client: Hashable) -> AsyncIterator[None]:
         """Hold one permit inside the `async with` block; wait on entry until one is free."""
         begins = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(begins)

@@ -168,12 +168,12 @@ class Connection(HttpToolsProtocol):
 
     # Called by the parser
 
-    def decline_upgrade(self, rest: bytes) -> None:
+    def decline_upgrade(self, remaining_data: bytes) -> None:
         """Continue in HTTP/1.1 after a request head that offers an upgrade.
 
-        A new parser reads the same head without its Upgrade header, and then `rest`.
+        A new parser reads the same head without its Upgrade header, and then `remaining_data`.
 
-        rest: the bytes received after that head.
+        remaining_data: the bytes received after that head.
         """
         headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
         begin = b"%b %b HTTP/%b\r\n" % (
@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
             b"".join([begin, *(b"%b: %b\r\n" % pair for pair in headers), b"\r\n"])
         )
         self._repeats_head = False
-        self.parser.feed_data(rest)
+        self.parser.feed_data(remaining_data)
 
     def on_message_begin(self) -> None:
         if not self._repeats_head:

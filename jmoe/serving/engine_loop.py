@@ -309,7 +309,7 @@ class EngineLoop:
         """Whether any sequence has not ended."""
         return bool(self._open)
 
-    def drain(self, timeout_s: float) -> None:
+    def start_draining(self, timeout_s: float) -> None:
         """Reject new requests from now on; after `timeout_s` seconds, fail the unfinished ones."""
         self.draining = True
         error = ApiError(
@@ -420,7 +420,7 @@ class EngineLoop:
                 outputs = self.engine.step()
                 for output in outputs:
                     if output.finish_reason is not None:
-                        self._queue.remove(output.sequence)
+                        self._queue.remove_and_tell_if_running(output.sequence)
                 self.snapshot = self._take_snapshot()
                 self._loop.call_soon_threadsafe(self._deliver_outputs, outputs)
         except LockstepError:
@@ -488,14 +488,14 @@ class EngineLoop:
             try:
                 self.engine.add_sequence(sequence)
             except ValueError as error:
-                self._queue.remove(sequence)
+                self._queue.remove_and_tell_if_running(sequence)
                 self._loop.call_soon_threadsafe(
                     self._fail_sequence, sequence, ApiError.from_value_error(error)
                 )
 
     def _abort_on_engine(self, sequence: Sequence) -> None:
         """Remove a sequence from the queue, and abort it if it runs."""
-        if self._queue.remove(sequence):
+        if self._queue.remove_and_tell_if_running(sequence):
             self.engine.abort(sequence)
 
     def _compute_expert_view(self) -> ExpertView:

@@ -106,7 +106,7 @@ class HttpServer(uvicorn.Server):
     def _start_draining(self, signal_number: int) -> None:
         """Start to drain, and exit when idle; if a drain is under way, exit without waiting."""
         if self._draining is None:
-            self._engine_loop.drain(self._drain_timeout_s)
+            self._engine_loop.start_draining(self._drain_timeout_s)
             self._draining = asyncio.create_task(self._exit_when_idle(signal_number))
         else:
             self.should_exit = True

@@ -85,7 +85,7 @@ class Reloader:
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def request(self) -> None:
+    def request_reload(self) -> None:
         """Begin a reload, after the one under way if there is one. Do nothing if a reload already
         waits: it will load the same weights.
         """

@@ -220,10 +220,10 @@ class Service:
         """
         try:
             async with (
-                self._long_texts.permit(client)
+                self._long_texts.hold_permit(client)
                 if num_characters > LONG_TEXT
                 else contextlib.nullcontext(),
-                self._threads.permit(client),
+                self._threads.hold_permit(client),
             ):
                 return await run_in_thread(work)
         except ValueError as error:
@@ -264,7 +264,7 @@ class Service:
         """
 
         async def work_with_permit() -> T:
-            async with self._forks.permit(request.state.client):
+            async with self._forks.hold_permit(request.state.client):
                 return await work()
 
         doing, gone = (

@@ -165,7 +165,7 @@ def finish_step(
         old = zip(
             leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
         )
-        step = partial(adamw_update, config=config.optimizer, now=now)
+        step = partial(adamw_update, config=config.optimizer, step_scalars=now)
         new = [step(w, m, v, g, decay=has_weight_decay(path, w)) for (path, w), m, v, g in old]
         params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
         params = replace_subtree(state.params, params)

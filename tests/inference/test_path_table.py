@@ -26,7 +26,7 @@ def _choices(seed: int, tokens: int) -> list[np.ndarray]:
 def _counted(*steps: list[np.ndarray], kept: int | None = None) -> PathTable:
     counter = PathCounter(*SIZES)
     for step in steps:
-        counter.add(step)
+        counter.count_step(step)
     return counter.make_table("the model", kept)
 
 

@@ -118,7 +118,7 @@ def adamw(state: tuple[Any, Any, Any], grads: Any, step: jax.Array) -> tuple[Any
     config = OptimizerConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     now = OptimizerStepScalars(jnp.float32(1e-3), step, jnp.float32(1.0), jnp.bool_(True))
     new = jax.tree.map(
-        lambda w, m, v, g: adamw_update(w, m, v, g, config=config, decay=True, now=now),
+        lambda w, m, v, g: adamw_update(w, m, v, g, config=config, decay=True, step_scalars=now),
         *state,
         grads,
     )

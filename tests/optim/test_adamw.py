@@ -41,7 +41,7 @@ def test_advance_is_optax_adamw(shape: tuple[int, ...], path: tuple[str, ...]) -
             g,
             config=config,
             decay=decay,
-            now=OptimizerStepScalars(jnp.float32(0.01), step, jnp.float32(0.5), ok),
+            step_scalars=OptimizerStepScalars(jnp.float32(0.01), step, jnp.float32(0.5), ok),
         )
     )
     for i in range(5):
@@ -104,7 +104,7 @@ def test_a_gpu_goes_over_a_parameter_once() -> None:
     arrays = [jnp.ones((4, 4))] * 4
     now = OptimizerStepScalars(jnp.float32(0.01), jnp.int32(0), jnp.float32(1.0), jnp.bool_(True))
     step = jax.jit(
-        lambda *a: adamw_update(*a, config=OptimizerConfig(), decay=True, now=now)
+        lambda *a: adamw_update(*a, config=OptimizerConfig(), decay=True, step_scalars=now)
     ).trace(*arrays)
     barriers = [
         step.lower(lowering_platforms=(p,)).as_text().count("optimization_barrier")

@@ -62,7 +62,7 @@ def test_nobody_waits_for_ever() -> None:
         fill(queue, f"b{i}", "1", 1)
         sequence = queue.start_next()
         order.append(sequence.request)
-        assert queue.remove(sequence)
+        assert queue.remove_and_tell_if_running(sequence)
     assert [name == "a.1" for name in order].count(True) >= 1
     assert order[:2] == ["a.1", "b0.1"]
 
@@ -71,9 +71,11 @@ def test_what_ended_is_forgotten() -> None:
     queue: FairQueue = FairQueue()
     first, second, third = fill(queue, "a", "1", 3)
     assert queue.start_next() is first
-    assert not queue.remove(second), "it waited"
-    assert queue.remove(first), "it ran"
-    assert not queue.remove(first) and not queue.remove(Sequence([1]))
-    assert queue.start_next() is third and queue.remove(third)
+    assert not queue.remove_and_tell_if_running(second), "it waited"
+    assert queue.remove_and_tell_if_running(first), "it ran"
+    assert not queue.remove_and_tell_if_running(first) and not queue.remove_and_tell_if_running(
+        Sequence([1])
+    )
+    assert queue.start_next() is third and queue.remove_and_tell_if_running(third)
     assert len(queue) == len(queue._running) == 0
     assert not any((queue._waiting, queue._running, queue._since, queue._num_running))

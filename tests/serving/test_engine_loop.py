@@ -121,7 +121,7 @@ def test_a_server_that_shuts_down_loads_no_other_weights(engine: Engine) -> None
             reload = asyncio.create_task(loop.reload(Path("nowhere")))
             await asyncio.sleep(0)
             with loop.submit([Sequence([2], short)], "b") as waiting:
-                loop.drain(60.0)
+                loop.start_draining(60.0)
                 async with asyncio.timeout(60):
                     while (await anext(waiting)).finish_reason is None:
                         pass
@@ -179,7 +179,7 @@ def test_a_client_does_not_wait_for_all_of_another_s_blocks(model_folder: Path) 
             loop._admit_waiting()
             for output in engine.step():
                 if output.finish_reason is not None:
-                    loop._queue.remove(output.sequence)
+                    loop._queue.remove_and_tell_if_running(output.sequence)
                     ended.append(output.sequence.client)
 
         for client in "aaaaaaaab":

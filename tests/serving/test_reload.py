@@ -126,7 +126,7 @@ def run_reloader(folder: Path, signals: int, error: Exception | None = None) -> 
         loop: Any = SimpleNamespace(reload=load)
         reloader = Reloader(loop, folder, EngineConfig(), open_folder, did.append)
         for _ in range(signals):
-            reloader.request()
+            reloader.request_reload()
         await asyncio.gather(*reloader._tasks)
 
     asyncio.run(run())

@@ -133,7 +133,7 @@ class Leader:
             channel.send("call", name, arguments)
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def limit_step_time(self) -> Iterator[None]:
         """Return a context for one step, which must end within `step_timeout_s`.
 
         Raises LockstepError from an error in the step if another process is lost.

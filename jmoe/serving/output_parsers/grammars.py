@@ -58,7 +58,7 @@ class GrammarWriter:
         self._rules: list[str] = []
         self._size = 0  # of the rules for schemas
 
-    def write(self, asked: CallGrammar) -> str:
+    def write(self, call_grammar: CallGrammar) -> str:
         """Return the grammar in llguidance's form of Lark.
 
         Raises ValueError for a schema that the format cannot follow, for too long a grammar,
@@ -66,37 +66,37 @@ class GrammarWriter:
         """
         self._rules, self._size = ["TEXT: /(?s:.*)/"], 0
         if self._tool_format == OPENAI:
-            start = self._write_harmony_messages(asked)
+            start = self._write_harmony_messages(call_grammar)
         else:
-            start = self._write_calls_and_text(asked)
+            start = self._write_calls_and_text(call_grammar)
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
-    def _write_calls_and_text(self, asked: CallGrammar) -> str:
+    def _write_calls_and_text(self, call_grammar: CallGrammar) -> str:
         """Add the rules for calls in the model's format; return the terms of the whole output."""
-        begin, calls, between, end = _LAYOUTS[self._tool_format](self, asked.schemas)
+        begin, calls, between, end = _LAYOUTS[self._tool_format](self, call_grammar.schemas)
         self._rules.append("call: " + " | ".join(calls))
-        more = f"({self.quote_terms(between)} call)*" if asked.several else ""
+        more = f"({self.quote_terms(between)} call)*" if call_grammar.several else ""
         self._rules.append(f"calls: {self.quote_terms(begin)} call {more} {self.quote_terms(end)}")
-        if asked.required:
+        if call_grammar.required:
             return "calls"
-        if asked.answer_schema is not None:
-            return f"calls | {self.add_json_rule(asked.answer_schema)}"
+        if call_grammar.answer_schema is not None:
+            return f"calls | {self.add_json_rule(call_grammar.answer_schema)}"
         marker = _MARKERS.get(self._tool_format)
         if marker is None:  # Llama: an answer that begins like a call is one
             self._rules.append("ANSWER: /[^{](?s:.*)/")
             return "calls | ANSWER"
         words = "must be false: the model's tokenizer has no such token, by which calls are known"
         check(marker in self._added, f"tools: strict, with {marker}", True, words)
-        return f"TEXT (calls TEXT){'*' if asked.several else '?'}"
+        return f"TEXT (calls TEXT){'*' if call_grammar.several else '?'}"
 
-    def _write_harmony_messages(self, asked: CallGrammar) -> str:
+    def _write_harmony_messages(self, call_grammar: CallGrammar) -> str:
         """Return the terms of gpt-oss's messages after `<|start|>assistant`: one call at most,
         which ends the turn.
         """
         head = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"
         calls = [
             f"{self.quote_terms(head.replace('NAME', name))} {self.add_arguments_rule(schema)}"
-            for name, schema in asked.schemas.items()
+            for name, schema in call_grammar.schemas.items()
         ]
         end = self.quote_terms("<|end|><|start|>assistant")
         self._rules.append(
@@ -104,9 +104,9 @@ class GrammarWriter:
             f" {self.quote_terms('<|message|>')} TEXT {end}"
         )
         self._rules.append("call: " + " | ".join(calls))
-        if asked.required:
+        if call_grammar.required:
             return "thought* call"
-        schema = asked.answer_schema
+        schema = call_grammar.answer_schema
         answer = "TEXT" if schema is None else self.add_json_rule(schema)
         return f"thought* (call | {self.quote_terms('<|channel|>final<|message|>')} {answer})"
 

@@ -108,11 +108,11 @@ class OutputFormat:
         texts = marker_texts_of_parsers([self._parser_class], self.tags)
         return special_token_texts_by_id(self.tokenizer, texts)
 
-    def write_grammar(self, asked: CallGrammar) -> str:
+    def write_grammar(self, call_grammar: CallGrammar) -> str:
         """Return the grammar of outputs with tool calls, for llguidance. Raises ValueError as
         `GrammarWriter.write`.
         """
-        return GrammarWriter(self.tokenizer, self.template, self.tool_format).write(asked)
+        return GrammarWriter(self.tokenizer, self.template, self.tool_format).write(call_grammar)
 
     def open_stream(
         self, prompt: str, settings: ParserSettings, max_calls: int | None

@@ -119,7 +119,7 @@ class LeaderOfTurns:
     """What an engine takes for its leader."""
 
     def __init__(self, leader: Leader) -> None:
-        self.step, self._leader = leader.step, leader
+        self.limit_step_time, self._leader = leader.limit_step_time, leader
 
     def send_call(self, method: str, *arguments: Any) -> None:
         self._leader.send_call("call", method, arguments)

@@ -140,7 +140,7 @@ def test_a_follower_that_ends_is_named(channels: Pair, leader: Lead) -> None:
     first, lost = leader({rank: here for rank, (here, _) in pairs.items()})
 
     def step() -> None:
-        with first.step():
+        with first.limit_step_time():
             pairs[2][1].close()
             raise ValueError("Gloo all-reduce failed: Connection reset by peer")
 
@@ -179,7 +179,7 @@ def test_an_error_of_the_leader_is_its_own(
 ) -> None:
     monkeypatch.setattr(lockstep, "GRACE_S", 0.01)
     first, lost = leader({1: channels()[0]})
-    with pytest.raises(KeyError), first.step():
+    with pytest.raises(KeyError), first.limit_step_time():
         raise KeyError("mine")
     assert not lost
 
@@ -197,7 +197,7 @@ def test_a_step_without_progress_names_who_is_behind(channels: Pair, leader: Lea
     )
     pairs[1][1].send("beat", 1)
     wait_for(lambda: first._calls_of[1] == 1)
-    with first.step():
+    with first.limit_step_time():
         first.send_call("add", 1, 1)
         pairs[2][1].send("beat", 0)
         assert lost.wait() == "a step has made no progress for 2 s (step_timeout_s): rank 2 behind"
@@ -300,7 +300,7 @@ if rank > 0:
     Follower(channels[0], silence_s=240).run_leader_calls(runner)
 else:
     for number in range(int(sys.argv[4])):
-        with runner.leader.step():
+        with runner.leader.limit_step_time():
             found = runner.add(np.full(3, number, np.float32))
         assert found.tolist() == [number * processes * (processes + 1) / 2] * 3
     runner.leader.__exit__(None, None, None)
