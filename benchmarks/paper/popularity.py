@@ -245,11 +245,12 @@ def lookup_ms(
     ]
     path, rows = [np.resize(choices, (tokens, choices.shape[1])) for choices in whole[:-1]], []
     for length, table in tables.items():
-        taken: dict[str, list[float]] = {"popularity": [], "likely": []}
+        lookups = {"popularity": table.estimate_popularity, "likely": table.most_frequent_experts}
+        taken: dict[str, list[float]] = {name: [] for name in lookups}
         for _ in range(50):
             for name, seconds in taken.items():
                 begun = time.perf_counter()
-                getattr(table, name)(path)
+                lookups[name](path)
                 seconds.append(1e3 * (time.perf_counter() - begun))
         rows.append(
             {"path_length": length, "tokens": tokens}

@@ -178,14 +178,18 @@ def layer_share_text(result: Result) -> str:
 
 
 def contention_text(result: Result) -> str:
-    among, ahead = (
-        matching_row(result["ddp"]["rows"], variant=name) for name in ("ready", "fixed")
-    )
-    return (
-        f"among all-reduces (`ready`) an all-to-all takes "
-        f"{among['all_to_all_s'] / ahead['all_to_all_s']:.1f} times as long as ahead of them "
-        f"(`fixed`), in the median, at {among['mbit_per_s']:g} Mbit/s"
-    )
+    rows = result["contention"]["rows"]
+    alone, parts = matching_row(rows, variant="fixed"), []
+    for name in ("ready", "chunks"):
+        row = matching_row(rows, variant=name)
+        mean_slowdown = row["all_to_all_s"] / alone["all_to_all_s"]
+        slowdown = row["slowdown"]
+        parts.append(
+            f"`{name}` {mean_slowdown:.2f} times in the mean, {slowdown['0.5']:.2f} in the median, "
+            f"{slowdown['0.9']:.2f} in the 90th percentile, at most {slowdown['1']:.2f}"
+        )
+    exchanges = 2 * rows[0]["layers"] * len(rows[0]["all_seconds"])
+    return f"{exchanges} all-to-alls, {rows[0]['mbit_per_s']:g} Mbit/s: {'; '.join(parts)}"
 
 
 def backward_all_to_alls_text(result: Result) -> str:
@@ -319,3 +323,14 @@ def share_by_experts_text(result: Result) -> str:
         for row in rows
     )
     return f"estimated, not measured, 12 layers: {shown}"
+
+
+def most_popular_text(result: Result) -> str:
+    found = result["most_popular"]
+    shown = "; ".join(
+        f"layer {row['layer']}: {', '.join(map(str, row['experts']))} "
+        f"({row['share_of_choices']:.0%})"
+        for row in found["rows"]
+        if row["layer"] % 2 == 0
+    )
+    return f"{shown} of the choices, of {result['experts']} experts"

@@ -159,6 +159,12 @@ PROGRAMS = (
         limit_s=240,
     ),
     Program(
+        "lina-contention",
+        f"{STEPS} ddp --rates 50 --rounds 5 --variants fixed ready chunks --chunk-bytes 1500000",
+        ORDER_FILE,
+        no_quick="the smoke test of lina-ddp runs this program",
+    ),
+    Program(
         "lina-partition-size",
         f"{STEPS} order --rates 50 --variants ready chunks --rounds 5 --chunk-bytes 1500000",
         ORDER_FILE,
@@ -188,6 +194,13 @@ PROGRAMS = (
     Program(
         "lina-popularity",
         "python -m benchmarks.paper.popularity --model DIR --text FILE --other OTHER",
+        "popularity_cpu.json",
+        no_quick=TRAINED_MODEL,
+    ),
+    Program(
+        "lina-popular-experts",
+        "python -m benchmarks.paper.popularity --model DIR --text FILE --rounds 0 "
+        "--profile-tokens 8000",
         "popularity_cpu.json",
         no_quick=TRAINED_MODEL,
     ),

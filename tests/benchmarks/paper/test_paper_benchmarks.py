@@ -6,12 +6,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.comm import simulate, trace
+from benchmarks.comm import simulate, steps, trace
 from benchmarks.lib.linked_nodes import LinkedNodes
 from benchmarks.lib.parts import run_part
 from benchmarks.paper import __main__ as command
@@ -23,7 +24,6 @@ from benchmarks.paper.tables.row import Program, Row
 from tests.fakes import wait_for
 
 KINDS = {"loop": "while", "dot": "dot", "add": "add", "sum": "all-reduce"}
-MISSING = {("Lina", "Table"): {2}}
 BESIDE_NO_PAPER = {"eplb"}  # of benchmarks/paper: what shows no table or figure of the three papers
 
 
@@ -51,7 +51,7 @@ def test_every_table_and_figure_of_a_paper_has_a_row(paper: str, tables: int, fi
     assert len(set(items)) == len(items)
     for kind, number in (("Table", tables), ("Figure", figures)):
         found = set[int]().union(*(numbered(kind, item) for item in items))
-        assert found == set(range(1, number + 1)) - MISSING.get((paper, kind), set())
+        assert found == set(range(1, number + 1))
 
 
 def test_each_row_has_a_figure_or_a_test_of_what_is_drawn() -> None:
@@ -216,6 +216,18 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert sum(parts.values()) == 12
     # the loss belongs to no layer
     assert trace.layers_s(found, ops) == pytest.approx({"forward": 2, "backward": 3})
+
+
+def test_how_much_longer_exchanges_take_beside_other_collectives() -> None:
+    """Each over the median of the exchange at the same place, in seconds of 1 and 4 alone."""
+
+    def run(*rounds: tuple[float, float]) -> Any:
+        step = [[trace.Exchange(0, seconds * 1e9) for seconds in each] for each in rounds]
+        return SimpleNamespace(exchanges=step)
+
+    alone = run((1, 4), (1, 4), (1, 5))
+    assert steps.slowdown(alone, alone) == {"0.1": 1, "0.5": 1, "0.9": 1.12, "1": 1.25}
+    assert steps.slowdown(run((2, 4)), alone) == {"0.1": 1.1, "0.5": 1.5, "0.9": 1.9, "1": 2}
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
