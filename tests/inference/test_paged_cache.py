@@ -88,7 +88,7 @@ def run_alone(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) -> 
     """Run the requests one after the other, and reuse nothing."""
     sequences = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockPool, "find", lambda *_: NOTHING_CACHED)
+        patch.setattr(BlockPool, "find_cached_prefix", lambda *_: NOTHING_CACHED)
         for request in asked:
             sequences.append(engine.add_request(*request))
             while engine.has_unfinished:
@@ -163,6 +163,21 @@ def test_devices_under_pressure_give_the_tokens_of_one(
         stats = engine.scheduler_stats()
         assert (stats.preemptions > 0) == preempts and stats.reused_tokens > 100
     assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_reserve")
+def test_pressure_on_a_cache_in_fp8(long_models: Path) -> None:
+    """Preempted requests compute their keys and values again and round them alike."""
+    asked = requests(8)
+    options: dict[str, Any] = {"policy": "resident", "native": "off", "kv_cache_dtype": "fp8"}
+    with tiny_engine(long_models / "qwen3_moe", **TIGHT, **options) as engine:
+        together = run_together(engine, asked)
+        stats = engine.scheduler_stats()
+        assert stats.preemptions > 2 and stats.reused_tokens > 200
+    with tiny_engine(long_models / "qwen3_moe", **ROOMY, **options) as engine:
+        alone = run_alone(engine, asked)
+    assert [s.output_token_ids for s in together] == [s.output_token_ids for s in alone]
 
 
 @pytest.mark.slow

@@ -520,7 +520,7 @@ def test_a_prompt_that_waits_for_blocks_is_not_looked_up_again(
     admitted(engine, request("first", [1] * 33, max_new_tokens=5))
     engine.scheduler.add(request("second", [2] * 20))
     with monkeypatch.context() as patch:
-        patch.setattr(BlockPool, "find", lambda *_: pytest.fail("no block is free"))
+        patch.setattr(BlockPool, "find_cached_prefix", lambda *_: pytest.fail("no block is free"))
         engine.step()
     engine.run_to_end()
     assert len(engine.finished) == 2
