@@ -129,7 +129,7 @@ def in_host_memory(
         *(parts.moe_gradients, params, layer, backward, sums, nothing),
         kind="moe",
         full_capacity=False,
-        last=True,
+        is_last_micro_batch=True,
     )
     doutside = do("embed_gradients", parts.embed_gradients, outside, part, dx_BSD, doutside, [])
     grads = grads._replace(
