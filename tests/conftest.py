@@ -72,10 +72,14 @@ def pytest_collection_finish() -> None:
 def programs_of_one_module() -> Iterator[None]:
     """Forget a module's compiled programs: they map memory, and a process may have 65,530 maps
     (vm.max_map_count).
+
+    The garbage of the module before is collected first, when its last test holds nothing any
+    more. What is left then stays to the end, and no later collection looks at it again.
     """
+    gc.collect()
+    gc.freeze()
     yield
     jax.clear_caches()
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
