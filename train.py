@@ -80,6 +80,7 @@ from jmoe.training.fused.distilling import DistillingTrainer
 from jmoe.training.fused.step_estimate import estimate_step
 from jmoe.training.session import Session, print_on_rank_0
 from jmoe.training.state import TrainState
+from jmoe.training.streamed.adapting import StreamedAdapterTrainer
 from jmoe.training.task import RunSetup, Task, TrainingData, open_session
 from jmoe.training.tasks.task import ImageTraining
 from jmoe.training.trainer import Trainer, make_trainer
@@ -162,8 +163,8 @@ def log_step(run: Session, progress: ProgressBar, step: int, record: JsonObject)
     """Write a step's record to the log, the exporter and the progress bar; on process 0 only."""
     assert run.log is not None
     config = run.config
-    if not config.tiers.all_on_device:
-        record["tiers"] = tier_counts(run.trainer.expert_stats())
+    if (stats := run.trainer.expert_stats()) is not None:
+        record["tiers"] = tier_counts(stats)
     run.log.write_step(step, record)
     if run.exporter is not None:
         run.exporter.note_step(step, record)
@@ -239,7 +240,9 @@ class LanguageModeling:
         """
         config, _ = setup.expert_packing.current_config_and_shape()
         if config.lora.rank is not None:
-            return AdapterTrainer(config, setup.mesh)
+            if config.tiers.all_on_device:
+                return AdapterTrainer(config, setup.mesh)
+            return StreamedAdapterTrainer(config, setup.mesh, setup.folder.run_name)
         if not config.distil.teacher:
             return make_trainer(config, setup.mesh, setup.folder.run_name)
         with status(f"loading the teacher {config.distil.teacher}", print_on_rank_0):

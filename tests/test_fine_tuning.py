@@ -208,8 +208,15 @@ def test_chats(runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: S
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [(), ("--tiers.experts", "nvme", "--lora.expert-dtype", "mxfp4")]
+)
 def test_adapters_resume_to_the_bit(
-    runs: TrainRuns, tmp_path: Path, run_python: Run, start_python: Start
+    options: tuple[str, ...],
+    runs: TrainRuns,
+    tmp_path: Path,
+    run_python: Run,
+    start_python: Start,
 ) -> None:
     """A LoRA run that is killed and one that is not write the same adapter, byte for byte."""
 
@@ -222,11 +229,11 @@ def test_adapters_resume_to_the_bit(
     run("-m", "jmoe.deploy.merge", first, model)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
 
-    def command(output_dir: Path, *options: Any) -> list[Any]:
-        lora = ("--lora.rank", 4, "--lora.targets", "attention", "router", "experts")
+    def command(output_dir: Path, *steps: Any) -> list[Any]:
+        lora = ("--lora.rank", 4, "--lora.targets", "attention", "router", "experts", *options)
         saved = ("--checkpoint.every-steps", 4, "--output-dir", output_dir)
         start = ("train.py", "tiny", "--init-from", model, "--data.path", runs.text, *SHORT)
-        return [*map(str, (*start, *lora, *saved, *options))]
+        return [*map(str, (*start, *lora, *saved, *steps))]
 
     child = start_python(command(killed, *ENDLESS), tmp_path / "log", runs.environment())
     child.wait_until(lambda: len(losses(killed)) >= 10)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jmoe.config.checks import check, check_field, check_field_types, check_positive, check_unset
+from kernels_pallas.formats import ExpertDtype
 
 LORA_TARGETS = ("attention", "mlp", "shared_expert", "router", "experts")
 
@@ -28,11 +29,14 @@ class LoraConfig:
     # probability with which an element of an adapter's input is zero in training; of attention
     # alone, as in PEFT, whose adapters of parameters have none
     dropout: float = 0.0
+    # format of the frozen experts' matrices on the device; wide: the compute dtype. A model that is
+    # stored in this format keeps its values exactly, others are rounded
+    expert_dtype: ExpertDtype = "wide"
 
     def __post_init__(self) -> None:
         check_field_types(self)
         if self.rank is None:
-            names = ["alpha", "rslora", "dropout", "targets"]
+            names = ["alpha", "rslora", "dropout", "targets", "expert_dtype"]
             check_unset(self, "lora", names, "without lora.rank")
             return
         check_field(self.rank >= 1, self, "lora.rank", "must be at least 1")

@@ -23,6 +23,11 @@ TIERS: tuple[Tier, ...] = ("device", "host", "nvme")  # from the fastest to the 
 OF_MOESYS = ("cache_threshold", "cache_beta", "cache_interval")
 # options of the tier nvme
 OF_NVME = ("path", "host_cache_bytes", "write_back_every_steps", "cache_policy", *OF_MOESYS)
+# options of experts that have gradients and optimizer state
+OF_TRAINED_EXPERTS = (
+    *("gradients", "gradient_dtype", "update", "write_back_every_steps", "device_experts"),
+    *("chosen_share", "cache_policy", *OF_MOESYS),
+)
 CachePolicy = Literal["lfu", "moesys"]
 
 
@@ -121,6 +126,21 @@ class TiersConfig:
         if experts == "device":  # all of them are there
             options["device_experts"] = 1.0
         return dataclasses.replace(self, experts=experts, optimizer=optimizer, **options)
+
+    def check_frozen_experts(self) -> None:
+        """Raise ValueError unless the options are of experts that have no optimizer state, as with
+        `lora.rank`.
+        """
+        check(
+            self.experts != "auto",
+            "tiers.experts",
+            self.experts,
+            "must be device, host or nvme with lora.rank: not planned yet",
+        )
+        alone = f"must be {self.experts} with lora.rank: frozen experts have no optimizer state"
+        check(self.optimizer == self.experts, "tiers.optimizer", self.optimizer, alone)
+        why = "with lora.rank, whose experts are only read"
+        check_unset(self, "tiers", OF_TRAINED_EXPERTS, why)
 
     @property
     def all_on_device(self) -> bool:

@@ -467,8 +467,7 @@ class TrainConfig:
         )
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", f"must be float32 or bfloat16 {with_lora}")
-        tiers = self.tiers.experts, self.tiers.optimizer
-        check(self.tiers.all_on_device, "tiers", tiers, f"must be device {with_lora}")
+        self.tiers.check_frozen_experts()
         packing = self.comm.packing
         check(packing == 1, "comm.packing", packing, f"must be 1 {with_lora}")
         sharding = self.comm.shard_experts

@@ -5,6 +5,7 @@ local experts, M the local experts whose weights are loaded.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import flax.nnx as nnx
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config import check
-from jmoe.layers.low_rank import AdaptedParam
-from kernels_pallas.grouped_mlp import MLPWeights, activate, grouped_mlp
+from jmoe.layers.low_rank import AdaptedParam, LowRank
+from kernels_pallas.grouped_mlp import MLPWeights, activate, changed_grouped_mlp, grouped_mlp
 from kernels_pallas.matmul import matmul
 from kernels_pallas.saved import mark_saved
 from kernels_pallas.token_permute import RowMap
@@ -97,6 +98,8 @@ class Experts(_MLPParameters):
         super().__init__((num_experts,), hidden_size, intermediate_size, **options)
         # ascending numbers of the experts whose weights are loaded; None: all of them
         self.ids_M: jax.Array | None = nnx.data(None)
+        # adapters added to the products, by name of their weight; None: there are none
+        self.low_rank: Mapping[str, LowRank] | None = nnx.data(None)
 
     def __call__(
         self,
@@ -114,6 +117,8 @@ class Experts(_MLPParameters):
         """
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
+        if self.low_rank is not None:
+            return self._with_adapters(x_ND, group_sizes_L, weights, rows)
         batched_rows = batched_rows_per_expert(expected_rows, group_sizes_L.shape[0])
         # experts that are not loaded have no rows, so the loaded experts' rows are contiguous
         if self.ids_M is not None:
@@ -124,6 +129,29 @@ class Experts(_MLPParameters):
             weights,
             activation=self.activation,
             batched_rows_per_group=batched_rows,
+            rows=rows,
+        )
+
+    def _with_adapters(
+        self, x_ND: jax.Array, group_sizes_L: jax.Array, weights: MLPWeights, rows: RowMap | None
+    ) -> jax.Array:
+        """Return the outputs with the adapters' low-rank products beside those of the weights."""
+        own = self.low_rank or {}
+
+        def change(name: str, x: jax.Array) -> jax.Array | None:
+            gathered = rows if name == "w_up" else None
+            adapter = own.get(name)
+            if adapter is None:
+                return None
+            return adapter.grouped_product_change(x, None, group_sizes_L, gathered)
+
+        w_up, w_down = weights.w_up.astype(x_ND.dtype), weights.w_down.astype(x_ND.dtype)
+        return changed_grouped_mlp(
+            x_ND,
+            group_sizes_L,
+            weights._replace(w_up=w_up, w_down=w_down),
+            change,
+            activation=self.activation,
             rows=rows,
         )
 

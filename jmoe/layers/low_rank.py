@@ -19,21 +19,26 @@ from jax import lax
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.grouped_mlp.reference import ProductChange
 from kernels_pallas.matmul import dot
+from kernels_pallas.token_permute import RowMap, dispatch
 
 BASE = 0  # the number of no adapter: the model as it is
 EXPERTS = ("w_up", "w_down")
+# Up to so many ranks of all experts of a layer together, one plain product with all of them
+# replaces a grouped one: it costs as much as so many more outputs of the weight.
+MOST_MASKED_RANKS = 256
 
 
 class LowRank(NamedTuple):
     """The adapters of a weight [I, O], or of each expert's.
 
     a: [I, R] or [E, I, R]. b: [R, O] or [E, R, O], multiplied by the adapters' scales. owner_R:
-    int32, the number of the adapter that each rank belongs to, from 1.
+    int32, the number of the adapter that each rank belongs to, from 1; None if all rows have all
+    ranks, as in training.
     """
 
     a: jax.Array
     b: jax.Array
-    owner_R: jax.Array
+    owner_R: jax.Array | None = None
 
     def product_change(self, x: jax.Array, adapter: jax.Array) -> jax.Array:
         """Return float32 [..., O]: what each row's adapter adds to the product x @ weight.
@@ -49,17 +54,49 @@ class LowRank(NamedTuple):
         return LowRank(a, b, self.owner_R)
 
     def grouped_product_change(
-        self, x_NI: jax.Array, adapter_N: jax.Array, group_sizes_E: jax.Array
+        self,
+        x_NI: jax.Array,
+        adapter_N: jax.Array | None,
+        group_sizes_E: jax.Array,
+        rows: RowMap | None = None,
     ) -> jax.Array:
         """Return [N, O] in x's dtype: `product_change` of rows sorted by expert. Rows beyond the
-        groups hold arbitrary values.
+        groups hold arbitrary values. rows: if given, x is [T, I] and row n is x[rows.src_M[n]].
         """
-        ranks = grouped_matmul(x_NI, self.a.astype(x_NI.dtype), group_sizes_E)
+        if self.owner_R is None and self.a.shape[0] * self.a.shape[2] <= MOST_MASKED_RANKS:
+            return self._change_by_masked_ranks(x_NI, group_sizes_E, rows)
+        ranks = grouped_matmul(x_NI, self.a.astype(x_NI.dtype), group_sizes_E, rows=rows)
         own_NR = self._zero_ranks_of_other_adapters(ranks, adapter_N)
         return grouped_matmul(own_NR, self.b.astype(x_NI.dtype), group_sizes_E)
 
-    def _zero_ranks_of_other_adapters(self, ranks: jax.Array, adapter: jax.Array) -> jax.Array:
+    def _change_by_masked_ranks(
+        self, x: jax.Array, group_sizes_E: jax.Array, rows: RowMap | None
+    ) -> jax.Array:
+        """Return `grouped_product_change`, zeros beyond the groups, by products with all experts'
+        ranks side by side, of which each row keeps its own expert's.
+        """
+        experts, inputs, rank = self.a.shape
+        a = self.a.transpose(1, 0, 2).reshape(inputs, experts * rank).astype(x.dtype)
+        b = self.b.reshape(experts * rank, -1).astype(x.dtype)
+        num_rows = (x if rows is None else rows.src_M).shape[0]
+        row_N1 = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        inside_N1 = row_N1 < group_sizes_E.sum()
+        if rows is None:
+            # what lies beyond the groups may be NaN, which a factor 0 keeps
+            ranks = dot(jnp.where(inside_N1, x, 0), a).astype(x.dtype)
+        else:
+            ranks = dispatch(dot(x, a).astype(x.dtype), rows.src_M, rows.row_TK, rows.complete)
+        ends_R = jnp.repeat(jnp.cumsum(group_sizes_E), rank)
+        begins_R = ends_R - jnp.repeat(group_sizes_E, rank)
+        own_NR = jnp.where((row_N1 >= begins_R) & (row_N1 < ends_R), ranks, 0)
+        return jnp.where(inside_N1, dot(own_NR, b).astype(x.dtype), 0)
+
+    def _zero_ranks_of_other_adapters(
+        self, ranks: jax.Array, adapter: jax.Array | None
+    ) -> jax.Array:
         """Return `ranks` [..., R] with 0 for ranks that are not of the row's own adapter."""
+        if self.owner_R is None or adapter is None:
+            return ranks
         return jnp.where(self.owner_R == adapter[..., None], ranks, jnp.zeros((), ranks.dtype))
 
 

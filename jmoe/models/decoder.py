@@ -245,7 +245,7 @@ class Decoder(nnx.Module):
         full_capacity, keep_routing, documents: see `Block.__call__`.
         """
         x_BSD = self.embed(tokens_BS, dtype, execution.lookup, documents)
-        graphs, inputs = self._graphs_and_scan_inputs(key)
+        graphs, inputs = self.graphs_and_scan_inputs(key)
         options = {
             "dtype": dtype,
             "train": train,
@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
         x_BSD, stats = execution.layer_runner(patterns, apply_block, inputs, x_BSD)
         return self.norm(x_BSD, dtype), stats
 
-    def _graphs_and_scan_inputs(
+    def graphs_and_scan_inputs(
         self, key: jax.Array | None
     ) -> tuple[dict[LayerKind, nnx.GraphDef[Block]], LayerInputs]:
         """Return (the graph of a block, its scanned inputs), each by kind of layer."""

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig, check
-from jmoe.layers.low_rank import AdaptedParam
+from jmoe.layers.low_rank import AdaptedParam, LowRank
 from jmoe.mesh import EXPERTS_PATH, path_names
 from jmoe.models.pretrained import abstract_decoder
 from jmoe.models.tensor_names import parameter_source
@@ -138,6 +138,13 @@ class AdapterApplier:
 
         with jax.named_scope("adapters"):
             return jax.tree_util.tree_map_with_path(add, layer)
+
+
+def expert_low_rank(adapters: Mapping[str, Adapter], scale: float) -> dict[str, LowRank]:
+    """Return the adapters of one layer's experts, by name of their weight, for products beside
+    those of the weights.
+    """
+    return {name: LowRank(own["a"][:, 0], scale * own["b"]) for name, own in adapters.items()}
 
 
 class DropoutAdaptedParam(AdaptedParam):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -88,8 +88,9 @@ def open_experts(  # noqa: PLR0913  what the engine's options say
     )
     log.info("experts off the device: %s", memory.note)
     limits = bandwidth_limit_bytes_per_s
-    store = _open_store(
-        checkpoint, index, plan, cache_dir, limits, allocate=memory.allocate, make_ranks=make_ranks
+    tier = ExpertTier.of_engine(plan, checkpoint, cache_dir)
+    store = open_expert_store(
+        checkpoint, index, tier, limits, allocate=memory.allocate, make_ranks=make_ranks
     )
     if plan.policy == "ring":
         return LayerRing(slots, store, index, plan.ring_slots), store
@@ -142,8 +143,9 @@ def open_placed_experts(
         )
         log.info("experts off the devices: %s", memory.note)
         owned = chain.from_iterable(owned_by_device.values())
-        store = _open_store(
-            *(checkpoint, index, plan, cache_dir, limits, owned, memory.allocate), make_ranks
+        tier = ExpertTier.of_engine(plan, checkpoint, cache_dir)
+        store = open_expert_store(
+            checkpoint, index, tier, limits, owned, memory.allocate, make_ranks
         )
         if plan.policy == "ring":
             return MeshRing(mesh, index, fields, plan.ring_slots, store), store
@@ -155,7 +157,8 @@ def open_placed_experts(
         ), None
     slots = plan.expert_slots // index.num_layers
     if plan.expert_tier is not None:
-        store = _open_store(checkpoint, index, plan, None, limits, make_ranks=make_ranks)
+        tier = ExpertTier.of_engine(plan, checkpoint, None)
+        store = open_expert_store(checkpoint, index, tier, limits, make_ranks=make_ranks)
         return PlacedExperts(mesh, index, fields, slots, store.get), store
     return PlacedExperts(mesh, index, fields, slots, _record_reader(checkpoint, index)), None
 
@@ -176,27 +179,51 @@ def _record_reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord
     return read
 
 
-def _open_store(
+class ExpertTier(NamedTuple):
+    """The tier of experts' records.
+
+    cache_bytes: host memory that caches records of the tier nvme. folder: of these records. option:
+    the option that names the folder, for error messages, with its value.
+    """
+
+    name: Literal["host", "nvme"]
+    cache_bytes: int
+    folder: Path
+    option: str
+
+    @classmethod
+    def of_engine(
+        cls, plan: MemoryPlan, checkpoint: LazyCheckpoint, cache_dir: str | os.PathLike[str] | None
+    ) -> Self:
+        """Return the tier of an engine's plan."""
+        assert plan.expert_tier is not None
+        folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
+        return cls(plan.expert_tier, plan.host_bytes, folder, f"cache_dir = {cache_dir!r}")
+
+
+def open_expert_store(
     checkpoint: LazyCheckpoint,
     index: ExpertIndex,
-    plan: MemoryPlan,
-    cache_dir: str | os.PathLike[str] | None,
-    limits: Mapping[LinkName, float] | None,
+    tier: ExpertTier,
+    limits: Mapping[LinkName, float] | None = None,
     owned: Iterable[int] | None = None,
     allocate: Allocate = allocate_slots,
     make_ranks: Callable[[int], RecordRanks] = HitCounts,
+    on_record: Callable[[int], None] = lambda _: None,
 ) -> TieredStore:
-    """Return a store of the experts' records on the plan's tier.
+    """Return a store of a checkpoint's experts, as records on a tier.
 
-    owned: the records to hold in host memory, None for all; the tier nvme holds all records. Raises
-    `OSError` if the cache folder is not writable.
+    owned: the records to hold in host memory, None for all; the tier nvme holds all records.
+    on_record: called with the number of each record once it is read from the checkpoint. Raises
+    `OSError` if the folder is not writable.
     """
     layout = RecordLayout.from_arrays(checkpoint.expert_fields)
 
     def fill(number: int, views: dict[str, np.ndarray]) -> None:
         checkpoint.fill_expert(*index.layer_and_expert_of(number), views)
+        on_record(number)
 
-    if plan.expert_tier == "host":
+    if tier.name == "host":
         records = HostRecords.allocate_and_fill(layout, index.num_records, fill, owned, allocate)
         return TieredStore(records, bandwidth_limit_bytes_per_s=limits)
     open_again, fingerprint = checkpoint.reopen, checkpoint.fingerprint
@@ -211,23 +238,20 @@ def _open_store(
                 raise ValueError(f"{again.folder}: has changed since the experts were packed")
             again.fill_expert(*index.layer_and_expert_of(number), views)
 
-    folder = Path(cache_dir) if cache_dir is not None else checkpoint.folder / PACK_FOLDER
     try:
         packed = RecordStore.open_or_pack(
-            folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair
+            tier.folder, layout, index.num_records, fill, fingerprint=fingerprint, repair=repair
         )
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        place = f"experts of the tier nvme cannot be written to {folder}: {error.strerror}"
-        raise OSError(
-            f"cache_dir = {cache_dir!r}: {place}; give another folder, on a fast disk"
-        ) from error
+        place = f"experts of the tier nvme cannot be written to {tier.folder}: {error.strerror}"
+        raise OSError(f"{tier.option}: {place}; give another folder, on a fast disk") from error
     if packed.io == "mapped" and "nvme" not in (limits or {}):
         return TieredStore(packed.map_records(), bandwidth_limit_bytes_per_s=limits)
     return TieredStore(
         packed,
-        cache_bytes=plan.host_bytes,
+        cache_bytes=tier.cache_bytes,
         bandwidth_limit_bytes_per_s=limits,
         allocate=allocate,
         make_ranks=make_ranks,

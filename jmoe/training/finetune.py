@@ -181,8 +181,8 @@ def load_pretrained_state(trainer: Trainer, config: TrainConfig) -> TrainState:
 def load_pretrained_parameters(
     config: TrainConfig, abstract_params: dict[Names, jax.ShapeDtypeStruct]
 ) -> dict[Names, jax.Array]:
-    """Return the parameters of `init_from` by path, each with the dtype and sharding in
-    `abstract_params`.
+    """Return the parameters of `init_from` that `abstract_params` names, by path, each with the
+    dtype and sharding there.
 
     Every process must call this.
     """
@@ -192,6 +192,7 @@ def load_pretrained_parameters(
         return {
             p.path: loader.load(p, abstract_params[p.path].dtype, abstract_params[p.path].sharding)
             for p in wanted
+            if p.path in abstract_params
         }
 
 
@@ -206,7 +207,8 @@ def _match_parameters(
     folder = pretrained_folder(config.init_from)
     shapes = abstract_decoder(config.model)[2]
     shapes = jax.tree.unflatten(
-        jax.tree.structure(shapes), [abstract_params[path] for path in flatten_by_path(shapes)]
+        jax.tree.structure(shapes),
+        [abstract_params.get(path, shape) for path, shape in flatten_by_path(shapes).items()],
     )
     stored = read_weight_headers(folder)
     wanted = list_parameters(shapes, config.model, family_of(read_config(folder)), stored)

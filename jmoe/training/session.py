@@ -349,7 +349,8 @@ class Session:
                     self.config,
                     self.mesh,
                 )
-        totals = {} if self.config.tiers.all_on_device else tier_totals(self.trainer.expert_stats())
+        stats = self.trainer.expert_stats()
+        totals = {} if stats is None else tier_totals(stats)
         if self.log is None:
             return
         tiers_text = summarize_and_log_tiers(self.config, totals, self.log) if totals else ""

@@ -94,10 +94,12 @@ def _mlp_with_saved_preactivations(
     group_sizes_L: jax.Array,
     rows: RowMap | None,
     activation: str,
-    matmul: Implementation,
+    matmul: Implementation | None,
+    change: ProductChange | None = None,
 ) -> jax.Array:
     """Return the MLP's output and save the pre-activations, which the backward pass needs. XLA adds
-    the biases and applies the activation.
+    the biases and applies the activation. matmul: None for the best that supports the operands.
+    change: see `changed_grouped_mlp`.
     """
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     ends_L = jnp.cumsum(group_sizes_L)
@@ -106,16 +108,45 @@ def _mlp_with_saved_preactivations(
         axis=-1, dtype=jnp.int32
     )
     h = grouped_matmul(x_ND, w_up_LDU, group_sizes_L, rows=rows, implementation=matmul)
+    h = _add_change(h, change, "w_up", x_ND)
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
     h = mark_saved(_prevent_second_launch(h), "expert_up")
     a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
     y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
+    y = _add_change(y, change, "w_down", a_NF)
     return (
         _prevent_second_launch(y)
         if b_down_LD is None
         else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
     )
+
+
+def _add_change(y: jax.Array, change: ProductChange | None, name: str, x: jax.Array) -> jax.Array:
+    """Return the product y = x @ weight `name` with its change added in float32, in y's dtype."""
+    added = None if change is None else change(name, x)
+    if added is None:
+        return y
+    return (y.astype(jnp.float32) + added.astype(jnp.float32)).astype(y.dtype)
+
+
+def changed_grouped_mlp(
+    x_ND: jax.Array,
+    group_sizes_L: jax.Array,
+    weights: MLPWeights,
+    change: ProductChange,
+    *,
+    activation: str,
+    rows: RowMap | None = None,
+) -> jax.Array:
+    """Return `grouped_mlp.api`'s result with a change added to both products; differentiable in x,
+    weights and what `change` computes with.
+
+    weights: in x's dtype. change: of ("w_up", `x_ND` as it is, not gathered by `rows`) and of
+    ("w_down", the activations [N, F]).
+    """
+    operands = _Operands(x_ND, weights)
+    return _mlp_with_saved_preactivations(operands, group_sizes_L, rows, activation, None, change)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -201,10 +232,7 @@ def mlp_in_slots(
         epilogue = Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
         places = WeightSlots(slot_E, scales)
         y = multiply(x, uint16_as_bfloat16(w), slots=places, epilogue=epilogue)
-        added = None if change is None else change(name, x)
-        if added is None:
-            return y
-        return (y.astype(jnp.float32) + added.astype(jnp.float32)).astype(y.dtype)
+        return _add_change(y, change, name, x)
 
     is_plain = "w_up" + SCALES not in slots and slots["w_up"].shape[2] % 256 == 0
     if activation != "gelu" and (is_plain or gates_all) and change is None:

@@ -88,6 +88,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "lora.rslora": (True, {}),
         "lora.dropout": (0.1, {}),
         "lora.targets": (("router",), {}),
+        "lora.expert_dtype": ("mxfp4", {}),
         "yarn_factor": (2.0, {"init_from": ""}),
         "train": (("experts",), ON_HOST),
         "freeze": (("router",), ON_HOST),

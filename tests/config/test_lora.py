@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jmoe.config import ModelConfig, RouterConfig, TrainConfig
+from jmoe.config import ModelConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.config.lora import LoraConfig
 
 
@@ -52,7 +52,23 @@ def test_runs_that_cannot_train_adapters(options: dict[str, Any], message: str) 
         dataclasses.replace(config, **options)
 
 
-def test_experts_off_the_device_are_refused() -> None:
-    tiers = dataclasses.replace(TrainConfig().tiers, experts="host", optimizer="host")
-    with pytest.raises(ValueError, match=r"tiers = \('host', 'host'\): must be device with lora"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"experts": "auto", "optimizer": "auto"},
+            "tiers.experts = 'auto': must be device, host or",
+        ),
+        ({"optimizer": "nvme"}, "tiers.optimizer = 'nvme': must be host with lora.rank: frozen"),
+        ({"device_experts": 0.5}, "tiers.device_experts = 0.5: must be 1.0 with lora.rank, whose"),
+        (
+            {"gradient_dtype": "bfloat16"},
+            "tiers.gradient_dtype = 'bfloat16': must be 'float32' with",
+        ),
+        ({"update": "host"}, "tiers.update = 'host': must be 'device' with lora.rank"),
+    ],
+)
+def test_tiers_that_frozen_experts_cannot_have(options: dict[str, Any], message: str) -> None:
+    tiers = TiersConfig(**{"experts": "host", "optimizer": "host"} | options)
+    with pytest.raises(ValueError, match=message):
         TrainConfig(init_from="model", lora=LoraConfig(rank=4), tiers=tiers)

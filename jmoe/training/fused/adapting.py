@@ -5,26 +5,32 @@ Legend: A accumulation steps, B batch, S sequence.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
+from jmoe.layers.documents import Documents
+from jmoe.layers.experts import Experts
 from jmoe.layers.moe import MoEStats
-from jmoe.mesh import is_expert, num_stack_dims, param_specs, path_names
+from jmoe.mesh import EXPERTS_PATH, is_expert, num_stack_dims, param_specs, path_names
 from jmoe.models.block import ApplyBlock, Block
-from jmoe.models.decoder import LayerInputs, LayerScan, StackedLayers, scan_layers
+from jmoe.models.decoder import Decoder, LayerScan, StackedLayers, scan_layers
 from jmoe.models.huggingface import family_of
 from jmoe.models.layer_patterns import LayerPattern
 from jmoe.models.lora import (
     DROPOUT_KEY,
     AdapterApplier,
     adapted_parameters,
+    expert_low_rank,
     initial_adapters,
     install_dropout_adapters,
     num_adapter_elements,
@@ -34,25 +40,75 @@ from jmoe.models.weights import flatten_by_path
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.bandwidth import read_or_measure_links
 from jmoe.training.finetune import load_pretrained_parameters, pretrained_folder
+from jmoe.training.frozen_experts import (
+    decoded_matrices,
+    load_stored_matrices,
+    open_frozen_experts,
+    stored_shapes,
+    with_placeholders,
+    without_matrices,
+)
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState
+from jmoe.training.update import auxiliary_losses, loss_tokens_of
 from jmoe.types import PyTree
 
 ADAPTERS = "adapters"  # the one entry of the trained parameters: adapters by path of their weight
+STORED = "stored"  # entry of the frozen parameters: experts' matrices as they are stored
+
+
+class FrozenModel(NamedTuple):
+    """What no step changes: the frozen parameters, and the router biases."""
+
+    params: PyTree
+    router_bias: PyTree
+
+
+class LayerInputs(NamedTuple):
+    """The inputs of one layer apart from its adapters and hidden states.
+
+    stored: arrays [E, ...] of its experts' matrices, {} for a dense layer. number: among layers of
+    its kind. key: PRNG key of the micro-batch; None if nothing is drawn.
+    """
+
+    model: FrozenModel
+    stored: dict[str, jax.Array]
+    number: jax.Array
+    key: jax.Array | None
+    documents: Documents | None
+
+
+class LayerResults(NamedTuple):
+    """A layer's output, its router losses (balance, z) and routing statistics; the last two are
+    None for a dense layer.
+    """
+
+    y_BSD: jax.Array
+    losses: tuple[jax.Array, jax.Array] | None
+    stats: MoEStats | None
 
 
 class AdaptedDecoder(ShardedDecoder):
     """A `ShardedDecoder` whose parameters are adapters; its own parameters are an argument.
 
-    Adapters of experts lie with their experts; the others lie on every device.
+    Adapters of experts lie with their experts; the others lie on every device. With
+    `lora.expert_dtype`, a layer decodes its experts' matrices when it runs, and the adapters'
+    low-rank products are added to those of the decoded matrices.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, links: LinksConfig | None = None) -> None:
         super().__init__(config, mesh, links)
         self.lora, family = config.lora, family_of(read_config(pretrained_folder(config.init_from)))
         self.adapted = adapted_parameters(config.model, family, config.lora.targets)
-        self._applied = AdapterApplier.make(self.adapted, config.lora.scale)
+        self.streams_experts = not config.tiers.all_on_device
+        self.keeps_stored = config.lora.expert_dtype != "wide" or self.streams_experts
+        summed = [p for p in self.adapted if not (self.keeps_stored and p.experts)]
+        self._applied = AdapterApplier.make(summed, config.lora.scale)
+        self._stored_shapes: PyTree = {}
+        if self.keeps_stored and not self.streams_experts:
+            with open_frozen_experts(config) as checkpoint:
+                self._stored_shapes = {STORED: stored_shapes(checkpoint.expert_fields, config)}
 
     @property
     def rank(self) -> int:
@@ -66,12 +122,13 @@ class AdaptedDecoder(ShardedDecoder):
         frozen = jax.tree.leaves(self.saved_frozen_shape)
         trained, gib = num_adapter_elements(self.adapted, self.rank), 2**30
         frozen_bytes = sum(w.size * w.dtype.itemsize for w in frozen)
-        elements = sum(w.size for w in frozen)
+        elements = sum(w.size for w in jax.tree.leaves(self.shapes))
+        experts = f", of experts in {self.lora.expert_dtype}" if self.keeps_stored else ""
         return [
             *super().notes,
             f"LoRA of rank {self.rank} on {', '.join(self.lora.targets)}: {trained:,} trained"
             f" parameters ({12 * trained / gib:.3f} GiB with moments); {elements:,}"
-            f" frozen ({frozen_bytes / gib:.3f} GiB, matrices in {self.dtype.name})",
+            f" frozen ({frozen_bytes / gib:.3f} GiB, matrices in {self.dtype.name}{experts})",
         ]
 
     def reverse_scan(self, chunk_bytes: int | None = None) -> None:
@@ -96,11 +153,16 @@ class AdaptedDecoder(ShardedDecoder):
 
         params: the adapters. layer_runner: None, as of a `FusedTrainer` without `ReverseScan`.
         """
+        stored = None
+        if self.keeps_stored:
+            stored = frozen[STORED]
+            rest = {name: tree for name, tree in frozen.items() if name != STORED}
+            frozen = with_placeholders(rest)
 
         def run_layers(
             patterns: Sequence[LayerPattern],
             apply_block: ApplyBlock,
-            inputs: LayerInputs,
+            inputs: dict[LayerKind, StackedLayers],
             x_BSD: jax.Array,
         ) -> tuple[jax.Array, MoEStats | None]:
             adapted = {
@@ -109,15 +171,67 @@ class AdaptedDecoder(ShardedDecoder):
                         stack.params,
                         params[ADAPTERS].get(STACKS[kind], {}),
                         self._dropout_keys(kind, stack.params, options),
+                        None if stored is None else stored.get(STACKS[kind]),
                     ),
                     stack.keys,
                 )
                 for kind, stack in inputs.items()
             }
-            changed = replace(apply_block, gather=self._gather, prepare=self._install_dropout)
+            changed = replace(apply_block, gather=self._gather, prepare=self._prepare)
             return scan_layers(patterns, changed, adapted, x_BSD)
 
         return super().__call__(frozen, router_bias, tokens_BS, run_layers, **options)
+
+    # Layer by layer, on one device
+
+    def _merge(self, model: FrozenModel) -> Decoder:
+        """Return the frozen model without its experts' matrices, in the compute dtype."""
+        layers = {name: tree for name, tree in model.params.items() if name in STACKS.values()}
+        outside = {name: tree for name, tree in model.params.items() if name not in layers}
+        whole = with_placeholders(layers) | self.gather_params(outside)
+        decoder: Decoder = self.model_with_params(whole, model.router_bias)
+        return decoder
+
+    def embed_tokens(
+        self, model: FrozenModel, tokens_BS: jax.Array, documents: Documents | None
+    ) -> jax.Array:
+        """Return the first layer's input [B, S, D]."""
+        return self._merge(model).embed(tokens_BS, self.dtype, self.embedding.lookup, documents)
+
+    def apply_layer(
+        self,
+        kind: LayerKind,
+        window: int | None,
+        adapters: PyTree,
+        x_BSD: jax.Array,
+        inputs: LayerInputs,
+        *,
+        train: bool,
+    ) -> LayerResults:
+        """Return the results of one layer with its adapters, from its experts' stored matrices."""
+        graphs, stacks = self._merge(inputs.model).graphs_and_scan_inputs(inputs.key)
+        stack, number = stacks[kind], inputs.number
+        drawn = self._dropout_keys(kind, stack.params, {"train": train, "key": inputs.key})
+        keys = [None if each is None else each[number] for each in (stack.keys, drawn)]
+        pick = partial(lax.dynamic_index_in_dim, index=number, axis=0, keepdims=False)
+        stored = {EXPERTS_PATH: inputs.stored} if inputs.stored else None
+        layer = jax.tree.map(pick, stack.params), adapters, keys[1], stored
+        block: Block = nnx.merge(graphs[kind], self._gather(layer))
+        self._prepare(block, layer)
+        options: PyTree = {"train": train, "full_capacity": not train}
+        options |= {"dtype": self.dtype, "documents": inputs.documents}
+        y_BSD, stats = block(x_BSD, window, key=keys[0], **options)
+        if stats is None:
+            return LayerResults(y_BSD, None, None)
+        sums = stats.probs_sum_E, stats.z_sum, loss_tokens_of(stats)
+        return LayerResults(y_BSD, auxiliary_losses(self.config, *sums), stats)
+
+    def norm_and_head(self, model: FrozenModel, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (the last norm's output [T, D], the output head's weight)."""
+        whole = self._merge(model)
+        hidden_TD = whole.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
+        head = None if whole.head is None else whole.head[...]
+        return hidden_TD, self.head.weight(whole.embedding[...], head, self.dtype)
 
     # The state of training
 
@@ -129,10 +243,14 @@ class AdaptedDecoder(ShardedDecoder):
         return self.dtype if matrix and "router" not in path_names(path) else jnp.float32
 
     def _cast_frozen(self, params: PyTree) -> PyTree:
-        """Return the model's parameters, each cast to its `_frozen_dtype`."""
-        return jax.tree_util.tree_map_with_path(
+        """Return parameters in the dtypes in which they are frozen."""
+        frozen = jax.tree_util.tree_map_with_path(
             lambda path, w: w.astype(self._frozen_dtype(path, w.ndim)), params
         )
+        if not self.keeps_stored:
+            return frozen
+        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._stored_shapes)
+        return without_matrices(frozen) | empty
 
     @property
     def state_specs(self) -> TrainState:
@@ -140,7 +258,11 @@ class AdaptedDecoder(ShardedDecoder):
         whole = super().state_specs
         shapes = jax.eval_shape(self._initial_adapters)
         adapters = param_specs(shapes, self.mesh, shard_dense=False)
-        return replace(whole, params=adapters, m=adapters, v=adapters, frozen=self.specs)
+        frozen = self.specs
+        if self.keeps_stored:
+            stored = param_specs(self._stored_shapes, self.mesh, shard_dense=False)
+            frozen = without_matrices(frozen) | stored
+        return replace(whole, params=adapters, m=adapters, v=adapters, frozen=frozen)
 
     def _initial_adapters(self) -> PyTree:
         """Return the adapters of step 0, drawn from `config.seed`, in a dict under `ADAPTERS`."""
@@ -188,20 +310,29 @@ class AdaptedDecoder(ShardedDecoder):
         return frozen | {"embedding": form[1](frozen["embedding"])}
 
     def _gather(self, layer: PyTree) -> PyTree:
-        """Return the unsharded parameters of one layer, with its adapters added to the weights; not
-        added under dropout, for which `_install_dropout` adds them to the products.
+        """Return the unsharded parameters of one layer, with its adapters added unless their
+        inputs are dropped or its experts' matrices are stored ones.
         """
-        shards, adapters, key = layer
+        shards, adapters, key, stored = layer
+        if stored is not None:
+            matrices = decoded_matrices(stored[EXPERTS_PATH], self.dtype)
+            shards = jax.tree_util.tree_map_with_path(
+                lambda path, w: matrices.get(_expert_name(path), w), shards
+            )
         whole = self.gather_params(shards)
         return self._applied.add_to_layer(whole, adapters) if key is None else whole
 
-    def _install_dropout(self, block: Block, layer: PyTree) -> None:
-        """Install adapters with dropout in the block, in place; do nothing if `layer` has
-        no key.
+    def _prepare(self, block: Block, layer: PyTree) -> None:
+        """Give a layer's weights the adapters that are not added to them: of dropped inputs, where
+        the layer has a key, and of experts whose matrices are stored ones.
         """
-        _, adapters, key = layer
+        _, adapters, key, stored = layer
         if key is not None:
             install_dropout_adapters(block, adapters, self._applied, self.lora.dropout, key)
+        of_experts = adapters.get("moe", {}).get(EXPERTS_PATH, {})
+        if stored is not None and of_experts:
+            assert block.moe is not None and isinstance(block.moe.experts, Experts)
+            block.moe.experts.low_rank = expert_low_rank(of_experts, self.lora.scale)
 
     def _dropout_keys(self, kind: LayerKind, stack: PyTree, options: PyTree) -> jax.Array | None:
         """Return a PRNG key for each layer of a stack; None without dropout, as in evaluation."""
@@ -209,6 +340,12 @@ class AdaptedDecoder(ShardedDecoder):
             return None
         own = jax.random.fold_in(options["key"], DROPOUT_KEY + (kind == "moe"))
         return jax.random.split(own, jax.tree.leaves(stack)[0].shape[0])
+
+
+def _expert_name(path: KeyPath) -> str:
+    """Return the name of an array of experts; "" for other parameters of a layer."""
+    names = [name for name in path_names(path) if name != "value"]
+    return names[-1] if EXPERTS_PATH in names else ""
 
 
 class AdapterTrainer(FusedTrainer):
@@ -250,7 +387,11 @@ class AdapterTrainer(FusedTrainer):
 
     def _load_frozen(self) -> tuple[PyTree, PyTree]:
         """Return (frozen parameters, router biases) of `init_from`, each on its devices."""
-        shape, bias = self.model.saved_frozen_shape, self.saved_shape.router_bias
+        shape, bias = dict(self.model.saved_frozen_shape), self.saved_shape.router_bias
+        stored: PyTree = {}
+        if STORED in shape:
+            with open_frozen_experts(self.config) as checkpoint:
+                stored = {STORED: load_stored_matrices(checkpoint, shape.pop(STORED))}
         arrays = load_pretrained_parameters(
             self.config, flatten_by_path(shape) | flatten_by_path(bias)
         )
@@ -261,4 +402,4 @@ class AdapterTrainer(FusedTrainer):
             leaves = [jnp.copy(arrays.pop(path)) for path in paths]
             return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-        return self.model.frozen_from_saved(take(shape)), take(bias)
+        return self.model.frozen_from_saved(take(shape)) | stored, take(bias)

@@ -125,6 +125,11 @@ class FusedTrainer:
         native_body = trace_natively_if(self.model.native, body)
         return jax.shard_map(native_body, mesh=self.model.mesh, check_vma=False, **specs)
 
+    @property
+    def draws_random_numbers(self) -> bool:
+        """Whether a training step draws random numbers."""
+        return bool(self.config.model.router.draws_random_numbers or self.config.lora.dropout)
+
     # A step
 
     def _step_local(
@@ -196,7 +201,7 @@ class FusedTrainer:
                 partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
             )
             key = None
-            if self.config.model.router.draws_random_numbers or self.config.lora.dropout:
+            if self.draws_random_numbers:
                 key = router_key(self.config, state.step, lax.axis_index(ALL), index)
             params = self.model.with_cast_copies(state.params, state.cast)
             (_, metrics), grads = loss_and_gradients(params, state.router_bias, micro_batch, key)

@@ -1,0 +1,71 @@
+"""LoRA over experts in host memory or on NVMe: against the same run with them on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.config import LoraConfig, TiersConfig
+from jmoe.training.fused.adapting import STORED, AdapterTrainer
+from jmoe.training.streamed.adapting import StreamedAdapterTrainer
+from tests.model_configs import mesh_of
+from tests.training.test_frozen_experts import (
+    BASE,
+    LORA,
+    SMALL,
+    config_of,
+    small_base,
+    train,
+)
+
+COMPRESSED = dataclasses.replace(LORA, expert_dtype="mxfp4")
+
+
+def streamed(base: Path, lora: LoraConfig, tier: str, folder: Path, **options: Any):  # type: ignore[no-untyped-def]
+    place = {"path": str(folder)} if tier == "nvme" else {}
+    tiers = TiersConfig(experts=tier, optimizer=tier, **place)  # type: ignore[arg-type]
+    return StreamedAdapterTrainer(config_of(base, lora, tiers=tiers, **options), mesh_of(1, 1, 1))
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for own, its in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(own, its)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("small", "float32"),
+        pytest.param("small", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_streamed_experts_train_as_on_the_device(name: str, dtype: str, tmp_path: Path) -> None:
+    """Losses, adapters, moments and the held-out loss, from both tiers, which agree bit for bit."""
+    base = BASE if name == "gpt_oss" else small_base(tmp_path / "base")
+    options: Any = {"compute_dtype": dtype, "native": "off", "gradient_accumulation_steps": 2}
+    on_device = AdapterTrainer(config_of(base, COMPRESSED, **options), mesh_of(1, 1, 1))
+    state, losses = train(on_device)
+    tokens = jnp.asarray(np.random.default_rng(9).integers(0, 64, (2, 17), np.int32))
+    batch = tokens, jnp.ones((2, 16), jnp.float32)
+    held_out = [float(x) for x in on_device.evaluate_batches(state, [batch])]
+    logits = on_device.next_logits(state, tokens[:, :-1], jnp.int32(3))
+    for tier in ("host", "nvme"):
+        with_tier = streamed(base, COMPRESSED, tier, tmp_path, **options)
+        own, own_losses = train(with_tier)
+        assert own_losses == losses
+        assert STORED not in own.frozen
+        stored = state.frozen[STORED]["moe_layers"]["experts"]
+        of_layer = sum(w.nbytes for w in stored.values()) // SMALL.num_hidden_layers
+        assert with_tier.ring.num_bytes == with_tier.config.tiers.device_layers * of_layer
+        for part in ("params", "m", "v"):
+            assert_equal(getattr(own, part), getattr(state, part))
+        assert [float(x) for x in with_tier.evaluate_batches(own, [batch])] == held_out
+        assert_equal(with_tier.next_logits(own, tokens[:, :-1], jnp.int32(3)), logits)
+        with_tier.close()
