@@ -94,6 +94,7 @@ PROGRAMS = (
         "training_tiers_cpu.json",
         quick="benchmarks/offload/training.py room --hidden-size 64 --intermediate-size 64 "
         "--layers 2 --top-k 1 --batch-size 1 --sequence-length 16 --rounds 1",
+        limit_s=240,
     ),
     Program(
         "moesys-cache",
