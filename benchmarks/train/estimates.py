@@ -79,6 +79,14 @@ def on_64_gpus(
     )
 
 
+def with_experts_over_64_gpus(model: str, layers: int) -> TrainConfig:
+    """Return the run of a published model whose experts are sharded over eight hosts of eight
+    devices, with a sequence of 4,096 tokens a device.
+    """
+    run = replace(on_one_gpu(model, layers, 64, 4096), remat="layer")
+    return replace(run, mesh=MeshConfig(expert_inter=8, expert_intra=8))
+
+
 SHAPES = {
     "olmoe": on_one_gpu("olmoe", 6, 4),
     "olmoe, 16,384 tokens": on_one_gpu("olmoe", 6, 8),
@@ -105,6 +113,8 @@ SHAPES = {
         "mixtral-8x7b", "weights", "none"
     ),
     "qwen3-30b-a3b, 64 devices, weights split": on_64_gpus("qwen3-30b-a3b", "weights"),
+    "deepseek-v3, 64 devices": with_experts_over_64_gpus("deepseek-v3", 16),
+    "gpt-moe-64e, 64 devices": PRESETS["gpt-moe-64e"][1],
 }
 
 OTHERS_RUN = "olmoe"  # what GPUs other than an H100 are estimated for
@@ -195,11 +205,11 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
             "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "
             "may change: gpt-moe-8e 82.4, olmoe 707.1, pipelined 645.1, mixtral 872.8, qwen3 529.2",
-            "64 devices: eight hosts of eight, a replica of all experts each; XLA joins a layer's "
-            "chunks of reductions, and computation hides about a third of Mixtral's; the chunks "
-            "of gathers stay apart, of which it hides one for a kernel. While every chunk waited "
-            "for the one before (2026-11-28): 1,688.5, 1,497.6 and 1,068.8 ms in the default "
-            "order",
+            "64 devices: eight hosts of eight. mixtral and qwen3 have a replica of all experts on "
+            "each host, deepseek-v3 and gpt-moe-64e have the experts over all hosts. Four "
+            "collectives may be in flight, and expert products count where collectives are placed; "
+            "before both, on 2026-11-29: mixtral 1,570.8 ms with weights split, 1,408.9 with the "
+            "optimizer split, qwen3 1,041.7",
             "gpt-oss, 6 layers: does not fit an H100, so that XLA computes the logits four times "
             "there",
         ],

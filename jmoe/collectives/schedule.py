@@ -460,8 +460,8 @@ class _CollectiveOrder:
     """
 
     def __init__(self, axes: tuple[str, ...], start_after: jax.Array) -> None:
-        self._uses_barriers = target_device().platform == "gpu"
-        if not self._uses_barriers:
+        self.uses_barriers = target_device().platform == "gpu"
+        if not self.uses_barriers:
             self._zero = lax.axis_index(axes) // lax.axis_size(axes)
         self.last = self.markers_of(start_after)
 
@@ -473,7 +473,7 @@ class _CollectiveOrder:
         """Return x with a data dependence on the values that `markers` stand for (see
         `markers_of`), so that x is available only once they are.
         """
-        if self._uses_barriers:
+        if self.uses_barriers:
             delayed: jax.Array = lax.optimization_barrier((x, *markers))[0]
             return delayed
         words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
@@ -487,7 +487,7 @@ class _CollectiveOrder:
         """Return markers of y for `delay_until`, which then waits for y: y itself on a GPU;
         elsewhere an int32 0 that XLA cannot know before y is computed.
         """
-        if self._uses_barriers:
+        if self.uses_barriers:
             return (y,)
         words = jnp.dtype(f"uint{8 * y.dtype.itemsize}")
         with jax.named_scope("order"):
@@ -517,7 +517,7 @@ class _CollectiveOrder:
         On a GPU that is a barrier's output, which all users of y read. Otherwise XLA may let them
         read what y was reshaped from, and y would have no other user.
         """
-        y = lax.optimization_barrier(y) if self._uses_barriers else y
+        y = lax.optimization_barrier(y) if self.uses_barriers else y
         self.last = self.markers_of(y)
         return y
 
@@ -528,7 +528,7 @@ class _CollectiveOrder:
         The first of these chunks then has the columns of all in its result, the others have none.
         Elsewhere each chunk waits for the one before it.
         """
-        if not self._uses_barriers:
+        if not self.uses_barriers:
             return [
                 self.set_last_collective(run(self.delay_until_last_collective)) for run in chunks
             ]
@@ -665,9 +665,10 @@ class _InterleavedRun:
         if not share:
             return
         # XLA:CPU starts ready operations in order, and a collective blocks those behind it: let
-        # the products start first.
-        for operand in program.operands_to_wait_for(self._places[place]):
-            order.also_wait_for(self._values[operand])
+        # the products start first. A GPU computes beside the collectives.
+        if not order.uses_barriers:
+            for operand in program.operands_to_wait_for(self._places[place]):
+                order.also_wait_for(self._values[operand])
         self._results.update(zip(share, order.run_chunks([self._work[i] for i in share])))
         if runs_in_background():
             begun = [i for i in self._places[place] if i < place]
