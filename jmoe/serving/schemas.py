@@ -485,7 +485,8 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: additional variables for the model's chat template.
     tool_choice: "auto" if there are tools and nothing is given, else "none".
     reasoning_effort: a variable of the template, of the same name; "none" switches the reasoning
-    off. thinking_token_budget: the reasoning ends after so many tokens.
+    off. thinking_token_budget: the reasoning ends after so many tokens. prediction: the expected
+    answer, by which a server may be faster; ignored.
     """
 
     is_chat = True
@@ -503,6 +504,7 @@ class ChatCompletionRequest(GenerationBody):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    prediction: Hint = None
     functions: Annotated[list[Json], allowed_values_validator([])] = Field(default_factory=list)
     function_call: Annotated[str, allowed_values_validator("none", "auto")] = "none"
     modalities: Annotated[list[str], allowed_values_validator(["text"])] = Field(

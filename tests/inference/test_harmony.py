@@ -92,6 +92,12 @@ OTHER_ORDER = " to=functions.g<|channel|>commentary json<|message|>"
     [
         (CALL + '{"a": "日"}<|call|>', [("f", '{"a": "日"}')]),
         (CALL + '{"a": 1', [("f", '{"a": 1')]),
+        (
+            CALL + '{"a": "日 }{ 🎉", "b": {"at": [1, {"c": null}]}}<|call|>',
+            [("f", '{"a": "日 }{ 🎉", "b": {"at": [1, {"c": null}]}}')],
+        ),
+        ("<|channel|>commentary to=functions. json<|message|>{}<|call|>", []),
+        ("<|channel|>commentary to=functions.f", []),
         (CALL + "<|call|>", [("f", "{}")]),
         ("<|channel|>analysis<|message|>x<|end|><|start|>assistant" + CALL + "{}", [("f", "{}")]),
         (CALL + "1<|end|><|start|>assistant" + OTHER_ORDER + "2<|call|>", [("f", "1"), ("g", "2")]),
@@ -99,12 +105,15 @@ OTHER_ORDER = " to=functions.g<|channel|>commentary json<|message|>"
     ],
 )
 def test_messages_to_functions_are_calls(said: str, calls: list[tuple[str, str]]) -> None:
-    """Where the request has tools; a call of a tool that only the model has is reasoning."""
+    """Where the request has tools; a call of a tool that only the model has is reasoning, and so is
+    one without a name. The same token by token and cut in two at every token.
+    """
     tokens = TOKENIZER.encode(said).ids
-    for size in (1, 2, 1000):
+    cuts = [[tokens[:at], tokens[at:]] for at in range(len(tokens))]
+    for split in [[[token] for token in tokens], *cuts]:
         channels, events = stream(has_tools=True), list[OutputEvent]()
-        for start in range(0, len(tokens), size):
-            events += channels.push(tokens[start : start + size])
+        for piece in split:
+            events += channels.push(piece)
         events += channels.flush()
         assert texts(events)[0] == ""
         begun = [event for event in events if isinstance(event, ToolCallBegin)]

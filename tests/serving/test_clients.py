@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.agent_model import POSITIONS, Scene, call_text, save_agent_model
-from tests.http_servers import HttpProcess
+from tests.http_servers import HttpProcess, events
 
 SCRIPTS = Path(__file__).parent / "clients"
 PYTHON = os.environ.get("JMOE_CLIENTS_PYTHON", sys.executable)
@@ -102,6 +102,65 @@ def run_program(program: str, arguments: Sequence[str], home: Path, **env: str) 
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+USER = {"role": "user", "content": "x"}
+READ = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "description": "Read a file.",
+        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+    },
+}
+READ_CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "read_file", "arguments": '{"path": "a.py"}'},
+}
+READ_RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "x = 1"}
+# As the public code of these programs writes them
+AGENT_BODIES: dict[str, dict[str, Any]] = {
+    "Continue": {
+        "messages": [
+            {"role": "system", "content": "You are in agent mode."},
+            USER,
+            {"role": "assistant", "content": " ", "tool_calls": [READ_CALL]},
+            READ_RESULT,
+        ],
+        "tools": [{**READ, "function": {**READ["function"], "strict": None}}],
+        "top_p": None,
+        "stop": None,
+    },
+    "Cline": {
+        "messages": [
+            {"role": "system", "content": "You are Cline."},
+            {"role": "user", "content": [{"type": "text", "text": "<task>x</task>"}]},
+            {"role": "assistant", "tool_calls": [READ_CALL]},
+            READ_RESULT,
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        ],
+        "tools": [READ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGENT_BODIES)
+def test_bodies_of_coding_agents(server: HttpProcess, name: str) -> None:
+    """A turn after a tool's result, streamed to its end."""
+    with server.client() as client:
+        body = {"model": "agent", "stream": True} | AGENT_BODIES[name]
+        answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    *chunks, end = events(answer.iter_lines())
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert end == "[DONE]" and "".join(d.get("content") or "" for d in deltas) == ANSWER
+    assert (chunks[-1].get("usage") is not None) == ("stream_options" in body)
 
 
 @pytest.mark.slow

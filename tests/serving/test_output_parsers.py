@@ -273,6 +273,50 @@ CASES: list[tuple[str, str, str, Said]] = [
         f"{V3_BEGIN}function<｜tool▁sep｜>\n{{}}{V3_END}",
         called(content=f"{V3_BEGIN}function<｜tool▁sep｜>\n{{}}{V3_END}"),
     ),
+    (
+        "cut off",
+        "mistral",
+        '[TOOL_CALLS]weather[ARGS]{"city": "Zü',
+        called(("weather", '{"city": "Zü')),
+    ),
+    (
+        "cut off in a Markdown block",
+        "deepseek_v3",
+        f'{V3_BEGIN}function<｜tool▁sep｜>weather\n```json\n{{"city": "Zü',
+        called(("weather", '{"city": "Zü')),
+    ),
+    (
+        "no call",
+        "deepseek_v3",
+        f"{V3_BEGIN}function",
+        called(content=f"{V3_BEGIN}function"),
+    ),
+    (
+        "cut off",
+        "kimi_k2",
+        f'{KIMI_BEGIN}functions.weather:0{KIMI_ARGS}{{"city": "Zü',
+        called(("weather", '{"city": "Zü')),
+    ),
+    (
+        "nested values and other scripts",
+        "qwen3_coder",
+        '<tool_call>\n<function=weather>\n<parameter=city>\nZürich "日本" }{ 🎉\n</parameter>\n<parameter=place>\n{"at": [1, {"b": null}]}\n</parameter>\n</function>\n</tool_call>',
+        called(
+            ("weather", '{"city": "Zürich \\"日本\\" }{ 🎉", "place": {"at": [1, {"b": null}]}}')
+        ),
+    ),
+    (
+        "cut off in a value",
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZü",
+        called(("weather", '{"city": "Zü"}')),
+    ),
+    (
+        "cut off",
+        "llama3_json",
+        '{"name": "weather", "parameters": {"city": "Zü',
+        called(("weather", '{"city": "Zü')),
+    ),
     # Llama
     (
         "two objects",
@@ -413,6 +457,21 @@ def test_complete_arguments_are_json() -> None:
         if "cut off" not in name and "missing" not in name:
             for _, arguments in said(parse(form, [text])).calls:
                 assert isinstance(json.loads(arguments), dict)
+
+
+def test_each_format_has_every_kind_of_case() -> None:
+    """Two calls, nested arguments, other scripts, an output that is cut, and one that is no call;
+    llama4_json is llama3_json's parser.
+    """
+    for form in {*TOOL_FORMATS} - {OPENAI}:
+        same = {form} | ({"llama3_json", "llama4_json"} if form.startswith("llama") else set())
+        cases = [case for case in CASES if case[1] in same]
+        calls = [arguments for *_, one in cases for _, arguments in one.calls]
+        assert any(len(one.calls) > 1 for *_, one in cases), form
+        assert any('{"at": [' in arguments for arguments in calls), form
+        assert any("日" in arguments for arguments in calls), form
+        assert any(name.startswith("cut off") for name, *_ in cases), form
+        assert any(text and not one.calls for _, _, text, one in cases), form
 
 
 def test_options_name_the_rows_of_the_tables() -> None:

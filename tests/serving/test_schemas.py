@@ -213,6 +213,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions",
         {"prompt": [[1, 2, 3]], "echo": True, "logprobs": 1, "max_tokens": 1},
     ),
+    "Continue, edit": (
+        "/v1/chat/completions",
+        {"prediction": {"type": "content", "content": "x = 1"}, "stop": ["```"], "stream": True},
+    ),
     "openai, history": (
         "/v1/chat/completions",
         {"messages": [USER, DUMPED | {"annotations": []}, USER]},
