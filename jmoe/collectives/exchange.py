@@ -320,8 +320,8 @@ def _index_in_chunks(
 
 
 def _expert_rows_per_chunk(sizes_RL: jax.Array, num_chunks: int) -> jax.Array:
-    """Return int32 [X, R, L], the rows of each expert in each chunk, given that the rows of a
-    destination are ordered by expert.
+    """Return int32 [X, R, L], the number of rows of each expert in each of X chunks. A
+    destination's rows are ordered by expert and dealt to the chunks in turn.
     """
     ends_RL = jnp.cumsum(sizes_RL, axis=1, dtype=jnp.int32)
     last_X = jnp.arange(num_chunks - 1, -1, -1, dtype=jnp.int32)[:, None, None]

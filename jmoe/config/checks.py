@@ -67,7 +67,7 @@ MOST_STEPS = 2**31 - 1  # that a run's state counts
 _FLOAT32 = 1.1754944e-38, 3.4028235e38  # the least above 0 in full precision, and the largest
 
 
-def check_step_counts(config: object, *names: str) -> None:
+def check_steps_within_limit(config: object, *names: str) -> None:
     """Raise ValueError unless each named number of steps is None or at most `MOST_STEPS`."""
     for name in names:
         value = getattr(config, name)

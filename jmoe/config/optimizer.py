@@ -11,7 +11,7 @@ from jmoe.config.checks import (
     check_field_types,
     check_not_negative,
     check_positive,
-    check_step_counts,
+    check_steps_within_limit,
     check_unset,
 )
 
@@ -40,7 +40,7 @@ class OptimizerConfig:
         check_field_types(self)
         check_positive(self, "learning_rate", "eps")
         check_not_negative(self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
-        check_step_counts(self, "warmup_steps", "decay_steps")
+        check_steps_within_limit(self, "warmup_steps", "decay_steps")
         for name in ("beta1", "beta2"):
             check_field(
                 0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"

@@ -20,7 +20,7 @@ from jmoe.config.checks import (
     check_field_types,
     check_not_negative,
     check_positive,
-    check_step_counts,
+    check_steps_within_limit,
     check_unset,
 )
 from jmoe.config.distil import DistilConfig
@@ -139,7 +139,7 @@ class LossScaleConfig:
         power = scale is None or (1 <= scale <= MAX_LOSS_SCALE and scale & (scale - 1) == 0)
         check_field(power, self, "loss_scale.initial", "must be a power of two from 1 to 2**32")
         check_field(self.steps_to_grow >= 1, self, "loss_scale.growth_steps", "must be at least 1")
-        check_step_counts(self, "growth_steps")
+        check_steps_within_limit(self, "growth_steps")
 
     @property
     def initial_scale(self) -> int:
@@ -329,7 +329,7 @@ class TrainConfig:
         check_positive(
             self, "num_steps", "batch_size", "sequence_length", "gradient_accumulation_steps"
         )
-        check_step_counts(self, "num_steps")
+        check_steps_within_limit(self, "num_steps")
         self.optimizer.check_phases(self.num_steps)
         check_field(0 <= self.seed < 2**31, self, "seed", "must be between 0 and 2**31 - 1")
         positions = self.model.max_position_embeddings

@@ -17,7 +17,7 @@ from jmoe.config.checks import (
     check_field_types,
     check_not_negative,
     check_positive,
-    check_step_counts,
+    check_steps_within_limit,
     check_unset,
 )
 from jmoe.config.layers import LayerKind
@@ -167,7 +167,7 @@ class TaskConfig:
             self, "batch_size", "loss_weight", "embedding_size", "contrastive_temperature"
         )
         check_not_negative(self, "num_steps")
-        check_step_counts(self, "num_steps")
+        check_steps_within_limit(self, "num_steps")
         if self.head == "classes":
             check_unset(
                 self, "", ["embedding_size", "contrastive_temperature"], "with head = 'classes'"

@@ -37,9 +37,10 @@ class TokenLogprob:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt on its way to its output. Each field has a single writer.
+    """A prompt on its way to its output.
 
-    The caller sets the fields before `noise_seed`.
+    The caller sets the fields that are listed above `noise_seed`; of the others, each is written
+    by the part of the engine that the comment above it names.
 
     prompt_token_ids: at least one token.
     constraint: restricts the output; not shared with other sequences.

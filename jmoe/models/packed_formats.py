@@ -82,7 +82,7 @@ class _IntegersWithZeroPoints(StoredFormat):
         """Return K."""
         raise NotImplementedError
 
-    def read_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+    def read_unsigned_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
         """Return the unsigned integers, uint8 [K, N]."""
         raise NotImplementedError
 
@@ -122,7 +122,7 @@ class _IntegersWithZeroPoints(StoredFormat):
         groups = self.read_input_groups(read, stored, name)
         if groups.min() < 0 or groups.max() >= scales.shape[0]:
             raise scales.error(f"has {scales.shape[0]} groups, and g_idx names others")
-        codes = self.read_codes(read, stored, name)[:, start:end].astype(np.int16)
+        codes = self.read_unsigned_codes(read, stored, name)[:, start:end].astype(np.int16)
         zeros = self.read_zero_points(read, stored, name)[:, start:end].astype(np.int16)
         by_group = read(scales, 0, scales.shape[0])[:, start:end].astype(np.float32)
         return (codes - zeros[groups]).T, by_group[groups].T
@@ -133,7 +133,7 @@ class _IntegersWithZeroPoints(StoredFormat):
     def read_in_memory_format(
         self, read: ReadRows, stored: Stored, name: str, shape: tuple[int, ...], kind: Format
     ) -> tuple[np.ndarray, np.ndarray]:
-        codes = self.read_codes(read, stored, name)
+        codes = self.read_unsigned_codes(read, stored, name)
         if kind is INT4:
             values = codes[0::2] | codes[1::2] << 4
         else:
@@ -180,7 +180,7 @@ class Gptq(_IntegersWithZeroPoints):
     def num_inputs(self, stored: Stored, name: str) -> int:
         return self._tensor_with_suffix(stored, name, "qweight").shape[0] * (WORD // self.bits)
 
-    def read_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+    def read_unsigned_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
         words = self._tensor_with_suffix(stored, name, "qweight")
         return _unpack_words(read(words, 0, words.shape[0]), self.bits, axis=0)
 
@@ -214,7 +214,7 @@ class Awq(_IntegersWithZeroPoints):
     def num_inputs(self, stored: Stored, name: str) -> int:
         return self._tensor_with_suffix(stored, name, "qweight").shape[0]
 
-    def read_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
+    def read_unsigned_codes(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:
         return self._unpack_in_column_order(read, self._tensor_with_suffix(stored, name, "qweight"))
 
     def read_zero_points(self, read: ReadRows, stored: Stored, name: str) -> np.ndarray:

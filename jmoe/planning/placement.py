@@ -35,8 +35,8 @@ class Placement:
 
     physical_to_logical: int32 [N, S], the expert in each slot, or EMPTY; no device holds an expert
     twice. replica_of_row: int32 [E, C]; replica_of_row[e, r % C] is the physical number of the
-    replica of expert e that takes row r. The shape is constant, so a program that reads this array
-    is compiled once.
+    replica of expert e that takes row r: its index in the flattened `physical_to_logical`. The
+    shape is constant, so a program that reads this array is compiled once.
     popularity_E: float64 [E], expected tokens per expert, in any unit.
     """
 

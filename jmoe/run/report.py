@@ -149,7 +149,9 @@ def _loss_text(loss: float, bits_per_byte: float) -> str:
 
 
 def _headline_text(run: _RunCurves) -> str:
-    """Return a line of text with the run's main results."""
+    """Return a line of text: steps, median tokens/s, last training and held-out loss, and the
+    load of the least loaded expert, as far as the run has them.
+    """
     if not run.step.size:
         return "no step yet"
     parts = [f"{run.step.size:,} step{'s' if run.step.size > 1 else ''}"]

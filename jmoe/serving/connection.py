@@ -284,7 +284,9 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def _start_client_timer(self, limit_s: float, awaited: str) -> None:
-        """Wait at most `limit_s` for the client to send what is `awaited`: "headers" or "body"."""
+        """Start the timer that ends the request with 408 unless the client sends what is `awaited`,
+        "headers" or "body", within `limit_s`.
+        """
         self._stop_client_timer()
         self._shared.waiting[self] = None
         self._timer = self.loop.call_later(limit_s, self._handle_client_timeout, limit_s, awaited)

@@ -124,7 +124,7 @@ class CompressedTiles:
         self, refs: list[Ref], k: jax.Array, read: jax.Array, is_row: jax.Array
     ) -> list[jax.Array]:
         """Return step k of the rows `read` of x: one array, or the even and the odd inputs."""
-        at, is_inner = self._byte_indices(k)
+        at, is_inner = self._byte_indices_and_mask(k)
         x, mask = refs[0], is_row[:, None] & is_inner[None]
         if self._reads_byte_pairs:
             pairs = load(x.at[read[:, None], at[None]], mask)
@@ -147,7 +147,7 @@ class CompressedTiles:
         """Return step k of some columns of a slot, decoded to x's dtype: one array, or the even and
         the odd inputs.
         """
-        at, is_inner = self._byte_indices(k)
+        at, is_inner = self._byte_indices_and_mask(k)
         mask = is_inner[:, None] & is_column[None]
         codes = load(refs[1].at[slot, at[:, None], columns[None]], mask).astype(jnp.uint32) & 0xFF
         factors = self._read_factors(refs[2], k, slot, columns, is_column)
@@ -155,7 +155,7 @@ class CompressedTiles:
         halves = [codes] if self.kind.per_byte == 1 else [codes & 15, codes >> 4]
         return [(decode(half) * factors).astype(self.x_TD.dtype) for half in halves]
 
-    def _byte_indices(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _byte_indices_and_mask(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (bytes of a column in step k, which of them exist)."""
         at = index_range(k * self.step, self.step)
         return at, at < self.w.shape[1]

@@ -97,9 +97,9 @@ def _mlp_with_saved_preactivations(
     matmul: Implementation | None,
     change: ProductChange | None = None,
 ) -> jax.Array:
-    """Return the MLP's output and save the pre-activations, which the backward pass needs. XLA adds
-    the biases and applies the activation. matmul: None for the best that supports the operands.
-    change: see `changed_grouped_mlp`.
+    """Return the MLP's output. Its pre-activations are marked as residuals that a rematerialization
+    policy may save under the name `expert_up`. XLA adds the biases and applies the activation.
+    matmul: None for the best that supports the operands. change: see `changed_grouped_mlp`.
     """
     x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
     ends_L = jnp.cumsum(group_sizes_L)

@@ -49,9 +49,11 @@ class OutputFormat:
     def choose(
         cls, tokenizer: Tokenizer, template: str, tool_parser: str, reasoning_parser: str
     ) -> Self:
-        """Return the format that the options name, or `AUTO` finds in the template.
+        """Return the format of reasoning and tool calls.
 
-        Raises ValueError if an option does not go with the tokenizer's channels.
+        tool_parser, reasoning_parser: the options' values; AUTO takes what the chat template shows,
+        NONE if it shows nothing. A tokenizer with the special tokens of gpt-oss's channels has the
+        format of gpt-oss. Raises ValueError if an option contradicts that.
         """
         harmony = HarmonyTokens.detect(tokenizer)
         for name, value, own in (
