@@ -299,6 +299,7 @@ COUNTS: dict[str, dict[str, str]] = {
                 "engine.cache_tokens",
                 "engine.policy",
                 "engine.dtype",
+                "engine.kv_cache_dtype",
                 "engine.speculation",
                 "engine.expert_dtype",
             ),
