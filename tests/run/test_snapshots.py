@@ -409,6 +409,7 @@ def in_memory(folder: Path) -> list[int]:
     )
 
 
+@pytest.mark.slow  # the three hosts above, and the kills of test_train.py, are quick
 def test_a_killed_run_goes_on_from_memory(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
