@@ -98,6 +98,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     # the table half as large as the other dense parameters, as in MoESys' Table 5
     "strategies": {"top-2": (256, 4, 8, 2, 512, 1024)},
 }
+VOCAB_SIZE = 256
 VOCAB_SIZES = {"strategies": 2048}
 SEQUENCE_LENGTH = 64
 
@@ -124,13 +125,14 @@ def config_of(
     num_ranks: int,
     comm: dict[str, Any],
     dtype: str = "bfloat16",
+    vocab_size: int = VOCAB_SIZE,
 ) -> TrainConfig:
     hidden, layers, experts, top_k, num_tokens, intermediate = shape
     rate = a.rates[0] or 1000
     chunked = comm.get("schedule", CommConfig.schedule) in ("chunks", "pipelined")
     return TrainConfig(
         model=ModelConfig(
-            vocab_size=VOCAB_SIZES.get(a.command, 256),
+            vocab_size=vocab_size,
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=hidden // 32,
@@ -191,7 +193,8 @@ class Run:
         from jmoe.training.trainer import make_trainer
 
         dtype = "float32" if a.command == "fusion" else "bfloat16"
-        config = config_of(a, shape, mesh.size, VARIANTS[a.command][variant], dtype)
+        comm, vocab_size = VARIANTS[a.command][variant], VOCAB_SIZES.get(a.command, VOCAB_SIZE)
+        config = config_of(a, shape, mesh.size, comm, dtype, vocab_size)
         program = make_trainer(config, mesh)
         sharding = jax.sharding.NamedSharding(mesh, ACCUMULATED_BATCH)
         rng = np.random.default_rng(a.rank)
