@@ -143,7 +143,7 @@ def step_programs(
     sizes: (sequences, tokens of each). num_blocks: of a sequence's table.
     """
     rows, width = sizes
-    of, do = programs.of, programs.compile
+    of, do = programs.abstract_array, programs.compile
     outside, layer, router, caches, kept, _ = shapes
     what, tokens = f"{rows} x {width} tokens", rows * width
     context = runner.context_bucket(1, num_blocks * BLOCK) if width == 1 else None

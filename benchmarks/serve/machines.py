@@ -149,7 +149,8 @@ def table_lines(planned: list[Planned]) -> Iterator[str]:
 
 
 def _step_text(step: DecodeEstimate) -> str:
-    longest = f"{step.longest.name} {1e3 * step.longest.seconds:.3g} of {1e3 * step.seconds:.3g} ms"
+    term = step.longest_term
+    longest = f"{term.name} {1e3 * term.seconds:.3g} of {1e3 * step.seconds:.3g} ms"
     rate = f"{step.tokens_per_s:,.{0 if step.tokens_per_s >= 100 else 1}f}"
     return f"{rate} ({step.policy}; {longest})"
 
