@@ -268,7 +268,7 @@ def test_no_update_is_applied_twice(training: Training, monkeypatch: pytest.Monk
         assert experts is not None
         if (
             store is experts.stores.weights
-            and options.get("empty")
+            and options.get("will_overwrite")
             and threading.current_thread().name == "ring"
         ):
             fault()
