@@ -125,7 +125,7 @@ def test_failures_of_preparation_are_no_failures_of_requests(
         expected, residency = run(engine), engine.residency
         with monkeypatch.context() as patch:
             patch.setattr(Sampler, "warm_up", lambda *_: 1 / 0)
-            patch.setattr(Sampler, "greedy", lambda *_: 1 / 0)
+            patch.setattr(Sampler, "greedy_tokens_on_host", lambda *_: 1 / 0)
             assert prepare(engine) == 2
             assert engine._runner.residency is residency and engine.plan.calibration is None
         assert [c.token_ids for c in run(engine)] == [c.token_ids for c in expected]
