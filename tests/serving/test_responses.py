@@ -172,9 +172,9 @@ def test_sampling_parameters_of_vllm(client: openai.OpenAI) -> None:
     }
     chat = make_chat_request(ResponsesRequest.model_validate({"input": "Hi", **given}))
     assert chat.model_dump(include=set(given)) == given
-    assert chat._given_sampling_fields.keys() >= {"top_k", "min_p", "repetition_penalty"}
+    assert chat._requested_sampling_fields.keys() >= {"top_k", "min_p", "repetition_penalty"}
     plain = make_chat_request(ResponsesRequest.model_validate({"input": "Hi"}))
-    assert plain._given_sampling_fields == {}, "the model's own defaults hold"
+    assert plain._requested_sampling_fields == {}, "the model's own defaults hold"
 
 
 def test_a_schema(client: openai.OpenAI) -> None:
