@@ -57,7 +57,7 @@ def train_config(
     )
 
 
-class Run:
+class TrainedVariant:
     """One variant of the step; every call trains on the same tokens."""
 
     def __init__(self, config: "TrainConfig", mesh: "Mesh") -> None:
@@ -121,7 +121,9 @@ def measure_size(
 ) -> list[JsonObject]:
     """Return one row for every partition."""
     shape = tuple(mesh.shape.values())
-    runs = {kind: Run(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds}
+    runs = {
+        kind: TrainedVariant(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds
+    }
     taken = {kind: Rounds() for kind in runs}
     for _ in range(a.rounds):
         for kind, run in runs.items():

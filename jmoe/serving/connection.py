@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._shared.waiting[self] = None
-        self._abort_after_send_timeout()
+        self._start_send_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -254,7 +254,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._abort_after_send_timeout()
+            self._start_send_timer()
         elif self._is_idle:
             self._shared.waiting[self] = None
 
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._abort_after_send_timeout()
+        self._start_send_timer()
 
     def send_400_response(self, msg: str) -> None:
         self._send_error_and_close(*(self._refusal or (400, "what was sent is not HTTP/1.1")))
@@ -304,9 +304,9 @@ class Connection(HttpToolsProtocol):
             self._send_timer.cancel()
             self._send_timer = None
 
-    def _abort_after_send_timeout(self) -> None:
-        """Abort after `send_timeout_s` unless the client reads what was written; `close` alone
-        would wait forever.
+    def _start_send_timer(self) -> None:
+        """Start the timer that aborts the connection after `send_timeout_s` unless the client has
+        read what was written; `close` alone would wait forever.
         """
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(

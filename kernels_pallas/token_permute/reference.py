@@ -13,7 +13,8 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def take_rows_or_last(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return x[index] along the first dimension; the last row where index == len(x).
+    """Return x[index] along the first dimension, and the last row of x for an index of len(x),
+    where the caller ignores the result.
 
     Cheaper than `take_rows`, which needs a pass to fill in zeros.
     """

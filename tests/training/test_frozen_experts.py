@@ -124,12 +124,17 @@ def test_several_devices_train_as_one() -> None:
     lora = dataclasses.replace(LORA, expert_dtype="mxfp4")
     results = []
     for mesh in (mesh_of(1, 1, 1), make_mesh((2, 1, 2), jax.devices()[:4])):
-        state, losses = train(AdapterTrainer(config_of(BASE, lora, batch_size=8), mesh), 2)
+        config = config_of(BASE, lora, batch_size=8)
+        # so large an epsilon makes an update proportional to its gradient, however small that is
+        config = dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, eps=1.0)
+        )
+        state, losses = train(AdapterTrainer(config, mesh), 2)
         results.append((jax.device_get(state.params), losses))
     (one, losses), (many, losses_of_many) = results
     np.testing.assert_allclose(losses, losses_of_many, atol=1e-5)
     for own, other in zip(*map(jax.tree.leaves, (one, many)), strict=True):
-        np.testing.assert_allclose(own, other, atol=2e-5)
+        np.testing.assert_allclose(own, other, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -288,7 +288,10 @@ def gather_row_on_mesh(layout: RowLayout, width: int, x: jax.Array, place: jax.A
 
     width: C. place: the row's index.
     """
-    gather_row_local = lambda x, place: layout.gather_row_hidden_local(x, place, width)  # noqa: E731
+
+    def gather_row_local(x: jax.Array, place: jax.Array) -> jax.Array:
+        return layout.gather_row_hidden_local(x, place, width)
+
     x_CD: jax.Array = _shard_map(layout.mesh, gather_row_local, (BATCH, REPLICATED), REPLICATED)(
         x, place
     )

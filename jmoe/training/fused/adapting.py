@@ -59,7 +59,7 @@ STORED = "stored"  # entry of the frozen parameters: experts' matrices as they a
 
 
 class FrozenModel(NamedTuple):
-    """What no step changes: the frozen parameters, and the router biases."""
+    """The frozen parameters and the router biases, which no step changes."""
 
     params: PyTree
     router_bias: PyTree

@@ -57,8 +57,9 @@ class MicroBatch(NamedTuple):
 
 
 class StepValues(NamedTuple):
-    """What a step's layers and losses leave for its metrics, in lists over layers and micro-batches
-    ([L][A]) or over micro-batches.
+    """The values of a step from which its metrics are computed: auxiliary losses and statistics of
+    routing by layer and micro-batch ([L][A]), terms of the loss by micro-batch, and the number of
+    tokens.
     """
 
     losses: list[list[tuple[jax.Array, jax.Array]]]  # balance and z
