@@ -37,7 +37,9 @@ def decode(stored: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def encode_e4m3(x: jax.Array) -> jax.Array:
-    """Return the uint8 codes of the nearest E4M3 numbers; NaN for what is not finite."""
+    """Return the uint8 codes of the nearest E4M3 numbers: of 448 or -448 beyond them, of NaN for
+    what is not finite.
+    """
     wide = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(wide, jnp.int32)
     size = bits & 0x7FFFFFFF

@@ -32,8 +32,8 @@ def count_kernel_multiplications(name: str, shapes: Sequence[Shape], result: Sha
     """Return the number of multiplications in one launch of a Pallas kernel.
 
     name: of the kernel, `grouped_matmul_kernel` or `weight_gradient_kernel`; 0 for others. result:
-    shape of its first result. Rows beyond the groups count. Weights of four bits whose bytes hold
-    two count half.
+    shape of its first result. Rows beyond the groups count. Weights of four bits, two in a byte,
+    count half; training has none.
     """
     if name == "grouped_matmul_kernel":  # (count,) tiles, rows, weights [G, K, N], ...
         weights = shapes[3 if len(shapes[0]) == 1 else 2]

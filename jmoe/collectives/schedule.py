@@ -129,11 +129,11 @@ def compiler_options(schedule: CollectiveSchedule, device: jax.Device) -> dict[s
     is_set = OVERLAP_OPTION in os.environ.get("XLA_FLAGS", "")
     if device.platform != "gpu" or not schedule.ordered or is_set:
         return {}
-    return {OVERLAP_OPTION: MAX_IN_FLIGHT} if _is_known_option(OVERLAP_OPTION) else {}
+    return {OVERLAP_OPTION: MAX_IN_FLIGHT} if _jaxlib_knows_option(OVERLAP_OPTION) else {}
 
 
 @functools.cache
-def _is_known_option(name: str) -> bool:
+def _jaxlib_knows_option(name: str) -> bool:
     try:
         jax.jit(lambda: 1, compiler_options={name: 1}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
