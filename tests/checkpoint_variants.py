@@ -59,6 +59,8 @@ def fused(tensors: Tensors, family: str) -> Tensors:
     """Return the tensors as transformers 5 writes them where it keeps its own names: all experts
     of a layer in one, and the scales of FP8 experts in another.
     """
+    if family == "granitemoe":
+        return {_granite_name_in_memory(name): array for name, array in tensors.items()}
     gate, up, down = EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
     made = {name: array for name, array in tensors.items() if ".experts." not in name}
     expert = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?")
@@ -75,6 +77,16 @@ def fused(tensors: Tensors, family: str) -> Tensors:
     for stored, held in in_memory.items():
         made = {name.replace(stored, held): array for name, array in made.items()}
     return made
+
+
+def _granite_name_in_memory(name: str) -> str:
+    for stored, held in (
+        (".input_linear.weight", ".experts.gate_up_proj"),
+        (".output_linear.weight", ".experts.down_proj"),
+        (".router.layer.", ".router."),
+    ):
+        name = name.replace(stored, held)
+    return name
 
 
 def with_head(tensors: Tensors, seed: int = 5) -> Tensors:

@@ -137,6 +137,12 @@ class ModelConfig:
     v_head_dim: int = 0  # latent attention
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    # Granite: factors of token embeddings, of what a layer adds to the residual stream, and of
+    # attention scores (None: dim_per_head ** -0.5); logits are divided by logits_scaling
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
     initializer_range: float = 0.02
     capacity_factor: float | None = None  # rows per destination device / fair share; None: dropless
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -159,9 +165,18 @@ class ModelConfig:
         check_not_negative(
             self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size"
         )
+        self._check_multipliers()
         self._check_attention()
         if self.num_experts:
             self._check_experts()
+
+    def _check_multipliers(self) -> None:
+        of_stream = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        check_positive(self, *of_stream)
+        check_positive_or_none(self, "attention_multiplier")
+        for name in of_stream:
+            rope = self.position == "rope" or getattr(self, name) == 1.0
+            check_field(rope, self, name, "needs position = 'rope'")
 
     def _check_attention(self) -> None:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
@@ -243,6 +258,7 @@ class ModelConfig:
             "qkv_bias": False,
             "attention_sinks": False,
             "partial_rotary_factor": 1.0,
+            "attention_multiplier": None,
         }
         for name, value in plain.items():
             check_field(getattr(self, name) == value, self, name, "is not part of latent attention")
@@ -289,6 +305,27 @@ class ModelConfig:
         if self.kv_lora_rank is not None:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of attention scores before the softmax."""
+        multiplier = self.attention_multiplier
+        return self.dim_per_head**-0.5 if multiplier is None else multiplier
+
+    @property
+    def stream_scale(self) -> float:
+        """Factor of the embeddings that enter the first layer.
+
+        The residual stream is held divided by `residual_multiplier`, so that layers add to it
+        without a factor: the norms before attention, feed-forward and head, with
+        `stream_norm_eps`, give the same result for both.
+        """
+        return self.embedding_multiplier / self.residual_multiplier
+
+    @property
+    def stream_norm_eps(self) -> float:
+        """Epsilon of the norms that read the residual stream; see `stream_scale`."""
+        return self.norm_eps / self.residual_multiplier**2
 
     @property
     def rotary_dim(self) -> int:

@@ -388,8 +388,8 @@ class Attention(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """Factor of the scores before the softmax: 1 / sqrt(head dimension)."""
-        return self.config.dim_per_head**-0.5
+        """Factor of the scores before the softmax: 1 / sqrt(head dimension), or as configured."""
+        return self.config.attention_scale
 
     def project(
         self, x_BSD: jax.Array, positions: jax.Array

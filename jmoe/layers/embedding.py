@@ -42,6 +42,16 @@ def lookup(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Arra
     return table_VD[tokens].astype(dtype)
 
 
+def scale_embeddings(x: jax.Array, factor: float) -> jax.Array:
+    """Return x * factor in x's dtype, rounded explicitly: XLA may otherwise keep excess precision
+    for a layer fused into the same program; x itself for factor 1.
+    """
+    if factor == 1.0:
+        return x
+    bits = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x * factor, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
+
+
 def lookup_columns_local(
     table_VD: jax.Array, tokens_T: jax.Array, dtype: DTypeLike, axes: tuple[str, ...]
 ) -> jax.Array:

@@ -98,10 +98,10 @@ class Block(nnx.Module):
         d = config.hidden_size
         shared = config.shared_expert_intermediate_size
         out_std = config.output_initializer_range
-        self.attention_norm = Norm(d, config.norm, config.norm_eps)
+        self.attention_norm = Norm(d, config.norm, config.stream_norm_eps)
         attention = Attention if config.kv_lora_rank is None else LatentAttention
         self.attention = attention(config, out_std, rngs=rngs)
-        self.feed_forward_norm = Norm(d, config.norm, config.norm_eps)
+        self.feed_forward_norm = Norm(d, config.norm, config.stream_norm_eps)
         mlp: dict[str, Any] = {
             "activation": config.hidden_act,
             "bias": config.mlp_bias,

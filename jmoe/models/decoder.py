@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, ModelConfig, Remat
 from jmoe.layers.documents import Documents
-from jmoe.layers.embedding import Lookup, lookup
+from jmoe.layers.embedding import Lookup, lookup, scale_embeddings
 from jmoe.layers.experts import normal_parameter
 from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
@@ -183,7 +183,9 @@ class Decoder(nnx.Module):
         dense = config.num_hidden_layers - moe
         self.dense_layers = stack(block_maker("dense"), dense, rngs) if dense else None
         self.moe_layers = stack(block_maker("moe"), moe, rngs) if moe else None
-        self.norm = Norm(config.hidden_size, config.norm, config.norm_eps)
+        self.norm = Norm(
+            config.hidden_size, config.norm, config.stream_norm_eps, 1.0 / config.logits_scaling
+        )
         tied = config.tie_word_embeddings
         self.head = (
             None if tied else normal_parameter(rngs, (config.hidden_size, config.vocab_size), std)
@@ -215,6 +217,7 @@ class Decoder(nnx.Module):
         """
         with jax.named_scope("embedding"):
             x_BSD = lookup(self.embedding[...], tokens_BS, dtype)
+            x_BSD = scale_embeddings(x_BSD, self.config.stream_scale)
             if self.positions is None:
                 return x_BSD
             if documents is None:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
-from jmoe.layers.embedding import Lookup, lookup
+from jmoe.layers.embedding import Lookup, lookup, scale_embeddings
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.memory.closing import Closing
 from jmoe.models.announced import AnnouncedCheckpoint
@@ -65,6 +65,7 @@ class EmbedAndHead(nnx.Module):
     def __init__(self, decoder: Decoder) -> None:
         self.embedding, self.positions = decoder.embedding, decoder.positions
         self.norm, self.head = decoder.norm, decoder.head
+        self.stream_scale = decoder.config.stream_scale
 
     def embed(
         self, tokens: jax.Array, positions: jax.Array, dtype: DTypeLike, lookup: Lookup = lookup
@@ -74,7 +75,7 @@ class EmbedAndHead(nnx.Module):
         lookup: a function that reads the tokens' rows from the whole table, or from this device's
         block of it.
         """
-        x = lookup(self.embedding[...], tokens, dtype)
+        x = scale_embeddings(lookup(self.embedding[...], tokens, dtype), self.stream_scale)
         if self.positions is None:
             return x
         x = x + self.positions[...][positions].astype(dtype)

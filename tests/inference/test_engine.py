@@ -41,7 +41,7 @@ from tests.damage import flip_everywhere, poison
 from tests.processes import ROOT, without_home
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss", "glm4_moe"]
-SLOW = ["dots1", "minimax_m2", "deepseek_v2", "deepseek_v2_lite", "ernie4_5_moe"]
+SLOW = ["dots1", "minimax_m2", "deepseek_v2", "deepseek_v2_lite", "ernie4_5_moe", "granitemoe"]
 NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},

@@ -593,6 +593,22 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("qwen3_moe", {"mlp_only_layers": [7]}, "mlp_only_layers = .7,.: must lie between 0 and 3"),
         ("qwen2_moe", {"use_sliding_window": False}, "layer_types = .*: needs use_sliding_window"),
         ("olmoe", {"clip_qkv": -8.0}, "clip_qkv = -8.0: must be greater than 0"),
+        (
+            "granitemoe",
+            {"residual_multiplier": 0},
+            "residual_multiplier = 0.0: must be greater than 0",
+        ),
+        (
+            "granitemoe",
+            {"attention_multiplier": -1},
+            "attention_multiplier = -1.0: must be greater than 0",
+        ),
+        ("granitemoe", {"logits_scaling": "6"}, "logits_scaling = '6': must be a number"),
+        (
+            "granitemoe",
+            {"model_type": "granitemoehybrid"},
+            "model_type = 'granitemoehybrid': must be .*; jmoe lacks Mamba-2 layers",
+        ),
         ("olmoe", {"clip_qkv": "8"}, "clip_qkv = '8': must be a number"),
         ("olmoe", {"head_dim": 16}, "head_dim = 16: is not supported, only 8"),
         (

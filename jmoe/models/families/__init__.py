@@ -11,6 +11,7 @@ from jmoe.models.families import (
     glm4_moe,
     gpt_moe,
     gpt_oss,
+    granitemoe,
     minimax_m2,
     mixtral,
     olmoe,
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         minimax_m2,
         deepseek_v2,
         ernie4_5_moe,
+        granitemoe,
         gpt_moe,
     )
 }

@@ -16,7 +16,7 @@ MISSING_PARTS: dict[str, str] = {
     "gemma4": "experts beside a dense MLP in each layer, and the encoder of images",
     "qwen3_vl_moe": _IMAGES.format("qwen3_moe"),
     "kimi_k25": _IMAGES.format("kimi_k2"),
-    "granitemoe": "multipliers of embeddings, attention scores, residuals and logits",
+    "granitemoehybrid": "Mamba-2 layers in turn with attention",
     "phimoe": "the sparsemixer router and longrope positions",
     "hunyuan_v1_moe": "norms of queries and keys after rotation and ntk_alpha positions",
     "bailing_moe": "tensors query_key_value, of code that transformers does not have",
