@@ -35,6 +35,7 @@ from jmoe.cluster.job import describe_hosts
 from jmoe.config import TrainConfig, VisionTrainConfig, check
 from jmoe.config.cluster import read_cluster
 from jmoe.data.chat_files import replace_chat_files
+from jmoe.data.context_rows import loaded_share
 from jmoe.data.corpus import (
     PreparationRole,
     TextChangedError,
@@ -316,13 +317,19 @@ def prepare_text_data(
     print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")
     if config.init_from and corpus.describe_control_token_texts():
         print_on_rank_0(corpus.describe_control_token_texts())
+    process_index, process_count = loaded_share(
+        config.devices_per_sequence(jax.device_count()),
+        jax.local_device_count(),
+        jax.process_index(),
+        jax.process_count(),
+    )
     batches = train_batches(
         corpus,
         batch_size=config.batch_size,
         sequence_length=config.sequence_length,
         seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=process_index,
+        process_count=process_count,
         config=config.data,
     )
     if batches.description:

@@ -60,12 +60,19 @@ def check_attention_supported(q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.
 
 
 def attention(
-    q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGe: jax.Array, *, scale: float, window: int | None
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGe: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (softmax(scale q k^T) v under a causal mask, [B, S, H, e] in q's dtype; float32 [B, H,
     S], the logarithm of each query's sum of exp(scores)).
 
     window: the number of keys that a query sees, itself included; None for all earlier ones.
+    causal: False without a mask; there may then be another number of keys than of queries.
     `check_attention_supported` tells what operands it takes.
     """
     b, s, h, _ = q_BSHd.shape
@@ -80,7 +87,7 @@ def attention(
         output_layouts=(_BY_ROWS, None, None),
         vmap_method="sequential",
         custom_call_api_version=2,
-        legacy_backend_config=_backend_config(q_BSHd, k_BSGd, _FORWARD, scale, window),
+        legacy_backend_config=_backend_config(q_BSHd, k_BSGd, _FORWARD, scale, window, causal),
     )
     o_BHSe, lse_BHS, _ = call(q_BSHd, k_BSGd, v_BSGe)
     return o_BHSe.transpose(_BY_ROWS), lse_BHS
@@ -93,6 +100,7 @@ def attention_gradient(
     *,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of the operands (q, k, v) of `attention` from its results and the
     gradient of its output.
@@ -105,7 +113,7 @@ def attention_gradient(
         output_layouts=(_BY_ROWS, _BY_ROWS, _BY_ROWS, None),
         vmap_method="sequential",
         custom_call_api_version=2,
-        legacy_backend_config=_backend_config(q_BSHd, k_BSGd, _BACKWARD, scale, window),
+        legacy_backend_config=_backend_config(q_BSHd, k_BSGd, _BACKWARD, scale, window, causal),
     )
     dq, dk, dv, _ = call(*operands, lse_BHS, do_BSHe, o_BSHe)
     return dq.transpose(_BY_ROWS), dk.transpose(_BY_ROWS), dv.transpose(_BY_ROWS)
@@ -128,6 +136,7 @@ def _backend_config(
     products: dict[str, tuple[str, tuple[str, str], str, tuple[str, str]]],
     scale: float,
     window: int | None,
+    causal: bool,
 ) -> str:
     """Return the description of the operation for XLA: its `GpuBackendConfig` as JSON."""
     b, s, h, _ = q_BSHd.shape
@@ -152,7 +161,7 @@ def _backend_config(
         "fmha_scale": scale,
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
-        "mask_type": "CAUSAL",
+        "mask_type": "CAUSAL" if causal else "NO_MASK",
         "sliding_window_length": window or 0,
         "max_seg_per_batch": 1,
         **numbers,

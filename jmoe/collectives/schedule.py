@@ -185,7 +185,9 @@ class _Equation(NamedTuple):
         return bool(_inner_functions(self.eqn))
 
 
-_ALL_TO_ALLS = ("all_to_all", "ragged_all_to_all")
+# The last three move keys and values of sequences that are split over devices: attention waits for
+# them as experts wait for all-to-alls, so they have the same priority.
+_ALL_TO_ALLS = ("all_to_all", "ragged_all_to_all", "all_gather", "reduce_scatter", "ppermute")
 _CALLS = (
     "jit",
     "pjit",

@@ -37,10 +37,13 @@ class MeshConfig:
     expert_inter: int = 1  # across nodes
     # inside a node; 0: the devices of a host, so that expert_inter counts hosts
     expert_intra: int = 1
+    # neighbouring devices, in the order of the mesh, that share each sequence: the context. 0: one,
+    # or the fewest with which batch_size reaches all devices
+    context: int = 0
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        check_not_negative(self, "data", "expert_intra")
+        check_not_negative(self, "data", "expert_intra", "context")
         check_positive(self, "expert_inter")
 
     def resolve_shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:

@@ -23,6 +23,7 @@ from jmoe.config.checks import (
     check_steps_within_limit,
     check_unset,
 )
+from jmoe.config.context import check_may_share_sequences, devices_per_sequence
 from jmoe.config.distil import DistilConfig
 from jmoe.config.lora import LoraConfig
 from jmoe.config.model import ModelConfig, Remat
@@ -338,6 +339,7 @@ class TrainConfig:
         check_field(fits, self, "sequence_length", constraint)
         self._check_tiers()
         self._check_ragged_exchange()
+        check_may_share_sequences(self)
         check_field(
             self.plan or not self.cluster, self, "cluster", "must be given together with plan"
         )
@@ -534,6 +536,12 @@ class TrainConfig:
             constraint = f"must be at least {least} / {experts}, what one token chooses"
             check(share > least / experts - 1e-6, "tiers.chosen_share", share, constraint)
 
+    def devices_per_sequence(self, num_devices: int) -> int:
+        """Return the number of neighbouring devices that share each sequence; see
+        `config.context`.
+        """
+        return devices_per_sequence(self, num_devices)
+
     def checked_mesh_shape(
         self, num_devices: int, devices_per_host: int = 0
     ) -> tuple[int, int, int]:
@@ -545,9 +553,7 @@ class TrainConfig:
         shape = packed_shape(
             self.mesh.resolve_shape(num_devices, devices_per_host), self.comm.initial_packing
         )
-        steps = self.gradient_accumulation_steps
-        constraint = f"must be a multiple of {num_devices} devices x {steps} accumulation steps"
-        check_field(self.batch_size % (num_devices * steps) == 0, self, "batch_size", constraint)
+        self.devices_per_sequence(num_devices)
         if not self.tiers.all_on_device and num_devices > 1:
             fused = self.comm.fuse_dense or not self.comm.shard_dense
             check_field(

@@ -94,11 +94,17 @@ class LatentAttention(Attention):
         c, k_rope = jnp.split(mark_saved(latent.astype(dtype), "qkv"), [split], axis=-1)
         return self.kv_a_norm(c, dtype), self._rotated(k_rope[:, :, None], positions)
 
-    def keys_and_values(self, c_BSr: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (keys [B, S, H, d], values [B, S, H, v]) from the two results of `latents`."""
+    def keys_and_values(
+        self, c_BSr: jax.Array, k_rope: jax.Array, *, are_saved: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (keys [B, S, H, d], values [B, S, H, v]) from the two results of `latents`.
+
+        are_saved: mark them as residuals; False if the backward pass should expand them again.
+        """
         config, dtype = self.config, c_BSr.dtype
         if self.w_kv_b is not None:
-            kv = mark_saved(affine(c_BSr, self.w_kv_b).astype(dtype), "qkv")
+            kv = affine(c_BSr, self.w_kv_b).astype(dtype)
+            kv = mark_saved(kv, "qkv") if are_saved else kv
             kv = kv.reshape(*kv.shape[:-1], config.num_attention_heads, -1)
             k_nope, v = jnp.split(kv, [config.qk_nope_head_dim], axis=-1)
         else:

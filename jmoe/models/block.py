@@ -25,6 +25,8 @@ from jax.typing import DTypeLike
 from jmoe.collectives.exchange import DispatchedTokens
 from jmoe.config import LayerKind, ModelConfig, Remat
 from jmoe.layers.attention import Attention
+from jmoe.layers.context import SplitSequences
+from jmoe.layers.context_attention import attend_over_devices
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import MLP, affine, normal_parameter
 from jmoe.layers.latent_attention import LatentAttention
@@ -65,13 +67,17 @@ def saved_residual_names(remat: Remat) -> tuple[str, ...]:
 
 
 def causal_attention_fn(
-    window: int | None = None, documents: Documents | None = None
+    window: int | None = None,
+    documents: Documents | None = None,
+    split: SplitSequences | None = None,
 ) -> AttentionFn:
     """Return a function for causal self-attention within each sequence, or within each document.
 
     window: the number of positions that a token attends to, its own included; None for all earlier
-        ones.
+        ones. split: of sequences that lie on several devices, with their documents.
     """
+    if split is not None:
+        return lambda attention, h_BSD: attend_over_devices(attention, h_BSD, split, window)
     return lambda attention, h_BSD: attention(h_BSD, window, documents)
 
 
@@ -221,7 +227,7 @@ class Block(nnx.Module):
             return y_TD
         return y_TD * jax.nn.sigmoid(affine(h_TD, self.shared_expert_gate))
 
-    def __call__(
+    def __call__(  # noqa: PLR0913  what a layer may need to know
         self,
         x_BSD: jax.Array,
         window: int | None = None,
@@ -232,6 +238,7 @@ class Block(nnx.Module):
         full_capacity: bool = False,
         keep_routing: bool = False,
         documents: Documents | None = None,
+        split: SplitSequences | None = None,
         **choices: PyTree,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (output [B, S, D], routing statistics); the statistics are None for a dense block.
@@ -239,9 +246,10 @@ class Block(nnx.Module):
         full_capacity: use buffers large enough for every token, so that none is dropped.
         keep_routing: also put every token's `Routing` into the statistics.
         documents: the documents of each sequence; None if each sequence is one.
+        split: of sequences that lie on several devices; None if each device has whole ones.
         choices: keyword arguments of `route` that replace the router's choice of experts.
         """
-        attention = causal_attention_fn(window, documents)
+        attention = causal_attention_fn(window, documents, split)
         if self.kind == "dense":
             return self.apply_dense(x_BSD, attention, dtype), None
         x_BSD = self.attend(x_BSD, attention, dtype)

@@ -22,6 +22,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmoe.config import STACKS, LayerKind, ModelConfig, Remat
+from jmoe.layers.context import SplitSequences
 from jmoe.layers.documents import Documents
 from jmoe.layers.embedding import Lookup, lookup, scale_embeddings
 from jmoe.layers.experts import normal_parameter
@@ -141,13 +142,14 @@ class DecoderExecution:
     layer_runner: a function that applies all blocks in order, called like `scan_layers`.
     lookup: a function of this device's shard of the embedding table, token ids and a dtype; returns
         the tokens' rows in that dtype.
-    gather, remat: see `ApplyBlock`.
+    gather, remat: see `ApplyBlock`. split: see `Block.__call__`.
     """
 
     layer_runner: LayerScan = scan_layers
     lookup: Lookup = lookup
     gather: Callable[[PyTree], PyTree] = lambda params: params
     remat: Remat = "none"
+    split: SplitSequences | None = None
 
 
 class Decoder(nnx.Module):
@@ -211,6 +213,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike,
         lookup: Lookup = lookup,
         documents: Documents | None = None,
+        split: SplitSequences | None = None,
     ) -> jax.Array:
         """Return the first layer's input, [B, S, D] in `dtype`: token embedding plus learned
         positions.
@@ -220,6 +223,8 @@ class Decoder(nnx.Module):
             x_BSD = scale_embeddings(x_BSD, self.config.stream_scale)
             if self.positions is None:
                 return x_BSD
+            if split is not None:
+                return x_BSD + self.positions[...][split.position].astype(dtype)
             if documents is None:
                 return x_BSD + self.positions[...][: tokens_BS.shape[1]].astype(dtype)
             return x_BSD + self.positions[...][documents.positions()].astype(dtype)
@@ -247,7 +252,7 @@ class Decoder(nnx.Module):
         key: PRNG key for router noise.
         full_capacity, keep_routing, documents: see `Block.__call__`.
         """
-        x_BSD = self.embed(tokens_BS, dtype, execution.lookup, documents)
+        x_BSD = self.embed(tokens_BS, dtype, execution.lookup, documents, execution.split)
         graphs, inputs = self.graphs_and_scan_inputs(key)
         options = {
             "dtype": dtype,
@@ -255,6 +260,7 @@ class Decoder(nnx.Module):
             "full_capacity": full_capacity,
             "keep_routing": keep_routing,
             "documents": documents,
+            "split": execution.split,
         }
         apply_block = ApplyBlock(graphs, execution.gather, execution.remat, options)
         layers, first = self.config.layers, self.config.first_k_dense_replace

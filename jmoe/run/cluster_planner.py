@@ -90,11 +90,12 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
     """
     per_node = cluster.devices_per_node
     devices, intra = nodes * per_node, config.mesh.expert_intra or per_node
-    mesh = MeshConfig(config.mesh.data, config.mesh.expert_inter, intra)
+    context = config.mesh.context
+    mesh = MeshConfig(config.mesh.data, config.mesh.expert_inter, intra, context)
     if cluster.grows == "experts":
         data = max(1, config.mesh.data)
-        mesh = MeshConfig(data, max(1, devices // (data * intra)), intra)
-    mesh = MeshConfig(*mesh.resolve_shape(devices, per_node))
+        mesh = MeshConfig(data, max(1, devices // (data * intra)), intra, context)
+    mesh = MeshConfig(*mesh.resolve_shape(devices, per_node), context)
     batch_size = config.batch_size
     if cluster.batch == "per_node":
         batch_size = batch_size * nodes // cluster.nodes[0]

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from tokenizers import Tokenizer
 
 from jmoe.config import TrainConfig
+from jmoe.data.context_rows import ContextRows
 from jmoe.data.corpus import Corpus
 from jmoe.data.loader import held_out_windows
 from jmoe.data.sample_rows import held_out_rows, rows_of_windows
@@ -24,7 +25,7 @@ from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer
 
 
-def _split_over_devices(array: np.ndarray, mesh: Mesh) -> jax.Array:
+def split_over_devices(array: np.ndarray, mesh: Mesh) -> jax.Array:
     """Return a global array split over all devices in its first dimension; every process holds the
     whole `array`.
     """
@@ -47,10 +48,14 @@ def held_out_loss(
         batches = held_out_windows(corpus, config.sequence_length, batch)
         if config.data.mask_documents:
             batches = (rows_of_windows(*window, corpus.eot) for window in batches)
+    divided = ContextRows(config.devices_per_sequence(mesh.size), mesh.size)
     total = targets = 0.0
     while some := list(islice(batches, trainer.evaluation_batches)):
         targets += sum(float(weights.sum(dtype=np.float64)) for _, weights, *_ in some)
-        placed = jax.tree.map(partial(_split_over_devices, mesh=mesh), some)
+        placed = [
+            jax.tree.map(partial(split_over_devices, mesh=mesh), divided.divide(one))
+            for one in some
+        ]
         total += sum(map(float, trainer.evaluate_batches(state, placed)))
     return total / targets
 
@@ -71,10 +76,16 @@ def sample_text(
     """
     length = min(config.evaluation.sample_tokens + 1, config.sequence_length)
     rng = np.random.default_rng(config.seed)
-    tokens = np.full((mesh.size, config.sequence_length), eot, np.int32)
+    divided = ContextRows(config.devices_per_sequence(mesh.size), mesh.size)
+    sequences = mesh.size // divided.size
+    tokens = np.full((sequences, config.sequence_length), eot, np.int32)
     for position in range(length - 1):
         logits_V = np.asarray(
-            trainer.next_logits(state, _split_over_devices(tokens, mesh), jnp.int32(position)),
+            trainer.next_logits(
+                state,
+                split_over_devices(divided.divide_inputs(tokens), mesh),
+                jnp.int32(position),
+            ),
             np.float64,
         )
         logits_V = logits_V[: tokenizer.get_vocab_size()]

@@ -82,7 +82,8 @@ class PackingController:
             or largest_packing(shape) == 1
         )
         data, inter, intra = shape
-        self._config = dataclasses.replace(config, mesh=MeshConfig(data, inter, intra))
+        mesh = MeshConfig(data, inter, intra, config.mesh.context)
+        self._config = dataclasses.replace(config, mesh=mesh)
         # read now, while the devices' memory is still empty
         self._machine = None if self.done else described_machine(with_device_bytes(config))
         # both since the last decision; _seconds leaves out steps that compiled
@@ -195,7 +196,8 @@ def choose_expert_sharding(
     shape: (data, expert_inter, expert_intra) of the mesh at packing 1. packing: the initial
     packing.
     """
-    on_mesh = dataclasses.replace(config.with_packing(packing), mesh=MeshConfig(*shape))
+    mesh = MeshConfig(*shape, config.mesh.context)
+    on_mesh = dataclasses.replace(config.with_packing(packing), mesh=mesh)
     if config.can_shard_experts:
         on_mesh = with_device_bytes(on_mesh)
     own = with_chosen_expert_sharding(on_mesh).comm.expert_sharding

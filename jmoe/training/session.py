@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.processes import check_same_identity
 from jmoe.config import TrainConfig
+from jmoe.data.context_rows import ContextRows
 from jmoe.data.loader import COMPARABLE_BYTES, unigram_and_xz_bits_per_byte
 from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
 from jmoe.run.checkpoint import Checkpoints
@@ -42,6 +43,27 @@ def print_on_rank_0(text: str) -> None:
     """Print a line on process 0; do nothing on other processes."""
     if jax.process_index() == 0:
         print(text, flush=True)
+
+
+def place_batch(config: TrainConfig, mesh: Mesh, rows: PyTree) -> PyTree:
+    """Return the global batch [accumulation steps, B, ...] of the rows that each process loaded
+    (`data.context_rows.loaded_share`), B in the order of the devices.
+    """
+    steps, local = config.gradient_accumulation_steps, len(mesh.local_devices)
+    size = config.devices_per_sequence(mesh.size)
+    whole = ContextRows(size, max(size, local))
+    first = jax.process_index() * local % size if size > local else 0
+    place = NamedSharding(mesh, ACCUMULATED_BATCH)
+    by_step = jax.tree.map(lambda x: x.reshape(steps, -1, x.shape[-1]), rows)
+    parts = [
+        whole.divide(
+            jax.tree.map(lambda x, i=i: x[i], by_step), first=first, count=min(size, local)
+        )
+        for i in range(steps)
+    ]
+    return jax.tree.map(
+        lambda *part: jax.make_array_from_process_local_data(place, np.stack(part)), *parts
+    )
 
 
 @dataclass(kw_only=True)
@@ -77,14 +99,7 @@ class Session:
         """Return the next global batch of tokens, [accumulation steps, B, S + 1], or of
         `SampleRows`, from this process's rows.
         """
-        steps = self.config.gradient_accumulation_steps
-        place = NamedSharding(self.mesh, ACCUMULATED_BATCH)
-
-        def make_global(rows: np.ndarray) -> jax.Array:
-            local = rows.reshape(steps, -1, rows.shape[-1])
-            return jax.make_array_from_process_local_data(place, local)
-
-        return jax.tree.map(make_global, next(self.batches))
+        return place_batch(self.config, self.mesh, next(self.batches))
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
         """Return `state` for `step`, moved to a mesh with another expert packing if the controller

@@ -20,6 +20,7 @@ from jmoe.collectives.schedule import MAX_CHUNK_BYTES, SCHEDULES, CollectiveSche
 from jmoe.config import STACKS, Remat, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.config.parallel import ExpertSharding
+from jmoe.layers.context import SplitSequences
 from jmoe.layers.embedding import Embedding
 from jmoe.layers.moe import ExpertParallel
 from jmoe.mesh import (
@@ -236,14 +237,15 @@ class ShardedDecoder(ShardedModel):
         layer_runner: LayerScan | None = None,
         *,
         remat: Remat = "none",
+        split: SplitSequences | None = None,
         **options: PyTree,
     ) -> tuple[jax.Array, jax.Array, PyTree]:
         """Return (hidden states [B, S, D], the output head's weight, router statistics) of this
         device's tokens.
 
         layer_runner: runs the layers; None uses `scan_layers`, which gathers one layer's parameters
-        at a time. options: keyword arguments of `Decoder.__call__`. The statistics are None for a
-        model without experts.
+        at a time. split: of sequences that lie on several devices. options: keyword arguments of
+        `Decoder.__call__`. The statistics are None for a model without experts.
         """
         stacks = {name: tree for name, tree in params.items() if name.endswith("_layers")}
         if self.casts_once_per_step:
@@ -255,10 +257,12 @@ class ShardedDecoder(ShardedModel):
         model = self.model_with_params(outside | stacks, router_bias)
         if layer_runner is None:
             execution = DecoderExecution(
-                scan_layers, self.embedding.lookup, self.gather_params, remat=remat
+                scan_layers, self.embedding.lookup, self.gather_params, remat, split
             )
         else:
-            execution = DecoderExecution(layer_runner, self.embedding.lookup, remat=remat)
+            execution = DecoderExecution(
+                layer_runner, self.embedding.lookup, remat=remat, split=split
+            )
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
         head = None if model.head is None else model.head[...]
         return hidden, self.head.weight(model.embedding[...], head, self.dtype), stats

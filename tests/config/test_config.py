@@ -722,12 +722,12 @@ def test_packing_that_changes_is_refused_with_tiers() -> None:
             "mesh.(data, expert_inter, expert_intra) = (0, 1, 8): must multiply",
         ),
         (
-            {"batch_size": 12},
+            {"batch_size": 12, "mesh": MeshConfig(context=1)},
             8,
             "batch_size = 12: must be a multiple of 8 devices x 1 accumulation steps",
         ),
         (
-            {"batch_size": 8, "gradient_accumulation_steps": 2},
+            {"batch_size": 8, "gradient_accumulation_steps": 2, "sequence_length": 63},
             8,
             "batch_size = 8: must be a multiple of 8 devices x 2 accumulation steps",
         ),

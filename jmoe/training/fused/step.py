@@ -28,6 +28,7 @@ from jmoe.collectives.schedule import compiler_options
 from jmoe.config import STACKS, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.data.sample_rows import SampleRows
+from jmoe.layers.context import ContextGroup, split_sequences
 from jmoe.layers.documents import Documents
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shapes_with_shardings, shardings
@@ -36,7 +37,13 @@ from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.native import trace_natively_if
-from jmoe.training.sample_batch import SampleTotals, documents_of, sample_totals_local
+from jmoe.training.sample_batch import (
+    SampleTotals,
+    documents_of,
+    inputs_and_targets,
+    sample_totals_local,
+    split_of,
+)
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import Batch, TrainState, read_missing_experts
 from jmoe.training.trained_parts import (
@@ -82,6 +89,8 @@ class FusedTrainer:
         self.config, self.model = config, (model := self.decoder(config, mesh, links))
         check_train_and_freeze_patterns(config, model.shapes)
         self._layer_runner = model.reverse_scan(chunk_bytes)
+        size = config.devices_per_sequence(mesh.size)
+        self._context = ContextGroup(size, mesh.size) if size > 1 else None
         self.saved_shape = self.full_shape = model.saved_shape
         self.notes = [*model.notes, *describe_trained_and_frozen(config, model.shapes)]
         sharded = self.shard_over_mesh
@@ -248,18 +257,20 @@ class FusedTrainer:
         documents: Documents | None = None
         weights_T, counted = None, Metrics()
         if totals is not None:
-            documents = documents_of(micro_batch, config.data)
+            documents = documents_of(micro_batch, config.data, self._context)
             assert documents is not None
             weights_T, num_tokens = micro_batch.weights.reshape(-1) / totals.weight, totals.tokens
             counted = documents.token_counts()
         options: PyTree = {"key": key, "train": True, "full_capacity": full_capacity}
         options["documents"] = documents
+        options["split"] = split = split_of(micro_batch, config.data, self._context)
         if "frozen" in constants:
             options["frozen"] = constants.pop("frozen")
+        inputs_BS, targets_BS = inputs_and_targets(tokens_BS, split)
         hidden, head, stats = self.model(
-            params, router_bias, tokens_BS[:, :-1], layer_runner, remat=config.remat, **options
+            params, router_bias, inputs_BS, layer_runner, remat=config.remat, **options
         )
-        labels_T = tokens_BS[:, 1:].reshape(-1)
+        labels_T = targets_BS.reshape(-1)
         with jax.named_scope("loss"):
             if weights_T is None:
                 weights_T = jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32)
@@ -322,13 +333,16 @@ class FusedTrainer:
         devices.
         """
         tokens_BS, weights_BS, *_ = batch
+        split = split_of(batch, self.config.data, self._context)
+        inputs_BS, targets_BS = inputs_and_targets(tokens_BS, split)
         hidden, head, stats = self._hidden_states_local(
             state,
-            tokens_BS[:, :-1],
+            inputs_BS,
             full_capacity=full_capacity,
-            documents=documents_of(batch, self.config.data),
+            documents=documents_of(batch, self.config.data, self._context),
+            split=split,
         )
-        hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), tokens_BS[:, 1:].reshape(-1)
+        hidden_TD, labels_T = hidden.reshape(-1, hidden.shape[-1]), targets_BS.reshape(-1)
         nll = lax.psum(
             self.model.head.cross_entropy(hidden_TD, head, labels_T, weights_BS.reshape(-1)), ALL
         )
@@ -343,11 +357,16 @@ class FusedTrainer:
         self, state: TrainState, tokens_BS: jax.Array, position: jax.Array, *, full_capacity: bool
     ) -> tuple[jax.Array, jax.Array]:
         """Return (logits [V] as of `next_logits`, dropped assignments), equal on all devices."""
+        split, group = None, self._context
+        device: jax.Array | int = 0
+        if group is not None:
+            split = split_sequences(group, tokens_BS.shape[1])
+            device, position = group.device_and_index(position, tokens_BS.shape[1])
         hidden, head, stats = self._hidden_states_local(
-            state, tokens_BS, full_capacity=full_capacity
+            state, tokens_BS, full_capacity=full_capacity, split=split
         )
         last = lax.dynamic_index_in_dim(hidden[0], position, 0, keepdims=False).astype(jnp.float32)
-        last = lax.psum(jnp.where(lax.axis_index(ALL) == 0, last, 0), ALL)
+        last = lax.psum(jnp.where(lax.axis_index(ALL) == device, last, 0), ALL)
         return self.model.head.logits(last, head), num_dropped_assignments(stats)
 
     def next_logits(

@@ -168,7 +168,9 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
     mesh = make_mesh(config.checked_mesh_shape(len(devices), each), devices)
     links = read_links(Path(config.comm.links)) if config.comm.links else None
     trainer, parts = FusedTrainer(config, mesh, links=links), config.gradient_accumulation_steps
-    sizes = parts, config.batch_size // parts, config.sequence_length + 1
+    context, sequences = config.devices_per_sequence(len(devices)), config.batch_size // parts
+    tokens_of_row = config.sequence_length // context + (1 if context == 1 else 2)
+    sizes = parts, sequences * context, tokens_of_row
     tokens = jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=NamedSharding(mesh, ACCUMULATED_BATCH))
     _, lowered = ahead_of_time.lower_for_device(
         devices[0], trainer.step, trainer.state_shape, tokens

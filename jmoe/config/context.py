@@ -1,0 +1,64 @@
+"""How many devices share a sequence (`mesh.context`). Standard library only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jmoe.config.checks import check, check_field
+
+TrainConfig = Any  # `config.train`, which imports this module
+
+
+def _refusals(config: TrainConfig) -> list[str]:
+    """Return the settings with which devices cannot share sequences."""
+    reasons = {
+        "with experts on other tiers": config.tiers.any_off_device,
+        "with distil.teacher": bool(config.distil.teacher),
+        "with lora.rank": config.lora.rank is not None,
+        "for image tasks": not config.model.is_causal,
+    }
+    return [why for why, holds in reasons.items() if holds]
+
+
+def check_may_share_sequences(config: TrainConfig) -> None:
+    """Raise ValueError if devices are to share sequences, and another setting forbids it."""
+    context = config.mesh.context
+    for why in _refusals(config) if context > 1 else ():
+        check(False, "mesh.context", context, f"must be 0 or 1 {why}")
+
+
+def _fits(config: TrainConfig, context: int, num_devices: int) -> bool:
+    """Return whether groups of `context` of the devices can divide batch and sequences."""
+    shares = context == 1 or (not _refusals(config) and config.sequence_length % (2 * context) == 0)
+    groups = num_devices // context * config.gradient_accumulation_steps
+    return shares and num_devices % context == 0 and config.batch_size % groups == 0
+
+
+def devices_per_sequence(config: TrainConfig, num_devices: int) -> int:
+    """Return the number of neighbouring devices that share each sequence: `mesh.context`, or if it
+    is 0 the fewest with which every device gets a part of the batch.
+
+    Raises ValueError if batch, sequences and devices cannot be divided so.
+    """
+    context, steps = config.mesh.context, config.gradient_accumulation_steps
+    batch = f"must be a multiple of {num_devices} devices x {steps} accumulation steps"
+    if not context:
+        sizes = [n for n in range(1, num_devices + 1) if _fits(config, n, num_devices)]
+        if refusals := _refusals(config):
+            batch += f"; devices cannot share a sequence {refusals[0]}"
+        else:
+            batch += (
+                ", or with n devices to a sequence (mesh.context) of a n-th of that, which needs"
+                f" sequence_length = {config.sequence_length} to be a multiple of 2 n"
+            )
+        check_field(bool(sizes), config, "batch_size", batch)
+        return sizes[0]
+    check_may_share_sequences(config)
+    divides = num_devices % context == 0
+    check(divides, "mesh.context", context, f"must divide the {num_devices} devices")
+    whole = context == 1 or config.sequence_length % (2 * context) == 0
+    chunks = f"must be a multiple of 2 x mesh.context = {2 * context}"
+    check_field(whole, config, "sequence_length", chunks)
+    batch += f" / mesh.context = {context}" * (context > 1)
+    check_field(_fits(config, context, num_devices), config, "batch_size", batch)
+    return context
