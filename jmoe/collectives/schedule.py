@@ -335,6 +335,20 @@ class _Program:
             begin = at + 1
         return places | {len(self.equations): sorted(left)}
 
+    def places_beside_all_to_alls(self, places: dict[int, list[int]]) -> set[int]:
+        """Return the places whose products run while an all-to-all is in flight: none of them
+        depends on the last all-to-all before the place. The end, where nothing is delayed, is
+        never among them.
+        """
+        all_to_alls = [i for i, equation in enumerate(self.equations) if equation.is_all_to_all]
+        latest = self._latest_all_to_alls()
+        beside = set()
+        for place, products in places.items():
+            before = [at for at in all_to_alls if at < place < len(self.equations)]
+            if before and products and all(latest[i] < before[-1] for i in products):
+                beside.add(place)
+        return beside
+
     def operands_to_wait_for(self, products: list[int]) -> list[int]:
         """Return the values that the work in front of `products` should wait for: they become known
         when the product that waits for the last all-to-all can start.
@@ -574,7 +588,8 @@ def interleave_collectives(
     inside `shard_map` over `axes`.
 
     Work is dealt to the places where the next all-to-all cannot start yet, in proportion to the
-    multiplications there. Collectives depend on the previous ones, see `_CollectiveOrder`.
+    multiplications there. Products that hide an all-to-all, as in the schedule `pipelined`, count
+    only if there are no others. Collectives depend on the previous ones, see `_CollectiveOrder`.
 
     work: functions that each run one of the other collectives. start_after: no work starts before
     this value is known. Without it XLA would gather the parameters of all layers at once, or keep
@@ -592,6 +607,9 @@ def interleave_collectives(
         place: sum(_num_multiplications(program.equations[i].eqn) for i in some)
         for place, some in places.items()
     }
+    beside = program.places_beside_all_to_alls(places)
+    if any(count for place, count in hides.items() if place not in beside):
+        hides |= dict.fromkeys(beside, 0)
     shares = _assign_work(work, hides, schedule)
     run = _InterleavedRun(program, order, places, shares, work, jax.tree.leaves(args))
     out, results = run.evaluate()

@@ -338,6 +338,35 @@ def test_work_is_hidden_behind_experts(experts: str) -> None:
     assert "".join(order) == "tggggt"
 
 
+@pytest.mark.parametrize(("attention", "order"), [(True, "ggttttgg"), (False, "ttggtggt")])
+def test_work_waits_while_experts_hide_an_all_to_all(attention: bool, order: str) -> None:
+    """The experts' first product runs beside the second all-to-all, their second beside the one
+    back: gathers run beside attention, and beside the experts only where there is nothing else.
+    """
+    zeros = [jnp.zeros(shape, jnp.float32) for shape in ((256, 16), (16, 16))]
+
+    def send(rows: jax.Array) -> jax.Array:
+        return lax.all_to_all(rows.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(rows.shape)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = jnp.tanh(x @ w) if attention else x
+        there = [send(rows) for rows in jnp.split(x, 2)]
+        y = jnp.concatenate([send(rows @ w) for rows in there])
+        return y @ w if attention else y
+
+    def body(*args: jax.Array) -> Any:
+        work = [lambda after: lax.all_gather(after(args[0]), ALL, tiled=True)] * 4
+        return interleave_collectives(run, args, work, SCHEDULES["pipelined"], ALL, args[0])
+
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=(BATCH, REPLICATED), out_specs=BATCH, check_vma=False
+    )
+    traced = inside_shard_map(jax.make_jaxpr(mapped)(*zeros).jaxpr)
+    kinds = [eqn.primitive.name for eqn in traced.eqns]
+    found = [kind[4] for kind in kinds if kind in ("all_gather", "all_to_all")]
+    assert "".join(found) == order
+
+
 def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -> None:
     """All that it reads and writes: until the last work is known, for which the next all-to-all
     waits too.
