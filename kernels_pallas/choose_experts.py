@@ -22,6 +22,7 @@ from kernels_pallas.triton import (
     store,
 )
 
+SCORES = ("softmax", "sigmoid")  # the functions of logits that the kernel computes
 MAX_EXPERTS = 1024  # a program holds all logits of a token in registers
 SETTINGS = BlockSizes(num_warps=1, num_stages=1)
 _LEAST = -3e38  # the score of experts that cannot be chosen: finite, as -inf - -inf is NaN
@@ -32,7 +33,7 @@ _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by
 class ChoiceRules:
     """How experts are chosen.
 
-    scores: `softmax` or `sigmoid` of the logits. num_choices: K. normalizes: divide the weights by
+    scores: one of `SCORES`. num_choices: K. normalizes: divide the weights by
     their sum. factor: of the weights. num_groups: G groups of consecutive experts, of which the
     best `open_groups` are open to a token. ranked_by: number of a group's largest scores whose sum
     ranks it; 0 if all groups are open.
@@ -64,8 +65,8 @@ def choose_experts(
     NotImplementedError for other scores and for more than `MAX_EXPERTS` experts.
     """
     num_tokens, num_experts = logits_TE.shape
-    if rules.scores not in ("softmax", "sigmoid"):
-        raise NotImplementedError(f"scores {rules.scores}: neither softmax nor sigmoid")
+    if rules.scores not in SCORES:
+        raise NotImplementedError(f"scores {rules.scores}: neither {' nor '.join(SCORES)}")
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"{num_experts} experts: more than {MAX_EXPERTS}")
     optional = bias_E, positions_T

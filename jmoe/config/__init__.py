@@ -9,6 +9,7 @@ from jmoe.config.layers import LayerKind as LayerKind
 from jmoe.config.lora import LORA_TARGETS as LORA_TARGETS
 from jmoe.config.lora import LoraConfig as LoraConfig
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
+from jmoe.config.model import ROUTER_TRAINING_ONLY as ROUTER_TRAINING_ONLY
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import ModelConfig as ModelConfig
 from jmoe.config.model import MoEConfig as MoEConfig

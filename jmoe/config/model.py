@@ -68,13 +68,8 @@ class MoEConfig:
 
 # What of a model concerns its training only; a run that starts from a checkpoint (`init_from`)
 # keeps its own.
-TRAINING_ONLY = (
-    "capacity_factor",
-    *(
-        f"router.{name}"
-        for name in ("jitter_noise", "second_expert_policy", "z_loss_coef", "bias_update_speed")
-    ),
-)
+ROUTER_TRAINING_ONLY = ("jitter_noise", "second_expert_policy", "z_loss_coef", "bias_update_speed")
+TRAINING_ONLY = ("capacity_factor", *(f"router.{name}" for name in ROUTER_TRAINING_ONLY))
 
 
 # What is counted one by one before a tensor is looked at, and sizes of arrays beyond which XLA

@@ -441,7 +441,7 @@ def _sample_from_adjusted_logits(
             lambda: _vocabulary_filter_mask(z_BV, params),
             lambda: everything_BV,
         )
-        kept_BV &= jnp.exp(z_BV) >= params.min_p_B[:, None]
+        kept_BV &= _threshold_mask(z_BV, params)
         ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
         return jnp.where(
             settled_B, few_B, _gumbel_max(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B)
@@ -462,7 +462,7 @@ def sample_settled(logits_BV: jax.Array, params: BatchParams, positions_B: jax.A
     vocab_size = logits_BV.shape[1]
     z_BV = _scaled_logits(logits_BV, params)
     few_B, _ = _sample_candidates(z_BV, params, positions_B)
-    kept_BV = jnp.exp(z_BV) >= params.min_p_B[:, None]
+    kept_BV = _threshold_mask(z_BV, params)
     ids_BV = lax.broadcasted_iota(jnp.int32, z_BV.shape, 1)
     any_B = _gumbel_max(z_BV, ids_BV, kept_BV, params.seed_B2, positions_B)
     drawn_B = jnp.where(_have_filters(params, vocab_size), few_B, any_B)
@@ -531,7 +531,15 @@ def _candidate_filter_mask(z_BC: jax.Array, total_B1: jax.Array, params: BatchPa
     total_B1 = jnp.where(top_k_B1 <= z_BC.shape[1], sums_BC[:, -1:], total_B1)
     before_BC = jnp.pad(sums_BC[:, :-1], ((0, 0), (1, 0)))
     in_top_p_BC = (top_p_B1 >= 1) | (before_BC < top_p_B1 * total_B1)
-    return in_top_k_BC & in_top_p_BC & (weights_BC >= params.min_p_B[:, None])
+    return in_top_k_BC & in_top_p_BC & _threshold_mask(z_BC, params)
+
+
+def _threshold_mask(z_BN: jax.Array, params: BatchParams) -> jax.Array:
+    """Return bool, True for the tokens that min-p keeps, whichever tokens z holds.
+
+    z_BN: logits / temperature minus their maximum, of all or of some tokens.
+    """
+    return jnp.exp(z_BN) >= params.min_p_B[:, None]
 
 
 def _vocabulary_filter_mask(z_BV: jax.Array, params: BatchParams) -> jax.Array:

@@ -6,7 +6,13 @@ ignored.
 
 import dataclasses
 
-from jmoe.config import ModelConfig, check, describe_differences
+from jmoe.config import (
+    ROUTER_TRAINING_ONLY,
+    ModelConfig,
+    RouterConfig,
+    check,
+    describe_differences,
+)
 from jmoe.models.config_fields import check_fields_supported
 from jmoe.models.families import FAMILIES
 from jmoe.models.families.reader import ConfigFields
@@ -72,21 +78,11 @@ def _decoder_normal_form(config: ModelConfig) -> JsonObject:
 
     Two configurations of the same function have equal normal forms.
     """
-    router = config.router
     values = dataclasses.asdict(config) | {
         "head_dim": config.dim_per_head,
         "layer_types": config.layer_types or ("sliding_attention",) * config.num_hidden_layers,
         "layer_kinds": config.layer_kinds,
-        "router": (
-            router.bias,
-            router.rules.scores,
-            router.rules.has_bias,
-            router.normalizes_weights(config.num_experts_per_tok),
-            router.n_group,
-            router.topk_group,
-            router.rules.limits_groups if router.n_group > 1 else 0,
-        ),
-        "routed_scaling_factor": router.routed_scaling_factor,
+        "router": _router_normal_form(config.router, config.num_experts_per_tok),
     }
     if config.sliding_window is None:
         del values["layer_types"]
@@ -102,6 +98,22 @@ def _decoder_normal_form(config: ModelConfig) -> JsonObject:
         "first_k_dense_replace",
         "mlp_only_layers",
     ):
+        del values[name]
+    return values
+
+
+def _router_normal_form(router: RouterConfig, num_experts_per_tok: int) -> JsonObject:
+    """Return the rules and options that determine a router's choices and weights, in a normal form.
+
+    A new column of `RouterRules` or field of `RouterConfig` is compared unless it is left out here.
+    """
+    values = dataclasses.asdict(router.rules) | dataclasses.asdict(router)
+    values["normalizes"] = router.normalizes_weights(num_experts_per_tok)
+    if router.n_group == 1:
+        del values["limits_groups"]
+    for name in ("kind", "norm_topk_prob", "num_experts_per_tok", "may_drop_second"):
+        del values[name]
+    for name in (*ROUTER_TRAINING_ONLY, "aux_loss_coef"):
         del values[name]
     return values
 

@@ -206,7 +206,7 @@ class LazyCheckpoint(Closing):
             return (
                 f"experts are stored in {stored}, which no format in memory holds exactly: they are"
                 f" widened to {self.dtype}, {gigabytes:,.1f} GB; --expert-dtype"
-                " (mxfp4, int4, int8, fp8) takes less and rounds"
+                f" ({', '.join(FORMATS)}) takes less and rounds"
             )
         if kind is self.stored_format:
             return ""

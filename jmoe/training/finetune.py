@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jmoe.cluster.processes import check_same_identity
 from jmoe.config import (
+    ROUTER_TRAINING_ONLY,
     TRAINING_ONLY,
     ModelConfig,
     TrainConfig,
@@ -56,11 +57,8 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
         return config
     folder = pretrained_folder(config.init_from)
     model, own = model_config(read_config(folder)), config.model
-    router_names = {
-        name.removeprefix("router.") for name in TRAINING_ONLY if name.startswith("router.")
-    }
     router = dataclasses.replace(
-        model.router, **{name: getattr(own.router, name) for name in router_names}
+        model.router, **{name: getattr(own.router, name) for name in ROUTER_TRAINING_ONLY}
     )
     names = [name for name in TRAINING_ONLY if not name.startswith("router.")]
     own_values = {name: getattr(own, name) for name in names}

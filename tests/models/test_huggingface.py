@@ -797,3 +797,23 @@ def test_a_preset_without_a_family_names_what_is_missing() -> None:
         hf_config(other)
     with pytest.raises(ValueError, match="attention_sinks: True -> False"):
         hf_config(ModelConfig(attention_sinks=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"routed_scaling_factor": 2.5}, r"router\.routed_scaling_factor: 2\.5 -> 1\.0"),
+        ({"bias": True}, r"router\.bias: True -> False"),
+        ({"kind": "softmax_group_limited", "n_group": 4}, r"router\.n_group: 4 -> 1"),
+    ],
+)
+def test_a_router_without_a_family_names_what_is_missing(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        hf_config(ModelConfig(router=RouterConfig(**changes)))
+
+
+def test_options_of_training_alone_need_no_family() -> None:
+    router = RouterConfig(aux_loss_coef=0.5, z_loss_coef=0.1, jitter_noise=0.2)
+    assert hf_config(ModelConfig(router=router))["model_type"] == "mixtral"
