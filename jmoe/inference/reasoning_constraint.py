@@ -33,7 +33,8 @@ class ReasoningConstraint(Constraint):
         begin, end: the tokens around the reasoning.
         is_open: the prompt ends inside the reasoning.
         budget: the reasoning ends after so many tokens, not counting `begin` and `end`; None: when
-            the model ends it.
+            the model ends it. With a budget the answer never has `begin`: after a newline it would
+            begin a reasoning that nothing ends.
         forbidden: tokens that the reasoning may not have, such as the end of the turn.
         """
         self.answer, self._begin, self._end, self._budget = answer, begin, end, budget
@@ -53,6 +54,8 @@ class ReasoningConstraint(Constraint):
             self.answer.fill_next_token_bitmask(words_W)
             if self._state == "start":
                 set_mask_bits(words_W, [self._begin], self._budget != 0)
+            elif self._budget is not None:
+                set_mask_bits(words_W, [self._begin], False)
         elif self._budget is not None and self._num_tokens >= self._budget:
             words_W[:] = 0
             set_mask_bits(words_W, [self._end], True)

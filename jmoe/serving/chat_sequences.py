@@ -47,16 +47,7 @@ async def make_chat_sequences(
     client = request.state.client
     service.loop.requests_to_evict(body.n, client)  # raises before tokenization
     output_format = service.output_format
-    if body.callable_tools:
-        _check_template_shows_tools(output_format)
-    text = await service.render_chat(
-        body.messages,
-        body.add_generation_prompt,
-        {**_effort_template_variables(body, output_format), **body.chat_template_kwargs},
-        request,
-        tools=body.callable_tools,
-        documents=body.documents,
-    )
+    text = await _render_prompt(service, body, request)
     source = await service.run_text_work(
         lambda: _grammar_source(body, output_format), len(text), client
     )
@@ -99,6 +90,38 @@ async def make_chat_sequences(
             )
     service.log_prompts(request, [text])
     return made
+
+
+async def count_prompt_tokens(
+    service: Service, body: ChatCompletionRequest, request: Request
+) -> int:
+    """Return the number of tokens of a chat's prompt, also while the queue is full.
+
+    Raises `ApiError` for a chat that cannot be rendered.
+    """
+    service.check_model_name(body.model)
+    text = await _render_prompt(service, body, request)
+    (tokens,) = await service.run_text_work(
+        lambda: service.encode_prompts([text], add_special_tokens=body.add_special_tokens),
+        len(text),
+        request.state.client,
+    )
+    return len(tokens)
+
+
+async def _render_prompt(service: Service, body: ChatCompletionRequest, request: Request) -> str:
+    """Return the text of a chat's prompt. Raises `ApiError` if the template cannot render it."""
+    output_format = service.output_format
+    if body.callable_tools:
+        _check_template_shows_tools(output_format)
+    return await service.render_chat(
+        body.messages,
+        body.add_generation_prompt,
+        {**_effort_template_variables(body, output_format), **body.chat_template_kwargs},
+        request,
+        tools=body.callable_tools,
+        documents=body.documents,
+    )
 
 
 def _grammar_source(

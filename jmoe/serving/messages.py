@@ -20,7 +20,11 @@ from jmoe.inference.output_events import (
     ToolCallBegin,
 )
 from jmoe.serving.answer import EVENTS, Answer, format_event
-from jmoe.serving.chat_sequences import SWITCHES, make_chat_sequences
+from jmoe.serving.chat_sequences import (
+    SWITCHES,
+    count_prompt_tokens,
+    make_chat_sequences,
+)
 from jmoe.serving.errors import ApiError, validation_error
 from jmoe.serving.json_body import JsonRoute
 from jmoe.serving.messages_schemas import (
@@ -367,12 +371,10 @@ def messages_router(service: Service) -> APIRouter:
         """Return the number of tokens of a request's prompt."""
         with _renaming_fields_in_errors(body):
             fields = make_chat_prompt_fields(body, service.output_format) | {"max_tokens": 1}
-            for tool in fields["tools"]:
-                tool["function"]["strict"] = False  # no grammar is needed
             if body.tool_choice is not None and body.tool_choice.type == "none":
                 fields["tool_choice"] = "none"
             chat = ChatCompletionRequest.model_validate(fields)
-            prompt, _ = await make_chat_sequences(service, chat, request)
-        return CountTokensResponse(input_tokens=len(prompt))
+            input_tokens = await count_prompt_tokens(service, chat, request)
+        return CountTokensResponse(input_tokens=input_tokens)
 
     return router

@@ -71,6 +71,13 @@ def test_a_budget_ends_the_reasoning() -> None:
         constraint.accept(token)
     assert allowed(constraint) == {END}
     constraint.accept(END)
-    assert allowed(constraint) == {*range(SIZE)}
-    none = ReasoningConstraint(Unconstrained(), BEGIN, END, is_open=False, budget=0)
-    assert allowed(none) == {*range(SIZE)} - {BEGIN}
+    assert allowed(constraint) == {*range(SIZE)} - {BEGIN}
+
+
+@pytest.mark.parametrize("budget", [0, 2])
+def test_a_budget_holds_after_a_newline(budget: int) -> None:
+    """A reasoning that the output begins later would have no budget."""
+    constraint = ReasoningConstraint(Unconstrained(), BEGIN, END, is_open=False, budget=budget)
+    assert allowed(constraint) == {*range(SIZE)} - ({BEGIN} if budget == 0 else set())
+    constraint.accept(1)
+    assert allowed(constraint) == {*range(SIZE)} - {BEGIN}

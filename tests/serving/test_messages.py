@@ -122,6 +122,28 @@ def test_blocks_of_an_answer(post: Post, tokenizer: Tokenizer) -> None:  # noqa:
 COUNT = "/v1/messages/count_tokens"
 
 
+def test_the_count_of_a_prompt_that_does_not_fit(post: Post) -> None:
+    """By which a client learns that it has to shorten the conversation."""
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "7 3 " * 200}]}
+    refused = post(body | {"max_tokens": 1})
+    assert refused.status_code == 400 and "tokens" in refused.json()["error"]["message"]
+    assert post(body, COUNT).json()["input_tokens"] > 512
+
+
+def test_a_count_needs_no_place_in_the_queue(server: HttpProcess, post: Post) -> None:
+    chat = {"messages": [USER], "n": 65, "stream": True, "ignore_eos": True}
+    headers = {"authorization": "Bearer sk-1"}
+    with (
+        server.client(headers=headers) as client,
+        client.stream("POST", "/v1/chat/completions", json=chat) as stream,
+    ):
+        lines = stream.iter_lines()  # the client leaves when nothing refers to it
+        assert stream.status_code == 200 and next(lines)
+        assert post(BODY).status_code == 429
+        counted = post({name: BODY[name] for name in ("model", "messages", "tools")}, COUNT)
+        assert counted.status_code == 200, counted.text
+
+
 def test_a_stream_adds_up(post: Post) -> None:
     start, *middle, delta, stop = events_of(post(BODY | {"stream": True}))
     assert start["type"] == "message_start" and start["message"]["content"] == []

@@ -219,6 +219,22 @@ def test_reasoning_and_calls_are_folded(page: Page, server: OpenAIServer) -> Non
     ]
 
 
+def test_a_cut_call_is_no_part_of_the_conversation(page: Page, server: OpenAIServer) -> None:
+    """Its arguments are no JSON, which the server would refuse with every later message."""
+    server.deltas = [(ANSWERS[1][0][:-1], "length")]
+    open_page(page, server)
+    say(page, "Weather in Oslo?")
+    expect(page.locator("article .note").last).to_contain_text("ended at the limit of new tokens")
+    expect(page.get_by_role("button", name="Send results")).to_have_count(0)
+    say(page, "more")
+    expect(page.locator("article > p").last).to_have_text("Hello, world")
+    assert server.requests[1][1]["messages"] == [
+        {"role": "user", "content": "Weather in Oslo?"},
+        {"role": "assistant", "content": "Let me look."},
+        {"role": "user", "content": "more"},
+    ]
+
+
 def test_retry(page: Page, server: OpenAIServer) -> None:
     """Takes the last answer back, or the failure, and asks the same again."""
     open_page(page, server)
