@@ -34,6 +34,19 @@ def _fits(config: TrainConfig, context: int, num_devices: int) -> bool:
     return shares and num_devices % context == 0 and config.batch_size % groups == 0
 
 
+def _fewest(config: TrainConfig, num_devices: int) -> int | None:
+    """Return the fewest devices that have to share a sequence; None if no number fits."""
+    sizes = range(1, num_devices + 1)
+    return next((n for n in sizes if _fits(config, n, num_devices)), None)
+
+
+def planned_devices_per_sequence(config: TrainConfig, num_devices: int) -> int:
+    """Return the number of devices that share a sequence, of a run whose mesh need not be complete
+    yet: `mesh.context`, or the fewest that fit, or 1.
+    """
+    return config.mesh.context or _fewest(config, num_devices) or 1
+
+
 def devices_per_sequence(config: TrainConfig, num_devices: int) -> int:
     """Return the number of neighbouring devices that share each sequence: `mesh.context`, or if it
     is 0 the fewest with which every device gets a part of the batch.
@@ -43,7 +56,7 @@ def devices_per_sequence(config: TrainConfig, num_devices: int) -> int:
     context, steps = config.mesh.context, config.gradient_accumulation_steps
     batch = f"must be a multiple of {num_devices} devices x {steps} accumulation steps"
     if not context:
-        sizes = [n for n in range(1, num_devices + 1) if _fits(config, n, num_devices)]
+        fewest = _fewest(config, num_devices)
         if refusals := _refusals(config):
             batch += f"; devices cannot share a sequence {refusals[0]}"
         else:
@@ -51,8 +64,9 @@ def devices_per_sequence(config: TrainConfig, num_devices: int) -> int:
                 ", or with n devices to a sequence (mesh.context) of a n-th of that, which needs"
                 f" sequence_length = {config.sequence_length} to be a multiple of 2 n"
             )
-        check_field(bool(sizes), config, "batch_size", batch)
-        return sizes[0]
+        check_field(fewest is not None, config, "batch_size", batch)
+        assert fewest is not None
+        return fewest
     check_may_share_sequences(config)
     divides = num_devices % context == 0
     check(divides, "mesh.context", context, f"must divide the {num_devices} devices")

@@ -42,6 +42,7 @@ class ClusterPlan:
     nodes: int
     batch_tokens: int
     all_to_all_s: float
+    context_s: float
     all_reduce_s: float
     checkpoint_bytes: int
     checkpoint_s: float
@@ -57,15 +58,17 @@ class ClusterPlan:
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of a step: all-to-alls, plus the longer of the device's own work
-        (compute, tiers) and all-reduces.
+        """Return the seconds of a step: all-to-alls and gathers of keys and values, plus the longer
+        of the device's own work (compute, tiers) and all-reduces.
         """
-        return max(self.training.step_s(), self.all_reduce_s) + self.all_to_all_s
+        alone_s = self.all_to_all_s + self.context_s
+        return max(self.training.step_s(), self.all_reduce_s) + alone_s
 
     @property
     def step_without_overlap_s(self) -> float:
         """Return the seconds of a step without any overlap."""
-        return self.training.step_s(overlapped=False) + self.all_reduce_s + self.all_to_all_s
+        alone_s = self.all_to_all_s + self.context_s
+        return self.training.step_s(overlapped=False) + self.all_reduce_s + alone_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,6 +93,7 @@ def plan_cluster(
         nodes,
         batch_tokens,
         all_to_all_s(training, exchanged, cluster),
+        context_s(model, cluster),
         dense_collectives_s(model, nodes, cluster) + expert_all_reduce_s(model, nodes, cluster),
         SAVED_BYTES * (model.dense_parameters + model.num_all_expert_parameters),
         checkpoint_write_s(model, nodes, training.machine.link_bytes_per_s, cluster),
@@ -141,6 +145,17 @@ def _exchange_s(
     )
     inside_s = sent.inside_bytes / network.inside_bytes_per_s + messages * network.inside_latency_s
     return max(between_s, inside_s) if exchange.kind in ONE_HOP else between_s + inside_s
+
+
+def context_s(model: TrainingSizes, cluster: ClusterConfig) -> float:
+    """Return the seconds in which devices that share sequences gather keys and values and reduce
+    their gradients, in rings: a node's link to the next carries what one device sends.
+    """
+    network = cluster.network
+    inside_s = model.context_bytes / network.inside_bytes_per_s
+    if model.context <= cluster.devices_per_node:
+        return inside_s
+    return max(inside_s, model.context_bytes / network.between_bytes_per_s)
 
 
 def dense_collectives_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig) -> float:

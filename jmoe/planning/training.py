@@ -99,11 +99,13 @@ class TrainingSizes:
     once.
 
     loss_chunk_bytes: most bytes of logits that a device has at once. experts_again: experts'
-    products are recomputed. max_micro_batches: micro-batches of one sequence per device. packing:
-    expert packing (`comm.packing`), included in num_devices (devices that share the experts) and
-    replicas. chosen_share: measured mean fraction of a device's experts of a layer that a step's
-    tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs. expert_sharding:
-    what replicas split of their experts.
+    products are recomputed. max_micro_batches: micro-batches of one sequence per `context` devices.
+    packing: expert packing (`comm.packing`), included in num_devices (devices that share the
+    experts) and replicas. chosen_share: measured mean fraction of a device's experts of a layer
+    that a step's tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs.
+    expert_sharding: what replicas split of their experts. context: devices that share a sequence.
+    context_bytes: keys and values, with their gradients, that a device sends in a step to those
+    that share its sequences.
     """
 
     num_layers: int
@@ -133,6 +135,8 @@ class TrainingSizes:
     recomputed_bytes: int = 0
     on_gpu: bool = False
     expert_sharding: ExpertSharding = "none"
+    context: int = 1
+    context_bytes: int = 0
 
     @property
     def layer_activation_bytes(self) -> int:
@@ -699,7 +703,7 @@ def _mesh_and_batch_changes(model: TrainingSizes, place: StatePlacement) -> Iter
         sequences //= 2
         yield SettingChange(
             "batch_size",
-            sequences * model.num_all_devices,
+            sequences * model.num_all_devices // model.context,
             _with_sequences_per_device(model, sequences),
             place,
         )

@@ -181,6 +181,7 @@ def _row_as_json(row: ClusterRow) -> JsonObject:
         "step_without_overlap_s": plan.step_without_overlap_s,
         "compute_s": plan.compute_s,
         "all_to_all_s": plan.all_to_all_s,
+        "context_s": plan.context_s,
         "all_reduce_s": plan.all_reduce_s,
         "tiers_s": plan.tier_transfers_s,
         "tokens_per_s": plan.tokens_per_s,
@@ -205,7 +206,7 @@ def table_lines(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]
         sizes = [f"{training.bytes_on_tier(tier) / 1e9:,.1f}" for tier in TIERS]
         parts = (
             plan.compute_s,
-            plan.all_to_all_s,
+            plan.all_to_all_s + plan.context_s,
             plan.all_reduce_s,
             plan.tier_transfers_s,
             plan.step_s,
@@ -230,8 +231,8 @@ def table_lines(rows: list[ClusterRow], cluster: ClusterConfig) -> Iterator[str]
         yield f"{lacking[0].nodes} nodes do not fit: {line}"
     if shown:
         yield (
-            "step: all-to-alls, and the longer of compute with tiers and of all-reduce (and dense"
-            " layers' gathers)"
+            "step: all-to-alls (and gathers of keys and values), and the longer of compute with"
+            " tiers and of all-reduce (and dense layers' gathers)"
         )
         yield (
             f"checkpoint: {shown[0].checkpoint_bytes / 1e9:,.1f} GB on the disk that all nodes"

@@ -19,6 +19,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
+from jmoe.config.context import planned_devices_per_sequence
 from jmoe.config.parallel import ExpertSharding, largest_packing, packed_shape
 from jmoe.config.tiers import Tier, Update
 from jmoe.layers.experts import up_projection_columns
@@ -56,7 +57,8 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
     micro_batches = config.gradient_accumulation_steps
     expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
     flops = model.flops_per_token(config.sequence_length) - expert_flops
-    activations = _activation_bytes(config, tokens // micro_batches, devices)
+    context = planned_devices_per_sequence(config, devices * replicas)
+    activations = _activation_bytes(config, tokens // micro_batches, devices, context)
     return TrainingSizes(
         num_layers=model.num_moe_layers,
         num_experts=model.num_experts,
@@ -71,13 +73,17 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         devices_per_host=inside,
         experts_again=config.remat == "experts",
         micro_batches=micro_batches,
-        max_micro_batches=max(micro_batches, config.batch_size // (replicas * devices)),
+        max_micro_batches=max(micro_batches, config.batch_size * context // (replicas * devices)),
         replicas=replicas,
         packing=packing,
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
         on_gpu=_has_gpu_memory_size(config),
         expert_sharding=config.comm.expert_sharding if replicas > 1 else "none",
+        context=context,
+        context_bytes=_compute_dtype_bytes(config)
+        * context_sent_elements(model, config.sequence_length, context)
+        * (tokens // devices),
         **activations._asdict(),
     )
 
@@ -94,8 +100,12 @@ class _ActivationBytes(NamedTuple):
     loss_chunk_bytes: int
 
 
-def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) -> _ActivationBytes:
-    """Return the bytes of the activations of a micro-batch of one replica."""
+def _activation_bytes(
+    config: TrainConfig, num_tokens: int, num_devices: int, context: int
+) -> _ActivationBytes:
+    """Return the bytes of the activations of a micro-batch of one replica, of whose devices each
+    `context` share their sequences.
+    """
     model, compute_dtype_bytes, on_gpu = (
         config.model,
         _compute_dtype_bytes(config),
@@ -108,6 +118,7 @@ def _activation_bytes(config: TrainConfig, num_tokens: int, num_devices: int) ->
     sizes = model, num_tokens, num_devices, _row_buffers_per_exchange(config), ragged
     chunks = 1 if ragged or num_devices == 1 else _num_exchange_chunks(config)
     working, recomputed = gradient_elements_in_use(*sizes, chunks=chunks)
+    working = max(working, num_tokens * context_elements_in_use(model, context))
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
@@ -234,6 +245,44 @@ def gradient_elements_in_use(
     again = rows * ((3 if ragged else 2) * hidden + up + inner)
     gradients = rows // chunks * (inner + sent)
     return max(num_tokens * each, again + gradients), max(num_tokens * each, again)
+
+
+def context_elements_in_use(model: ModelConfig, context: int) -> int:
+    """Return the elements in use by the gradients of attention in a layer whose sequences lie on
+    `context` devices, per token; 0 for one device.
+
+    Keys and values of whole sequences twice, as gathered and in order, with float32 gradients (two
+    elements) and those in the compute dtype; and queries, outputs and both gradients of the
+    context - 1 pairs of chunks, each of half a device's tokens.
+    """
+    if context == 1:
+        return 0
+    kv_heads = model.num_attention_heads if model.kv_lora_rank else model.num_key_value_heads
+    whole = context * 2 * kv_heads * model.dim_per_head
+    pairs = 4 * model.num_attention_heads * model.dim_per_head * (context - 1) // 2
+    return 5 * whole + pairs
+
+
+def context_sent_elements(model: ModelConfig, sequence_length: int, context: int) -> int:
+    """Return the elements that a device sends for each of its tokens in a step, in all layers, to
+    the devices that share its sequences.
+
+    In layers with full attention each of its keys and values goes to context - 1 devices in the
+    forward and in the backward pass, and their gradients come back. With a window of at most a
+    chunk only the ends of chunks go, each to one device at most.
+    """
+    if context == 1:
+        return 0
+    chunk = sequence_length // (2 * context)
+    kv = 2 * model.num_key_value_heads * model.dim_per_head
+    if model.kv_lora_rank:
+        kv = model.kv_lora_rank + model.qk_rope_head_dim
+    elements = 0.0
+    for layer in model.layers:
+        near = layer.window is not None and layer.window <= chunk
+        tail = min(chunk, max(1, math.ceil(((layer.window or 0) - 1) / 128)) * 128)
+        elements += 3 * kv * (context - 1) * (tail / chunk / context if near else 1)
+    return round(elements)
 
 
 def described_machine(config: TrainConfig) -> Machine:

@@ -301,10 +301,13 @@ def test_a_host_goes_and_comes_back(supervised_run: Supervised) -> None:
 def test_the_run_is_split_over_as_many_processes_as_divide_it(supervised_run: Supervised) -> None:
     supervised_run.away.write_text("c")
     hosts = {"processes": None, "hosts": ("a=127.0.0.1", "b", "c")}
-    code, _ = supervised_run.end({}, min_processes=1, options=("--batch-size", "9"), **hosts)
+    whole = ("--mesh.context", "1")  # else two processes would share each sequence
+    code, _ = supervised_run.end(
+        {}, min_processes=1, options=(*whole, "--batch-size", "9"), **hosts
+    )
     assert code == 0 and supervised_run.events("start")[0]["processes"] == 1
     with pytest.raises(ValueError, match="batch_size = 9: must be a multiple of 2"):
-        supervised_run.end({}, min_processes=2, options=("--batch-size", "9"), **hosts)
+        supervised_run.end({}, min_processes=2, options=(*whole, "--batch-size", "9"), **hosts)
 
 
 def test_hosts_that_stay_away_end_the_run(supervised_run: Supervised) -> None:

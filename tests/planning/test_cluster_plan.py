@@ -9,6 +9,7 @@ from jmoe.config.cluster import ClusterConfig, NetworkConfig, StorageConfig
 from jmoe.planning.cluster import (
     LayerExchangeSettings,
     checkpoint_write_s,
+    context_s,
     dense_collectives_s,
     expert_all_reduce_s,
     plan_cluster,
@@ -145,6 +146,20 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_way() -> None:
     assert checkpoint_write_s(MODEL, 4, 10.0, fast) == pytest.approx((12 * 100 / 2 + 12 * 30) / 10)
     whole = replace(MODEL, shard_dense=False)
     assert checkpoint_write_s(whole, 4, 1e9, fast) == pytest.approx((12 * 100 + 12 * 60) / 2e3)
+
+
+def test_keys_and_values_go_in_rings() -> None:
+    """600 bytes of a device at 1 kB/s inside a node; to the next node at 2 kB/s, or slower."""
+    inside = replace(MODEL, context=2, context_bytes=600)
+    assert context_s(inside, CLUSTER) == pytest.approx(0.6)
+    across = replace(inside, context=4)
+    assert context_s(across, CLUSTER) == pytest.approx(0.6)
+    slow = replace(CLUSTER, network=NetworkConfig(1e3, 1e2, 0.0, 0.0))
+    assert (context_s(inside, slow), context_s(across, slow)) == pytest.approx((0.6, 6.0))
+    alone, shared = (
+        plan_cluster(training(model), exchanged(1, 2), CLUSTER, 64) for model in (MODEL, inside)
+    )
+    assert shared.step_s == pytest.approx(alone.step_s + 0.6)
 
 
 def test_the_step_is_the_sum_of_what_waits() -> None:

@@ -24,6 +24,7 @@ from jmoe.run.planner import training_plan
 
 SAMPLE = Path(__file__).resolve().parents[2] / "launch" / "clusters" / "h100.toml"
 QWEN = PRESETS["qwen3-30b-a3b"][1]
+WHOLE = dataclasses.replace(QWEN, mesh=dataclasses.replace(QWEN.mesh, context=1))
 STREAMED = dataclasses.replace(
     QWEN,
     mesh=MeshConfig(1, 1, 0),
@@ -134,8 +135,10 @@ def test_faster_links_and_disks_take_less_time() -> None:
 
 
 def test_a_number_of_nodes_that_does_not_fit_the_run_says_why() -> None:
-    rows = cluster_rows(QWEN, cluster(batch="fixed"))
+    rows = cluster_rows(WHOLE, cluster(batch="fixed"))
     assert [row.problem.split(":")[0] for row in rows] == ["", "", "", *["batch_size = 256"] * 5]
+    shared = cluster_rows(QWEN, cluster(batch="fixed"))
+    assert [row.plan and row.plan.training.model.context for row in shared[2:5]] == [1, 2, 4]
     across = dataclasses.replace(QWEN, mesh=MeshConfig(0, 4, 4))
     with pytest.raises(
         ValueError,
@@ -150,7 +153,7 @@ def test_a_number_of_nodes_that_does_not_fit_the_run_says_why() -> None:
 
 def test_what_is_shown() -> None:
     on = cluster(nodes=(8, 16, 64), batch="fixed")
-    rows = cluster_rows(QWEN, on)
+    rows = cluster_rows(WHOLE, on)
     text = list(table_lines(rows, on))
     assert text[0].startswith("Computed from the figures of the file by formulae, not measured; ")
     assert text[2].split()[:3] == ["8", "64", "8x1x8"] and "no" in text[2].split()

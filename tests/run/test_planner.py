@@ -11,6 +11,7 @@ from jmoe.config.tiers import ACCELERATORS
 from jmoe.configs import PRESETS
 from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops_per_s, read_events
 from jmoe.run.planner import (
+    context_sent_elements,
     described_machine,
     gradient_elements_in_use,
     packing_shortfall,
@@ -143,7 +144,7 @@ def test_a_model_without_experts_has_no_plan() -> None:
     ("changes", "refused"),
     [
         (
-            {"batch_size": 7, "mesh": MeshConfig(4, 1, 8)},
+            {"batch_size": 7, "mesh": MeshConfig(4, 1, 8, 1)},
             "batch_size = 7: must be a multiple of 32 devices x 1",
         ),
         (
@@ -469,3 +470,48 @@ def test_a_ragged_exchange_has_smaller_buffers_than_one_that_pads() -> None:
         return training_sizes(spread).layer_activation_bytes
 
     assert layer_bytes("ragged") < layer_bytes("flat")
+
+
+def test_131072_positions_fit_64_gpus_that_share_sequences() -> None:
+    """Qwen3-30B-A3B: one sequence a device does not fit, one for each node of eight devices does.
+    A device sends seven times its keys and values of 48 layers, three times.
+    """
+    config = dataclasses.replace(
+        PRESETS["qwen3-30b-a3b"][1],
+        mesh=MeshConfig(8, 1, 8),
+        sequence_length=131_072,
+        batch_size=64,
+        remat="layer",
+        machine=MachineConfig(accelerator="h100", host_bytes=2 * 10**12, nvme_bytes=10**12),
+    )
+    alone = training_plan(config)
+    assert "device" in alone.lacking_bytes and alone.model.context_bytes == 0
+    mesh, eight = MeshConfig(8, 1, 8, 8), {"gradient_accumulation_steps": 8, "plan": True}
+    shared = with_chosen_tiers(dataclasses.replace(config, mesh=mesh, **eight))
+    plan = training_plan(shared)
+    assert not plan.lacking_bytes
+    assert plan.bytes_on_tier("device") < 40e9
+    tokens = 64 * 131_072 // 64
+    assert plan.model.context_bytes == 3 * 7 * tokens * 48 * 2 * 4 * 128 * 2
+    # one sequence a step, on as many devices as it takes
+    few = dataclasses.replace(config, batch_size=8)
+    assert training_sizes(few).context == 8
+    assert (plan.model.max_micro_batches, training_sizes(few).max_micro_batches) == (8, 1)
+
+
+def test_windows_send_the_ends_of_chunks() -> None:
+    """Rounded up to 128 positions, to one of two neighbours; a window beyond a chunk sends all."""
+    window, full = (
+        dataclasses.replace(
+            TINY.model,
+            sliding_window=100,
+            layer_types=("sliding_attention",) * n
+            + ("full_attention",) * (TINY.model.num_hidden_layers - n),
+        )
+        for n in (1, 0)
+    )
+    one_layer = context_sent_elements(full, 4096, 4) / TINY.model.num_hidden_layers
+    saved = context_sent_elements(full, 4096, 4) - context_sent_elements(window, 4096, 4)
+    assert saved == pytest.approx(one_layer * (1 - 128 / 512 / 4))
+    assert context_sent_elements(window, 512, 4) == context_sent_elements(full, 512, 4)
+    assert context_sent_elements(full, 4096, 1) == 0

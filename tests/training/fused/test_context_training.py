@@ -10,9 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jmoe.config import DataConfig, MeshConfig, TrainConfig
+from jmoe.config import CommConfig, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from jmoe.data.context_rows import ContextRows
 from jmoe.data.sample_rows import rows_of_windows
+from jmoe.planning.gpu_links import collective_of
+from jmoe.planning.hlo import HloComputation, HloModule, parse_hlo
+from jmoe.run.planner import training_sizes
 from jmoe.training.evaluation import split_over_devices
 from jmoe.training.session import place_batch
 from jmoe.training.trainer import LanguageTrainer, make_trainer
@@ -35,6 +38,19 @@ CONFIG = TrainConfig(
     sequence_length=S,
     num_steps=50,
     compute_dtype="float32",
+)
+
+
+# attention with latents: keys of 12 = 8 + 4, values of 8
+LATENT = dataclasses.replace(
+    model_configs.MODEL,
+    num_hidden_layers=2,
+    num_key_value_heads=2,
+    kv_lora_rank=8,
+    q_lora_rank=None,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
 )
 
 
@@ -92,6 +108,66 @@ def assert_same(ours: Run, expected: Run) -> None:
     np.testing.assert_allclose(ours.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
+LAYOUTS = [
+    ((1, 1, 2), 2, {}),
+    ((2, 2, 1), 4, {"data": DataConfig(mask_documents=True)}),
+    ((2, 1, 4), 4, {"remat": "layer", "comm": CommConfig(shard_experts="weights")}),
+    ((1, 2, 4), 8, {"gradient_accumulation_steps": 2}),
+    ((4, 1, 2), 2, {"comm": CommConfig(exchange="dedup", schedule="none")}),
+    ((2, 2, 2), 2, {"comm": CommConfig(exchange="ragged"), "remat": "experts"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("shape", "context", "changes"), LAYOUTS)
+def test_fifty_steps(shape: tuple[int, int, int], context: int, changes: dict[str, Any]) -> None:
+    """Context x expert x data layouts, exchanges, rematerialization, micro-batches."""
+    alone = {
+        name: changes[name] for name in ("data", "gradient_accumulation_steps") if name in changes
+    }
+    assert_same(run(shape, context, 50, **changes), run((1, 1, 1), 1, 50, **alone))
+
+
+def sent_bytes(module: HloModule, computation: HloComputation, num_devices: int) -> float:
+    """Bytes of keys and values, with their gradients, that a device sends in a run of the
+    computation: the mean over the devices.
+    """
+    total = 0.0
+    for operation in computation.values():
+        collective = collective_of(module, computation, operation)
+        if collective is not None and "context" in operation.scope:
+            share = 1.0
+            if collective.kind == "collective-permute":  # groups are (sender, receiver)
+                share = len(collective.groups) / num_devices
+            total += share * collective.sent_bytes
+        elif operation.kind == "while":
+            body = module.called_computation(operation, "body")
+            total += (operation.known_trip_count or 1) * sent_bytes(module, body, num_devices)
+        elif operation.kind == "call":
+            total += sent_bytes(
+                module, module.called_computation(operation, "to_apply"), num_devices
+            )
+    return total
+
+
+@pytest.mark.parametrize(
+    "model",
+    [CONFIG.model, pytest.param(LATENT, marks=pytest.mark.slow)],
+    ids=["windows", "latent"],
+)
+def test_bytes_of_the_compiled_step_are_the_plans(model: ModelConfig) -> None:
+    """Of a group of four: forward, recomputed in the backward pass, and gradients."""
+    mesh = mesh_of(1, 1, 4)
+    config = dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(1, 1, 4, 4))
+    trainer: Any = make_trainer(config, mesh)
+    batch = place_batch(config, mesh, rows_of(0, config))
+    module = parse_hlo(trainer.step.lower(trainer.state_shape, batch).compile().as_text())
+    planned = training_sizes(config).context_bytes
+    assert planned > 0
+    assert sent_bytes(module, module.entry, 4) == pytest.approx(planned)
+
+
 MASKED = DataConfig(mask_documents=True)
 
 
@@ -100,3 +176,8 @@ def test_documents_on_two_groups_of_two_devices() -> None:
     state, the held-out loss and next-token logits.
     """
     assert_same(run((2, 1, 2), 2, 2, data=MASKED), run((1, 1, 1), 1, 2, data=MASKED))
+
+
+@pytest.mark.slow
+def test_latent_attention_gathers_latents() -> None:
+    assert_same(run((1, 1, 4), 4, 3, model=LATENT), run((1, 1, 1), 1, 3, model=LATENT))
