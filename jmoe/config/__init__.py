@@ -18,8 +18,11 @@ from jmoe.config.optimizer import OptimizerConfig as OptimizerConfig
 from jmoe.config.parallel import CommConfig as CommConfig
 from jmoe.config.parallel import MeshConfig as MeshConfig
 from jmoe.config.positions import ROPE_SCALINGS as ROPE_SCALINGS
+from jmoe.config.positions import DynamicRopeConfig as DynamicRopeConfig
 from jmoe.config.positions import LinearRopeConfig as LinearRopeConfig
 from jmoe.config.positions import Llama3RopeConfig as Llama3RopeConfig
+from jmoe.config.positions import LongRopeConfig as LongRopeConfig
+from jmoe.config.positions import NtkAlphaRopeConfig as NtkAlphaRopeConfig
 from jmoe.config.positions import RopeScaling as RopeScaling
 from jmoe.config.positions import YarnConfig as YarnConfig
 from jmoe.config.prometheus import MetricsConfig as MetricsConfig

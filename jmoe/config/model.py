@@ -120,7 +120,8 @@ class ModelConfig:
     # sliding_attention or full_attention per layer; empty: all alike
     layer_types: tuple[str, ...] = ()
     attention_sinks: bool = False  # one learned logit per head in every softmax (gpt-oss)
-    qk_norm: Literal["none", "head", "full"] = "none"  # per head (Qwen3) or over all heads (OLMoE)
+    # per head (Qwen3), per head after rotation (Hunyuan), or over all heads (OLMoE)
+    qk_norm: Literal["none", "head", "rotated_head", "full"] = "none"
     # bounds of every query, key and value, after qk_norm and before rotation (OLMoE)
     clip_qkv: float | None = None
     attention_bias: bool = False  # q, k, v and the output
@@ -189,6 +190,8 @@ class ModelConfig:
         )
         if self.kv_lora_rank is not None:
             self._check_latent_attention()
+            if self.rope_scaling is not None:
+                self.rope_scaling.check_rotary_dim(self.qk_rope_head_dim)
             return
         latent_fields = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         check_unset(self, "", latent_fields, "without kv_lora_rank: needs latent attention")
@@ -209,6 +212,8 @@ class ModelConfig:
         fits = 0 < share <= 1 and dims > 0 and dims % 2 == 0
         words = f"must be an even share of head_dim = {self.dim_per_head}, in (0, 1]"
         check(fits, "partial_rotary_factor", share, words)
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_rotary_dim(dims)
 
     def _check_windows(self) -> None:
         if self.sliding_window is not None:
@@ -390,7 +395,8 @@ class ModelConfig:
         if self.kv_lora_rank is None:
             q, kv = heads * dh, self.num_key_value_heads * dh
             bias = (q + 2 * kv) * (self.attention_bias or self.qkv_bias) + d * self.attention_bias
-            qk_norm = {"none": 0, "head": 2 * dh, "full": q + kv}[self.qk_norm]
+            by_head = dict.fromkeys(("head", "rotated_head"), 2 * dh)
+            qk_norm = {"none": 0, **by_head, "full": q + kv}[self.qk_norm]
             return d * (q + 2 * kv) + q * d + bias + qk_norm + heads * self.attention_sinks
         rank, rope, v = self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
         bias = (rank + rope + d + (self.q_lora_rank or 0)) * self.attention_bias

@@ -7,10 +7,11 @@ in `ROPE_SCALINGS`, its frequencies there, its fields in `models/families/rope.p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jmoe.config.checks import (
+    check,
     check_field,
     check_field_types,
     check_not_negative,
@@ -41,6 +42,15 @@ class RopeScaling:
         max_position_embeddings.
         """
         return limit
+
+    def check_rotary_dim(self, dim: int) -> None:
+        """Raise ValueError if heads of which `dim` dimensions are rotated cannot have this form."""
+
+    def at_length(self, length: int) -> RopeScaling:
+        """Return the form for sequences of up to `length` tokens: itself, unless its frequencies
+        depend on the length.
+        """
+        return self
 
 
 @dataclass(frozen=True)
@@ -146,9 +156,106 @@ class YarnConfig(RopeScaling):
         return max(limit, round(self.factor * self.original_max_position_embeddings))
 
 
+def _check_more_than_a_pair(kind: str, dim: int) -> None:
+    words = f"needs more than the {dim} rotated dimensions of a head"
+    check(dim > 2, "rope_scaling.rope_type", kind, words)
+
+
+@dataclass(frozen=True)
+class DynamicRopeConfig(RopeScaling):
+    """Dynamic NTK: theta grows with the length of sequences longer than
+    `original_max_position_embeddings`, the model's positions.
+
+    length: the sequences' length; 0 for any up to the model's positions. Engines have no longer
+    ones, since the keys in a cache would be rotated unlike later queries.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    length: int = 0
+    rope_type: Literal["dynamic"] = "dynamic"
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_positive(self, "factor", "original_max_position_embeddings")
+        check_not_negative(self, "length")
+
+    def check_rotary_dim(self, dim: int) -> None:
+        _check_more_than_a_pair(self.rope_type, dim)
+
+    def at_length(self, length: int) -> RopeScaling:
+        longer = length > self.original_max_position_embeddings
+        return replace(self, length=length if longer else 0)
+
+
+@dataclass(frozen=True)
+class NtkAlphaRopeConfig(RopeScaling):
+    """Hunyuan's positions: theta is multiplied by alpha^(d / (d - 2)), d the rotated dimensions."""
+
+    alpha: float
+    rope_type: Literal["ntk_alpha"] = "ntk_alpha"
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_positive(self, "alpha")
+
+    def check_rotary_dim(self, dim: int) -> None:
+        _check_more_than_a_pair(self.rope_type, dim)
+
+
+@dataclass(frozen=True)
+class LongRopeConfig(RopeScaling):
+    """LongRoPE (arXiv:2402.13753): every frequency is divided by a factor of its own.
+
+    short_factor, long_factor: for sequences of up to `original_max_position_embeddings` tokens, and
+    for longer ones; one number for each pair of dimensions. factor: how much longer sequences may
+    be, from which cos and sin are scaled. attention_factor: that scale itself; None: from `factor`.
+    is_long: whether the long factors count. An engine decides it once, by its `max_seq_len`, so
+    that all keys in its cache are rotated alike.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    attention_factor: float | None = None
+    is_long: bool = False
+    rope_type: Literal["longrope"] = "longrope"
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_positive(self, "factor", "original_max_position_embeddings")
+        check_positive_or_none(self, "attention_factor")
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            positive = len(factors) > 0 and min(factors) > 0
+            check_field(positive, self, name, "must be numbers greater than 0")
+        same = len(self.short_factor) == len(self.long_factor)
+        words = f"must have the {len(self.short_factor)} numbers of short_factor"
+        check_field(same, self, "long_factor", words)
+
+    def check_rotary_dim(self, dim: int) -> None:
+        words = f"must have {dim // 2} numbers, one for each pair of rotated dimensions"
+        fits = len(self.short_factor) == dim // 2
+        check(fits, "rope_scaling.short_factor", self.short_factor, words)
+
+    @property
+    def rotary_scale(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        positions = self.original_max_position_embeddings
+        return math.sqrt(1 + math.log(self.factor) / math.log(positions)) if self.factor > 1 else 1
+
+    def at_length(self, length: int) -> RopeScaling:
+        return replace(self, is_long=length > self.original_max_position_embeddings)
+
+
 # {rope_type: class}
-ROPE_SCALINGS: dict[str, type[LinearRopeConfig | Llama3RopeConfig | YarnConfig]] = {
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {
     "linear": LinearRopeConfig,
     "llama3": Llama3RopeConfig,
     "yarn": YarnConfig,
+    "dynamic": DynamicRopeConfig,
+    "ntk_alpha": NtkAlphaRopeConfig,
+    "longrope": LongRopeConfig,
 }

@@ -238,6 +238,7 @@ def lower(
             options, max_seq_len=checkpoint.choose_sequence_length(options.max_seq_len)
         )
         assert options.max_seq_len is not None
+        checkpoint.fix_sequence_length(options.max_seq_len)
         width = min(options.prefill_chunk_tokens, options.max_seq_len)
         with status(f"reading {folder}", say):
             programs = PortablePrograms(checkpoint)

@@ -64,7 +64,8 @@ def saved_model_config(fields: JsonObject) -> ModelConfig:
     }
     scaling = values.get("rope_scaling")
     if scaling is not None:  # runs of older versions have no rope_type: all were YaRN
-        values["rope_scaling"] = ROPE_SCALINGS[scaling.get("rope_type", "yarn")](**scaling)
+        stored = {name: tuple(v) if isinstance(v, list) else v for name, v in scaling.items()}
+        values["rope_scaling"] = ROPE_SCALINGS[scaling.get("rope_type", "yarn")](**stored)
     return ModelConfig(**(values | {"router": RouterConfig(**values["router"])}))
 
 

@@ -88,6 +88,8 @@ class LoadedModel(Closing):
             check_same_identity(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             # the server has set a length that its user left open, other processes have not
             options = resolve_sequence_length(checkpoint, options)
+            assert options.max_seq_len is not None
+            positions_note = checkpoint.fix_sequence_length(options.max_seq_len)
             check_same_options(asdict(replace(options, cache_dir=None)))
             paths = options.estimator == "paths"
             table = (
@@ -102,6 +104,7 @@ class LoadedModel(Closing):
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_expert_activations(checkpoint, options, use_native)
             notes = (
+                positions_note,
                 checkpoint.expert_conversion_note,
                 quantized_cache_note(checkpoint.fields, options.kv_cache_dtype),
             )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmoe.config import ModelConfig
+from jmoe.config import ModelConfig, RopeScaling
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
@@ -379,7 +379,8 @@ class Attention(nnx.Module):
             nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias or config.qkv_bias else None
         )
         self.b_out = nnx.Param(jnp.zeros(d)) if config.attention_bias else None
-        sizes = {"head": (dh, dh), "full": (q, kv)}.get(config.qk_norm)
+        by_head = dict.fromkeys(("head", "rotated_head"), (dh, dh))
+        sizes = {**by_head, "full": (q, kv)}.get(config.qk_norm)
         self.q_norm = Norm(sizes[0], "rmsnorm", config.norm_eps) if sizes else None
         self.k_norm = Norm(sizes[1], "rmsnorm", config.norm_eps) if sizes else None
         self.sinks = (
@@ -391,21 +392,29 @@ class Attention(nnx.Module):
         """Factor of the scores before the softmax: 1 / sqrt(head dimension), or as configured."""
         return self.config.attention_scale
 
+    def rope_scaling_at(self, length: int | None) -> RopeScaling | None:
+        """Return the form of scaled positions for sequences of `length` tokens, or as configured if
+        that is None.
+        """
+        scaling = self.config.rope_scaling
+        return scaling if length is None or scaling is None else scaling.at_length(length)
+
     def project(
-        self, x_BSD: jax.Array, positions: jax.Array
+        self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (queries [B, S, H, d], keys [B, S, G, d], values [B, S, G, d]) in x's dtype.
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
+        length: tokens of a sequence, on which frequencies may depend; None: as configured.
         """
-        return self._normed_and_rotated(self._project_qkv(x_BSD), positions)
+        return self._normed_and_rotated(self._project_qkv(x_BSD), positions, length)
 
     def _project_qkv(self, x_BSD: jax.Array) -> jax.Array:
         """Return queries, keys and values of all heads side by side, in x's dtype."""
         return mark_saved(affine(x_BSD, self.w_qkv, self.b_qkv).astype(x_BSD.dtype), "qkv")
 
     def _normed_and_rotated(
-        self, qkv: jax.Array, positions: jax.Array
+        self, qkv: jax.Array, positions: jax.Array, length: int | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return `project` from the output of `_project_qkv`."""
         config, dtype = self.config, qkv.dtype
@@ -418,20 +427,28 @@ class Attention(nnx.Module):
         if config.clip_qkv is not None:
             q, k, v = (jnp.clip(y, -config.clip_qkv, config.clip_qkv) for y in (q, k, v))
         q, k, v = (y.reshape(*y.shape[:-1], -1, dh) for y in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "head":
-            q, k = self.q_norm(q, dtype), self.k_norm(k, dtype)
+        if config.qk_norm == "head":
+            q, k = self._normed_heads(q, k)
         if config.position == "rope":
-            q, k = self._rotated(q, positions), self._rotated(k, positions)
+            q, k = (self._rotated(x, positions, length) for x in (q, k))
+        if config.qk_norm == "rotated_head":
+            q, k = self._normed_heads(q, k)
         return q, k, v
 
-    def _rotated(self, x_BSHd: jax.Array, positions: jax.Array) -> jax.Array:
+    def _normed_heads(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(q, q.dtype), self.k_norm(k, k.dtype)
+
+    def _rotated(
+        self, x_BSHd: jax.Array, positions: jax.Array, length: int | None = None
+    ) -> jax.Array:
         """Return x with the first `rotary_dim` dimensions of each head rotated."""
         config = self.config
         rotate = partial(
             apply_rotary,
             positions=positions,
             theta=config.rope_theta,
-            scaling=config.rope_scaling,
+            scaling=self.rope_scaling_at(length),
             interleave=config.rope_interleave,
         )
         if config.rotary_dim == x_BSHd.shape[-1]:
@@ -490,6 +507,8 @@ class Attention(nnx.Module):
         rotated = config.position == "rope"
         if rotated and (config.rotary_dim != config.dim_per_head or config.rope_interleave):
             raise NotImplementedError("rotary positions of a part of a head, or interleaved")
+        if config.qk_norm == "rotated_head":
+            raise NotImplementedError("norms of queries and keys after their rotation")
         if any(norm is not None and (norm.axes or norm.bias is not None) for norm in norms):
             raise NotImplementedError("norms over the heads of several devices")
         # the kernel takes a norm over all heads of one head for a norm of each, which clips first
@@ -518,7 +537,7 @@ class Attention(nnx.Module):
         """
         in_order = jnp.arange(x_BSD.shape[1])
         positions = in_order if documents is None else documents.positions()
-        q, k, v = self.project(x_BSD, positions)
+        q, k, v = self.project(x_BSD, positions, x_BSD.shape[1])
         if not self.config.is_causal:
             return self.output(full_attention(q, k, v, scale=self.scale))
         sinks_H = None if self.sinks is None else self.sinks[...]

@@ -71,7 +71,9 @@ class LatentAttention(Attention):
         scaling = self.config.rope_scaling
         return self.config.dim_per_head**-0.5 * (1.0 if scaling is None else scaling.score_scale)
 
-    def queries(self, x_BSD: jax.Array, positions: jax.Array) -> jax.Array:
+    def queries(
+        self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
+    ) -> jax.Array:
         """Return queries [B, S, H, d], the last rope dimensions rotated to `positions`."""
         config, dtype = self.config, x_BSD.dtype
         if self.w_q is not None:
@@ -84,15 +86,17 @@ class LatentAttention(Attention):
             *q.shape[:-1], config.num_attention_heads, -1
         )
         nope, rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        return jnp.concatenate([nope, self._rotated(rope, positions)], axis=-1)
+        return jnp.concatenate([nope, self._rotated(rope, positions, length)], axis=-1)
 
-    def latents(self, x_BSD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def latents(
+        self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Return (normed latent [B, S, r], rotated shared key [B, S, 1, rope])."""
         dtype = x_BSD.dtype
         latent = affine(x_BSD, self.w_kv_a, self.b_kv_a)
         split = latent.shape[-1] - self.config.qk_rope_head_dim
         c, k_rope = jnp.split(mark_saved(latent.astype(dtype), "qkv"), [split], axis=-1)
-        return self.kv_a_norm(c, dtype), self._rotated(k_rope[:, :, None], positions)
+        return self.kv_a_norm(c, dtype), self._rotated(k_rope[:, :, None], positions, length)
 
     def keys_and_values(
         self, c_BSr: jax.Array, k_rope: jax.Array, *, are_saved: bool = True
@@ -128,22 +132,25 @@ class LatentAttention(Attention):
         self.w_kv_b = None
         self.w_uk, self.w_uv = nnx.Param(w_Hxr[:, :n]), nnx.Param(w_Hxr[:, n:])
 
-    def _rotated(self, x_BSHd: jax.Array, positions: jax.Array) -> jax.Array:
+    def _rotated(
+        self, x_BSHd: jax.Array, positions: jax.Array, length: int | None = None
+    ) -> jax.Array:
         config = self.config
-        scaling, interleave = config.rope_scaling, config.rope_interleave
+        scaling, interleave = self.rope_scaling_at(length), config.rope_interleave
         return apply_rotary(
             x_BSHd, positions, config.rope_theta, scaling=scaling, interleave=interleave
         )
 
     def project(
-        self, x_BSD: jax.Array, positions: jax.Array
+        self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return (queries [B, S, H, d], keys [B, S, H, d], values [B, S, H, v]).
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
+        length: tokens of a sequence, on which frequencies may depend; None: as configured.
         """
-        return self.queries(x_BSD, positions), *self.keys_and_values(
-            *self.latents(x_BSD, positions)
+        return self.queries(x_BSD, positions, length), *self.keys_and_values(
+            *self.latents(x_BSD, positions, length)
         )
 
     def attend_to_cache(

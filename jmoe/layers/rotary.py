@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import LinearRopeConfig, Llama3RopeConfig, RopeScaling, YarnConfig
+from jmoe.config import (
+    DynamicRopeConfig,
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    NtkAlphaRopeConfig,
+    RopeScaling,
+    YarnConfig,
+)
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
@@ -24,6 +32,16 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling) -> np.ndarr
             frequencies = _llama3_frequencies(dim, theta, scaling)
         case YarnConfig():
             frequencies = _yarn_frequencies(dim, theta, scaling)
+        case DynamicRopeConfig():
+            positions = scaling.original_max_position_embeddings
+            longer = max(scaling.length, positions) / positions
+            growth = scaling.factor * longer - (scaling.factor - 1)
+            frequencies = _plain_frequencies(dim, theta * growth ** (dim / (dim - 2)))
+        case NtkAlphaRopeConfig():
+            frequencies = _plain_frequencies(dim, theta * scaling.alpha ** (dim / (dim - 2)))
+        case LongRopeConfig():
+            factors = scaling.long_factor if scaling.is_long else scaling.short_factor
+            frequencies = _plain_frequencies(dim, theta) / np.asarray(factors)
         case _:
             raise TypeError(f"{type(scaling).__name__} has no frequencies in layers/rotary.py")
     return frequencies.astype(np.float32)

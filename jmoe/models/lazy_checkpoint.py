@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -235,6 +236,19 @@ class LazyCheckpoint(Closing):
         """
         limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
         return limit if scaling is None else scaling.max_positions(limit)
+
+    def fix_sequence_length(self, length: int) -> str:
+        """Choose the form of positions whose frequencies depend on the length: that of sequences
+        of `length` tokens, for all keys that a cache will hold. Returns a sentence about it, or "".
+        """
+        scaling = self.config.rope_scaling
+        if scaling is None or scaling.at_length(length) == scaling:
+            return ""
+        self.config = replace(self.config, rope_scaling=scaling.at_length(length))
+        return (
+            "rope_scaling: sequences of every length have the frequencies of"
+            f" max_seq_len = {length} tokens"
+        )
 
     def choose_sequence_length(self, asked: int | None) -> int:
         """Return the maximum number of tokens of a sequence: `asked`, or by default up to 2048.

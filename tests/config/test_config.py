@@ -148,7 +148,11 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
         {"position": "alibi"},
         wrong("position", "alibi", "must be one of rope, learned"),
     ),
-    (ModelConfig, {"qk_norm": "yes"}, wrong("qk_norm", "yes", "must be one of none, head, full")),
+    (
+        ModelConfig,
+        {"qk_norm": "yes"},
+        wrong("qk_norm", "yes", "must be one of none, head, rotated_head, full"),
+    ),
     (
         ModelConfig,
         {"num_key_value_heads": 3},

@@ -201,6 +201,11 @@ COUNTS: dict[str, dict[str, str]] = {
             ("model.qk_norm", "model.clip_qkv", "model.attention_bias", "model.qkv_bias"), SHAPE
         ),
         **dict.fromkeys(
+            ("model.embedding_multiplier", "model.residual_multiplier", "model.logits_scaling"),
+            SHAPE,
+        ),
+        "model.attention_multiplier": "the scores of ordinary attention; latent refuses it",
+        **dict.fromkeys(
             ("model.sliding_window", "model.layer_types", "model.attention_sinks"), SHAPE
         ),
         "model.kv_lora_rank": "latent attention, instead of the ordinary kind",

@@ -5,10 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jmoe.config import ModelConfig
 from jmoe.config.positions import (
     ROPE_SCALINGS,
+    DynamicRopeConfig,
     LinearRopeConfig,
     Llama3RopeConfig,
+    LongRopeConfig,
+    NtkAlphaRopeConfig,
     RopeScaling,
     YarnConfig,
 )
@@ -19,6 +23,30 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+
+DYNAMIC = {"factor": 2.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "short_factor": (1.0, 1.5),
+    "long_factor": (1.0, 4.0),
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "dim", "message"),
+    [
+        (LongRopeConfig(**LONGROPE), 8, "short_factor = .*: must have 4 numbers"),
+        (DynamicRopeConfig(**DYNAMIC), 2, "rope_type = 'dynamic': needs more than the 2 rotated"),
+        (NtkAlphaRopeConfig(5.0), 2, "rope_type = 'ntk_alpha': needs more than the 2 rotated"),
+    ],
+)
+def test_heads_that_a_form_cannot_rotate(scaling: RopeScaling, dim: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(head_dim=dim, rope_scaling=scaling)
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "v_head_dim": 4, "qk_rope_head_dim": dim}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(rope_scaling=scaling, **latent)
 
 
 def test_yarn_scales() -> None:
@@ -39,6 +67,9 @@ def test_yarn_scales() -> None:
         (LinearRopeConfig(0.5), 100),
         (Llama3RopeConfig(**LLAMA3), 128),
         (YarnConfig(factor=2.0, original_max_position_embeddings=16), 100),
+        (DynamicRopeConfig(2.0, 100), 100),
+        (NtkAlphaRopeConfig(50.0), 100),
+        (LongRopeConfig((1.0,), (2.0,), 16, 6.25), 100),
     ],
 )
 def test_longest_sequences(scaling: RopeScaling, positions: int) -> None:
@@ -57,6 +88,15 @@ def test_longest_sequences(scaling: RopeScaling, positions: int) -> None:
             LLAMA3 | {"low_freq_factor": 4.0},
             "low_freq_factor = 4.0: must be less than high_freq_factor 4.0",
         ),
+        ("dynamic", DYNAMIC | {"factor": 0.0}, "factor = 0.0: must be greater than 0"),
+        ("ntk_alpha", {"alpha": -1.0}, "alpha = -1.0: must be greater than 0"),
+        (
+            "longrope",
+            LONGROPE | {"long_factor": (1.0,)},
+            "long_factor = .*: must have the 2 numbers",
+        ),
+        ("longrope", LONGROPE | {"short_factor": ()}, "short_factor = .*: must be numbers greater"),
+        ("longrope", LONGROPE | {"factor": "4"}, "factor = '4': must be a number"),
         (
             "llama3",
             LLAMA3 | {"original_max_position_embeddings": 0},

@@ -42,6 +42,7 @@ from tests.processes import ROOT, without_home
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss", "glm4_moe"]
 SLOW = ["dots1", "minimax_m2", "deepseek_v2", "deepseek_v2_lite", "ernie4_5_moe", "granitemoe"]
+SLOW += ["hunyuan_v1_moe", "qwen3_moe_longrope"]
 NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.config import LinearRopeConfig, Llama3RopeConfig, RopeScaling, YarnConfig
+from jmoe.config import (
+    DynamicRopeConfig,
+    LinearRopeConfig,
+    Llama3RopeConfig,
+    LongRopeConfig,
+    NtkAlphaRopeConfig,
+    RopeScaling,
+    YarnConfig,
+)
 from jmoe.layers.rotary import apply_rotary, rotary_frequencies
 
 B, d = 2, 16
@@ -128,3 +136,33 @@ def test_frequencies_of_transformers(scaling: RopeScaling, expected: list[float]
 def test_a_form_without_frequencies_is_no_silent_default() -> None:
     with pytest.raises(TypeError, match="RopeScaling has no frequencies"):
         rotary_frequencies(8, 10.0, RopeScaling())
+
+
+LONGROPE = LongRopeConfig((1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0), 8, factor=2.0)
+PLAIN = (1.0, 0.21147424, 0.04472136, 0.00945742)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length", "expected", "scale"),
+    [
+        (DynamicRopeConfig(2.0, 16), 16, PLAIN, 1.0),
+        (DynamicRopeConfig(2.0, 16), 40, (1.0, 0.13322043, 0.01774768, 0.00236435), 1.0),
+        (LONGROPE, 8, (1.0, 0.19224931, 0.0372678, 0.00727494), 1.15470054),
+        (LONGROPE, 9, (1.0, 0.10573712, 0.01490712, 0.00236435), 1.15470054),
+        (
+            NtkAlphaRopeConfig(50.0),
+            40,
+            (1.0, 5.74029423e-2, 3.29509797e-3, 1.89148312e-4),
+            1.0,
+        ),
+    ],
+)
+def test_frequencies_that_transformers_computes(
+    scaling: RopeScaling, length: int, expected: tuple[float, ...], scale: float
+) -> None:
+    """For heads of 8 dimensions, theta 500 and sequences of this length."""
+    form = scaling.at_length(length)
+    np.testing.assert_allclose(rotary_frequencies(8, 500.0, form), expected, rtol=2e-6)
+    assert form.rotary_scale == pytest.approx(scale)
+    shorter = form.at_length(8)
+    assert shorter == scaling

@@ -73,6 +73,8 @@ OTHERS: dict[str, Any] = {
     "attention_multiplier": 5.0,
     "logits_scaling": 5.0,
     "moe_k": 4,
+    "moe_topk": 4,
+    "num_shared_expert": 3,
     "moe_num_shared_experts": 3,
     "moe_layer_start_index": 3,
     "moe_layer_end_index": 2,
@@ -93,7 +95,7 @@ NAMED_BY = {
     "qk_rope_head_dim": "head_dim",
     "norm_topk_prob": "num_experts_per_tok",
 }
-CHOICES = ("num_experts_per_tok", "moe_k")
+CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk")
 GROUPS = {
     **dict.fromkeys(EXPERTS, EXPERTS),
     **dict.fromkeys(CHOICES, CHOICES),

@@ -172,6 +172,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1, 1.5, 2, 3],
+    "long_factor": [1, 2, 3, 4],
+    "original_max_position_embeddings": 16,
+}
 LLAMA3_READ = Llama3RopeConfig(8.0, 16, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
@@ -225,7 +231,9 @@ def test_positions_in_either_spelling_or_both(
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
-@pytest.mark.parametrize("scaling", [YARN, LINEAR, LLAMA3])
+@pytest.mark.parametrize(
+    "scaling", [YARN, LINEAR, LLAMA3, LONGROPE, LINEAR | {"rope_type": "dynamic"}]
+)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_scaled_positions_are_written_back(family: str, scaling: dict[str, Any]) -> None:
     """In either spelling; the new table replaces the old one."""
@@ -514,13 +522,35 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ),
         (
             "mixtral",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
-            "rope_type = 'dynamic': is not supported, .* yarn: its frequencies depend on a sequence's",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": None}},
+            "rope_scaling.factor = None: must be a number",
         ),
         (
             "mixtral",
-            {"rope_scaling": {"type": "longrope", "factor": 8.0}},
-            "rope_type = 'longrope': is not supported",
+            {"rope_scaling": LONGROPE | {"long_factor": [1, 2, "3", 4]}},
+            "rope_scaling.long_factor = .*: must be a list of finite numbers",
+        ),
+        (
+            "mixtral",
+            {"rope_scaling": LONGROPE | {"long_factor": None}},
+            "long_factor = .*: must be numbers greater than 0",
+        ),
+        (
+            "mixtral",
+            {"rope_scaling": {"type": "ntk_alpha", "alpha": 8.0}},
+            "rope_type = 'ntk_alpha': is not supported",
+        ),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 3]}, "moe_topk = .*: must be the same for all layers"),
+        ("hunyuan_v1_moe", {"moe_topk": 1}, "moe_topk = 1: must be at least 2"),
+        (
+            "hunyuan_v1_moe",
+            {"num_shared_expert": [2, 2]},
+            "num_shared_expert = .*: is not supported, only 1",
+        ),
+        (
+            "hunyuan_v1_moe",
+            {"moe_intermediate_size": 16},
+            "moe_intermediate_size = 16: is not supported, only 12",
         ),
         (
             "deepseek_v3",

@@ -54,7 +54,8 @@ ELSEWHERE = {
     qk_head_dim scoring_func topk_method moe_layer_freq ep_size aux_loss_alpha seq_aux initial_context_length
     experts_per_token attention_dropout pretraining_tp num_nextn_predict_layers num_mtp_layers num_mtp_modules use_mtp
     mtp_transformer_layers use_routing_bias use_qk_norm qk_norm_type rotary_dim attn_type_list
-    shared_intermediate_size""".split()  # noqa: SIM905
+    shared_intermediate_size use_cla mlp_bias moe_layer_num_skipped num_shared_expert
+    moe_intermediate_size""".split()  # noqa: SIM905
 }
 
 
@@ -111,6 +112,8 @@ def test_harmless_fields_change_no_logits(family: str, tmp_path: Path) -> None:
         "num_mtp_layers": 1,
         "num_nextn_predict_layers": 1,
         "pretraining_tp": 2,
+        "eod_token_id": 5,
+        "sep_token_id": 5,
         "attention_dropout": 0.5,
         "router_jitter_noise": 0.5,
         "tie_last_hidden_states": False,
@@ -198,6 +201,13 @@ VARIANTS: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = {
         {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 3.0}},
     ),
     "linear in rope_scaling": (same, OLD | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "dynamic, of sequences beyond the model's positions": (
+        same,
+        {
+            "rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 2.0},
+            "max_position_embeddings": 16,
+        },
+    ),
     "llama3 in rope_parameters": (same, {"rope_parameters": PLAIN | LLAMA3}),
     "llama3 in rope_scaling": (same, OLD | {"rope_scaling": LLAMA3}),
 }

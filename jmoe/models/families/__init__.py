@@ -12,6 +12,7 @@ from jmoe.models.families import (
     gpt_moe,
     gpt_oss,
     granitemoe,
+    hunyuan_v1_moe,
     minimax_m2,
     mixtral,
     olmoe,
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         deepseek_v2,
         ernie4_5_moe,
         granitemoe,
+        hunyuan_v1_moe,
         gpt_moe,
     )
 }

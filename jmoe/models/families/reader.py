@@ -76,6 +76,16 @@ class ConfigFields:
         check(math.isfinite(value), self._prefix + name, value, "must be finite")
         return float(value)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of numbers; empty if the field is missing."""
+        values = self.tuple_value(name)
+        are_numbers = all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+            for x in values
+        )
+        check(are_numbers, self._prefix + name, values, "must be a list of finite numbers")
+        return tuple(map(float, values))
+
     def flag(self, name: str, default: bool) -> bool:
         value: bool = self._typed_value(name, default, (bool,), "true or false")
         return value

@@ -3,10 +3,12 @@
 import dataclasses
 
 from jmoe.config import (
-    ROPE_SCALINGS,
+    DynamicRopeConfig,
     LinearRopeConfig,
     Llama3RopeConfig,
+    LongRopeConfig,
     ModelConfig,
+    NtkAlphaRopeConfig,
     RopeScaling,
     YarnConfig,
     check,
@@ -14,12 +16,7 @@ from jmoe.config import (
 from jmoe.models.families.reader import ConfigFields
 from jmoe.types import JsonObject
 
-_BY_LENGTH = (
-    ": its frequencies depend on a sequence's length, so the keys in a cache would be rotated"
-    " unlike later queries; yarn stretches positions with fixed frequencies"
-)
-# {rope_type of transformers: why jmoe refuses it}
-UNSUPPORTED_FORMS = dict.fromkeys(("dynamic", "longrope"), _BY_LENGTH)
+KNOWN = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 def _checked_rope_table(fields: ConfigFields, name: str, *, partial: bool) -> JsonObject:
@@ -63,12 +60,13 @@ def read_rope_fields(
     default: JsonObject | None = None,
     *,
     partial: float | None = None,
+    alpha: bool = False,
 ) -> JsonObject:
     """Return rope_theta, partial_rotary_factor and, if positions are scaled, rope_scaling as fields
     of `ModelConfig`.
 
     theta, partial: the family's defaults; it rotates whole heads if `partial` is None.
-    default: the family's rope_parameters.
+    default: the family's rope_parameters. alpha: whether a `dynamic` table may have an `alpha`.
 
     transformers writes either rope_scaling (4) or rope_parameters (5). A rope_scaling table
     replaces rope_parameters, as in transformers 5, except that theta is still read from
@@ -88,6 +86,8 @@ def read_rope_fields(
     read = {"rope_theta": of_any_table("rope_theta", theta)}
     if partial is not None:
         read["partial_rotary_factor"] = of_any_table("partial_rotary_factor", partial)
+    if alpha and rope.value("rope_type", rope.value("type")) == "dynamic" and rope.value("alpha"):
+        return {**read, "rope_scaling": NtkAlphaRopeConfig(rope.number("alpha"))}
     form = _read_scaling(fields, rope, name)
     return read if form is None else {**read, "rope_scaling": form}
 
@@ -95,10 +95,7 @@ def read_rope_fields(
 def _read_scaling(fields: ConfigFields, rope: ConfigFields, name: str) -> RopeScaling | None:
     """Return how the table `rope`, called `name`, scales positions; None if it does not."""
     kind = rope.value("rope_type", rope.value("type", "default"))
-    why = UNSUPPORTED_FORMS.get(kind, "") if isinstance(kind, str) else ""
-    known = ("default", *ROPE_SCALINGS)
-    words = f"is not supported, only {', '.join(known)}{why}"
-    check(kind in known, f"{name}.rope_type", kind, words)
+    check(kind in KNOWN, f"{name}.rope_type", kind, f"is not supported, only {', '.join(KNOWN)}")
     if kind == "default":
         return None
     if kind != "yarn" and fields.value("kv_lora_rank") is not None:
@@ -107,6 +104,8 @@ def _read_scaling(fields: ConfigFields, rope: ConfigFields, name: str) -> RopeSc
     if kind == "linear":
         return LinearRopeConfig(rope.number("factor"))
     positions = fields.integer("max_position_embeddings")
+    if kind == "dynamic":
+        return DynamicRopeConfig(rope.number("factor"), positions)
     original = fields.integer(
         "original_max_position_embeddings",
         default=rope.integer("original_max_position_embeddings", default=positions),
@@ -120,6 +119,14 @@ def _read_scaling(fields: ConfigFields, rope: ConfigFields, name: str) -> RopeSc
             high_freq_factor=rope.number("high_freq_factor"),
         )
     attention_factor = rope.value("attention_factor")
+    if kind == "longrope":
+        return LongRopeConfig(
+            short_factor=rope.numbers("short_factor"),
+            long_factor=rope.numbers("long_factor"),
+            original_max_position_embeddings=original,
+            factor=rope.number("factor", positions / original),
+            attention_factor=None if attention_factor is None else rope.number("attention_factor"),
+        )
     return YarnConfig(
         factor=rope.number("factor", positions / original),
         original_max_position_embeddings=original,
@@ -139,10 +146,13 @@ def rope_parameters_json(config: ModelConfig) -> JsonObject:
         plain["partial_rotary_factor"] = config.partial_rotary_factor
     if config.rope_scaling is None:
         return plain
+    if isinstance(config.rope_scaling, NtkAlphaRopeConfig):
+        return plain | {"rope_type": "dynamic", "alpha": config.rope_scaling.alpha, "factor": 1.0}
     scaling = dataclasses.asdict(config.rope_scaling)
     unset = ("mscale", "mscale_all_dim")  # 0 in YaRN
+    chosen_later = ("length", "is_long")
     return plain | {
-        name: value
+        name: list(value) if isinstance(value, tuple) else value
         for name, value in scaling.items()
-        if value is not None and not (name in unset and value == 0)
+        if value is not None and not (name in unset and value == 0) and name not in chosen_later
     }
