@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from jmoe.inference.scheduler import SchedulerStats
@@ -73,6 +74,33 @@ class ExpertView:
 
     slots: list[tuple[int, int] | None]
     expert_counts: list[list[int]]  # [layer][expert]: tokens routed in the last steps
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def merge_metrics(text_by_replica: Mapping[str, str]) -> bytes:
+    """Return the metrics of several servers as one text in Prometheus's format. The label `replica`
+    of each sample is the server's key in `text_by_replica`.
+    """
+    families: dict[str, Metric] = {}
+    for replica, text in text_by_replica.items():
+        for family in text_string_to_metric_families(text):
+            merged = families.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type, family.unit)
+            )
+            merged.samples += [
+                sample._replace(labels={**sample.labels, "replica": replica})
+                for sample in family.samples
+            ]
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return generate_latest(registry)
 
 
 class EngineStatsSource(Protocol):

@@ -45,6 +45,7 @@ ATTEMPTS = 3  # of a request whose replica was lost before it said anything
 # calls under way in a replica for each sequence of its batch; further ones go to the next replica
 REPLICA_CALLS = 2
 REPLICA_HEADER = b"x-jmoe-replica"
+METRICS_TIMEOUT_S = 10.0
 LOST = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError)
 
 
@@ -141,6 +142,14 @@ class Replica:
             while not messages.empty():  # let it end
                 messages.get_nowait()
 
+    async def answer_whole(self, scope: dict[str, Any]) -> tuple[str, int, dict[str, str], bytes]:
+        """Return (this replica's name, status, headers, body) of the response to a request without
+        a body.
+        """
+        start, *rest = [message async for message in self.answer("", scope, b"")]
+        body = b"".join(message.get("body", b"") for message in rest)
+        return serve.get_replica_context().replica_id.unique_id, *_status_and_headers(start), body
+
 
 class Ingress:
     """Takes HTTP requests, and passes each to a replica by its prefix.
@@ -150,7 +159,7 @@ class Ingress:
     """
 
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
-        self._answer = replicas.answer.options(stream=True)
+        self._answer, self._broadcast = replicas.answer.options(stream=True), replicas.broadcast
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
@@ -160,11 +169,11 @@ class Ingress:
             body += data
             if len(body) > self._max_body_bytes:
                 return _error(413, f"the body has more than {self._max_body_bytes} bytes")
-        if request.url.path == "/metrics":
-            return _error(501, "each replica has metrics of its own; see Ray's for the application")
         names = ("type", "http_version", "method", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in (*names, "scheme", "client", "server")}
         scope |= {"asgi": {"version": "3.0"}, "root_path": ""}
+        if request.url.path == "/metrics":
+            return await self._metrics(scope)
         for _ in range(ATTEMPTS):
             messages = self._answer.remote(prefix_of(bytes(body)), scope, bytes(body))
             try:
@@ -173,6 +182,22 @@ class Ingress:
                 continue
             return _streamed(messages, start, first)
         return _error(503, f"{ATTEMPTS} replicas were lost while they had this request")
+
+    async def _metrics(self, scope: dict[str, Any]) -> Response:
+        """Return the metrics of all replicas, each sample with the label `replica`; the refusal of
+        one if it refuses.
+        """
+        from jmoe.serving.app import METRICS_TYPE
+        from jmoe.serving.metrics import merge_metrics
+
+        asked = self._broadcast("answer_whole", scope)
+        answers = await asked.results_async(timeout_s=METRICS_TIMEOUT_S)
+        texts: dict[str, str] = {}
+        for name, status, headers, body in answers:
+            if status != 200:
+                return Response(body, status, headers)
+            texts[name] = body.decode()
+        return Response(merge_metrics(texts), 200, {"content-type": METRICS_TYPE})
 
 
 def _error(status: int, message: str) -> JSONResponse:
@@ -183,7 +208,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 def _streamed(messages: Any, start: dict[str, Any], first: dict[str, Any]) -> StreamingResponse:
     """Return the response that begins with two ASGI messages and goes on with `messages`."""
-    headers = {name.decode(): value.decode() for name, value in start["headers"]}
+    status, headers = _status_and_headers(start)
     is_stream = headers.get("content-type", "").startswith("text/event-stream")
 
     async def content() -> AsyncIterator[bytes]:
@@ -200,7 +225,12 @@ def _streamed(messages: Any, start: dict[str, Any], first: dict[str, Any]) -> St
         finally:
             messages.cancel()
 
-    return StreamingResponse(content(), start["status"], headers)
+    return StreamingResponse(content(), status, headers)
+
+
+def _status_and_headers(start: dict[str, Any]) -> tuple[int, dict[str, str]]:
+    headers = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], headers
 
 
 def make_application(

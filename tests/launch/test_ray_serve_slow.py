@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ray_clusters import SETTINGS, kill_worker, ray_cluster
 from tests.train_runs import free_port
@@ -94,8 +95,31 @@ def test_a_refusal_is_the_servers_own(url: str) -> None:
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "depth": 3}, timeout=LIMIT_S)
     assert answer.status_code == 400
     assert "depth" in answer.json()["error"]["message"]
-    assert httpx.get(f"{url}/metrics", timeout=LIMIT_S).status_code == 501
     assert httpx.get(f"{url}/nothing", timeout=LIMIT_S).status_code == 404
+
+
+def test_metrics_are_of_each_replica(url: str) -> None:
+    """Each replica's tokens are counted under its own name, and add up to those of the answers."""
+
+    def tokens() -> dict[str, float]:
+        answer = httpx.get(f"{url}/metrics", timeout=LIMIT_S)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+        families = text_string_to_metric_families(answer.text)
+        return {
+            sample.labels["replica"]: sample.value
+            for family in families
+            if family.name == "vllm:prompt_tokens"
+            for sample in family.samples
+            if sample.name == "vllm:prompt_tokens_total"
+        }
+
+    before, asked = tokens(), dict.fromkeys(replicas_of(url), 0)
+    assert set(before) == set(asked) and len(asked) == 2
+    for prefix in range(8):
+        answer = ask(url, f"{prefix} is another instruction. " * 20)
+        asked[answer.headers[HEADER]] += answer.json()["usage"]["prompt_tokens"]
+    after = tokens()
+    assert {name: after[name] - before[name] for name in asked} == asked
 
 
 def test_a_replica_is_killed_under_load(url: str) -> None:
