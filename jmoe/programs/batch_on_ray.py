@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jmoe.memory.identity import sampled_content_hash
 from jmoe.ray_cluster import (
     ActorLostError,
     actor_result,
@@ -73,25 +73,21 @@ def describe_node(model: str, adapters: Sequence[str] = ()) -> dict[str, str]:
 
     adapters: folders of LoRA adapters.
     """
-    sizes = {
-        f"{path} (names and sizes of its files)": _digest_of_file_sizes(path) for path in adapters
+    folders = {f"model {model}": model} | {path: path for path in adapters}
+    return {"jmoe": jmoe_version(), "jax": version("jax")} | {
+        f"{name} (hash of names, sizes and sampled content)": _content_digest(path)
+        for name, path in folders.items()
     }
-    return {
-        "jmoe": jmoe_version(),
-        "jax": version("jax"),
-        f"model {model} (names and sizes of its files)": _digest_of_file_sizes(model),
-    } | sizes
 
 
-def _digest_of_file_sizes(path: str) -> str:
-    """Return a digest of the names and sizes of a folder's files, or of one file."""
+def _content_digest(path: str) -> str:
+    """Return a digest of a folder's files, or of one file: see `sampled_content_hash`."""
     root = Path(path)
-    paths = sorted(root.iterdir()) if root.is_dir() else [root] * root.is_file()
-    files = [(path.name, path.stat().st_size) for path in paths]
-    return hashlib.sha256(repr(files).encode()).hexdigest()[:12] if files else "nothing"
+    files = [file for file in (root.iterdir() if root.is_dir() else [root]) if file.is_file()]
+    return sampled_content_hash({file.name: file for file in files})[:12] if files else "nothing"
 
 
-def _with_absolute_paths(config: ServeConfig) -> ServeConfig:
+def with_absolute_paths(config: ServeConfig) -> ServeConfig:
     """Return `config` for processes of another working directory."""
     absolute = lambda path: str(Path(path).expanduser().resolve())  # noqa: E731
     folders = config.engine.adapter_folders.items()
@@ -119,7 +115,7 @@ class ClusterBatch:
 
     def __init__(self, config: ServeConfig, address: str, num_engines: int | None) -> None:
         """Connect to the cluster at `address`. Raises ValueError that names what is wrong."""
-        self._config = config = _with_absolute_paths(config)
+        self._config = config = with_absolute_paths(config)
         self._ray = connect(address)
         adapters = list(map(str, config.engine.adapter_folders.values()))
         check_same_everywhere(self._ray, address, describe_node, config.model, adapters)

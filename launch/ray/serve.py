@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -33,7 +32,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from jmoe import __version__
 from jmoe.command_line import parse_serve
 from jmoe.config.serving import ServeConfig
-from jmoe.ray_cluster import connect, has_gpus
+from jmoe.programs.batch_on_ray import describe_node, with_absolute_paths
+from jmoe.ray_cluster import check_same_everywhere, connect, has_gpus
 from jmoe.runtime import gpu_memory_environment
 
 APPLICATION = "jmoe"
@@ -273,18 +273,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--min-replicas = {options.min_replicas}: must be at least 1 and at most"
             f" --max-replicas = {options.max_replicas}"
         )
-    model = str(Path(config.model).expanduser().resolve())
-    if not Path(model).exists():
+    config = with_absolute_paths(config)
+    if not Path(config.model).exists():
         sys.exit(f"model = {config.model!r}: must be a folder that every node has at this path")
     try:
-        on_gpus = has_gpus(connect(options.ray))
+        cluster = connect(options.ray)
+        adapters = list(config.engine.adapter_folders.values())
+        check_same_everywhere(cluster, options.ray, describe_node, config.model, adapters)
+        on_gpus = has_gpus(cluster)
     except ValueError as error:
         sys.exit(str(error))
     try:
         serve.start(http_options=HTTPOptions(host=config.host, port=config.port))
     except TimeoutError as error:  # after 60 s; a busy node may need longer, and goes on
         print(error, file=sys.stderr)
-    config = dataclasses.replace(config, model=model)
     application = make_application(
         config, options.min_replicas, options.max_replicas, on_gpus=on_gpus
     )

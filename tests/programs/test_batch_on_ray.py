@@ -135,15 +135,16 @@ def test_the_number_of_engines_needs_a_cluster() -> None:
 
 
 def test_what_must_be_the_same_on_every_node(tmp_path: Path) -> None:
-    """A model of one file is compared too, and every adapter's folder."""
+    """A model of one file is compared too, and every adapter's folder, by content."""
     model, adapter = tmp_path / "model.gguf", tmp_path / "adapter"
     missing = describe_node(str(model), [str(adapter)])
     assert "nothing" in missing.values()
     adapter.mkdir()
     for changed in (model, adapter / "adapter_model.safetensors"):
-        before = describe_node(str(model), [str(adapter)])
-        changed.write_bytes(b"x")
-        assert describe_node(str(model), [str(adapter)]) != before
+        for content in (b"x", b"y"):
+            before = describe_node(str(model), [str(adapter)])
+            changed.write_bytes(content)
+            assert describe_node(str(model), [str(adapter)]) != before
 
 
 def test_engines_elsewhere_get_absolute_paths(
