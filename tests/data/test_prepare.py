@@ -5,6 +5,7 @@ workers, with workers killed, started again, and read by a run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,8 +24,10 @@ from text_corpus import REPOSITORY, config
 
 from jmoe.data.corpus import Corpus, prepare_corpus
 from jmoe.data.loader import train_batches
+from jmoe.data.tokenizer import train_bpe
 from jmoe.data.work_units import UNITS
 from tests.chat_models import VOCAB_SIZE, say, write_jsonl
+from tests.processes import memory_cgroup
 
 
 def numbers_of(corpus: Corpus) -> Counter[str]:
@@ -172,3 +175,30 @@ def test_killed_workers_are_replaced(
         assert program.wait(120) == 0
     assert killed
     assert files_of(out) == files_of(expected)
+
+
+@pytest.mark.slow
+def test_a_corpus_of_ten_times_the_memory(tmp_path: Path) -> None:
+    """A process in a cgroup of 160 MB prepares 1.6 GB; the page cache is in the same limit."""
+    limit_bytes, corpus = 160_000_000, tmp_path / "corpus.jsonl"
+    words = [letter * 40 for letter in "abcdefgh"]
+    train_bpe([" ".join(words * 50)], 600).save(str(tmp_path / "tokenizer.json"))
+    with corpus.open("w") as file:
+        for number in itertools.count():
+            text = " ".join(words[(number + i) % 8] for i in range(400 + number % 100))
+            file.write(json.dumps({"text": f"{number} {text}"}) + "\n")
+            if file.tell() > 10 * limit_bytes:
+                break
+    out = tmp_path / "shards"
+    arguments = [corpus, "--tokenizer", tmp_path / "tokenizer.json", "--out", out]
+    command = [sys.executable, "-m", "jmoe.data.prepare", *map(str, arguments), "--workers", "1"]
+    with memory_cgroup(limit_bytes) as folder:
+        enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
+        subprocess.run(
+            ["sh", "-c", enter, "sh", *command, "--unit-mb", "8"],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            timeout=1200,
+            check=True,
+        )
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["documents"] + manifest["held_out_documents"] == number + 1
