@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jmoe.config import ModelConfig
 from jmoe.models.families import FAMILIES
-from jmoe.models.families.tensors import FUSED, LAYER, OUTSIDE, TensorSource
+from jmoe.models.families.tensors import LAYER, OUTSIDE, TensorSource
 from jmoe.models.gguf import names as gguf_names
 
 
@@ -24,8 +24,9 @@ def has_fused_experts(names: Collection[str], family: str) -> bool:
     """Return whether a checkpoint with these tensors stores all experts of a layer in one
     tensor.
     """
-    ends = tuple(FUSED["moe.experts.w_up"].names)
-    return bool(FAMILIES[family].fused_tensors) and any(name.endswith(ends) for name in names)
+    fused = FAMILIES[family].fused_tensors
+    ends = tuple(fused["moe.experts.w_up"].names) if fused else ()
+    return any(name.endswith(ends) for name in names)
 
 
 def parameter_source(
@@ -34,13 +35,13 @@ def parameter_source(
     family: str,
     *,
     fused: bool = False,
-    gguf: bool = False,
+    gguf: Collection[str] = (),
 ) -> TensorSource:
     """Return the source of a parameter of the decoder.
 
     path: the parameter's path in the decoder, e.g. (moe_layers, attention, w_qkv).
     fused: whether the checkpoint stores all experts of a layer in one tensor.
-    gguf: whether it is a GGUF file.
+    gguf: the names of a GGUF file's tensors; () for other checkpoints.
     """
     if not path[0].endswith("_layers"):
         return (gguf_names.OUTSIDE if gguf else OUTSIDE)[".".join(path)]
@@ -48,7 +49,7 @@ def parameter_source(
     if fused:
         sources |= FAMILIES[family].fused_tensors
     name = ".".join(path[1:])
-    source = gguf_names.layer_source(name, family) if gguf else sources[name]
+    source = gguf_names.layer_source(name, family, config, gguf) if gguf else sources[name]
     prefix = "blk" if gguf else "model.layers"
     if path[-1] in ("w_qkv", "b_qkv"):
         q = config.num_attention_heads * config.dim_per_head

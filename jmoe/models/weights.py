@@ -62,12 +62,17 @@ ZERO_POINT = ".weight_zero_point"  # ignored if zero: some symmetric checkpoints
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """One tensor on disk and the part of a parameter that it fills."""
+    """One tensor on disk and the part of a parameter that it fills.
+
+    head_dim: see `TensorSource.head_dims`.
+    """
 
     name: str
     shape: tuple[int, ...]
     at: tuple[int, ...]  # index of the layer, and of the expert unless the tensor holds all experts
     columns: tuple[int, int]
+    transposed: bool
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -95,17 +100,19 @@ class Parameter:
         source, matrix = self.source, self.matrix_shape
         one_tensor = not self.experts or source.stacked
         spans = source.column_spans(matrix[-1])
+        count = len(source.names)
+        flags = source.each_transposed or (source.transposed,) * count
+        parts = list(zip(source.names, spans, flags, source.head_dims or (0,) * count, strict=True))
         for n, layer in list(enumerate(self.layers or (-1,)))[layers]:
             for expert in (-1,) if one_tensor else range(self.experts)[experts]:
                 at = ((n,) if self.layers else ()) + (() if one_tensor else (expert,))
-                for name, columns in zip(source.names, spans, strict=True):
+                for name, columns, transposed, head_dim in parts:
                     shape = (*matrix[:-1], columns[1] - columns[0])
-                    shape = shape[::-1] if source.transposed else shape
+                    shape = shape[::-1] if transposed else shape
                     shape = (self.experts, *shape) if source.stacked else shape
                     shape = (1, *shape) if source.as_row else shape
-                    yield ParameterPiece(
-                        name.format(layer=layer, expert=expert), shape, at, columns
-                    )
+                    name = name.format(layer=layer, expert=expert)
+                    yield ParameterPiece(name, shape, at, columns, transposed, head_dim)
 
 
 def flatten_by_path(tree: PyTree) -> dict[Names, PyTree]:
@@ -121,7 +128,7 @@ def list_parameters(
     shapes: tree of arrays or shapes.
     stored: names of the checkpoint's tensors, which show whether all experts of a layer are in one.
     """
-    gguf, result = is_gguf(stored), []
+    gguf, result = stored if is_gguf(stored) else (), []
     fused = not gguf and has_fused_experts(stored, family)
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         names = path_names(path)
@@ -371,7 +378,11 @@ class ParameterLoader:
         if low >= high:
             return
         # a stored row is a column of the parameter
-        if source.transposed or piece.name not in stored:
+        if piece.head_dim:
+            rows = low - first, high - first
+            self._fill_heads(out, piece, stored, spans, rows)
+            return
+        if piece.transposed or piece.name not in stored:
             for a, b, values in self._decompressed_rows(stored, piece, low - first, high - first):
                 columns = _target_columns(a + first, b - a, end - first, source.interleaved)
                 values = _as_uint16(values[:, row0:row1].astype(out.dtype, copy=False))
@@ -387,6 +398,30 @@ class ParameterLoader:
                 target[:, :half], target[:, half:] = values[:, 0::2], values[:, 1::2]
             else:
                 target[:, low - column0 : high - column0] = values[:, low - first : high - first]
+
+    def _fill_heads(
+        self,
+        out: np.ndarray,
+        piece: ParameterPiece,
+        stored: Stored,
+        spans: list[tuple[int, int]],
+        wanted: tuple[int, int],
+    ) -> None:
+        """Fill the columns `wanted` of a matrix whose stored rows alternate between the halves of
+        each head.
+
+        wanted: columns within the piece.
+        """
+        (row0, row1), (column0, _) = spans
+        d, (low, high) = piece.head_dim, wanted
+        heads = low // d * d, -(-high // d) * d
+        for a, b, values in self._decompressed_rows(stored, piece, *heads):
+            stored_rows = np.arange(a, b)
+            head, place = np.divmod(stored_rows, d)
+            columns = head * d + place // 2 + place % 2 * (d // 2)
+            here = (columns >= low) & (columns < high)
+            part = values[:, row0:row1].astype(out.dtype, copy=False)
+            out[:, columns[here] + piece.columns[0] - column0] = part[here].T
 
     def memory_format(self, parameter: Parameter, *, rounded: bool = False) -> Format | None:
         """Return the compressed in-memory format that represents all matrices of a parameter
@@ -571,6 +606,8 @@ def _elements_in_file_layout(
         return np.stack(np.split(_as_uint16(x), 2, axis=-1), axis=-1).reshape(x.shape).view(x.dtype)
     if not source.transposed:
         return x.reshape(piece.shape)
+    if source.stacked:
+        return np.ascontiguousarray(_as_uint16(x).swapaxes(-1, -2)).view(x.dtype)
     out = np.empty(x.shape[::-1], x.dtype)
     _transpose_into(_as_uint16(out), _as_uint16(x))
     return out

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.engine import Engine
@@ -34,7 +35,7 @@ from jmoe.models.weight_files import read_weight_headers  # noqa: E402
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "gguf"
 TEXTS = ["def read(x):\n    return 12345", "It's  the\tthe end.\n\n", "naïve <|im_start|>user"]
-FILES = ("qwen3moe", "olmoe", "glm4moe", "gpt-oss")
+FILES = ("qwen3moe", "olmoe", "glm4moe", "gpt-oss", "llama", "deepseek2")
 # experts in memory: as the file has them, and with --expert-dtype
 KEPT = {"gpt-oss": (MXFP4, "mxfp4"), "olmoe": (INT4, "int4"), "glm4moe": (INT8, "int8")}
 
@@ -58,7 +59,7 @@ def test_logits_of_the_widened_model(folder: Path, request: pytest.FixtureReques
     np.testing.assert_allclose(np.asarray(logits), ref["logits"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "deepseek2"])
 def test_an_engine_serves_the_file(name: str, tmp_path: Path) -> None:
     """By `serve.py`'s way to a folder, with the dtypes of the file, streamed as resident."""
     answers = []
@@ -192,7 +193,7 @@ def changed(name: str, **changes: Any) -> GgufFile:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "deepseek2"}, "architecture = 'deepseek2': must be one of qwen3"),
+        ({"general.architecture": "qwen2moe"}, "architecture = 'qwen2moe': must be one of qwen3"),
         ({"qwen3moe.logit_scale": 2.0}, "qwen3moe.logit_scale = 2.0: is not known"),
         (
             {"qwen3moe.rope.scaling.type": "longrope"},
@@ -213,6 +214,58 @@ def changed(name: str, **changes: Any) -> GgufFile:
 def test_metadata_that_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_fields(changed("qwen3moe", **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"rope.dimension_count": 4}, "llama.rope.dimension_count = 4: must be 8"),
+        ("llama", {"expert_count": ...}, "llama.expert_count = None: is missing"),
+        ("deepseek2", {"rope.dimension_count": ...}, "rope.dimension_count = None: is missing"),
+        (
+            "deepseek2",
+            {"attention.key_length": ..., "attention.key_length_mla": ...},
+            "deepseek2.attention.key_length = None: is missing",
+        ),
+        (
+            "deepseek2",
+            {"expert_gating_func": 3},
+            "expert_gating_func = 3: must be 1, softmax, or 2",
+        ),
+    ],
+)
+def test_sizes_that_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_fields(changed(name, **{f"{name}.{key}": value for key, value in changes.items()}))
+
+
+def test_groups_of_experts() -> None:
+    """Of the file; without them, those of DeepSeek-V3 for its 256 experts, and one for others."""
+    without = {"deepseek2.expert_group_count": ..., "deepseek2.expert_group_used_count": ...}
+
+    def groups(**changes: Any) -> tuple[Any, ...]:
+        fields = config_fields(changed("deepseek2", **changes))
+        return tuple(fields.get(name) for name in ("topk_method", "n_group", "topk_group"))
+
+    assert groups() == (None, 4, 2)
+    assert groups(**without) == (None, 1, 1)
+    assert groups(**without, **{"deepseek2.expert_count": 256}) == (None, 8, 4)
+    softmax = {"deepseek2.expert_gating_func": 1}
+    assert groups(**softmax) == ("group_limited_greedy", 4, 2)
+    assert groups(**without, **softmax) == ("greedy", None, None)
+    assert config_fields(changed("deepseek2", **softmax))["model_type"] == "deepseek_v2"
+
+
+def test_keys_and_values_in_one_tensor() -> None:
+    """As files before 2025 have them."""
+    source = layer_source("attention.w_kv_b", "deepseek_v3", ModelConfig(), ())
+    assert source.names == ("attn_kv_b.weight",) and not source.each_transposed
+
+
+def test_float16_needs_a_dtype(tmp_path: Path) -> None:
+    folder = gguf_folder(FIXTURES / "llama" / "model.gguf", tmp_path)
+    with pytest.raises(ValueError, match="has dtype F16: give dtype='float32' or dtype='bfloat16'"):
+        LazyCheckpoint(folder)
 
 
 @pytest.mark.parametrize("key", ["rope.dimension_count", "attention.key_length"])
@@ -316,8 +369,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         part_files(part)
     with pytest.raises(ValueError, match="type Q9_9 is not known"):
         block_values_and_bytes("Q9_9")
-    with pytest.raises(ValueError, match=r"no tensor for attention\.w_kv_a of deepseek_v3"):
-        layer_source("attention.w_kv_a", "deepseek_v3")
+    with pytest.raises(ValueError, match=r"no tensor for shared_expert_gate of qwen2_moe"):
+        layer_source("shared_expert_gate", "qwen2_moe", ModelConfig(), ())
 
 
 def test_tensors_of_a_split_model(tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ class TensorSource:
     """The tensors that fill the columns of one parameter, from left to right.
 
     names: tensor names, with the placeholders `{layer}` and `{expert}`.
+    each_transposed: for each tensor whether it is stored as [out, in]; empty if all are as
+        `transposed` says.
+    head_dims: for each tensor the columns of a head if its stored columns alternate between the
+        halves of every head, else 0; empty for none.
     """
 
     names: tuple[str, ...]
@@ -30,6 +34,8 @@ class TensorSource:
     interleaved: bool = False  # stored columns alternate between the parameter's two halves
     as_row: bool = False  # a vector [n] that is stored as [1, n]
     widths: tuple[int, ...] = ()  # columns that each tensor fills; empty for equal widths
+    each_transposed: tuple[bool, ...] = ()
+    head_dims: tuple[int, ...] = ()
 
     def column_spans(self, total: int) -> list[tuple[int, int]]:
         """Return (first, end) of the parameter's columns that each tensor fills.

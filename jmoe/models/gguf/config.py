@@ -37,9 +37,10 @@ _OTHER = {
     "rope.scaling.type",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
     "vocab_size",
 }
-_SIGMOID = 2  # of expert_gating_func
+_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,58 @@ def _gpt_oss_fields(file: GgufFile) -> JsonObject:
     return {"layer_types": kinds}
 
 
+def _mixtral_fields(file: GgufFile) -> JsonObject:
+    values = _architecture_values(file)
+    head_dim = values.get("attention.key_length")
+    if head_dim is None:
+        head_dim = values["embedding_length"] // _required_value(
+            values, "attention.head_count", "llama"
+        )
+    rotated = values.get("rope.dimension_count", head_dim)
+    check(rotated == head_dim, "llama.rope.dimension_count", rotated, f"must be {head_dim}")
+    return {"head_dim": head_dim}
+
+
+def _deepseek_fields(file: GgufFile) -> JsonObject:
+    """Return the sizes of latent attention and the router's kind.
+
+    Files since 2025 describe the cached latents by key_length and value_length, and a head's sizes
+    by key_length_mla and value_length_mla.
+    """
+    values, name = _architecture_values(file), "deepseek2"
+    head = values.get("attention.key_length_mla", values.get("attention.key_length"))
+    value = values.get("attention.value_length_mla", values.get("attention.value_length"))
+    rotated = _required_value(values, "rope.dimension_count", name)
+    for key, size in (("attention.key_length", head), ("attention.value_length", value)):
+        check(size is not None, f"{name}.{key}", size, "is missing")
+    gating = values.get("expert_gating_func", _SOFTMAX)
+    kinds = {_SOFTMAX: "deepseek_v2", _SIGMOID: "deepseek_v3"}
+    words = f"must be {_SOFTMAX}, softmax, or {_SIGMOID}, sigmoid"
+    check(gating in kinds, f"{name}.expert_gating_func", gating, words)
+    fields = {
+        "model_type": kinds[gating],
+        "head_dim": rotated if gating == _SIGMOID else None,
+        "num_key_value_heads": values.get("attention.head_count"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": head - rotated,
+        "v_head_dim": value,
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+    }
+    return fields | _deepseek_groups(values, gating)
+
+
+def _deepseek_groups(values: JsonObject, gating: Json) -> JsonObject:
+    """Return the groups of experts; older files leave those of DeepSeek-V3 out, of 256 experts."""
+    v3 = gating == _SIGMOID and values.get("expert_count") == 256
+    groups = values.get("expert_group_count", 8 if v3 else 1)
+    used = values.get("expert_group_used_count", 4 if v3 else groups)
+    if gating == _SIGMOID:
+        return {"n_group": groups, "topk_group": used}
+    if groups == 1:
+        return {"topk_method": "greedy"}
+    return {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": used}
+
+
 # {general.architecture: family}
 GGUF_FAMILIES = {
     "qwen3moe": GgufFamily(
@@ -105,6 +158,27 @@ GGUF_FAMILIES = {
         },
         {"n_group": 1, "topk_group": 1},
         _glm_fields,
+    ),
+    "llama": GgufFamily("mixtral", {"expert_count": "num_local_experts"}, {}, _mixtral_fields),
+    "deepseek2": GgufFamily(
+        "deepseek_v3",
+        {
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_gating_func": "",
+            "expert_group_count": "",
+            "expert_group_used_count": "",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.key_length_mla": "",
+            "attention.value_length_mla": "",
+        },
+        {},
+        _deepseek_fields,
     ),
     "gpt-oss": GgufFamily(
         "gpt_oss",
@@ -133,7 +207,12 @@ def config_fields(file: GgufFile) -> JsonObject:
     fields = {to: values[key] for key, to in keys.items() if to and key in values}
     same = values.get("attention.value_length", fields.get("head_dim")) == fields.get("head_dim")
     words = "must be attention.key_length"
-    check(same, f"{name}.attention.value_length", values.get("attention.value_length"), words)
+    check(
+        same or "attention.kv_lora_rank" in values,
+        f"{name}.attention.value_length",
+        values.get("attention.value_length"),
+        words,
+    )
     shape = file.tensors["token_embd.weight"].shape if "token_embd.weight" in file.tensors else ()
     check(len(shape) == 2, "token_embd.weight", list(shape), "must be [vocabulary, hidden]")
     return {
@@ -182,4 +261,7 @@ def _rope_fields(values: JsonObject, name: str) -> JsonObject:
             "beta_slow": values.get("rope.scaling.yarn_beta_slow", 1.0),
             "truncate": name != "gpt-oss",
         }
+        if name == "deepseek2":  # written as 0.1 of mscale_all_dim, which is mscale too
+            mscale = 10 * values.get("rope.scaling.yarn_log_multiplier", 0.0)
+            table |= {"mscale": mscale, "mscale_all_dim": mscale}
     return {"rope_scaling": table}
