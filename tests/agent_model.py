@@ -57,9 +57,9 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_agent_model(folder: Path, scenes: Sequence[Scene]) -> None:
+def save_agent_model(folder: Path, scenes: Sequence[Scene], **sizes: int) -> None:
     """Write a model of `POSITIONS` positions, with tokenizer and chat template, that plays the
-    scenes.
+    scenes. sizes: layers and experts, as of `save_scripted_model`.
     """
     tokenizer = byte_tokenizer()
     script: list[int] = []
@@ -71,7 +71,7 @@ def save_agent_model(folder: Path, scenes: Sequence[Scene]) -> None:
     template = OPENING + "{% " + "{% el".join(branches) + "{% endif %}" + CLOSING
     folder.mkdir(parents=True)
     assert PROMPT_TOKENS + len(script) <= POSITIONS
-    save_scripted_model(folder, tokenizer, PROMPT_TOKENS, script, POSITIONS)
+    save_scripted_model(folder, tokenizer, PROMPT_TOKENS, script, POSITIONS, **sizes)
     settings = {"eos_token": END, "chat_template": template}
     describe(folder, settings, {"eos_token_id": 0, "top_k": 1})
 

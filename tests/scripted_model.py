@@ -25,6 +25,7 @@ HARMONY = (
     "<|call|>",
 )
 POSITIONS = 128
+ROUTING = {"router", "feed_forward_norm"}  # weights that choose experts
 
 
 def harmony_tokenizer() -> Tokenizer:
@@ -40,23 +41,27 @@ def save_scripted_model(
     prompt_tokens: int,
     script: Sequence[int],
     positions: int = POSITIONS,
+    *,
+    layers: int = 1,
+    experts: int = 2,
 ) -> None:
     """Write a model that, after a prompt of so many tokens, most likely says the script, and then
     its last token again.
 
     The likeliest token has about a third of the probability, so that draws depart from it soon.
+    Experts add nothing; which of them a token chooses is random where there are more than two.
     """
     vocab_size, hidden = tokenizer.get_vocab_size(with_added_tokens=True), positions
     config = jmoe.ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=positions,
         moe_intermediate_size=16,
         intermediate_size=16,
-        num_experts=2,
+        num_experts=experts,
         num_experts_per_tok=1,
         hidden_act="gelu",
         norm="layernorm",
@@ -66,9 +71,15 @@ def save_scripted_model(
         tie_word_embeddings=True,
     )
     decoder = Decoder(config, rngs=nnx.Rngs(0))
-    layers = decoder.moe_layers
+    blocks = decoder.moe_layers
     nnx.update(
-        layers, nnx.map_state(lambda _, w: w.replace(jnp.zeros_like(w[...])), nnx.state(layers))
+        blocks,
+        nnx.map_state(
+            lambda path, w: (
+                w if experts > 2 and ROUTING & {*path} else w.replace(jnp.zeros_like(w[...]))
+            ),
+            nnx.state(blocks),
+        ),
     )
     places, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((hidden, positions)))
     following = [*script, *[script[-1]] * positions][: positions - prompt_tokens + 1]
