@@ -317,11 +317,11 @@ def prepare_text_data(
     print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")
     if config.init_from and corpus.describe_control_token_texts():
         print_on_rank_0(corpus.describe_control_token_texts())
+    sharing, devices = config.devices_per_sequence(jax.device_count()), jax.local_device_count()
+    if sharing > 1:
+        print_on_rank_0(f"mesh.context = {config.mesh.context}: {sharing} devices to a sequence")
     process_index, process_count = loaded_share(
-        config.devices_per_sequence(jax.device_count()),
-        jax.local_device_count(),
-        jax.process_index(),
-        jax.process_count(),
+        sharing, devices, jax.process_index(), jax.process_count()
     )
     batches = train_batches(
         corpus,

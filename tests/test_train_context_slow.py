@@ -60,6 +60,8 @@ def test_batches_of_fewer_sequences_than_devices(
     one = ("--num-steps", 6, *ONCE, "--batch-size", 1, "--data.mask-documents")
     runs.finish(tmp_path / "alone", *one)
     run_split(runs, start_python, tmp_path / "shared", 2, 2, *one, "--mesh.expert-intra", 2)
+    screen = (tmp_path / "shared" / "rank-2-0").read_text()
+    assert "mesh.context = 0: 4 devices to a sequence" in screen
     assert dict(losses(tmp_path / "shared")) == pytest.approx(
         dict(losses(tmp_path / "alone")), rel=1e-5, abs=0
     )

@@ -20,14 +20,16 @@
         training steps: collectives in two levels, and the partitioned embedding, each alone
     sudo python benchmarks/comm/slow_link.py embedding
         training steps with the embedding table in parts
+    sudo python benchmarks/comm/slow_link.py context --rates 200
+        training steps with sequences on one node or on both
 
-`comm/exchange.py`, `comm/padding.py`, `comm/steps.py` (fusion, levels, order, ddp, strategies) and
-`comm/embedding.py` say what is measured. Seconds are medians from a barrier to a barrier;
-`ratio_to_...` is the median of the ratios round by round. Bytes are those that a node sends: by the
-interface's counter, with all headers, and by the formulas of `jmoe.planning`. --rates 0 is this
-machine without a link. XLA:CPU has as many threads as cores, and one that waits for a collective
-computes nothing: on few cores give the ranks more with NPROC=4. The ranks run in the environment
-that `train.py` gives itself.
+`comm/exchange.py`, `comm/padding.py`, `comm/steps.py` (fusion, levels, order, ddp, strategies),
+`comm/embedding.py` and `comm/context.py` say what is measured. Seconds are medians from a barrier
+to a barrier; `ratio_to_...` is the median of the ratios round by round. Bytes are those that a node
+sends: by the interface's counter, with all headers, and by the formulas of `jmoe.planning`. --rates
+0 is this machine without a link. XLA:CPU has as many threads as cores, and one that waits for a
+collective computes nothing: on few cores give the ranks more with NPROC=4. The ranks run in the
+environment that `train.py` gives itself.
 """
 
 if __name__ == "__main__":
@@ -42,7 +44,7 @@ if __name__ == "__main__":
 import argparse
 import tempfile
 
-from benchmarks.comm import embedding, exchange, padding, steps
+from benchmarks.comm import context, embedding, exchange, padding, steps
 from benchmarks.lib import report
 from benchmarks.lib.linked_nodes import NODES
 from benchmarks.lib.ranks import NUM_NODES, add_rank_options, join_as_rank, launch_ranks
@@ -51,6 +53,7 @@ MEASUREMENTS = {
     "exchange": exchange,
     "padding": padding,
     "embedding": embedding,
+    "context": context,
     **dict.fromkeys(steps.COMMANDS, steps),
 }
 
@@ -71,7 +74,7 @@ def parse() -> argparse.Namespace:
         )
         command.add_argument("--rounds", type=int, default=7)
         command.add_argument(
-            "--ranks-per-node", type=int, default=1 if name in steps.ORDERINGS else 2
+            "--ranks-per-node", type=int, default=1 if name in (*steps.ORDERINGS, "context") else 2
         )
         command.add_argument(
             "--nodes", type=int, choices=range(2, len(NODES) + 1), default=NUM_NODES

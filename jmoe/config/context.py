@@ -14,7 +14,6 @@ def _refusals(config: TrainConfig) -> list[str]:
     reasons = {
         "with experts on other tiers": config.tiers.any_off_device,
         "with distil.teacher": bool(config.distil.teacher),
-        "with lora.rank": config.lora.rank is not None,
         "for image tasks": not config.model.is_causal,
     }
     return [why for why, holds in reasons.items() if holds]

@@ -30,11 +30,15 @@ from jmoe.layers.attention import Attention, FlashKernel, causal_attention, flas
 from jmoe.layers.context import ContextGroup, SplitSequences
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.types import PyTree
-from kernels_pallas import cudnn
-from kernels_pallas.implementations import first_supported, target_device
+from kernels_pallas import cudnn, native
+from kernels_pallas.implementations import first_supported, log_once, target_device
 from kernels_pallas.matmul import dot, transposed
 
 QUERY_ROWS = 128  # of a block in XLA
+SPLIT_IN_XLA = (
+    "attention: sequences on several devices run in XLA, not in the native operation;"
+    " mesh.context = 1 avoids that"
+)
 
 
 class Places(NamedTuple):
@@ -334,6 +338,9 @@ def _chunk_kernel(
     """Return the kernel for operands (q, k, v) on the target device."""
     options: dict[str, Any] = {"scale": scale, "window": window}
     in_xla = ChunkKernel(partial(_xla_forward, **options), partial(_xla_gradient, **options))
+    dims = operands[0].shape[-1], operands[2].shape[-1]
+    if native.uses_native_training(*(x.dtype for x in operands), multiples=dims):
+        log_once(SPLIT_IN_XLA)
     if target_device().platform != "gpu":
         return in_xla
     by_cudnn = partial(_cudnn_kernel, operands, documents=documents, **options)

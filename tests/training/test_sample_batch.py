@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.config import DataConfig, TiersConfig, TrainConfig
+from jmoe.config import DataConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.data.sample_rows import SampleRows, empty_rows, rows_of_windows, stack_rows
 from jmoe.training.finetune import load_pretrained_state, with_pretrained_model
 from jmoe.training.fused.step import FusedTrainer
+from jmoe.training.session import place_batch
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import Trainer, make_trainer
 from jmoe.types import PyTree
@@ -166,6 +167,20 @@ def test_documents_of_text_are_as_each_alone() -> None:
     trainer = make_trainer(config, mesh_of(1, 1, 1))
     (held_out,) = trainer.evaluate_batches(trainer.init(), [jax.tree.map(jnp.asarray, rows)])
     assert float(held_out) == pytest.approx(nll, rel=1e-5)
+    assert_close(gradients_on_two_devices(config, rows), expected)
+
+
+def gradients_on_two_devices(config: TrainConfig, rows: SampleRows) -> PyTree:
+    """The gradients of rows that lie on two devices, by AdamW's first moments after one step."""
+    unclipped = dataclasses.replace(config.optimizer, clip_norm=0.0)
+    mesh = mesh_of(1, 1, 2)
+    config = dataclasses.replace(config, mesh=MeshConfig(1, 1, 2, 2), optimizer=unclipped)
+    trainer = make_trainer(config, mesh)
+    batch = place_batch(config, mesh, rows)
+    state, metrics = trainer.step(trainer.init(), batch, full_capacity=True)
+    assert metrics["ok"]
+    moments = trainer.prepare_state_for_save(state).m
+    return jax.tree.map(lambda m: np.asarray(m) / (1 - unclipped.beta1), moments)
 
 
 def one_step(config: TrainConfig, rows: PyTree, shape: tuple[int, int, int] = (1, 1, 1)) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jmoe.config import CommConfig, LoraConfig, OptimizerConfig, TrainConfig
+from jmoe.config import CommConfig, LoraConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jmoe.configs import PRESETS
 from jmoe.mesh import make_mesh
 from jmoe.models.huggingface import family_of, model_config
@@ -19,6 +19,7 @@ from jmoe.models.peft_files import AdapterFolder, read_adapter_folder
 from jmoe.models.pretrained import read_config
 from jmoe.training.finetune import with_pretrained_model
 from jmoe.training.fused.adapting import ADAPTERS, AdapterTrainer
+from jmoe.training.session import place_batch
 from jmoe.training.state import TrainState
 from tests.model_configs import CHECKPOINTS, mesh_of
 
@@ -57,15 +58,17 @@ def start(trainer: AdapterTrainer, own: AdapterFolder) -> TrainState:
 
 
 def run(
-    name: str, mesh: Mesh, steps: int, **options: object
+    name: str, mesh: Mesh, steps: int, context: int = 0, **options: object
 ) -> tuple[AdapterTrainer, TrainState, list[float]]:
     own = adapter_of(name, "first")
-    trainer = AdapterTrainer(config_of(name, own.lora, **options), mesh)
+    spread = MeshConfig(*mesh.shape.values(), context)
+    trainer = AdapterTrainer(config_of(name, own.lora, mesh=spread, **options), mesh)
     state, losses = start(trainer, own), []
     with np.load(LORA / name / "expected.npz") as expected:
         tokens = expected["tokens"].astype(np.int32)
     for step in range(steps):
-        state, metrics = trainer.step(state, jnp.asarray(tokens[step % len(tokens)])[None])
+        batch = place_batch(trainer.config, mesh, tokens[step % len(tokens)])
+        state, metrics = trainer.step(state, batch)
         assert metrics["ok"]
         losses.append(float(metrics["loss"]))
     return trainer, state, losses
@@ -80,6 +83,18 @@ def test_losses_and_adapters_are_those_of_peft(name: str) -> None:
     last = adapter_of(name, "last").adapters
     for own, other in zip(*map(jax.tree.leaves, (state.params[ADAPTERS], last)), strict=True):
         np.testing.assert_allclose(own, other, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_sequences_on_two_devices_are_those_of_peft(name: str) -> None:
+    """Windows, sinks and latents of sequences of which each device has a half. Later, a router's
+    tie may fall to another expert.
+    """
+    steps = 10
+    _, _, losses = run(name, mesh_of(2, 1, 1), steps, context=2)
+    with np.load(LORA / name / "expected.npz") as expected:
+        np.testing.assert_allclose(losses, expected["losses"][:steps], atol=1e-4, rtol=0)
 
 
 def test_only_adapters_have_state_and_change() -> None:
