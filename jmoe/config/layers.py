@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# one feed-forward, experts by token, experts by the image's task
-LayerKind = Literal["dense", "moe", "task"]
+# one feed-forward; experts by token; experts by the image's task; experts by token after a gated
+# delta network in place of attention
+LayerKind = Literal["dense", "moe", "task", "linear_moe"]
 # the attribute of a model that holds the stacked parameters of each kind of layer
 STACKS: dict[LayerKind, str] = {
     "dense": "dense_layers",
     "moe": "moe_layers",
     "task": "task_layers",
+    "linear_moe": "linear_moe_layers",
 }
+TOKEN_ROUTED: tuple[LayerKind, ...] = ("moe", "linear_moe")  # a router chooses each token's experts
 EXPERT_STACKS = tuple(stack for kind, stack in STACKS.items() if kind != "dense")
 
 

@@ -17,7 +17,7 @@ from jmoe.config.checks import (
     check_positive_or_none,
     check_unset,
 )
-from jmoe.config.layers import Layer, LayerKind, layer_table
+from jmoe.config.layers import TOKEN_ROUTED, Layer, LayerKind, layer_table
 from jmoe.config.positions import RopeScaling
 from jmoe.config.router import RouterConfig, check_routing
 
@@ -25,7 +25,15 @@ HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 # what a backward pass computes again, see `TrainConfig.remat`
 Remat = Literal["none", "experts", "layer"]
 NO_WINDOW = 2**30  # tokens
-LAYER_TYPES = ("sliding_attention", "full_attention")
+LINEAR_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+LINEAR_ATTENTION = "linear_attention"
+LAYER_TYPES = ("sliding_attention", "full_attention", LINEAR_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ class ModelConfig:
     # the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE)
     shared_expert_gate: bool = False
     hidden_act: HiddenAct = "swiglu"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    # zero_centered_rmsnorm multiplies by 1 + its scale (Qwen3-Next)
+    norm: Literal["rmsnorm", "layernorm", "zero_centered_rmsnorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
@@ -117,8 +126,19 @@ class ModelConfig:
     rope_interleave: bool = False
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first
     sliding_window: int | None = None  # a token sees this many: itself and those before it
-    # sliding_attention or full_attention per layer; empty: all alike
+    # sliding_attention, full_attention or linear_attention (a gated delta network) per layer;
+    # empty: all alike
     layer_types: tuple[str, ...] = ()
+    linear_num_key_heads: int = 0  # gated delta networks: heads of queries and keys
+    linear_num_value_heads: int = 0  # gated delta networks: heads of values, a multiple of these
+    linear_key_head_dim: int = 0  # gated delta networks
+    linear_value_head_dim: int = 0  # gated delta networks
+    linear_conv_kernel_dim: int = 0  # gated delta networks: inputs that a convolution's output sees
+    # gated delta networks: projections of one key head lie side by side (Qwen3-Next), see
+    # `GatedDeltaNet`
+    linear_projections_by_head: bool = False
+    # attention's output is multiplied by sigmoid(x @ gate), before its projection (Qwen3-Next)
+    attention_gate: bool = False
     attention_sinks: bool = False  # one learned logit per head in every softmax (gpt-oss)
     # per head (Qwen3), per head after rotation (Hunyuan), or over all heads (OLMoE)
     qk_norm: Literal["none", "head", "rotated_head", "full"] = "none"
@@ -183,7 +203,11 @@ class ModelConfig:
             f"must divide num_attention_heads = {heads}",
         )
         self._check_windows()
+        self._check_linear_attention()
         check_positive_or_none(self, "clip_qkv")
+        has_bias = self.attention_bias or self.qkv_bias
+        words = "is not supported beside attention_bias or qkv_bias"
+        check_field(not (self.attention_gate and has_bias), self, "attention_gate", words)
         rope = self.position == "rope"
         check_field(
             self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'"
@@ -236,6 +260,38 @@ class ModelConfig:
             "is needed by layer_types",
         )
 
+    def _check_linear_attention(self) -> None:
+        sizes = [name for name in LINEAR_SIZES if name != "linear_num_value_heads"]
+        if not self.has_linear_attention:
+            names = [*LINEAR_SIZES, "linear_projections_by_head"]
+            check_unset(self, "", names, "without linear_attention in layer_types")
+            return
+        check_positive(self, *sizes, "linear_num_value_heads")
+        check_field(
+            self.linear_conv_kernel_dim > 1, self, "linear_conv_kernel_dim", "must be above 1"
+        )
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        words = f"must be a multiple of linear_num_key_heads = {keys}"
+        check_field(values % keys == 0, self, "linear_num_value_heads", words)
+        beside = "is not supported beside linear_attention in layer_types"
+        unset: dict[str, object] = {"sliding_window": None, "kv_lora_rank": None}
+        unset |= {"attention_bias": False, "mlp_bias": False, "position": "rope"}
+        for name, value in unset.items():
+            check_field(getattr(self, name) == value, self, name, beside)
+        every = len(self.layer_kinds) == sum(kind in TOKEN_ROUTED for kind in self.layer_kinds)
+        words = "must give every layer experts where layer_types has linear_attention"
+        makes_dense = {
+            "num_experts": self.num_experts == 0,
+            "decoder_sparse_step": self.decoder_sparse_step > 1,
+            "first_k_dense_replace": self.first_k_dense_replace > 0,
+        }
+        name = next((name for name, makes in makes_dense.items() if makes), "mlp_only_layers")
+        check_field(every, self, name, words)
+        words = "must have a layer of attention beside linear_attention"
+        check_field(self.num_attention_layers > 0, self, "layer_types", words)
+        has_bias = self.router.rules.has_bias
+        check(not has_bias, "router.kind", self.router.kind, beside)
+
     def _check_latent_attention(self) -> None:
         check_positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_field(
@@ -255,6 +311,7 @@ class ModelConfig:
         plain = {
             "qk_norm": "none",
             "clip_qkv": None,
+            "attention_gate": False,
             "qkv_bias": False,
             "attention_sinks": False,
             "partial_rotary_factor": 1.0,
@@ -339,16 +396,41 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Return whether the feed-forward of each layer is one MLP (`dense`) or experts (`moe`)."""
+        """Return of each layer whether its feed-forward is one MLP (`dense`) or experts (`moe`,
+        `linear_moe` after a gated delta network).
+        """
         first = self.first_k_dense_replace
         step = self.decoder_sparse_step
         dense = self.mlp_only_layers
+        types = self.layer_types or ("",) * self.num_hidden_layers
         return tuple(
-            "moe"
+            ("linear_moe" if types[i] == LINEAR_ATTENTION else "moe")
             if self.num_experts and i >= first and (i - first + 1) % step == 0 and i not in dense
             else "dense"
             for i in range(self.num_hidden_layers)
         )
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether some layer is a gated delta network."""
+        return LINEAR_ATTENTION in self.layer_types
+
+    def check_no_linear_attention(self, program: str) -> None:
+        """Raise ValueError if some layer is a gated delta network, which `program` does not
+        support.
+        """
+        words = f"must have no {LINEAR_ATTENTION} for {program}"
+        check_field(not self.has_linear_attention, self, "layer_types", words)
+
+    @property
+    def linear_key_dim(self) -> int:
+        """Dimensions of all key heads of a gated delta network."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_dim(self) -> int:
+        """Dimensions of all value heads of a gated delta network."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -388,7 +470,19 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return sum(layer.kind == "moe" for layer in self.layers)
+        return sum(layer.kind in TOKEN_ROUTED for layer in self.layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with a cache of keys and values: all but gated delta networks."""
+        return sum(layer.kind != "linear_moe" for layer in self.layers)
+
+    def _num_linear_attention_parameters(self) -> int:
+        d, keys, values = self.hidden_size, self.linear_key_dim, self.linear_value_dim
+        heads, channels = self.linear_num_value_heads, 2 * keys + values
+        projections = d * (2 * keys + 2 * values + 2 * heads) + values * d
+        taps = channels * self.linear_conv_kernel_dim
+        return projections + taps + 2 * heads + self.linear_value_head_dim
 
     def _num_attention_parameters(self) -> int:
         d, dh, heads = self.hidden_size, self.dim_per_head, self.num_attention_heads
@@ -397,7 +491,9 @@ class ModelConfig:
             bias = (q + 2 * kv) * (self.attention_bias or self.qkv_bias) + d * self.attention_bias
             by_head = dict.fromkeys(("head", "rotated_head"), 2 * dh)
             qk_norm = {"none": 0, **by_head, "full": q + kv}[self.qk_norm]
-            return d * (q + 2 * kv) + q * d + bias + qk_norm + heads * self.attention_sinks
+            gate = d * q * self.attention_gate
+            sinks = heads * self.attention_sinks
+            return d * (q + 2 * kv) + gate + q * d + bias + qk_norm + sinks
         rank, rope, v = self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim
         bias = (rank + rope + d + (self.q_lora_rank or 0)) * self.attention_bias
         q = d * heads * dh if self.q_lora_rank is None else self.q_lora_rank * (d + 1 + heads * dh)
@@ -435,16 +531,17 @@ class ModelConfig:
         bias = experts * (self.router.bias + self.router.rules.has_bias)
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
         common += self.max_position_embeddings * d if self.position == "learned" else 0
-        common += self.num_hidden_layers * (
-            attention + 2 * norm
-        ) + dense_layers * self._num_mlp_parameters(self.intermediate_size)
+        linear_layers = self.num_hidden_layers - self.num_attention_layers
+        common += self.num_attention_layers * attention + self.num_hidden_layers * 2 * norm
+        common += linear_layers * self._num_linear_attention_parameters()
+        common += dense_layers * self._num_mlp_parameters(self.intermediate_size)
         common += moe_layers * (d * experts + bias + shared)
         expert = self.parameters_per_expert
         return common + moe_layers * experts * expert, common + moe_layers * k * expert
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the model FLOPs of one trained token: 6 per active matrix parameter, plus
-        causal attention.
+        causal attention, plus three products with the state of a gated delta network.
         """
         _, active = self.total_and_active_parameters()
         lookup = self.vocab_size * self.hidden_size if not self.tie_word_embeddings else 0
@@ -453,5 +550,7 @@ class ModelConfig:
         )
         value_dim = self.v_head_dim if self.kv_lora_rank is not None else self.dim_per_head
         heads, dims = self.num_attention_heads, self.dim_per_head + value_dim
-        attention = 3 * self.num_hidden_layers * heads * dims * sequence_length
-        return 6.0 * (active - lookup) + attention
+        attention = 3 * self.num_attention_layers * heads * dims * sequence_length
+        state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        linear = 18 * (self.num_hidden_layers - self.num_attention_layers) * state
+        return 6.0 * (active - lookup) + attention + linear

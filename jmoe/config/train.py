@@ -351,6 +351,7 @@ class TrainConfig:
         self._check_precision()
         self._check_teacher()
         self._check_lora()
+        self._check_linear_attention()
         self._check_yarn()
         if self.train or self.freeze:
             self._check_patterns()
@@ -485,6 +486,18 @@ class TrainConfig:
         check_field(
             not self.estimate, self, "estimate", f"must not be given {with_lora}: not estimated yet"
         )
+
+    def _check_linear_attention(self) -> None:
+        """Reject what gated delta networks do not support in training."""
+        if not self.model.has_linear_attention:
+            return
+        why = "with model.layer_types of linear_attention"
+        rank, packing = self.lora.rank, self.comm.packing
+        check(rank is None, "lora.rank", rank, f"must be None {why}")
+        off = self.tiers.all_on_device
+        check(off, "tiers.experts", self.tiers.experts, f"must be device, as all tiers, {why}")
+        check(packing == 1, "comm.packing", packing, f"must be 1 {why}")
+        check_field(not self.plan, self, "plan", f"must not be given {why}: not planned yet")
 
     def _check_patterns(self) -> None:
         """Reject frozen parameters where every parameter has moments."""

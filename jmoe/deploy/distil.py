@@ -126,6 +126,7 @@ def make_student(
     check_empty_or_new(out)
     with LazyCheckpoint(teacher, "float32", "wide") as wide:
         whole = wide.config
+        whole.check_no_linear_attention("distillation into a smaller model")
         config, layers = student_config_and_layers(whole, wide.fields, options)
         text = calibration_text_for(wide, options.text, options.sequence_length, options.max_tokens)
         with status(f"measuring the teacher's experts on {text.calibration_BS.size:,} tokens", say):

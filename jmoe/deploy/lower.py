@@ -29,7 +29,7 @@ from jmoe.config.engine import EngineConfig
 from jmoe.deploy import portable
 from jmoe.deploy.cut import check_empty_or_new, copy_files_beside_weights, creating_folder
 from jmoe.deploy.model_folder import hugging_face_folder
-from jmoe.inference.kv_cache import KVCache, empty_caches
+from jmoe.inference.kv_cache import KVCache, LayerCache, empty_caches
 from jmoe.inference.runner import CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from jmoe.mesh import path_names
@@ -77,10 +77,10 @@ def _apply_layer(
     activation: str,
     arrays: tuple[jax.Array, ...],
     experts: Weights,
-    cache: KVCache,
+    cache: LayerCache,
     hidden: Hidden,
     places: CachePlaces,
-) -> tuple[KVCache, Hidden]:
+) -> tuple[LayerCache, Hidden]:
     """Run one layer; return its cache with this step's keys and values, and its output.
 
     It is jitted so that equal layers share one function of the program.
@@ -177,7 +177,8 @@ class PortablePrograms:
 
     def cache_shapes(self, options: EngineConfig) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
         """Return shapes and dtypes of each layer's cache: keys and values, or latents alone."""
-        make = partial(empty_caches, self.config, options.num_cache_blocks(), self.checkpoint.dtype)
+        sizes = options.num_cache_blocks(), self.checkpoint.dtype
+        make = partial(empty_caches, self.config, *sizes, num_rows=options.max_batch)
         return [tuple(jax.tree.leaves(cache)) for cache in jax.eval_shape(make)]
 
     def export_step(
@@ -234,6 +235,7 @@ def lower(
     for platform in platforms:
         check(platform in PLATFORMS, "platforms", platform, f"must be of {', '.join(PLATFORMS)}")
     with LazyCheckpoint(folder, options.dtype, options.expert_dtype) as checkpoint:
+        checkpoint.config.check_no_linear_attention("lowering")
         options = replace(
             options, max_seq_len=checkpoint.choose_sequence_length(options.max_seq_len)
         )

@@ -71,6 +71,7 @@ def prune(
     """
     check_empty_or_new(out)
     with LazyCheckpoint(folder, options.dtype, "wide") as source:
+        source.config.check_no_linear_attention("pruning")
         check_num_kept(source.config, options.experts)
         text = calibration_text_for(
             source, options.text, options.sequence_length, options.max_tokens

@@ -203,6 +203,7 @@ def _check_stages(folder: Path, out: Path, stages: Stages, engine: EngineConfig)
     """Raise ValueError naming the first option that does not fit the model. Nothing is computed."""
     with open_checkpoint(folder, engine) as checkpoint:
         config, fields = checkpoint.config, checkpoint.fields
+        config.check_no_linear_attention("these stages")
         checkpoint.choose_sequence_length(engine.max_seq_len)
     tokenizer_file(folder)
     if stages.distil is not None and stages.text is not None:

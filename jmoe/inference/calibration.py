@@ -21,6 +21,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from jmoe.inference.kv_cache import KVCache
 from jmoe.inference.runner import ModelRunner, TokenBatch
 from jmoe.inference.sampler import Sampler
 from jmoe.inference.scheduler import Chunk, ChunkGroup
@@ -110,7 +111,7 @@ def _measure_steps(
     )
     sequence = Sequence(tokens)
     # a small cache has fewer blocks than these sequences would need; times do not depend on content
-    num_blocks = runner.caches[0].k_NGLd.shape[0]
+    num_blocks = next(c for c in runner.caches if isinstance(c, KVCache)).k_NGLd.shape[0]
     tables = [
         array("i", [(row * runner.table_width + i) % num_blocks for i in range(runner.table_width)])
         for row in range(max_batch)

@@ -12,6 +12,7 @@ import jax
 from jmoe.config import MachineConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS
+from jmoe.inference.delta_states import DeltaCache
 from jmoe.inference.kv_cache import BLOCK
 from jmoe.inference.loading import EngineMachine, plan_engine_memory, resolve_sequence_length
 from jmoe.inference.mesh.runner import make_mesh_caches
@@ -122,7 +123,10 @@ def _busiest_device_decode_step(
     cache_bytes = 0.0
     caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     for layer, cache in zip(config.layers, caches, strict=True):
-        sizes = (math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache)]
+        if isinstance(cache, DeltaCache):  # a row's states, of two kept, are read and written
+            cache_bytes += own_rows * sum(sizes) / options.max_batch
+            continue
         attended = context if layer.window is None else min(context, layer.window)
         cache_bytes += own_rows * attended * sum(sizes) / positions
     width = checkpoint.dtype.itemsize

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS, AcceleratorPeaks
 from jmoe.inference import runner, sampler
-from jmoe.inference.kv_cache import BLOCK, cache_value_dtype, empty_caches, table_width
+from jmoe.inference.kv_cache import BLOCK, LayerCache, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.loading import model_bytes
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
@@ -260,6 +260,9 @@ class _StepEstimator:
             self._abstract_array(jnp.int32, tokens),
             self._abstract_array(jnp.int32, num_rows, table_width(self._max_seq_len)),
             self._abstract_array(jnp.int32, num_rows, width),
+            rows_P=self._abstract_array(jnp.int32, num_rows)
+            if self._config.has_linear_attention
+            else None,
         )
         hidden, embed = self._compile_and_estimate(
             1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype
@@ -275,6 +278,14 @@ class _StepEstimator:
         gpu = join_estimates([*parts, ("sum", 1, add), ("head", 1, head), ("draw", 1, draw)])
         return EngineStep(num_rows, width, gpu, self._expert_copy_s(tokens))
 
+    def _abstract_caches(self) -> list[LayerCache]:
+        """Return the shapes of each layer's cache or states."""
+        options = self._options
+        sizes = options.num_cache_blocks(), cache_value_dtype(options, self._dtype)
+        return jax.eval_shape(
+            lambda: empty_caches(self._config, *sizes, num_rows=options.max_batch)
+        )
+
     def _estimate_layers(
         self, batch: runner.TokenBatch, hidden: runner.Hidden, context: int
     ) -> tuple[runner.Hidden, list[tuple[str, int, GpuEstimate]]]:
@@ -283,9 +294,8 @@ class _StepEstimator:
         """
         if batch.positions_PC.shape[1] == 1 and self._memory.expert_tier is None:
             return self._estimate_layers_of_single_tokens(batch, hidden, context)
-        config, num_blocks = self._config, self._options.num_cache_blocks()
-        cached = cache_value_dtype(self._options, self._dtype)
-        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, cached)[0])
+        config = self._config
+        caches = self._abstract_caches()
         num_rows, width = batch.positions_PC.shape
         tokens = num_rows * width
         parts: list[tuple[str, int, GpuEstimate]] = []
@@ -300,8 +310,10 @@ class _StepEstimator:
         for (structure, seen), count in Counter(zip(structures, windows, strict=True)).items():
             attended = context + width if seen is None else min(context, seen - 1) + width
             window: Any = None if seen is None else self._abstract_array(jnp.int32)
-            places = runner.CachePlaces(batch.blocks_PW, batch.positions_PC, window)
-            operands = cache, hidden, places
+            places = runner.CachePlaces(
+                batch.blocks_PW, batch.positions_PC, window, rows_P=batch.rows_P
+            )
+            operands = caches[structures.index(structure)], hidden, places
             (x_PCD, _, y), attend = self._compile_and_estimate(
                 -(-attended // BLOCK),
                 runner._attend_and_route_program,
@@ -337,9 +349,8 @@ class _StepEstimator:
         """Return `_estimate_layers` of experts that stay on the device: the engine runs several
         layers a program there, of which each kind is compiled alone.
         """
-        config, num_blocks = self._config, self._options.num_cache_blocks()
-        cached = cache_value_dtype(self._options, self._dtype)
-        cache = jax.eval_shape(lambda: empty_caches(config, num_blocks, cached)[0])
+        config = self._config
+        caches = self._abstract_caches()
         tokens = batch.positions_PC.size
         chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
         tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
@@ -348,7 +359,7 @@ class _StepEstimator:
             bound = runner.context_bucket(context + 1, table_width(self._max_seq_len) * BLOCK)
         parts: list[tuple[str, int, GpuEstimate]] = []
         arrays_of = dict(self._layers)
-        kinds = [(layer.window, layer.kind == "moe") for layer in config.layers]
+        kinds = [(layer.window, layer.has_experts) for layer in config.layers]
         structures = [structure for structure, _ in self._layers]
         for (structure, (window, is_moe)), count in Counter(zip(structures, kinds)).items():
             attended = context + 1 if window is None else min(context + 1, window)
@@ -358,6 +369,7 @@ class _StepEstimator:
                 False, False, 0, bound,
             )  # fmt: skip
             in_window: Any = None if window is None else self._abstract_array(jnp.int32)
+            cache = caches[structures.index(structure)]
             layer = runner._LayerOperands(arrays_of[structure], in_window, None)
             table_NE = self._abstract_array(jnp.int32, int(is_moe), config.num_experts)
             outside, experts = self._embed_and_head[1], (self._slots, table_NE)

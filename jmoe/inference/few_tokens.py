@@ -5,7 +5,6 @@ Legend: P rows of a step, C tokens a row, T tokens, D hidden, E experts, K exper
 chooses.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import flax.nnx as nnx
@@ -13,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config.router import RouterConfig
-from jmoe.layers.attention import Attention
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import Router
 from jmoe.layers.slot_experts import ExpertInputs
-from jmoe.models.block import Block
+from jmoe.models.block import AttentionFn, Block
 
 if TYPE_CHECKING:
     from kernels_pallas.choose_experts import ChoiceRules
@@ -33,7 +31,7 @@ def fit_few_token_kernels(num_tokens: int) -> bool:
 def attend_and_route(
     block: Block,
     hidden: tuple[jax.Array, jax.Array],
-    attend: Callable[[Attention, jax.Array], jax.Array],
+    attend: AttentionFn,
     positions_T: jax.Array,
     padding_position: int,
     *,
@@ -106,7 +104,7 @@ def _check_kernels_support(block: Block) -> None:
 
 def _norm_operands(norm: Norm) -> tuple[jax.Array, float]:
     """Return (scale, epsilon) of a norm, for `add_and_norm`."""
-    return norm.scale[...], norm.eps
+    return norm.factors, norm.eps
 
 
 def _array_or_none(parameter: nnx.Variable[jax.Array] | None) -> jax.Array | None:

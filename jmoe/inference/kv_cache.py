@@ -1,5 +1,5 @@
 """The KV cache, one array of keys and one of values per layer, and attention over it by
-`kernels_pallas.paged_attention`.
+`kernels_pallas.paged_attention`. A gated delta network has states instead (`delta_states.py`).
 
 A cache of latents (DeepSeek) has one array: a token's normed latent and rotated shared key are one
 key of a head that all query heads share, and its first dimensions are the value.
@@ -39,6 +39,7 @@ from jax import lax
 
 from jmoe.config import ModelConfig
 from jmoe.config.engine import CACHE_BLOCK, EngineConfig
+from jmoe.inference.delta_states import DeltaCache, empty_delta_cache
 from jmoe.layers.attention import CacheInputs
 from kernels_pallas.cached_values import FP8, encode, stored_dtype
 from kernels_pallas.implementations import Name, default_implementations, first_supported
@@ -79,13 +80,23 @@ def cache_value_dtype(options: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
     return FP8 if options.kv_cache_dtype == "fp8" else dtype
 
 
+LayerCache = KVCache | DeltaCache
+
+
 def empty_caches(
-    config: ModelConfig, num_blocks: int, dtype: jnp.dtype, head_copies: int = 1
-) -> list[KVCache]:
-    """Return zeroed caches of `num_blocks` blocks, one cache for each layer.
+    config: ModelConfig,
+    num_blocks: int,
+    dtype: jnp.dtype,
+    head_copies: int = 1,
+    *,
+    num_rows: int = 0,
+) -> list[LayerCache]:
+    """Return zeroed caches of `num_blocks` blocks, one cache for each layer; for a gated delta
+    network the states of `num_rows` rows.
 
     head_copies: how often every key/value head is repeated.
     """
+    assert num_rows or not config.has_linear_attention, "states belong to rows"
     stored = stored_dtype(dtype)
     if config.kv_lora_rank is not None:
         heads, dims = 1, [config.kv_lora_rank + config.qk_rope_head_dim]
@@ -93,8 +104,10 @@ def empty_caches(
         heads, dims = config.num_key_value_heads, [config.dim_per_head] * 2
     shapes = [(num_blocks, heads * head_copies, BLOCK, dim) for dim in dims]
     return [
-        KVCache(*(jnp.zeros(shape, stored) for shape in shapes))
-        for _ in range(config.num_hidden_layers)
+        empty_delta_cache(config, num_rows)
+        if layer.kind == "linear_moe"
+        else KVCache(*(jnp.zeros(shape, stored) for shape in shapes))
+        for layer in config.layers
     ]
 
 

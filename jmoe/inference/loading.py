@@ -15,6 +15,7 @@ import jax
 from jmoe.cluster.processes import check_same_identity, check_same_options
 from jmoe.config import check
 from jmoe.config.engine import EngineConfig
+from jmoe.inference.delta_states import DeltaCache
 from jmoe.inference.kv_cache import cache_value_dtype, empty_caches, table_width
 from jmoe.inference.mesh.runner import MeshRunner, make_mesh_caches, make_mesh_runner
 from jmoe.inference.path_table import PathTable
@@ -45,6 +46,7 @@ from jmoe.planning.placement import Placement, slot_rows_and_sizes
 from jmoe.planning.roofline import ExpertWeightSizes
 from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.status import status
+from jmoe.types import PyTree
 from kernels_pallas import native
 from kernels_pallas.formats import INT8_TAKING
 
@@ -52,6 +54,10 @@ log = logging.getLogger("jmoe")
 _BUILT_LATER = (
     "steps of few tokens are slower until the next start: the native operations are being built in"
     " the background; python -m kernels_pallas.native waits for them"
+)
+NO_PREFIXES = (
+    "common prefixes of prompts are computed again for each: the states of linear_attention are not"
+    " cached"
 )
 Say = Callable[[str], None]
 
@@ -84,6 +90,7 @@ class LoadedModel(Closing):
         Raises ValueError before it reads weights.
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
+            _check_linear_attention(checkpoint, options)
             enable_compile_cache()
             check_same_identity(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             # the server has set a length that its user left open, other processes have not
@@ -99,7 +106,12 @@ class LoadedModel(Closing):
             self.memory = plan_engine_memory(checkpoint, options)
             # fewer program sizes on an accelerator: padding is nearly free there, compiling is slow
             ratio = 2 if runs_on_cpu() or mesh is not None else 4
-            self.scheduler = Scheduler(options, checkpoint.eos_token_ids, ratio=ratio)
+            self.scheduler = Scheduler(
+                options,
+                checkpoint.eos_token_ids,
+                ratio=ratio,
+                reuses_prefixes=not checkpoint.config.has_linear_attention,
+            )
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_expert_activations(checkpoint, options, use_native)
@@ -107,6 +119,7 @@ class LoadedModel(Closing):
                 positions_note,
                 checkpoint.expert_conversion_note,
                 quantized_cache_note(checkpoint.fields, options.kv_cache_dtype),
+                NO_PREFIXES if checkpoint.config.has_linear_attention else "",
             )
             for note in filter(None, notes):
                 say(note)
@@ -142,6 +155,17 @@ class LoadedModel(Closing):
         self.runner.residency.close()
         if self.store is not None:
             self.store.close()
+
+
+def _check_linear_attention(checkpoint: LazyCheckpoint, options: EngineConfig) -> None:
+    """Raise ValueError naming an option that gated delta networks do not support."""
+    if not checkpoint.config.has_linear_attention:
+        return
+    beside = "for a model with linear_attention layers"
+    several = _uses_several_devices(options)
+    check(not several, "mesh.devices", options.mesh.devices, f"must be 1, in one process, {beside}")
+    check(options.speculation == "off", "speculation", options.speculation, f"must be off {beside}")
+    check(not options.lora, "lora", options.lora, f"must be empty {beside}")
 
 
 def _check_expert_activations(
@@ -190,7 +214,12 @@ def _make_runner_on_one_device(
     # Arguments committed to a device compile another program than uncommitted ones, so everything
     # that a step replaces is committed from the start.
     caches = jax.device_put(
-        empty_caches(config, options.num_cache_blocks(), cache_value_dtype(options, dtype)),
+        empty_caches(
+            config,
+            options.num_cache_blocks(),
+            cache_value_dtype(options, dtype),
+            num_rows=options.max_batch,
+        ),
         jax.devices()[0],
     )
     width = table_width(options.max_seq_len)
@@ -292,6 +321,7 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     config, devices = checkpoint.config, options.mesh.devices
     family = family_of(checkpoint.fields)
     caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
+    states = [cache for cache in caches if isinstance(cache, DeltaCache)]
     weights = ExpertWeightSizes(
         config.num_moe_layers,
         config.num_experts,
@@ -305,10 +335,15 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
             devices if options.mesh.dense == "tensor" else 1
         )
         + max_adapter_bytes(options.adapter_folders, config, family, checkpoint.dtype),
-        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(caches))
-        // devices,
+        cache_bytes=(_total_bytes(caches) - _total_bytes(states)) // devices,
+        state_bytes=_total_bytes(states),
         draft_bytes=_draft_logits_bytes(options, config.vocab_size),
     )
+
+
+def _total_bytes(shapes: PyTree) -> int:
+    """Return the bytes of all arrays of a tree of arrays or shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def _draft_logits_bytes(options: EngineConfig, vocab_size: int) -> int:

@@ -33,9 +33,11 @@ from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig
 from jmoe.inference import few_tokens
+from jmoe.inference.delta_states import DeltaCache, advance_states
 from jmoe.inference.kv_cache import (
     BLOCK,
     KVCache,
+    LayerCache,
     copy_cache_blocks,
     is_not_padding,
     write_and_attend,
@@ -44,11 +46,12 @@ from jmoe.inference.popularity import Estimator
 from jmoe.inference.sampler import BatchParams, TokensInStep, greedy, sample_settled
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.served_adapters import NO_ADAPTERS
-from jmoe.layers.attention import Attention, CacheInputs
+from jmoe.layers.attention import CacheInputs
 from jmoe.layers.embedding import lookup
+from jmoe.layers.gated_delta import GatedDeltaNet
 from jmoe.layers.low_rank import LayerAdapters
 from jmoe.layers.slot_experts import ExpertInputs
-from jmoe.models.block import Block, add_residual
+from jmoe.models.block import AttentionModule, Block, add_residual
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import ExpertResidency, Residency
@@ -96,6 +99,8 @@ class TokenBatch(NamedTuple):
     adapter_P: int32, the number of each row's LoRA adapter; None if the model has none.
     sampling: the parameters of at least P rows if the program is to sample by `sample_settled`;
         only for single tokens in programs of several layers, see `ModelRunner.samples_in_step`.
+    rows_P: int32, the engine's row of each row, which has the states of gated delta networks; None
+        if the model has none.
     """
 
     tokens_T: Any
@@ -103,6 +108,7 @@ class TokenBatch(NamedTuple):
     positions_PC: Any
     adapter_P: Any = None
     sampling: BatchParams | None = None
+    rows_P: Any = None
 
 
 class BatchChoices(NamedTuple):
@@ -144,6 +150,7 @@ class CachePlaces(NamedTuple):
 
     window: int32, number of positions, the token's own included; None for all.
     context, implementation: see `write_and_attend`.
+    rows_P: see `TokenBatch`.
     """
 
     blocks_PW: jax.Array
@@ -151,28 +158,39 @@ class CachePlaces(NamedTuple):
     window: jax.Array | np.int32 | None = None
     context: int | None = None
     implementation: Name | None = None
+    rows_P: jax.Array | None = None
 
 
 class CachedAttention:
-    """Attention over a KV cache, to which it first writes the step's keys and values.
+    """Attention over a KV cache, to which it first writes the step's keys and values; or a gated
+    delta network on the states of its rows.
 
     cache: the cache, updated by the call.
     """
 
-    def __init__(self, cache: KVCache, places: CachePlaces) -> None:
+    def __init__(self, cache: LayerCache, places: CachePlaces) -> None:
         self.cache, self._places = cache, places
 
     def __call__(
-        self, attention: Attention, h_PCD: jax.Array, *, with_output_bias: bool = True
+        self, attention: AttentionModule, h_PCD: jax.Array, *, with_output_bias: bool = True
     ) -> jax.Array:
         """Return the attention's output, in the shape of `h_PCD`: [P, C, D] or [T, D].
 
         with_output_bias: False if the caller adds the bias of the output projection.
         """
-        blocks_PW, positions_PC, window, context, implementation = self._places
+        blocks_PW, positions_PC, window, context, implementation, rows_P = self._places
+        x_PCD = h_PCD.reshape(*positions_PC.shape, -1)
+        if isinstance(attention, GatedDeltaNet):
+            assert isinstance(self.cache, DeltaCache) and rows_P is not None
+            real_PC = is_not_padding(positions_PC, blocks_PW)
+            y_PCD, self.cache = advance_states(
+                attention, x_PCD, self.cache, rows_P, positions_PC, real_PC
+            )
+            return y_PCD.reshape(h_PCD.shape)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
 
         def write_and_attend_to_layer(new: CacheInputs) -> jax.Array:
+            assert isinstance(self.cache, KVCache)
             out_PCHe, self.cache = write_and_attend(
                 new,
                 self.cache,
@@ -186,7 +204,6 @@ class CachedAttention:
             )
             return out_PCHe
 
-        x_PCD = h_PCD.reshape(*positions_PC.shape, -1)
         out_PCD: jax.Array = attention.attend_to_cache(
             x_PCD, positions_PC, write_and_attend_to_layer, with_output_bias=with_output_bias
         )
@@ -221,12 +238,12 @@ UNSHARDED = DenseLayerRunner()
 def attend_and_route_local(
     structure: ModuleStructure,
     arrays: Arrays,
-    cache: KVCache,
+    cache: LayerCache,
     hidden: Hidden,
     places: CachePlaces,
     layer_runner: DenseLayerRunner = UNSHARDED,
     adapters: LayerAdapters | None = None,
-) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
     """Run a block without its experts; return (x + attention [P, C, D], cache, y).
 
     y is the dense MLP's output [T, D], or the `ExpertInputs` of a block with experts.
@@ -238,10 +255,10 @@ def attend_and_route_local(
     if adapters is not None:
         adapters.install(block, places.positions_PC.size)
 
-    def by_xla() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+    def by_xla() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
         return _attend_and_route_in_xla(block, cache, hidden, places, layer_runner)
 
-    def by_kernels() -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+    def by_kernels() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
         if adapters is not None:
             raise NotImplementedError("LoRA adapters")
         cached = CachedAttention(cache, places)
@@ -259,11 +276,11 @@ def attend_and_route_local(
 
 def _attend_and_route_in_xla(
     block: Block,
-    cache: KVCache,
+    cache: LayerCache,
     hidden: Hidden,
     places: CachePlaces,
     layer_runner: DenseLayerRunner,
-) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
     """Return `attend_and_route_local`, with norms, sums and router in XLA."""
     x_PCD = add_residual(*hidden)
     dtype = x_PCD.dtype
@@ -304,11 +321,11 @@ def _attend_and_route_program(
     variant: LayerProgramOptions,
     structure: ModuleStructure,
     arrays: Arrays,
-    cache: KVCache,
+    cache: LayerCache,
     hidden: Hidden,
     places: CachePlaces,
     adapters: LayerAdapters | None = None,
-) -> tuple[jax.Array, KVCache, jax.Array | ExpertInputs]:
+) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
     with allow_native_inference(places.positions_PC.size * variant.native):
         return attend_and_route_local(
             structure,
@@ -390,12 +407,12 @@ class _LayerOperands(NamedTuple):
 def _apply_layers(
     static: _LayerGroupOptions,
     layers: tuple[_LayerOperands, ...],
-    caches: tuple[KVCache, ...],
+    caches: tuple[LayerCache, ...],
     embed_and_head: Arrays,
     hidden: Hidden | None,
     batch: TokenBatch,
     experts: tuple[PyTree, jax.Array],
-) -> tuple[Hidden | jax.Array, Sampled, tuple[KVCache, ...], jax.Array | None]:
+) -> tuple[Hidden | jax.Array, Sampled, tuple[LayerCache, ...], jax.Array | None]:
     """Run a group of layers on few tokens; asks the host only for chosen experts that have no slot.
 
     embed_and_head: arrays of `static.embed_and_head`.
@@ -408,7 +425,7 @@ def _apply_layers(
     without experts.
     """
     slots, tables = experts
-    written: list[KVCache] = []
+    written: list[LayerCache] = []
     choices: list[jax.Array] = []
     with allow_native_inference(batch.positions_PC.size * (static.layout is not None)):
         if static.is_first:
@@ -423,7 +440,7 @@ def _apply_layers(
         for i, structure in enumerate(static.structures):
             variant = LayerProgramOptions(static.layout is not None, static.context)
             arrays, window, adapters = layers[i]
-            places = CachePlaces(batch.blocks_PW, batch.positions_PC, window)
+            places = CachePlaces(batch.blocks_PW, batch.positions_PC, window, rows_P=batch.rows_P)
             # layers of equal structure share one jitted function, traced once
             x_PCD, cache, y = _attend_and_route_program(
                 variant, structure, arrays, caches[i], hidden, places, adapters
@@ -528,7 +545,7 @@ class Runner(Protocol):
     """
 
     config: ModelConfig
-    caches: list[KVCache]
+    caches: list[LayerCache]
     readback_s: float
     estimate_s: float
 
@@ -561,7 +578,7 @@ class ModelRunner:
         embed_and_head: EmbedAndHead,
         layers: Sequence[Block],
         residency: Residency,
-        caches: tuple[Sequence[KVCache], int],
+        caches: tuple[Sequence[LayerCache], int],
         dtype: DTypeLike,
         estimator: Estimator | None = None,
         *,
@@ -621,7 +638,16 @@ class ModelRunner:
             blocks_PW,
             positions_PC,
             self.adapters.adapter_numbers_of_rows(group),
+            rows_P=self.state_rows(group),
         )
+
+    def state_rows(self, group: ChunkGroup) -> np.ndarray | None:
+        """Return `TokenBatch.rows_P` of a group's chunks; None if no layer has states."""
+        if not self.config.has_linear_attention:
+            return None
+        rows_P = np.full(group.num_rows, np.iinfo(np.int32).max, np.int32)
+        rows_P[: len(group.chunks)] = [chunk.row for chunk in group.chunks]
+        return rows_P
 
     def padding_batches(self, num_rows: int, width: int) -> list[TokenBatch]:
         """Return a batch of padding for every shape that a group of `num_rows` chunks of `width`
@@ -734,7 +760,7 @@ class ModelRunner:
                     *layer,
                     self.caches[i],
                     xs[n],
-                    CachePlaces(g.blocks_PW, g.positions_PC, self._windows[i]),
+                    CachePlaces(g.blocks_PW, g.positions_PC, self._windows[i], rows_P=g.rows_P),
                     self.adapters.layer_adapters_for_rows(i, g.adapter_P),
                 )
                 x_PCD, self.caches[i], y = _attend_and_route_program(variants[n], *of_layer)
@@ -922,7 +948,10 @@ class ModelRunner:
         for i, (source, target) in enumerate(copies):
             sources_W[i], targets_W[i] = source, target
         operands = sources_W, targets_W, np.int32(count)
-        self.caches = [copy_cache_blocks(cache, *operands) for cache in self.caches]
+        self.caches = [
+            copy_cache_blocks(cache, *operands) if isinstance(cache, KVCache) else cache
+            for cache in self.caches
+        ]
 
     def logits_of_chunk(self, output: BatchOutput, row: int) -> jax.Array:
         """Return the logits after every token of chunk `row` of a batch, padding included, float32

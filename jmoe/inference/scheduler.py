@@ -196,13 +196,16 @@ class Scheduler:
         *,
         ratio: int = 2,
         block_tokens: int = CACHE_BLOCK,
+        reuses_prefixes: bool = True,
     ) -> None:
         """Set the sizes of programs.
 
         ratio: between consecutive sizes; a larger ratio means fewer programs and more padding.
         block_tokens: positions of a block; another number than the cache's is for tests.
+        reuses_prefixes: False if a sequence needs more of its earlier tokens than their blocks.
         """
         assert config.max_seq_len is not None, "the model's positions say it"
+        self._reuses_prefixes = reuses_prefixes
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_buckets = bucket_sizes(self.max_batch, ratio)
@@ -542,7 +545,7 @@ class Scheduler:
             return False
         known = sequence.known_token_ids
         needs_all = sequence.sampling.prompt_logprobs is not None and not sequence.output_token_ids
-        reusable = [] if needs_all else known[:-1]
+        reusable = known[:-1] if self._reuses_prefixes and not needs_all else []
         admissions = self._possible_admissions(sequence, reusable)
         coming = max(
             (

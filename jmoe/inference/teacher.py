@@ -81,6 +81,8 @@ class Teacher(Closing):
         self.residency = runner.residency
         self._blocks = tables_of_consecutive_blocks(rows, length)
         self._positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+        has_states = runner.config.has_linear_attention
+        self._rows = np.arange(rows, dtype=np.int32) if has_states else None
         structure, arrays = runner.embed_and_head
         module = structure.merge(arrays)
         self.head_DV: jax.Array = (
@@ -95,7 +97,7 @@ class Teacher(Closing):
         runner = self._runner
         runner.begin_step(whole_layers=True)
         (output,) = runner.forward(
-            [TokenBatch(tokens_BS.reshape(-1), self._blocks, self._positions)]
+            [TokenBatch(tokens_BS.reshape(-1), self._blocks, self._positions, rows_P=self._rows)]
         )
         return _apply_final_norm(*runner.embed_and_head, output.x_PCD)
 

@@ -373,7 +373,8 @@ class Attention(nnx.Module):
         self.config = config
         d, dh, std = config.hidden_size, config.dim_per_head, config.initializer_range
         q, kv = config.num_attention_heads * dh, config.num_key_value_heads * dh
-        self.w_qkv = normal_parameter(rngs, (d, q + 2 * kv), std)
+        gate = q if config.attention_gate else 0
+        self.w_qkv = normal_parameter(rngs, (d, q + gate + 2 * kv), std)
         self.w_out = normal_parameter(rngs, (q, d), out_std)
         self.b_qkv = (
             nnx.Param(jnp.zeros(q + 2 * kv)) if config.attention_bias or config.qkv_bias else None
@@ -381,8 +382,9 @@ class Attention(nnx.Module):
         self.b_out = nnx.Param(jnp.zeros(d)) if config.attention_bias else None
         by_head = dict.fromkeys(("head", "rotated_head"), (dh, dh))
         sizes = {**by_head, "full": (q, kv)}.get(config.qk_norm)
-        self.q_norm = Norm(sizes[0], "rmsnorm", config.norm_eps) if sizes else None
-        self.k_norm = Norm(sizes[1], "rmsnorm", config.norm_eps) if sizes else None
+        kind = "rmsnorm" if config.norm == "layernorm" else config.norm
+        self.q_norm = Norm(sizes[0], kind, config.norm_eps) if sizes else None
+        self.k_norm = Norm(sizes[1], kind, config.norm_eps) if sizes else None
         self.sinks = (
             nnx.Param(jnp.zeros(config.num_attention_heads)) if config.attention_sinks else None
         )
@@ -401,22 +403,35 @@ class Attention(nnx.Module):
 
     def project(
         self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (queries [B, S, H, d], keys [B, S, G, d], values [B, S, G, d]) in x's dtype.
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return (queries [B, S, H, d], keys [B, S, G, d], values [B, S, G, d], the gate's input
+        [B, S, H, d] or None) in x's dtype.
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
         length: tokens of a sequence, on which frequencies may depend; None: as configured.
         """
-        return self._normed_and_rotated(self._project_qkv(x_BSD), positions, length)
+        qkv, gate = self._split_gate(self._project_qkv(x_BSD))
+        return *self._normed_and_rotated(qkv, positions, length), gate
 
     def _project_qkv(self, x_BSD: jax.Array) -> jax.Array:
         """Return queries, keys and values of all heads side by side, in x's dtype."""
         return mark_saved(affine(x_BSD, self.w_qkv, self.b_qkv).astype(x_BSD.dtype), "qkv")
 
+    def _split_gate(self, qkv: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return (queries, keys and values of all heads side by side, the gate's input [B, S, H, d]
+        or None), from the output of `_project_qkv`, where it follows each head's query.
+        """
+        if not self.config.attention_gate:
+            return qkv, None
+        heads, dh = self.config.num_attention_heads, self.config.dim_per_head
+        both, kv = jnp.split(qkv, [2 * heads * dh], axis=-1)
+        q, gate = jnp.split(both.reshape(*both.shape[:-1], heads, 2 * dh), 2, axis=-1)
+        return jnp.concatenate([q.reshape(*q.shape[:-2], -1), kv], axis=-1), gate
+
     def _normed_and_rotated(
         self, qkv: jax.Array, positions: jax.Array, length: int | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return `project` from the output of `_project_qkv`."""
+        """Return queries, keys and values by head, from those of all heads side by side."""
         config, dtype = self.config, qkv.dtype
         dh = config.dim_per_head
         heads = config.num_attention_heads
@@ -456,9 +471,17 @@ class Attention(nnx.Module):
         rotated, plain = jnp.split(x_BSHd, [config.rotary_dim], axis=-1)
         return jnp.concatenate([rotate(rotated), plain], axis=-1)
 
-    def output(self, o_BSHd: jax.Array, *, with_bias: bool = True) -> jax.Array:
-        """Return float32 [B, S, D], the output projection of the heads' results."""
+    def output(
+        self, o_BSHd: jax.Array, gate_BSHd: jax.Array | None = None, *, with_bias: bool = True
+    ) -> jax.Array:
+        """Return float32 [B, S, D], the output projection of the heads' results.
+
+        gate_BSHd: the results are multiplied by its sigmoid; None if there is no gate.
+        """
         bias = self.b_out if with_bias else None
+        if gate_BSHd is not None:
+            gate = jax.nn.sigmoid(gate_BSHd.astype(jnp.float32))
+            o_BSHd = (o_BSHd.astype(jnp.float32) * gate).astype(o_BSHd.dtype)
         return affine(o_BSHd.reshape(*o_BSHd.shape[:-2], -1), self.w_out, bias)
 
     def attend_to_cache(
@@ -475,7 +498,7 @@ class Attention(nnx.Module):
             weighted sums of values [B, S, H, e].
         with_output_bias: False if the caller adds `b_out`.
         """
-        qkv = self._project_qkv(x_BSD)
+        qkv, gate = self._split_gate(self._project_qkv(x_BSD))
         new = self._normed_and_rotated(qkv, positions_BS)
 
         def write(*cached: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -484,7 +507,7 @@ class Attention(nnx.Module):
             return self._rotate_and_write(unbiased, *cached, dtype=x_BSD.dtype)
 
         heads = attend(CacheInputs(*new, write=write))
-        return self.output(heads, with_bias=with_output_bias)
+        return self.output(heads, gate, with_bias=with_output_bias)
 
     def _rotate_and_write(
         self,
@@ -515,7 +538,7 @@ class Attention(nnx.Module):
         if config.qk_norm == "full" and config.clip_qkv and config.num_key_value_heads == 1:
             raise NotImplementedError("clipping after a norm over a single head")
         q_norm, k_norm = (
-            None if norm is None else rotary_write.HeadNorm(norm.scale[...], norm.eps)
+            None if norm is None else rotary_write.HeadNorm(norm.factors, norm.eps)
             for norm in norms
         )
         options: dict[str, Any] = {"clip": config.clip_qkv, "q_norm": q_norm, "k_norm": k_norm}
@@ -537,11 +560,11 @@ class Attention(nnx.Module):
         """
         in_order = jnp.arange(x_BSD.shape[1])
         positions = in_order if documents is None else documents.positions()
-        q, k, v = self.project(x_BSD, positions, x_BSD.shape[1])
+        q, k, v, gate = self.project(x_BSD, positions, x_BSD.shape[1])
         if not self.config.is_causal:
-            return self.output(full_attention(q, k, v, scale=self.scale))
+            return self.output(full_attention(q, k, v, scale=self.scale), gate)
         sinks_H = None if self.sinks is None else self.sinks[...]
         numbers_BS = None if documents is None else documents.number_BS
         options: dict[str, Any] = {"scale": self.scale, "window": window}
         options["documents_BS"] = numbers_BS
-        return self.output(causal_attention(q, k, v, sinks_H=sinks_H, **options))
+        return self.output(causal_attention(q, k, v, sinks_H=sinks_H, **options), gate)

@@ -362,8 +362,8 @@ def attend_over_devices(
     sinks_H = None if attention.sinks is None else attention.sinks[...]
     options: dict[str, Any] = {"scale": attention.scale, "sinks_H": sinks_H, "window": window}
     if not isinstance(attention, LatentAttention):
-        heads = context_attention(*attention.project(x_BSD, split.position), split, **options)
-        return attention.output(heads)
+        q, k, v, gate = attention.project(x_BSD, split.position)
+        return attention.output(context_attention(q, k, v, split, **options), gate)
     c_BSr, k_rope = attention.latents(x_BSD, split.position)
     c_BK1r, k_rope = split.group.gather_together(c_BSr[:, :, None], k_rope)
     whole = attention.keys_and_values(c_BK1r[:, :, 0], k_rope, are_saved=False)

@@ -143,15 +143,14 @@ class LatentAttention(Attention):
 
     def project(
         self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (queries [B, S, H, d], keys [B, S, H, d], values [B, S, H, v]).
+    ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+        """Return (queries [B, S, H, d], keys [B, S, H, d], values [B, S, H, v], None for no gate).
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
         length: tokens of a sequence, on which frequencies may depend; None: as configured.
         """
-        return self.queries(x_BSD, positions, length), *self.keys_and_values(
-            *self.latents(x_BSD, positions, length)
-        )
+        k, v = self.keys_and_values(*self.latents(x_BSD, positions, length))
+        return self.queries(x_BSD, positions, length), k, v, None
 
     def attend_to_cache(
         self,

@@ -29,6 +29,7 @@ from jmoe.layers.context import SplitSequences
 from jmoe.layers.context_attention import attend_over_devices
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import MLP, affine, normal_parameter
+from jmoe.layers.gated_delta import GatedDeltaNet
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.layers.moe import ExpertParallel, MoELayer, MoEStats, moe_stats
 from jmoe.layers.norm import Norm
@@ -37,7 +38,8 @@ from jmoe.types import PyTree
 from kernels_pallas.saved import mark_saved
 
 # (the block's attention module, its normed input [..., D]) -> its output [..., D]
-AttentionFn = Callable[[Attention, jax.Array], jax.Array]
+AttentionModule = Attention | GatedDeltaNet
+AttentionFn = Callable[[AttentionModule, jax.Array], jax.Array]
 
 # Residuals are the outputs of matrix products and of routing. The backward pass recomputes norms,
 # rotations, casts and permutations, and gathers a layer's unsharded weights again: that costs less
@@ -77,7 +79,14 @@ def causal_attention_fn(
         ones. split: of sequences that lie on several devices, with their documents.
     """
     if split is not None:
-        return lambda attention, h_BSD: attend_over_devices(attention, h_BSD, split, window)
+
+        def attend_to_split(attention: AttentionModule, h_BSD: jax.Array) -> jax.Array:
+            assert isinstance(attention, Attention), (
+                "config/context.py refuses gated delta networks"
+            )
+            return attend_over_devices(attention, h_BSD, split, window)
+
+        return attend_to_split
     return lambda attention, h_BSD: attention(h_BSD, window, documents)
 
 
@@ -86,11 +95,18 @@ def add_residual(x: jax.Array, y: jax.Array) -> jax.Array:
     return x + y.reshape(x.shape).astype(x.dtype)
 
 
+def _attention_class(config: ModelConfig, kind: LayerKind) -> type[Attention] | type[GatedDeltaNet]:
+    if kind == "linear_moe":
+        return GatedDeltaNet
+    return Attention if config.kv_lora_rank is None else LatentAttention
+
+
 class Block(nnx.Module):
     """A pre-norm transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     The feed-forward is an `MLP` (kind "dense"), or a `MoELayer` whose experts are chosen per token
-    (kind "moe") or per task (kind "task"), optionally beside a shared expert.
+    (kind "moe") or per task (kind "task"), optionally beside a shared expert. In a block of kind
+    "linear_moe", which is otherwise as "moe", a gated delta network stands in attention's place.
     """
 
     def __init__(
@@ -105,8 +121,7 @@ class Block(nnx.Module):
         shared = config.shared_expert_intermediate_size
         out_std = config.output_initializer_range
         self.attention_norm = Norm(d, config.norm, config.stream_norm_eps)
-        attention = Attention if config.kv_lora_rank is None else LatentAttention
-        self.attention = attention(config, out_std, rngs=rngs)
+        self.attention = _attention_class(config, kind)(config, out_std, rngs=rngs)
         self.feed_forward_norm = Norm(d, config.norm, config.stream_norm_eps)
         mlp: dict[str, Any] = {
             "activation": config.hidden_act,
@@ -134,11 +149,13 @@ class Block(nnx.Module):
 
     @property
     def kind(self) -> LayerKind:
-        """The layer kind: "dense" for an MLP, "moe" for experts chosen per token, "task" for
-        experts chosen per task.
+        """The layer kind: "dense" for an MLP, "moe" and "linear_moe" for experts chosen per token,
+        "task" for experts chosen per task.
         """
         if self.moe is None:
             return "dense"
+        if isinstance(self.attention, GatedDeltaNet):
+            return "linear_moe"
         return "task" if isinstance(self.moe.router, TaskRouter) else "moe"
 
     def attend(self, x_BSD: jax.Array, attention: AttentionFn, dtype: DTypeLike) -> jax.Array:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmoe.config import STACKS, LayerKind, ModelConfig, Remat
+from jmoe.config import STACKS, TOKEN_ROUTED, LayerKind, ModelConfig, Remat
 from jmoe.layers.context import SplitSequences
 from jmoe.layers.documents import Documents
 from jmoe.layers.embedding import Lookup, lookup, scale_embeddings
@@ -118,13 +119,13 @@ def scan_layers(
             for run, run_xs in zip(runs, xs, strict=True):
                 step = partial(_apply_layer, apply_block, run)
                 x_BSD, ys = step(x_BSD, run_xs) if run.is_single else lax.scan(step, x_BSD, run_xs)
-                stats_of_pattern += [ys] if run.kind == "moe" else []
+                stats_of_pattern += [ys] if run.kind in TOKEN_ROUTED else []
             return x_BSD, stats_of_pattern
 
         xs = [jax.tree.map(run.select, inputs[run.kind]) for run in runs]
         x_BSD, stats_of_pattern = lax.scan(apply_repeat, x_BSD, xs)
         if stats_of_pattern:
-            single = [run.is_single for run in runs if run.kind == "moe"]
+            single = [run.is_single for run in runs if run.kind in TOKEN_ROUTED]
             stats.append(
                 jax.tree.map(
                     lambda *ys, single=single: _concat_in_layer_order(ys, single), *stats_of_pattern
@@ -156,7 +157,7 @@ class Decoder(nnx.Module):
     """Maps tokens [B, S] to hidden states [B, S, D]; `lm_head` returns the matrix that makes
     logits.
 
-    Dense layers share one stack of parameters and layers with experts another, each in layer order.
+    The layers of each kind share one stack of parameters, in layer order.
     stack: a function that makes such a stack, called like `stack_layers`.
     """
 
@@ -181,10 +182,14 @@ class Decoder(nnx.Module):
             if learned
             else None
         )
-        moe = config.num_moe_layers
-        dense = config.num_hidden_layers - moe
-        self.dense_layers = stack(block_maker("dense"), dense, rngs) if dense else None
-        self.moe_layers = stack(block_maker("moe"), moe, rngs) if moe else None
+
+        def stack_kind(kind: LayerKind) -> PyTree:
+            count = config.layer_kinds.count(kind)
+            return stack(block_maker(kind), count, rngs) if count else None
+
+        self.dense_layers = stack_kind("dense")
+        self.moe_layers = stack_kind("moe")
+        self.linear_moe_layers = stack_kind("linear_moe")
         self.norm = Norm(
             config.hidden_size, config.norm, config.stream_norm_eps, 1.0 / config.logits_scaling
         )
@@ -277,10 +282,9 @@ class Decoder(nnx.Module):
         for kind, name in STACKS.items():
             if (stack := getattr(self, name, None)) is not None:
                 graphs[kind], state = nnx.split(stack)
-                keys = (
-                    jax.random.split(key, self.config.num_moe_layers)
-                    if key is not None and kind == "moe"
-                    else None
-                )
+                keys = None
+                if key is not None and kind in TOKEN_ROUTED:
+                    records = [layer.record for layer in self.config.layers if layer.kind == kind]
+                    keys = jax.random.split(key, self.config.num_moe_layers)[np.asarray(records)]
                 inputs[kind] = StackedLayers(state, keys)
         return graphs, inputs

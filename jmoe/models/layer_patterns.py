@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import jax
 
-from jmoe.config import Layer, LayerKind
+from jmoe.config import TOKEN_ROUTED, Layer, LayerKind
 
 Repeat = TypeVar("Repeat", int, jax.Array, int | jax.Array)
 
@@ -45,6 +45,11 @@ class LayerPattern:
         """
         layer = self.layers[: self.period][position]
         return layer.number + repeat * self.num_layers_per_repeat(layer.kind)
+
+    def record_index(self, position: int, repeat: Repeat) -> Repeat:
+        """Return `Layer.record` of a layer with experts; arguments as of `layer_index`."""
+        layers = self.layers[: self.period]
+        return layers[position].record + repeat * sum(layer.has_experts for layer in layers)
 
     def join_repeats(self, num_layers: int) -> "LayerPattern":
         """Return the same layers with a longer period: as many repeats joined into one as make
@@ -84,7 +89,7 @@ class LayerRun:
     @property
     def is_single(self) -> bool:
         """Return whether the run is one layer that needs no scan of its own."""
-        return self.count == 1 and (self.kind == "moe" or self.pattern.period == 1)
+        return self.count == 1 and (self.kind in TOKEN_ROUTED or self.pattern.period == 1)
 
     def select(self, w: jax.Array) -> jax.Array:
         """Return the run's entries of stacked parameters: [repeats, count, ...], or [repeats, ...]

@@ -160,7 +160,9 @@ class LazyCheckpoint(Closing):
         self._loader = ParameterLoader(stored, self._reader)
         self.dtype = self._dtypes[("embedding",)]
         self._stored_formats: dict[Names, Format | None] = {}
-        self._experts = {p.path[-1]: p for p in self._parameters if p.experts}
+        self._expert_stacks = {(p.path[0], p.path[-1]): p for p in self._parameters if p.experts}
+        # those of one stack; those of another have the same shapes
+        self._experts = {p.path[-1]: p for p in self._expert_stacks.values()}
         self.stored_format = self._common_stored_format(stored)
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
         self._check_inputs_fill_blocks(expert_dtype)
@@ -186,7 +188,7 @@ class LazyCheckpoint(Closing):
 
         None if they are plain numbers, of several formats, or have no exact form in memory.
         """
-        matrices = [p for p in self._experts.values() if len(p.matrix_shape) == 2]
+        matrices = [p for p in self._expert_stacks.values() if len(p.matrix_shape) == 2]
         if any(f"{piece.name}_blocks" in stored for p in matrices for piece in p.pieces()):
             return MXFP4
         kinds = {self._loader.memory_format(p) for p in matrices}
@@ -211,7 +213,7 @@ class LazyCheckpoint(Closing):
             )
         if kind is self.stored_format:
             return ""
-        matrices = [p for p in self._experts.values() if len(p.matrix_shape) == 2]
+        matrices = [p for p in self._expert_stacks.values() if len(p.matrix_shape) == 2]
         kept = all(self._stays_compressed(p) for p in matrices)
         loss = "their scales are rounded to bfloat16" if kept else "every weight is rounded again"
         return f"experts are stored in {stored} and held in {kind.name}: {loss}"
@@ -221,7 +223,7 @@ class LazyCheckpoint(Closing):
         """The name of the compressed format in which experts' matrices are stored, such as "NVFP4";
         "" for plain numbers.
         """
-        matrices = [p for p in self._experts.values() if len(p.matrix_shape) == 2]
+        matrices = [p for p in self._expert_stacks.values() if len(p.matrix_shape) == 2]
         labels = {self._loader.stored_label(p) for p in matrices} - {""}
         return " and ".join(sorted(labels))
 
@@ -361,11 +363,12 @@ class LazyCheckpoint(Closing):
 
         layer: index among the layers with experts.
         """
-        for name, parameter in self._experts.items():
-            kind = self.expert_format
+        kind = self.expert_format
+        for name in self._experts:
+            parameter, number = self._expert_parameter(name, layer)
             if kind and len(parameter.matrix_shape) == 2 and self._stays_compressed(parameter):
                 views[name][...], views[name + SCALES][...] = self._loader.read_compressed(
-                    parameter, layer, expert, kind
+                    parameter, number, expert, kind
                 )
                 continue
             part = self.read_expert_array(name, layer, expert)
@@ -373,6 +376,14 @@ class LazyCheckpoint(Closing):
                 views[name][...], views[name + SCALES][...] = compress(part, self.expert_format)
             else:
                 views[name][...] = part.view(views[name].dtype)
+
+    def _expert_parameter(self, name: str, layer: int) -> tuple[Parameter, int]:
+        """Return (the parameter that holds an array of a layer's experts, the layer's entry in it).
+
+        layer: index among the layers with experts.
+        """
+        own = self.config.expert_layers[layer]
+        return self._expert_stacks[own.stack_name, name], own.number
 
     def _stays_compressed(self, parameter: Parameter) -> bool:
         """Return whether `expert_format` holds the stored matrices exactly, so that they are copied
@@ -397,9 +408,9 @@ class LazyCheckpoint(Closing):
 
         layer: index among the layers with experts.
         """
-        p = self._experts[name]
+        p, number = self._expert_parameter(name, layer)
         at = (
-            slice(layer, layer + 1),
+            slice(number, number + 1),
             slice(expert, expert + 1),
             *(slice(None),) * len(p.matrix_shape),
         )
@@ -409,7 +420,7 @@ class LazyCheckpoint(Closing):
     @property
     def decompressed_expert_dtypes(self) -> dict[Names, np.dtype]:
         """The dtype of each expert parameter when decompressed, by path in the decoder."""
-        return {p.path: self._dtypes[p.path] for p in self._experts.values()}
+        return {p.path: self._dtypes[p.path] for p in self._expert_stacks.values()}
 
     def load_dense_arrays(self) -> dict[Names, jax.Array]:
         """Return {path: array} of all parameters but the experts, on the default device."""

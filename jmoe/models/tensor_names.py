@@ -52,7 +52,13 @@ def parameter_source(
     source = gguf_names.layer_source(name, family, config, gguf) if gguf else sources[name]
     prefix = "blk" if gguf else "model.layers"
     if path[-1] in ("w_qkv", "b_qkv"):
-        q = config.num_attention_heads * config.dim_per_head
+        q = config.num_attention_heads * config.dim_per_head * (1 + config.attention_gate)
         kv = config.num_key_value_heads * config.dim_per_head
         source = replace(source, widths=(q, kv, kv))
+    if path[-1] == "w_in":
+        keys, values = 2 * config.linear_key_dim, config.linear_value_dim
+        heads = config.linear_num_value_heads
+        joined = config.linear_projections_by_head
+        parts = (keys + 2 * values, 2 * heads) if joined else (keys + values, values, heads, heads)
+        source = replace(source, widths=parts)
     return replace(source, names=tuple(f"{prefix}.{{layer}}.{name}" for name in source.names))

@@ -111,6 +111,7 @@ class Parameter:
                     shape = shape[::-1] if transposed else shape
                     shape = (self.experts, *shape) if source.stacked else shape
                     shape = (1, *shape) if source.as_row else shape
+                    shape = (shape[0], 1, *shape[1:]) if source.by_channel else shape
                     name = name.format(layer=layer, expert=expert)
                     yield ParameterPiece(name, shape, at, columns, transposed, head_dim)
 
@@ -273,10 +274,12 @@ def name_may_be_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _is_in_mtp_layer(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek and GLM
-    publish them.
+    """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek, GLM and
+    Qwen3-Next publish them.
     """
     layer = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    if config.has_linear_attention and name.startswith("mtp."):
+        return True
     predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups > 0
     return predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
 
@@ -610,7 +613,7 @@ def _elements_in_file_layout(
         return np.ascontiguousarray(_as_uint16(x).swapaxes(-1, -2)).view(x.dtype)
     out = np.empty(x.shape[::-1], x.dtype)
     _transpose_into(_as_uint16(out), _as_uint16(x))
-    return out
+    return out.reshape(piece.shape) if source.by_channel else out
 
 
 def new_tensors(

@@ -186,7 +186,7 @@ class ShardedDecoder(ShardedModel):
         """One sentence for each planned choice with its reason: the expert exchange, and how the
         embedding is split.
         """
-        notes, layers = [], self.abstract.moe_layers
+        notes, layers = [], self.abstract.moe_layers or self.abstract.linear_moe_layers
         if layers is not None and layers.moe.exchange_plan.num_devices > 1:
             notes.append(
                 f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}"

@@ -41,6 +41,7 @@ from tests.damage import flip_everywhere, poison
 from tests.processes import ROOT, without_home
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss", "glm4_moe"]
+FAMILIES += ["qwen3_next", "qwen3_5_moe_text"]
 SLOW = ["dots1", "minimax_m2", "deepseek_v2", "deepseek_v2_lite", "ernie4_5_moe", "granitemoe"]
 SLOW += ["hunyuan_v1_moe", "qwen3_moe_longrope"]
 NEAR_TIE = 5e-4
@@ -67,7 +68,12 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.slow if n in ("qwen2_moe", "olmoe", *SLOW) else ())
+        pytest.param(
+            n,
+            marks=pytest.mark.slow
+            if n in ("qwen2_moe", "olmoe", "qwen3_5_moe_text", *SLOW)
+            else (),
+        )
         for n in FAMILIES + SLOW
     ],
 )

@@ -66,6 +66,12 @@ OTHERS: dict[str, Any] = {
     "clip_qkv": 4.0,
     "partial_rotary_factor": 1.0,
     "rotary_dim": 8,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 5,
     "attn_type_list": [1, 0],
     "topk_method": "noaux_tc",
     "embedding_multiplier": 5.0,
@@ -89,6 +95,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "sliding_window": WINDOWED,
     "max_window_layers": WINDOWED,
     "use_sliding_window": WINDOWED | {"use_sliding_window": False},
+    "full_attention_interval": {"layer_types": None, "full_attention_interval": 3},
 }
 NAMED_BY = {
     "num_hidden_layers": "layer_types",

@@ -569,7 +569,12 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
             {"model_type": "deepseek_v32"},
             "model_type = 'deepseek_v32': must be one of .*, kimi_k2",
         ),
-        ("mixtral", {"model_type": "qwen3_next"}, "model_type = 'qwen3_next': must be one of"),
+        ("qwen3_next", {"mlp_only_layers": [0]}, "mlp_only_layers = .* must give every layer"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias = True: is not supported"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types = .* must have"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads = 3: must be a mul"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval = 0: must be"),
+        ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate = False: is not supp"),
         ("mixtral", {"model_type": "llama4"}, "model_type = 'llama4': must be one of"),
         (
             "qwen3_moe",
@@ -780,7 +785,7 @@ def spelled_out(config: ModelConfig) -> ModelConfig:
         decoder_sparse_step=1,
         first_k_dense_replace=0,
         mlp_only_layers=tuple(i for i, kind in enumerate(config.layer_kinds) if kind == "dense"),
-        layer_types=types if config.sliding_window else (),
+        layer_types=types if config.sliding_window or config.has_linear_attention else (),
         intermediate_size=1 if "dense" not in config.layer_kinds else config.intermediate_size,
     )
 

@@ -55,7 +55,8 @@ ELSEWHERE = {
     experts_per_token attention_dropout pretraining_tp num_nextn_predict_layers num_mtp_layers num_mtp_modules use_mtp
     mtp_transformer_layers use_routing_bias use_qk_norm qk_norm_type rotary_dim attn_type_list
     shared_intermediate_size use_cla mlp_bias moe_layer_num_skipped num_shared_expert
-    moe_intermediate_size""".split()  # noqa: SIM905
+    moe_intermediate_size full_attention_interval attn_output_gate mamba_ssm_dtype
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()  # noqa: SIM905
 }
 
 

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.exchange import PerDeviceExchange, TokenChoices
 from jmoe.collectives.ragged import RaggedExchange
-from jmoe.inference.kv_cache import KVCache
+from jmoe.inference.kv_cache import KVCache, LayerCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
@@ -110,12 +110,12 @@ def attend_and_route_on_mesh(
     layout: RowLayout,
     structure: ModuleStructure,
     arrays: Arrays,
-    cache: KVCache,
+    cache: LayerCache,
     hidden: Hidden,
     blocks_MW: jax.Array,
     positions_MC: jax.Array,
     window: jax.Array | None,
-) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
+) -> tuple[jax.Array, LayerCache, jax.Array | GateOutput]:
     """Run a block without its experts on each device's part of the cache; return (hidden states,
     cache, y), as `attend_and_route_local` does.
 
@@ -126,11 +126,11 @@ def attend_and_route_on_mesh(
     def attend_local_heads(
         arrays: Arrays,
         window: jax.Array | None,
-        cache: KVCache,
+        cache: LayerCache,
         hidden: Hidden,
         blocks: jax.Array,
         at: jax.Array,
-    ) -> tuple[jax.Array, KVCache, jax.Array | GateOutput]:
+    ) -> tuple[jax.Array, LayerCache, jax.Array | GateOutput]:
         layers = layout.dense_runner(at.size)
         x_PCD, cache, y = attend_and_route_local(
             structure,
@@ -148,7 +148,7 @@ def attend_and_route_on_mesh(
     out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
     in_specs = layout.weights, REPLICATED, layout.cache, BATCH, layout.tokens, layout.tokens
     sharded = _shard_map(layout.mesh, attend_local_heads, in_specs, out_specs)
-    attended: tuple[jax.Array, KVCache, jax.Array | GateOutput] = sharded(
+    attended: tuple[jax.Array, LayerCache, jax.Array | GateOutput] = sharded(
         arrays, window, cache, hidden, blocks_MW, positions_MC
     )
     return attended

@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
-from jmoe.inference.kv_cache import KVCache, cache_value_dtype, empty_caches, table_width
+from jmoe.inference.kv_cache import LayerCache, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.mesh.dense_layout import HeadLayout, MeshBatch, RowLayout
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
@@ -110,7 +110,7 @@ class MeshRunner:
         modules: Sequence[PlacedModule],
         experts: MeshExperts,
         placer: ExpertPlacer,
-        caches: Sequence[KVCache],
+        caches: Sequence[LayerCache],
     ) -> None:
         """Take modules and caches that are placed as `layout` says.
 
@@ -416,7 +416,7 @@ def make_mesh_runner(
     return MeshRunner(config, layout, modules, experts, placer, caches)
 
 
-def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[KVCache]:
+def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[LayerCache]:
     """Return zeroed KV caches for all devices together.
 
     With tensor parallelism every device has the keys and values of its own heads, so there are
@@ -428,7 +428,8 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
         config = per_device_config(config, copies)
     length = checkpoint.choose_sequence_length(options.max_seq_len)
     blocks = replace(options, max_seq_len=length).num_cache_blocks()
-    return empty_caches(config, blocks, cache_value_dtype(options, checkpoint.dtype), copies)
+    dtype = cache_value_dtype(options, checkpoint.dtype)
+    return empty_caches(config, blocks, dtype, copies, num_rows=options.max_batch)
 
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:

@@ -17,7 +17,9 @@ from jmoe.models.families import (
     mixtral,
     olmoe,
     qwen2_moe,
+    qwen3_5_moe_text,
     qwen3_moe,
+    qwen3_next,
 )
 from jmoe.models.families.family import Family
 
@@ -38,6 +40,8 @@ FAMILIES: dict[str, Family] = {
         ernie4_5_moe,
         granitemoe,
         hunyuan_v1_moe,
+        qwen3_next,
+        qwen3_5_moe_text,
         gpt_moe,
     )
 }

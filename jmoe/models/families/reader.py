@@ -107,13 +107,19 @@ class ConfigFields:
         )
 
 
-def common_fields(fields: ConfigFields, norm_eps: float) -> JsonObject:
+def common_fields(
+    fields: ConfigFields, norm_eps: float, intermediate_size: int | None = None
+) -> JsonObject:
+    """Return the arguments of `ModelConfig` that most families read alike.
+
+    norm_eps, intermediate_size: the family's defaults; None requires the field.
+    """
     sizes = fields.integers(SIZES)
     return sizes | {
         "num_key_value_heads": fields.integer(
             "num_key_value_heads", default=sizes["num_attention_heads"]
         ),
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size", default=intermediate_size),
         "norm_eps": fields.number("rms_norm_eps", norm_eps),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "initializer_range": fields.number("initializer_range", 0.02),

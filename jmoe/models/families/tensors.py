@@ -33,6 +33,7 @@ class TensorSource:
     stacked: bool = False  # one tensor holds all experts, with a leading E
     interleaved: bool = False  # stored columns alternate between the parameter's two halves
     as_row: bool = False  # a vector [n] that is stored as [1, n]
+    by_channel: bool = False  # a matrix [taps, channels] that is stored as [channels, 1, taps]
     widths: tuple[int, ...] = ()  # columns that each tensor fills; empty for equal widths
     each_transposed: tuple[bool, ...] = ()
     head_dims: tuple[int, ...] = ()

@@ -1,14 +1,12 @@
 """The families that jmoe recognizes but cannot load, with the parts it lacks for each."""
 
-_DELTA = "gated delta networks, gates on attention's output and norms with 1 + weight"
 _INDEXER = "sparse attention to the keys that an indexer chooses"
 _IMAGES = "the encoder of images; its language model is supported once saved alone, as {}"
 
 # {model_type: what its layers have and jmoe's have not}
 MISSING_PARTS: dict[str, str] = {
     "llama4": "attention in chunks, layers without positions and router weights on expert inputs",
-    "qwen3_next": _DELTA,
-    "qwen3_5_moe": _DELTA,
+    "qwen3_5_moe": _IMAGES.format("qwen3_5_moe_text"),
     "deepseek_v32": _INDEXER,
     "deepseek_v4": f"{_INDEXER}, compressed keys and hyper-connections",
     "glm_moe_dsa": _INDEXER,

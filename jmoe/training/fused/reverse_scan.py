@@ -44,7 +44,7 @@ from jmoe.collectives.schedule import (
     cut_ranges,
     interleave_collectives,
 )
-from jmoe.config import LayerKind
+from jmoe.config import TOKEN_ROUTED, LayerKind
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import RouterBias
 from jmoe.models.block import ApplyBlock
@@ -409,7 +409,7 @@ class _BoundReverseScan:
                 else self.config.join_gathered_pair(gathered, following)
             )
             residuals.append(layer_residuals)
-            stats += [layer_stats] if kind == "moe" else []
+            stats += [layer_stats] if kind in TOKEN_ROUTED else []
         return (unsharded, x), (residuals, stats)
 
     def _forward_layer(
@@ -454,9 +454,9 @@ class _BoundReverseScan:
         stacks = []
         for pattern, early, last in stats:
             for number, position in enumerate(
-                p for p, kind in enumerate(pattern.kinds) if kind == "moe"
+                p for p, kind in enumerate(pattern.kinds) if kind in TOKEN_ROUTED
             ):
-                indices += [pattern.layer_index(position, i) for i in range(pattern.repeats)]
+                indices += [pattern.record_index(position, i) for i in range(pattern.repeats)]
                 stacked = jax.tree.map(lambda s: s[None], last[number])
                 if early is not None:
                     stacked = jax.tree.map(lambda *s: jnp.concatenate(s), early[number], stacked)
@@ -546,8 +546,15 @@ class _BoundReverseScan:
             before = (
                 self._layer_shard(saved.flat, pattern, position - 1, repeat) if position else ahead
             )
+            routed, of_layer = kind in TOKEN_ROUTED, pattern.record_index(position, repeat)
             state, gradients = self._backward_beside_collectives(
-                saved, dstats, kind, index, residuals[position], state, before
+                saved,
+                layer_slice(dstats, of_layer) if routed else [],
+                kind,
+                index,
+                residuals[position],
+                state,
+                before,
             )
             bucket = bucket.add(kind, index, gradients)
             if position == 0 or len(bucket.kinds) == self.layers_per_bucket:
@@ -579,7 +586,7 @@ class _BoundReverseScan:
             layer_slice(saved.keys[kind], index),
             residuals,
             state.dx,
-            layer_slice(dstats, index) if kind == "moe" else [],
+            dstats,
         )
         (rows, gradients, dx), results = interleave_collectives(
             partial(self._backward_layer, kind),

@@ -1,0 +1,131 @@
+"""Engines of models with gated delta networks: states of every row, whatever steps run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_engines import CHECKPOINTS, needs_compiler, run_as_on_accelerator, tiny_engine
+
+from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.delta_states import DeltaCache
+from jmoe.inference.engine import Engine
+from jmoe.inference.loading import NO_PREFIXES, model_bytes, open_checkpoint
+from jmoe.inference.sampling_params import SamplingParams
+from jmoe.inference.scheduler import Scheduler
+from jmoe.inference.sequence import Sequence
+
+NAME = "qwen3_next"
+SIZES: dict[str, Any] = {"max_batch": 4, "max_seq_len": 320, "prefill_chunk_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with positions for several blocks of the cache."""
+    folder = shutil.copytree(CHECKPOINTS / NAME, tmp_path_factory.mktemp("long") / NAME)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 512}))
+    return folder
+
+
+def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts with one prefix, of 1 to 124 tokens, greedy and sampled, ended at various times."""
+    rng = random.Random(3)
+    prefix = [rng.randrange(3, 64) for _ in range(135)]
+    asked = []
+    for i in range(count):
+        prompt = prefix[: rng.choice([1, 20, 120, 120, 120])] + [
+            rng.randrange(3, 64)
+        ] * rng.randrange(5)
+        kind: dict[str, Any] = [{}, {"temperature": 0.7, "seed": i}, {"stop_token_ids": (9, 30)}][
+            i % 3
+        ]
+        most = rng.randrange(5, 50)
+        asked.append((prompt, SamplingParams(max_new_tokens=most, ignore_eos=True, **kind)))
+    return asked
+
+
+def run_together(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) -> list[Sequence]:
+    sequences = [engine.add_request(*request) for request in asked[: len(asked) // 2]]
+    for request in asked[len(sequences) :]:
+        for _ in range(4):
+            engine.step()
+        sequences.append(engine.add_request(*request))
+    while engine.has_unfinished:
+        engine.step()
+    return sequences
+
+
+@pytest.mark.parametrize(
+    "native", ["on", "accelerator", pytest.param("off", marks=pytest.mark.slow)]
+)
+def test_no_step_changes_another_sequence(
+    native: str, long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in common, chunks of prompts, preemption and steps that ran ahead in vain give each
+    request the tokens that it gets alone, in a row that others have used.
+    """
+    if native == "on":
+        needs_compiler()
+    elif native == "accelerator":
+        native = "off"
+        run_as_on_accelerator(monkeypatch)
+    monkeypatch.setattr(Scheduler, "_num_sequences_that_may_grow", lambda *_: 0)
+    asked, options = requests(12), {"policy": "resident", "native": native}
+    with tiny_engine(long_model, **SIZES, cache_tokens=5 * 128, **options) as engine:
+        together = run_together(engine, asked)
+        stats = engine.scheduler_stats()
+        assert stats.preemptions > 0 and stats.reused_tokens == 0
+    with tiny_engine(long_model, **SIZES, **options) as engine:
+        for sequence, (prompt, sampling) in zip(together, asked, strict=True):
+            (alone,) = engine.generate([prompt], sampling)
+            assert sequence.output_token_ids == alone.token_ids
+
+
+def test_states_are_planned_and_announced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="jmoe"), tiny_engine(NAME) as engine:
+        states = [c for c in engine._runner.caches if isinstance(c, DeltaCache)]
+        assert len(states) == 2 and len(engine._runner.caches) == 3
+        planned = engine.plan.memory.model.state_bytes
+        assert planned == sum(x.nbytes for x in jax.tree.leaves(states)) > 0
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(states))
+    assert sum(NO_PREFIXES in record.message for record in caplog.records) == 1
+    with open_checkpoint(CHECKPOINTS / NAME, EngineConfig(dtype="float32")) as checkpoint:
+        short, long = (
+            model_bytes(checkpoint, EngineConfig(max_batch=2, max_seq_len=n, dtype="float32"))
+            for n in (8, 64)
+        )
+    assert short.state_bytes == long.state_bytes == planned
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculation": "lookup"}, "speculation = 'lookup': must be off for a model with linear"),
+        ({"lora": ("a=b",)}, "lora = .*: must be empty for a model with linear"),
+        ({"mesh": EngineMesh(devices=2)}, "mesh.devices = 2: must be 1"),
+    ],
+)
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_engine(NAME, **options)
+
+
+def test_hybrid_and_auto_give_the_resident_tokens() -> None:
+    """Experts computed by the host where the device lacks them."""
+    needs_compiler()
+    prompts = np.load(CHECKPOINTS / NAME / "reference.npz")["input_ids"].tolist()
+    outputs = []
+    for options in ({"policy": "resident"}, {"policy": "hybrid", "device_bytes": 20_000}):
+        with tiny_engine(NAME, **options) as engine:
+            completions = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
+            outputs.append([completion.token_ids for completion in completions])
+    assert outputs[0] == outputs[1]
