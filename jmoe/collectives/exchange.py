@@ -30,12 +30,19 @@ from jmoe.collectives.all_to_all import AllToAll
 from jmoe.planning.exchange import buffer_rows_per_destination, smallest_uint_bytes
 from jmoe.types import PyTree
 from kernels_pallas.saved import mark_saved, mark_saved_residual
-from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert, sum_rows
+from kernels_pallas.token_permute import (
+    RowMap,
+    combine,
+    dispatch,
+    row_weights,
+    sort_by_expert,
+    sum_rows,
+)
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows_or_tokens", "rows", "group_sizes_L"],
+    data_fields=["rows_or_tokens", "rows", "group_sizes_L", "weights_M"],
     meta_fields=["expected_rows"],
 )
 @dataclass(frozen=True)
@@ -47,6 +54,9 @@ class ArrivedRows:
     rows: RowMap | None
     group_sizes_L: jax.Array  # int32
     expected_rows: int  # sum of group_sizes_L when the load is even
+    # float32, the router's weight of each row, by which the experts multiply their output; None
+    # if `combine` does
+    weights_M: jax.Array | None = None
 
     @property
     def rows_MD(self) -> jax.Array:
@@ -130,10 +140,13 @@ class OneDeviceExchange:
     """The exchange if all experts are on this device: a sort. Nothing is sent or dropped, and
     experts gather the rows themselves.
 
-    complete: every choice is an expert, never E (no expert).
+    complete: every choice is an expert, never E (no expert). experts_weigh: the experts multiply
+    their outputs by the router's weights, before the down projection, so that no output is saved
+    for the backward pass; otherwise `combine` does.
     """
 
     complete: bool = True
+    experts_weigh: bool = False
 
     def dispatch(
         self,
@@ -145,25 +158,26 @@ class OneDeviceExchange:
         with jax.named_scope("dispatch"):
             topk_idx_TK, topk_weights_TK, counts_E = chosen
             order_N, rank_N = _order_and_rank_by_expert(topk_idx_TK.reshape(-1), counts_E.size)
-            token_N, row_TK = order_N // topk_idx_TK.shape[1], rank_N.reshape(topk_idx_TK.shape)
+            choice_N, row_TK = order_N, rank_N.reshape(topk_idx_TK.shape)
             if not self.complete:
-                used_N = jnp.arange(token_N.size, dtype=jnp.int32) < counts_E.sum(dtype=jnp.int32)
-                token_N = jnp.where(used_N, token_N, topk_idx_TK.shape[0])
+                used_N = jnp.arange(order_N.size, dtype=jnp.int32) < counts_E.sum(dtype=jnp.int32)
+                choice_N = jnp.where(used_N, order_N, topk_idx_TK.size)
                 row_TK = jnp.where(topk_idx_TK < counts_E.size, row_TK, topk_idx_TK.size)
-        rows, dropped = RowMap(token_N, row_TK, complete=self.complete), jnp.zeros((), jnp.int32)
-        arrived = ArrivedRows(x_TD, rows, counts_E, topk_idx_TK.size)
+            rows = RowMap(choice_N // topk_idx_TK.shape[1], row_TK, complete=self.complete)
+            weights_N = row_weights(topk_weights_TK, choice_N, row_TK)
+        arrived = ArrivedRows(
+            x_TD, rows, counts_E, topk_idx_TK.size, weights_N if self.experts_weigh else None
+        )
+        dropped = jnp.zeros((), jnp.int32)
         return DispatchedTokens((arrived,), dropped, (topk_weights_TK, rows))
 
     def combine(self, outs: Sequence[jax.Array], handle: PyTree) -> jax.Array:
         with jax.named_scope("combine"):
             (out_MD,), (topk_weights_TK, rows) = outs, handle
-            return combine(
-                mark_saved(out_MD, "expert_out"),
-                topk_weights_TK,
-                rows.src_M,
-                rows.row_TK,
-                rows.complete,
-            )
+            places = rows.src_M, rows.row_TK, rows.complete
+            if self.experts_weigh:
+                return sum_rows(out_MD, *places)
+            return combine(out_MD, topk_weights_TK, *places)
 
 
 @dataclass(frozen=True)

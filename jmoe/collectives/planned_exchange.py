@@ -28,17 +28,19 @@ def make_exchange(
     capacity_factor: float | None,
     *,
     complete: bool = True,
+    experts_weigh: bool = False,
 ) -> Exchange | RoundsExchange:
     """Return the planned exchange over `axes`. `hierarchical` and `dedup` need two axes, (across
     nodes, within a node).
 
     capacity_factor: rows per destination, at each level, over their number when routing is uniform.
     None: dropless; the first try has buffers for twice the uniform load. complete: every choice is
-    an expert, never E (no expert). Raises ValueError if the number of axes does not fit the plan,
-    or a `ragged` plan comes with a capacity factor.
+    an expert, never E (no expert). experts_weigh: on one device the experts, not `combine`,
+    multiply their outputs by the router's weights. Raises ValueError if the number of axes does not
+    fit the plan, or a `ragged` plan comes with a capacity factor.
     """
     if plan.num_devices == 1:
-        return OneDeviceExchange(complete)
+        return OneDeviceExchange(complete, experts_weigh)
     if plan.kind == "ragged":
         if capacity_factor is not None:
             raise ValueError(

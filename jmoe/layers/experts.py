@@ -107,8 +107,9 @@ class Experts(_MLPParameters):
         group_sizes_L: jax.Array,
         expected_rows: int,
         rows: RowMap | None = None,
+        scale_N: jax.Array | None = None,
     ) -> jax.Array:
-        """Return [N, D], each row through the weights of its group.
+        """Return [N, D], each row through the weights of its group, times `scale_N` if given.
 
         x_ND: rows sorted by expert; with `rows` the tokens [T, D], from which the kernel gathers
         rows. group_sizes_L: rows per local expert. expected_rows: the number of rows that hold
@@ -118,7 +119,7 @@ class Experts(_MLPParameters):
         biases = (None if b is None else b[...] for b in (self.b_up, self.b_down))
         weights = MLPWeights(self.w_up[...], self.w_down[...], *biases)
         if self.low_rank is not None:
-            return self._with_adapters(x_ND, group_sizes_L, weights, rows)
+            return self._with_adapters(x_ND, group_sizes_L, weights, rows, scale_N)
         batched_rows = batched_rows_per_expert(expected_rows, group_sizes_L.shape[0])
         # experts that are not loaded have no rows, so the loaded experts' rows are contiguous
         if self.ids_M is not None:
@@ -130,10 +131,16 @@ class Experts(_MLPParameters):
             activation=self.activation,
             batched_rows_per_group=batched_rows,
             rows=rows,
+            scale_N=scale_N,
         )
 
     def _with_adapters(
-        self, x_ND: jax.Array, group_sizes_L: jax.Array, weights: MLPWeights, rows: RowMap | None
+        self,
+        x_ND: jax.Array,
+        group_sizes_L: jax.Array,
+        weights: MLPWeights,
+        rows: RowMap | None,
+        scale_N: jax.Array | None,
     ) -> jax.Array:
         """Return the outputs with the adapters' low-rank products beside those of the weights."""
         own = self.low_rank or {}
@@ -153,6 +160,7 @@ class Experts(_MLPParameters):
             change,
             activation=self.activation,
             rows=rows,
+            scale_N=scale_N,
         )
 
 

@@ -105,7 +105,7 @@ def dispatch_local(
 
 
 def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
-    """Return the experts' outputs for the arrived rows.
+    """Return the experts' outputs for the arrived rows, times the rows' weights if they have any.
 
     `Experts` may gather rows inside its kernel, so it gets the row map; a user's experts get
     gathered rows. Raises ValueError if a user's experts return rows of another shape.
@@ -113,7 +113,11 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
     with jax.named_scope("experts"):
         if isinstance(expert_fn, Experts):
             return expert_fn(
-                arrived.rows_or_tokens, arrived.group_sizes_L, arrived.expected_rows, arrived.rows
+                arrived.rows_or_tokens,
+                arrived.group_sizes_L,
+                arrived.expected_rows,
+                arrived.rows,
+                arrived.weights_M,
             )
         rows_MD = arrived.rows_MD
         y_MD = expert_fn(rows_MD, arrived.group_sizes_L, arrived.expected_rows)
@@ -123,7 +127,9 @@ def _run_experts(expert_fn: ExpertFn, arrived: ArrivedRows) -> jax.Array:
             y_MD.shape,
             f"must be {rows_MD.shape}, that of the rows given",
         )
-        return y_MD
+        if arrived.weights_M is None:
+            return y_MD
+        return (y_MD.astype(jnp.float32) * arrived.weights_M[:, None]).astype(y_MD.dtype)
 
 
 def _experts_as_function(expert_fn: ExpertFn) -> tuple[RunExperts, list[jax.Array], PyTree]:
@@ -321,7 +327,11 @@ class MoELayer(nnx.Module):
         self.num_chunks = 1 if parallel is None else parallel.num_chunks
         complete = config.router.second_expert_policy == "all"
         self.exchange = make_exchange(
-            self.exchange_plan, expert_axes, config.capacity_factor, complete=complete
+            self.exchange_plan,
+            expert_axes,
+            config.capacity_factor,
+            complete=complete,
+            experts_weigh=isinstance(self.experts, Experts),
         )
         if parallel is not None:
             self._place_parameters(parallel)
@@ -413,8 +423,9 @@ class MoELayer(nnx.Module):
         """Return the layer's exchange; on one device and `masked` (some tokens go to no expert) one
         that takes choices without an expert.
         """
-        on_one_device = isinstance(self.exchange, OneDeviceExchange)
-        return OneDeviceExchange(complete=False) if masked and on_one_device else self.exchange
+        if masked and isinstance(self.exchange, OneDeviceExchange):
+            return replace(self.exchange, complete=False)
+        return self.exchange
 
     def apply_experts(self, dispatched: DispatchedTokens) -> jax.Array:
         """Return float32 y_TD: run the experts on dispatched rows, send the outputs back and sum

@@ -51,10 +51,8 @@ SAVED = (
     "routing",
     "expert_rows",
     "expert_up",
-    "expert_out",
     "mlp_up",
 )
-EXPERT_PRODUCTS = ("expert_up", "expert_out")
 
 
 def saved_residual_names(remat: Remat) -> tuple[str, ...]:
@@ -63,9 +61,7 @@ def saved_residual_names(remat: Remat) -> tuple[str, ...]:
     """
     if remat == "layer":
         return ()
-    return (
-        SAVED if remat == "none" else tuple(name for name in SAVED if name not in EXPERT_PRODUCTS)
-    )
+    return SAVED if remat == "none" else tuple(name for name in SAVED if name != "expert_up")
 
 
 def causal_attention_fn(

@@ -464,7 +464,7 @@ class _ModuleEstimator:
         if kernel and kernel[1] == "rotate_and_write":  # moves one token of the cache it is given
             moved = 2 * arrays[0].num_bytes
             return _KernelWork("rotate_and_write in Triton", scope, "pass", moved)
-        if kernel and kernel[1] in ("add_and_norm", "choose_experts"):
+        if kernel and kernel[1] in ("add_and_norm", "choose_experts", "activation_gradients"):
             return _KernelWork(f"{kernel[1]} in Triton", scope, "pass", moved)
         if kernel and kernel[1] == "combine_splits":
             return _KernelWork("combine_splits in Triton", scope, "combine_splits in Triton", moved)

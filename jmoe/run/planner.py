@@ -193,17 +193,16 @@ def residual_elements(
             model.shared_expert_intermediate_size,
         )
     )
-    # experts' outputs are saved where they are computed, or as the rows received back
+    # several devices save experts' outputs as the rows received back; on one device, the experts
+    # weigh their outputs, which nothing saves
     returned = num_tokens * model.num_experts_per_tok if ragged else rows
-    made, sent = rows * up, rows + returned
-    if num_devices == 1:
-        made, sent = rows * (up + hidden), num_tokens
+    sent = num_tokens if num_devices == 1 else rows + returned
     sparse = num_tokens * shared_up
     if num_devices > 1 or streamed:
         sparse += (2 * num_tokens + sent) * hidden
     dense = (layers - model.num_moe_layers) * num_tokens * dense_up
     elements = layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
-    return elements, model.num_moe_layers * made
+    return elements, model.num_moe_layers * rows * up
 
 
 def _received_rows(model: ModelConfig, num_tokens: int, num_devices: int, ragged: bool) -> int:

@@ -2,17 +2,18 @@
 are fused into them.
 
 With gradients the pre-activations must be in memory, so XLA computes bias and activation between
-the two products. The router's weights are not fused into the second product: `combine` multiplies
-by them while it sums, at no extra pass over memory.
+the two products. The factors of the rows' outputs (the router's weights) multiply the activations
+in the same pass: the gradient of a factor is then the product of a row's activations and their
+gradient, which the backward pass has, and no outputs are saved for it. The form is SonicMoE's
+(arXiv 2512.14080).
 
 Legend: N rows sorted by group, L groups (local experts), D hidden, F expert hidden, U = 2F (SwiGLU)
 or F (GELU), M slots.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,54 +21,71 @@ from jax import lax
 
 from kernels_pallas.compressed import SCALES, uint16_as_bfloat16
 from kernels_pallas.grouped_matmul import Implementation, grouped_matmul
+from kernels_pallas.grouped_matmul.api import MODULES as MATMULS
 from kernels_pallas.grouped_matmul.operands import Epilogue, WeightSlots
 from kernels_pallas.grouped_mlp.reference import (
     MLPWeights,
     ProductChange,
     activate,
     activate_gated,
+    gelu_without_erf,
+    scaled_activation,
 )
-from kernels_pallas.implementations import first_supported
+from kernels_pallas.implementations import Name, call_first_supported, first_supported
 from kernels_pallas.matmul import float32_precision
 from kernels_pallas.saved import mark_saved
 from kernels_pallas.token_permute import RowMap
 
+ACTIVATIONS: dict[Name, str] = {
+    "triton": "kernels_pallas.grouped_mlp.activation_triton",
+    "xla": "kernels_pallas.grouped_mlp.reference",
+}
+
 
 @jax.custom_vjp
-def _add_bias(h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array) -> jax.Array:
-    """Return h + b[group] in float32. The gradient of b is a product with the groups' indicator
-    matrix, not a scatter of floats.
+def _add_bias(
+    h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array, scale_N: jax.Array | None = None
+) -> jax.Array:
+    """Return h + b[group] in float32, with b[group] times `scale_N` if given. The gradient of b is
+    a product with the groups' indicator matrix, not a scatter of floats.
     """
-    return h_NU.astype(jnp.float32) + jnp.take(b_LU, group_N, axis=0, mode="clip").astype(
-        jnp.float32
-    )
+    b_NU = jnp.take(b_LU, group_N, axis=0, mode="clip").astype(jnp.float32)
+    return h_NU.astype(jnp.float32) + (b_NU if scale_N is None else b_NU * scale_N[:, None])
+
+
+_BiasResiduals: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def _add_bias_fwd(
-    h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _add_bias(h_NU, b_LU, group_N), (group_N, jnp.zeros(0, h_NU.dtype), b_LU)
+    h_NU: jax.Array, b_LU: jax.Array, group_N: jax.Array, scale_N: jax.Array | None
+) -> tuple[jax.Array, _BiasResiduals]:
+    of_dtype = jnp.zeros(0, h_NU.dtype)
+    return _add_bias(h_NU, b_LU, group_N, scale_N), (group_N, of_dtype, b_LU, scale_N)
 
 
 def _add_bias_bwd(
-    residuals: tuple[jax.Array, jax.Array, jax.Array], dy_NU: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    group_N, of_dtype, b_LU = residuals
+    residuals: _BiasResiduals, dy_NU: jax.Array
+) -> tuple[jax.Array, jax.Array, None, jax.Array | None]:
+    group_N, of_dtype, b_LU, scale_N = residuals
     dh_NU = dy_NU.astype(of_dtype.dtype)
     num_groups = b_LU.shape[0]
-    member_NL = (group_N[:, None] == jnp.arange(num_groups, dtype=group_N.dtype)).astype(
-        dh_NU.dtype
-    )
+    member_NL = group_N[:, None] == jnp.arange(num_groups, dtype=group_N.dtype)
+    factor_N1 = 1 if scale_N is None else scale_N[:, None]
+    factors_NL = jnp.where(member_NL, factor_N1, 0).astype(dh_NU.dtype)
     # rows beyond the groups may hold NaN
     inside_NU = jnp.where((group_N < num_groups)[:, None], dh_NU, 0)
     db_LU = lax.dot_general(
-        member_NL,
+        factors_NL,
         inside_NU,
         (((0,), (0,)), ((), ())),
         precision=float32_precision(inside_NU),
         preferred_element_type=jnp.float32,
     )
-    return dh_NU, db_LU.astype(b_LU.dtype), None
+    dscale_N = None
+    if scale_N is not None:
+        b_NU = jnp.take(b_LU, group_N, axis=0, mode="clip").astype(jnp.float32)
+        dscale_N = (dy_NU.astype(jnp.float32) * b_NU).sum(axis=-1)
+    return dh_NU, db_LU.astype(b_LU.dtype), None, dscale_N
 
 
 _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
@@ -78,6 +96,59 @@ class _Operands(NamedTuple):
 
     x_ND: jax.Array
     weights: MLPWeights
+    scale_N: jax.Array | None = None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _activate_and_project(
+    h_NU: jax.Array,
+    scale_N: jax.Array | None,
+    w_down_LFD: jax.Array,
+    group_sizes_L: jax.Array,
+    activation: str,
+    matmul: Implementation | None,
+) -> jax.Array:
+    """Return the down projection of the scaled activations. The backward pass computes the
+    activations again, in the kernel that computes their gradient.
+    """
+    a_NF = scaled_activation(h_NU, scale_N, activation)
+    return grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
+
+
+# h_NU, scale_N, w_down_LFD, group_sizes_L
+_ProjectionResiduals: TypeAlias = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]
+
+
+def _activate_and_project_fwd(
+    h_NU: jax.Array,
+    scale_N: jax.Array | None,
+    w_down_LFD: jax.Array,
+    group_sizes_L: jax.Array,
+    activation: str,
+    matmul: Implementation | None,
+) -> tuple[jax.Array, _ProjectionResiduals]:
+    operands = h_NU, scale_N, w_down_LFD, group_sizes_L
+    return _activate_and_project(*operands, activation, matmul), operands
+
+
+def _activate_and_project_bwd(
+    activation: str,
+    matmul: Implementation | None,
+    residuals: _ProjectionResiduals,
+    dy_ND: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, jax.Array, None]:
+    h_NU, scale_N, w_down_LFD, group_sizes_L = residuals
+    run = partial(call_first_supported, MATMULS, matmul)
+    dscaled_NF = run("grouped_matmul", dy_ND, w_down_LFD, group_sizes_L, transpose_rhs=True)
+    gradients: Any = call_first_supported(
+        ACTIVATIONS, None, "activation_gradients", h_NU, dscaled_NF, scale_N, activation=activation
+    )
+    dh_NU, scaled_NF, dscale_N = gradients
+    dw_down_LFD = run("weight_gradient", scaled_NF, dy_ND, group_sizes_L)
+    return dh_NU, dscale_N, dw_down_LFD, None
+
+
+_activate_and_project.defvjp(_activate_and_project_fwd, _activate_and_project_bwd)
 
 
 def _prevent_second_launch(y_NU: jax.Array) -> jax.Array:
@@ -101,7 +172,7 @@ def _mlp_with_saved_preactivations(
     policy may save under the name `expert_up`. XLA adds the biases and applies the activation.
     matmul: None for the best that supports the operands. change: see `changed_grouped_mlp`.
     """
-    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
+    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD), scale_N = operands
     ends_L = jnp.cumsum(group_sizes_L)
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
     group_N = (jnp.arange(num_rows, dtype=jnp.int32)[:, None] >= ends_L).sum(
@@ -112,13 +183,16 @@ def _mlp_with_saved_preactivations(
     if b_up_LU is not None:
         h = _add_bias(h, b_up_LU, group_N).astype(x_ND.dtype)
     h = mark_saved(_prevent_second_launch(h), "expert_up")
-    a_NF = activate(h.astype(jnp.float32), activation).astype(x_ND.dtype)
-    y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
-    y = _add_change(y, change, "w_down", a_NF)
+    if change is None:
+        y = _activate_and_project(h, scale_N, w_down_LFD, group_sizes_L, activation, matmul)
+    else:
+        a_NF = scaled_activation(h, scale_N, activation)
+        y = grouped_matmul(a_NF, w_down_LFD, group_sizes_L, implementation=matmul)
+        y = _add_change(y, change, "w_down", a_NF)
     return (
         _prevent_second_launch(y)
         if b_down_LD is None
-        else _add_bias(y, b_down_LD, group_N).astype(x_ND.dtype)
+        else _add_bias(y, b_down_LD, group_N, scale_N).astype(x_ND.dtype)
     )
 
 
@@ -138,31 +212,16 @@ def changed_grouped_mlp(
     *,
     activation: str,
     rows: RowMap | None = None,
+    scale_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result with a change added to both products; differentiable in x,
-    weights and what `change` computes with.
+    weights, scale and what `change` computes with.
 
     weights: in x's dtype. change: of ("w_up", `x_ND` as it is, not gathered by `rows`) and of
-    ("w_down", the activations [N, F]).
+    ("w_down", the activations [N, F], times `scale_N`); linear in these.
     """
-    operands = _Operands(x_ND, weights)
+    operands = _Operands(x_ND, weights, scale_N)
     return _mlp_with_saved_preactivations(operands, group_sizes_L, rows, activation, None, change)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """Return the exact GELU, x Phi(x), from operations that Mosaic GPU can lower (erf is not among
-    them).
-
-    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)), with erfc by a polynomial of error at most 1.5e-7
-    (Abramowitz and Stegun, 7.1.26).
-    """
-    size = jnp.maximum(x, -x)
-    z = size * math.sqrt(0.5)
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    poly = t * (
-        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-    )
-    return jnp.maximum(x, 0.0) - 0.5 * size * poly * jnp.exp(-z * z)
 
 
 def _fused_mlp(
@@ -175,12 +234,16 @@ def _fused_mlp(
     """Return the MLP's output with biases and activation inside the kernels: pre-activations never
     leave the registers.
     """
-    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = operands
+    x_ND, (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD), scale_N = operands
+    if scale_N is not None and b_down_LD is not None:
+        raise NotImplementedError("no kernel scales a bias by a factor of the row")
     gated = activation != "gelu"
-    function = partial(activate_gated, activation=activation) if gated else gelu
+    function = partial(activate_gated, activation=activation) if gated else gelu_without_erf
     up, down = Epilogue(b_up_LU, function, gated), Epilogue(b_down_LD)
     by_index = {} if rows is None else {"src_N": rows.src_M}
     a_NF = matmul.grouped_matmul(x_ND, w_up_LDU, group_sizes_L, epilogue=up, **by_index)
+    if scale_N is not None:
+        a_NF = (a_NF.astype(jnp.float32) * scale_N[:, None]).astype(x_ND.dtype)
     return matmul.grouped_matmul(a_NF, w_down_LFD, group_sizes_L, epilogue=down)
 
 
@@ -292,10 +355,13 @@ def grouped_mlp_by_matmul(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
     weights: MLPWeights,
+    *,
     activation: str,
     rows: RowMap | None = None,
+    scale_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result by two products of `matmul`, which reads the rows of a row
     map by index.
     """
-    return _grouped_mlp(_Operands(x_ND, weights), group_sizes_L, rows, activation, matmul)
+    operands = _Operands(x_ND, weights, scale_N)
+    return _grouped_mlp(operands, group_sizes_L, rows, activation, matmul)

@@ -23,6 +23,7 @@ def grouped_mlp(
     activation: str,
     batched_rows_per_group: int = 0,
     rows: RowMap | None = None,
+    scale_N: jax.Array | None = None,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result by the Hopper kernels. batched_rows_per_group: ignored;
@@ -35,7 +36,9 @@ def grouped_mlp(
     del batched_rows_per_group
     if rows is not None:
         x_ND = dispatch(x_ND, rows.src_M, rows.row_TK, rows.complete)
-    return grouped_mlp_by_matmul(matmul, x_ND, group_sizes_L, weights, activation)
+    return grouped_mlp_by_matmul(
+        matmul, x_ND, group_sizes_L, weights, activation=activation, scale_N=scale_N
+    )
 
 
 def grouped_mlp_in_slots(

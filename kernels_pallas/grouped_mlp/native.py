@@ -33,40 +33,53 @@ def _in_native_dtypes(weights: MLPWeights) -> native.MLPArrays:
     return w_up, w_down, b_up, b_down
 
 
-# x, group_sizes_L, rows, weights, h_NU
-_Residuals: TypeAlias = tuple[jax.Array, jax.Array, RowMap | None, MLPWeights, jax.Array]
+# x, group_sizes_L, rows, weights, scale_N, h_NU
+_Residuals: TypeAlias = tuple[
+    jax.Array, jax.Array, RowMap | None, MLPWeights, jax.Array | None, jax.Array
+]
 
 
 @jax.custom_vjp
 def grouped_mlp(
-    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
+    x: jax.Array,
+    group_sizes_L: jax.Array,
+    rows: RowMap | None,
+    weights: MLPWeights,
+    scale_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result; call only if `supports` returns True.
 
     Weights may be float32; gradients then are too.
     """
-    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights)[0]
+    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights, scale_N)[0]
 
 
 def _grouped_mlp_fwd(
-    x: jax.Array, group_sizes_L: jax.Array, rows: RowMap | None, weights: MLPWeights
+    x: jax.Array,
+    group_sizes_L: jax.Array,
+    rows: RowMap | None,
+    weights: MLPWeights,
+    scale_N: jax.Array | None,
 ) -> tuple[jax.Array, _Residuals]:
-    grouped = x, None if rows is None else rows.src_M, group_sizes_L
+    grouped = native.GroupedRows(x, None if rows is None else rows.src_M, group_sizes_L, scale_N)
     y_ND, h_NU = native.grouped_mlp(grouped, _in_native_dtypes(weights))
-    return y_ND, (x, group_sizes_L, rows, weights, mark_saved_residual(h_NU, "expert_up"))
+    saved = mark_saved_residual(h_NU, "expert_up")
+    return y_ND, (x, group_sizes_L, rows, weights, scale_N, saved)
 
 
 def _grouped_mlp_bwd(
     residuals: _Residuals, dy_ND: jax.Array
-) -> tuple[jax.Array, None, None, MLPWeights]:
-    x, group_sizes_L, rows, weights, h_NU = residuals
-    grouped = x, None if rows is None else rows.src_M, group_sizes_L
-    dx_ND, gradients = native.grouped_mlp_gradient(grouped, _in_native_dtypes(weights), h_NU, dy_ND)
+) -> tuple[jax.Array, None, None, MLPWeights, jax.Array | None]:
+    x, group_sizes_L, rows, weights, scale_N, h_NU = residuals
+    grouped = native.GroupedRows(x, None if rows is None else rows.src_M, group_sizes_L, scale_N)
+    dx_ND, dscale_N, gradients = native.grouped_mlp_gradient(
+        grouped, _in_native_dtypes(weights), h_NU, dy_ND
+    )
     dweights = jax.tree.map(lambda w, dw: dw.astype(w.dtype), weights, MLPWeights(*gradients))
     if rows is None:
-        return dx_ND, None, None, dweights
+        return dx_ND, None, None, dweights, dscale_N
     dx_TD = sum_rows(dx_ND, rows.src_M, rows.row_TK, rows.complete).astype(x.dtype)
-    return dx_TD, None, None, dweights
+    return dx_TD, None, None, dweights, dscale_N
 
 
 grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)

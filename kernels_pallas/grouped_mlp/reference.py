@@ -56,6 +56,51 @@ def activate_gated(gate: jax.Array, up: jax.Array, *, activation: str) -> jax.Ar
     return jax.nn.silu(gate) * up
 
 
+def gelu_without_erf(x: jax.Array) -> jax.Array:
+    """Return the exact GELU, x Phi(x), from operations that Mosaic GPU can lower (erf is not among
+    them).
+
+    max(x, 0) - |x| / 2 erfc(|x| / sqrt(2)), with erfc by a polynomial of error at most 1.5e-7
+    (Abramowitz and Stegun, 7.1.26).
+    """
+    size = jnp.maximum(x, -x)
+    z = size * math.sqrt(0.5)
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    poly = t * (
+        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    )
+    return jnp.maximum(x, 0.0) - 0.5 * size * poly * jnp.exp(-z * z)
+
+
+def scaled_activation(h_NU: jax.Array, scale_N: jax.Array | None, activation: str) -> jax.Array:
+    """Return [N, F] in h's dtype: the activations, times the factor of each row if there are
+    factors.
+    """
+    a_NF = activate(h_NU.astype(jnp.float32), activation)
+    return (a_NF if scale_N is None else a_NF * scale_N[:, None]).astype(h_NU.dtype)
+
+
+class ActivationGradients(NamedTuple):
+    """The backward pass of `scaled_activation`: the gradient of the pre-activations, the scaled
+    activations again, and float32 gradients of the factors; None without factors.
+    """
+
+    dh_NU: jax.Array
+    scaled_NF: jax.Array
+    dscale_N: jax.Array | None
+
+
+def activation_gradients(
+    h_NU: jax.Array, dscaled_NF: jax.Array, scale_N: jax.Array | None, *, activation: str
+) -> ActivationGradients:
+    """Return the backward pass of `scaled_activation` from the gradient of its result."""
+    scaled_NF, pull = jax.vjp(
+        lambda h_NU, scale_N: scaled_activation(h_NU, scale_N, activation), h_NU, scale_N
+    )
+    dh_NU, dscale_N = pull(dscaled_NF)
+    return ActivationGradients(dh_NU, scaled_NF, dscale_N)
+
+
 def grouped_mlp(
     x_ND: jax.Array,
     group_sizes_L: jax.Array,
@@ -63,9 +108,10 @@ def grouped_mlp(
     *,
     activation: str,
     rows: RowMap | None = None,
+    scale_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return [N, D] in x's dtype: group l's MLP, activate(x w_up[l] + b_up[l]) w_down[l] +
-    b_down[l], applied to its rows. Rows beyond the groups are 0.
+    b_down[l], applied to its rows, times `scale_N`. Rows beyond the groups are 0.
     """
     x_ND = x_ND if rows is None else take_rows_or_last(x_ND, rows.src_M)
     num_groups = group_sizes_L.shape[0]
@@ -85,4 +131,6 @@ def grouped_mlp(
     )
     if weights.b_down is not None:
         y_ND = y_ND + weights.b_down[group_N].astype(jnp.float32)
+    if scale_N is not None:
+        y_ND = y_ND * scale_N[:, None]
     return jnp.where(inside_N1, y_ND, 0).astype(x_ND.dtype)

@@ -26,13 +26,16 @@ def grouped_mlp(
     activation: str,
     batched_rows_per_group: int = 0,
     rows: RowMap | None = None,
+    scale_N: jax.Array | None = None,
     matmul: Implementation = TRITON,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result by the Triton kernels, which read the rows of `rows` by
     index. batched_rows_per_group: ignored; other implementations use it.
     """
     del batched_rows_per_group
-    return grouped_mlp_by_matmul(matmul, x_ND, group_sizes_L, weights, activation, rows)
+    return grouped_mlp_by_matmul(
+        matmul, x_ND, group_sizes_L, weights, activation=activation, rows=rows, scale_N=scale_N
+    )
 
 
 def grouped_mlp_in_slots(

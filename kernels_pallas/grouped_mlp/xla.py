@@ -10,7 +10,7 @@ hidden, F expert hidden, U = 2F (SwiGLU) or F (GELU); T tokens.
 """
 
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -80,76 +80,117 @@ def _up_projection(
 
 
 def _activate_and_down(
-    h: jax.Array, weights: MLPWeights, activation: str, change: ProductChange | None = None
+    h: jax.Array,
+    weights: MLPWeights,
+    activation: str,
+    change: ProductChange | None = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
-    a = activate(h.astype(jnp.float32), activation).astype(h.dtype)
+    a = _times_scale(activate(h.astype(jnp.float32), activation), scale).astype(h.dtype)
     y = _product_with_change(a, weights.w_down, "w_down", change)
     if weights.b_down is not None:
-        y = y + weights.b_down[..., None, :].astype(jnp.float32)
+        y = y + _times_scale(weights.b_down[..., None, :].astype(jnp.float32), scale)
     return y.astype(h.dtype)
 
 
+def _times_scale(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Return x [..., B, F] times the factor of each row, [..., B]; x for None."""
+    return x if scale is None else x * scale[..., None]
+
+
 def expert_mlp(
-    x: jax.Array, weights: MLPWeights, activation: str, change: ProductChange | None = None
+    x: jax.Array,
+    weights: MLPWeights,
+    activation: str,
+    change: ProductChange | None = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """Return activate(x w_up + b_up) w_down + b_down in x's dtype, [..., B, D], with one expert's
     weights.
 
-    change: added to both products, float32.
+    change: added to both products, float32. scale: the factor of each row, [..., B].
     """
     h = _up_projection(x, weights, change)
-    return _activate_and_down(h, weights, activation, change)
+    return _activate_and_down(h, weights, activation, change, scale)
+
+
+class _RowsOfMLP(NamedTuple):
+    """Rows of a batched MLP, with what its forward pass computed: input [..., B, D],
+    pre-activations [..., B, U], and the factor of each output, [..., B], or None.
+    """
+
+    x: jax.Array
+    h: jax.Array
+    scale: jax.Array | None
 
 
 def _mlp_gradients(
-    x: jax.Array, h: jax.Array, dy: jax.Array, weights: MLPWeights, activation: str
-) -> tuple[jax.Array, MLPWeights]:
-    """Return the gradients (dx, dweights) of one batched MLP from its input, pre-activations and
-    output gradient.
-    """
+    rows: _RowsOfMLP, dy: jax.Array, weights: MLPWeights, activation: str
+) -> tuple[jax.Array, jax.Array | None, MLPWeights]:
+    """Return the gradients (dx, dscale, dweights) of one batched MLP from its output gradient."""
+    x, h, scale = rows
     a, activate_vjp = jax.vjp(lambda h: activate(h, activation), h.astype(jnp.float32))
-    da = dot(dy, weights.w_down, b_transposed=True)
-    dh32 = activate_vjp(da)[0]
-    dh = dh32.astype(h.dtype)
-    dw_down = dot(transposed(a.astype(h.dtype)), dy)
+    dscaled = dot(dy, weights.w_down, b_transposed=True)
+    dh32 = activate_vjp(_times_scale(dscaled, scale))[0]
+    dh, dy32 = dh32.astype(h.dtype), dy.astype(jnp.float32)
+    dw_down = dot(transposed(_times_scale(a, scale).astype(h.dtype)), dy)
     dw_up = dot(transposed(x), dh)
     dx = dot(dh, weights.w_up, b_transposed=True).astype(x.dtype)
     db_up = None if weights.b_up is None else dh32.sum(axis=-2)
-    db_down = None if weights.b_down is None else dy.astype(jnp.float32).sum(axis=-2)
-    return dx, MLPWeights(dw_up, dw_down, db_up, db_down)
+    db_down = None if weights.b_down is None else _times_scale(dy32, scale).sum(axis=-2)
+    dscale = None
+    if scale is not None:
+        dscale = (dscaled * a).sum(axis=-1)
+        if weights.b_down is not None:
+            dscale += (dy32 * weights.b_down[..., None, :].astype(jnp.float32)).sum(axis=-1)
+    return dx, dscale, MLPWeights(dw_up, dw_down, db_up, db_down)
 
 
-# x, rows, layout, weights, h_LCU
-_Residuals: TypeAlias = tuple[jax.Array, RowMap | None, RowSlots, MLPWeights, jax.Array]
+class _Operands(NamedTuple):
+    """The operands that have gradients."""
+
+    x: jax.Array
+    weights: MLPWeights
+    scale_N: jax.Array | None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+# operands, rows, layout, h_LCU
+_Residuals: TypeAlias = tuple[_Operands, RowMap | None, RowSlots, jax.Array]
+# bits of dx [N, D], dscale [N] or None, gradients of the weights
+_TileSums: TypeAlias = tuple[jax.Array, jax.Array | None, MLPWeights]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped_mlp(
-    x: jax.Array,
+    operands: _Operands,
     group_sizes_L: jax.Array,
     rows: RowMap | None,
-    weights: MLPWeights,
     activation: str,
     slots_per_group: int,
 ) -> jax.Array:
-    return _grouped_mlp_fwd(x, group_sizes_L, rows, weights, activation, slots_per_group)[0]
+    return _grouped_mlp_fwd(operands, group_sizes_L, rows, activation, slots_per_group)[0]
+
+
+def _take_scale(scale_N: jax.Array | None, rows: jax.Array) -> jax.Array | None:
+    """Return the factors of `rows`; an arbitrary one for an index out of range."""
+    return None if scale_N is None else take_rows_or_last(scale_N, rows)
 
 
 def _grouped_mlp_fwd(
-    x: jax.Array,
+    operands: _Operands,
     group_sizes_L: jax.Array,
     rows: RowMap | None,
-    weights: MLPWeights,
     activation: str,
     slots_per_group: int,
 ) -> tuple[jax.Array, _Residuals]:
-    src_N = None if rows is None else rows.src_M
+    (x, weights, scale_N), src_N = operands, None if rows is None else rows.src_M
     num_rows = (x if src_N is None else src_N).shape[0]
     layout = assign_rows_to_slots(group_sizes_L, num_rows, slots_per_group)
     h_LCU = mark_saved_residual(
         _up_projection(take_mapped_rows(x, src_N, layout.rows_LC), weights), "expert_up"
     )
-    y_LCD = _activate_and_down(h_LCU, weights, activation)
+    scale_LC = _take_scale(scale_N, layout.rows_LC)
+    y_LCD = _activate_and_down(h_LCU, weights, activation, scale=scale_LC)
     y_ND = take_rows_or_last(y_LCD.reshape(-1, y_LCD.shape[-1]), layout.slot_N)
     if slots_per_group < num_rows:
         tiles_L = _count_overflow_tiles(layout, slots_per_group)
@@ -158,54 +199,56 @@ def _grouped_mlp_fwd(
             group, rows_B = _overflow_tile_group_and_rows(
                 layout, tiles_L, i, num_rows, slots_per_group
             )
-            mine = _weights_of_group(weights, group)
-            y_BD = expert_mlp(take_mapped_rows(x, src_N, rows_B), mine, activation)
+            mine, x_BD = _weights_of_group(weights, group), take_mapped_rows(x, src_N, rows_B)
+            y_BD = expert_mlp(x_BD, mine, activation, scale=_take_scale(scale_N, rows_B))
             return _write_rows(bits_ND, rows_B, y_BD)
 
         bits_ND = lax.fori_loop(
             0, tiles_L.sum(dtype=jnp.int32), write_overflow_tile, bfloat16_as_uint16(y_ND)
         )
         y_ND = lax.bitcast_convert_type(bits_ND, y_ND.dtype)
-    return y_ND, (x, rows, layout, weights, h_LCU)
+    return y_ND, (operands, rows, layout, h_LCU)
 
 
 def _grouped_mlp_bwd(
     activation: str, slots_per_group: int, residuals: _Residuals, dy_ND: jax.Array
-) -> tuple[jax.Array, None, None, MLPWeights]:
-    x, rows, layout, weights, h_LCU = residuals
+) -> tuple[_Operands, None, None]:
+    (x, weights, scale_N), rows, layout, h_LCU = residuals
     num_rows, src_N = dy_ND.shape[0], None if rows is None else rows.src_M
     x_LCD, dy_LCD = take_mapped_rows(x, src_N, layout.rows_LC), take_rows(dy_ND, layout.rows_LC)
-    dx_LCD, dweights = _mlp_gradients(x_LCD, h_LCU, dy_LCD, weights, activation)
+    in_slots = _RowsOfMLP(x_LCD, h_LCU, _take_scale(scale_N, layout.rows_LC))
+    dx_LCD, dscale_LC, dweights = _mlp_gradients(in_slots, dy_LCD, weights, activation)
     dx_ND = take_rows_or_last(dx_LCD.reshape(-1, dx_LCD.shape[-1]), layout.slot_N)
+    dscale_N = (
+        None if dscale_LC is None else take_rows_or_last(dscale_LC.reshape(-1), layout.slot_N)
+    )
     if slots_per_group < num_rows:
         tiles_L = _count_overflow_tiles(layout, slots_per_group)
 
-        def add_tile_gradients(
-            i: jax.Array, carry: tuple[jax.Array, MLPWeights]
-        ) -> tuple[jax.Array, MLPWeights]:
-            bits_ND, dweights = carry
+        def add_tile_gradients(i: jax.Array, carry: _TileSums) -> _TileSums:
+            bits_ND, dscale_N, dweights = carry
             group, rows_B = _overflow_tile_group_and_rows(
                 layout, tiles_L, i, num_rows, slots_per_group
             )
             mine, x_BD = _weights_of_group(weights, group), take_mapped_rows(x, src_N, rows_B)
-            dx_BD, dmine = _mlp_gradients(
-                x_BD, _up_projection(x_BD, mine), take_rows(dy_ND, rows_B), mine, activation
+            tile = _RowsOfMLP(x_BD, _up_projection(x_BD, mine), _take_scale(scale_N, rows_B))
+            dx_BD, dscale_B, dmine = _mlp_gradients(
+                tile, take_rows(dy_ND, rows_B), mine, activation
             )
             dweights = jax.tree.map(lambda all_, one: all_.at[group].add(one), dweights, dmine)
-            return _write_rows(bits_ND, rows_B, dx_BD), dweights
+            if dscale_N is not None and dscale_B is not None:
+                dscale_N = dscale_N.at[rows_B].set(dscale_B, mode="drop")
+            return _write_rows(bits_ND, rows_B, dx_BD), dscale_N, dweights
 
-        bits_ND, dweights = lax.fori_loop(
-            0,
-            tiles_L.sum(dtype=jnp.int32),
-            add_tile_gradients,
-            (bfloat16_as_uint16(dx_ND), dweights),
+        first = bfloat16_as_uint16(dx_ND), dscale_N, dweights
+        bits_ND, dscale_N, dweights = lax.fori_loop(
+            0, tiles_L.sum(dtype=jnp.int32), add_tile_gradients, first
         )
         dx_ND = lax.bitcast_convert_type(bits_ND, dx_ND.dtype)
     dweights = jax.tree.map(lambda dw, w: dw.astype(w.dtype), dweights, weights)
-    if rows is None:
-        return dx_ND, None, None, dweights
-    dx_TD = sum_rows(dx_ND, rows.src_M, rows.row_TK, rows.complete).astype(x.dtype)
-    return dx_TD, None, None, dweights
+    if rows is not None:
+        dx_ND = sum_rows(dx_ND, rows.src_M, rows.row_TK, rows.complete).astype(x.dtype)
+    return _Operands(dx_ND, dweights, dscale_N), None, None
 
 
 _grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
@@ -219,12 +262,12 @@ def grouped_mlp(
     activation: str,
     batched_rows_per_group: int,
     rows: RowMap | None = None,
+    scale_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return `grouped_mlp.api`'s result by XLA.
 
     batched_rows_per_group: rows of each group in the batched product; the others run in tiles.
     """
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
-    return _grouped_mlp(
-        x_ND, group_sizes_L, rows, weights, activation, min(batched_rows_per_group, num_rows)
-    )
+    operands, slots = _Operands(x_ND, weights, scale_N), min(batched_rows_per_group, num_rows)
+    return _grouped_mlp(operands, group_sizes_L, rows, activation, slots)

@@ -13,6 +13,7 @@ from kernels_pallas.native.adamw import (
 from kernels_pallas.native.api import (
     SLOT_ARRAYS,
     ExpertByteOffsets,
+    GroupedRows,
     MLPArrays,
     cached_attention,
     causal_attention,
@@ -59,6 +60,7 @@ __all__ = [
     "SLOT_ARRAYS",
     "AdamWSettings",
     "ExpertByteOffsets",
+    "GroupedRows",
     "HostAdamWSteps",
     "HostParameter",
     "MLPArrays",

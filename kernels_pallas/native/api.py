@@ -192,10 +192,30 @@ def causal_attention_gradient(
     return dq_BSHd, dk_BSGd, dv_BSGe
 
 
-# (x_TD, src_N: the row of x_TD that is each of the N rows, or None if x_TD holds them, sizes_L)
-GroupedRows = tuple[jax.Array, jax.Array | None, jax.Array]
+class GroupedRows(NamedTuple):
+    """N rows sorted by group.
+
+    src_N: the row of x_TD that is each row; None if x_TD holds the rows. scale_N: float32, the
+    factor of each row's output; None for 1.
+    """
+
+    x_TD: jax.Array
+    src_N: jax.Array | None
+    sizes_L: jax.Array
+    scale_N: jax.Array | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int((self.x_TD if self.src_N is None else self.src_N).shape[0])
+
+
 # (w_up_LDU, w_down_LFD, b_up_LU or None, b_down_LD or None)
 MLPArrays = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+
+
+def _or_empty(x: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """Return x; an array without elements for None."""
+    return jnp.zeros(0, dtype) if x is None else x
 
 
 def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.Array]:
@@ -203,58 +223,65 @@ def grouped_mlp(rows: GroupedRows, weights: MLPArrays) -> tuple[jax.Array, jax.A
     the groups.
 
     The activation is GELU if U is F, else SwiGLU. x_TD and the matrices are bfloat16, biases
-    float32; D and F are multiples of 16.
+    float32; D and F are multiples of 16. The factors of `rows` multiply the activations and the
+    bias of the second product.
     """
-    (x_TD, src_N, sizes_L), (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = rows, weights
-    num_rows, none = (x_TD if src_N is None else src_N).shape[0], jnp.zeros(0, jnp.float32)
+    w_up_LDU, w_down_LFD, *biases = weights
     y, h = (
-        jax.ShapeDtypeStruct((num_rows, size), x_TD.dtype)
-        for size in (x_TD.shape[1], w_up_LDU.shape[2])
+        jax.ShapeDtypeStruct((rows.num_rows, size), rows.x_TD.dtype)
+        for size in (rows.x_TD.shape[1], w_up_LDU.shape[2])
     )
     workspace = jax.ShapeDtypeStruct(((w_up_LDU.size + w_down_LFD.size) // 2,), jnp.uint32)
-    src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
-    biases = (none if b is None else b for b in (b_up_LU, b_down_LD))
     call = jax.ffi.ffi_call("jmoe_grouped_mlp", (y, h, workspace))
     y_ND, h_NU, _ = call(
-        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, *biases, background=runs_in_background()
+        rows.x_TD,
+        _or_empty(rows.src_N, jnp.int32),
+        rows.sizes_L,
+        w_up_LDU,
+        w_down_LFD,
+        *map(_or_empty, (*biases, rows.scale_N)),
+        background=runs_in_background(),
     )
     return y_ND, h_NU
 
 
 def grouped_mlp_gradient(
     rows: GroupedRows, weights: MLPArrays, h_NU: jax.Array, dy_ND: jax.Array
-) -> tuple[jax.Array, MLPArrays]:
-    """Return (dx [N, D], float32 gradients of the weights) of `grouped_mlp`. h_NU: its
-    pre-activations.
+) -> tuple[jax.Array, jax.Array | None, MLPArrays]:
+    """Return (dx [N, D], float32 gradients of the factors [N], None without factors, float32
+    gradients of the weights) of `grouped_mlp`. h_NU: its pre-activations.
     """
-    (x_TD, src_N, sizes_L), (w_up_LDU, w_down_LFD, b_up_LU, b_down_LD) = rows, weights
+    w_up_LDU, w_down_LFD, b_up_LU, b_down_LD = weights
     groups, d, u = w_up_LDU.shape
     f, num_rows = w_down_LFD.shape[1], dy_ND.shape[0]
     # must match `Workspace` in grouped_mlp.cc
     pairs, blocks = num_rows // 2 + groups, num_rows // 96 + groups
     num_words = (w_up_LDU.size + w_down_LFD.size) // 2 + pairs * (2 * d + f + u) + blocks * u
-    wide = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in (w_up_LDU, w_down_LFD)]
-    biases = [
-        jax.ShapeDtypeStruct((0,) if b is None else b.shape, jnp.float32)
-        for b in (b_up_LU, b_down_LD)
-    ]
+    optional = b_up_LU, b_down_LD, rows.scale_N
     results = (
-        jax.ShapeDtypeStruct(dy_ND.shape, x_TD.dtype),
-        *wide,
-        *biases,
+        jax.ShapeDtypeStruct(dy_ND.shape, rows.x_TD.dtype),
+        *(
+            jax.ShapeDtypeStruct(_or_empty(w).shape, jnp.float32)
+            for w in (w_up_LDU, w_down_LFD, *optional)
+        ),
         jax.ShapeDtypeStruct((num_words,), jnp.uint32),
     )
-    src_N = jnp.zeros(0, jnp.int32) if src_N is None else src_N
     call = jax.ffi.ffi_call("jmoe_grouped_mlp_gradient", results)
-    dx_ND, dw_up_LDU, dw_down_LFD, db_up_LU, db_down_LD, _ = call(
-        x_TD, src_N, sizes_L, w_up_LDU, w_down_LFD, h_NU, dy_ND, background=runs_in_background()
+    dx_ND, dw_up_LDU, dw_down_LFD, *others, _ = call(
+        rows.x_TD,
+        _or_empty(rows.src_N, jnp.int32),
+        rows.sizes_L,
+        w_up_LDU,
+        w_down_LFD,
+        *map(_or_empty, (b_down_LD, rows.scale_N)),
+        h_NU,
+        dy_ND,
+        background=runs_in_background(),
     )
-    return dx_ND, (
-        dw_up_LDU,
-        dw_down_LFD,
-        None if b_up_LU is None else db_up_LU,
-        None if b_down_LD is None else db_down_LD,
+    db_up_LU, db_down_LD, dscale_N = (
+        None if x is None else gradient for x, gradient in zip(optional, others, strict=True)
     )
+    return dx_ND, dscale_N, (dw_up_LDU, dw_down_LFD, db_up_LU, db_down_LD)
 
 
 def delay_until_available(scalar: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -50,13 +50,13 @@ struct Blocks {
   }
 };
 
-// What all calls read: x [T, D], of which row n is x[source[n]], some row where that is T, or x[n]; weights, and biases
-// where they are not null.
+// What all calls read: x [T, D], of which row n is x[source[n]], some row where that is T, or x[n]; weights; biases, and
+// the factor of each row's output, where they are not null.
 struct Inputs {
   const bfloat16* x;
   const int32_t* source;
   const bfloat16 *w_up, *w_down;
-  const float *b_up, *b_down;
+  const float *b_up, *b_down, *scale;
 
   const bfloat16* row(const Shape& s, int64_t n) const { return x + std::min(s.T - 1, source ? source[n] : n) * s.D; }
 };
@@ -87,7 +87,8 @@ void forward_block(
   for (int64_t n = 0; n < s.F; n += kPanel) {
     multiply(rows, block.count, gate.panel(n), s.D / 2, gates, kPanel);
     if (s.gated()) multiply(rows, block.count, other.panel(n), s.D / 2, ups, kPanel);
-    for (int64_t i = 0; i < block.count; i++)
+    for (int64_t i = 0; i < block.count; i++) {
+      const Floats factor = splat(in.scale ? in.scale[block.first + i] : 1.0f);
       for (int64_t j = 0; j < gate.width(n); j += kLanes) {
         bfloat16* to = h + (block.first + i) * s.U + n + j;
         Floats g = load<Floats>(gates + i * kPanel + j), u = splat(0);
@@ -99,17 +100,20 @@ void forward_block(
           put(u, to + s.F);
           u = floats(to + s.F);
         }
-        put(activated(floats(to), u, s.activation()), a + i * s.F + n + j);
+        put(factor * activated(floats(to), u, s.activation()), a + i * s.F + n + j);
       }
+    }
   }
   for (int64_t n = 0; n < s.D; n += kPanel) {
     multiply(Left{as_words(a), s.F / 2, 1}, block.count, down.panel(n), s.F / 2, gates, kPanel);
-    for (int64_t i = 0; i < block.count; i++)
+    for (int64_t i = 0; i < block.count; i++) {
+      const Floats factor = splat(in.scale ? in.scale[block.first + i] : 1.0f);
       for (int64_t j = 0; j < down.width(n); j += kLanes) {
         Floats sum = load<Floats>(gates + i * kPanel + j);
-        if (in.b_down) sum += load<Floats>(in.b_down + l * s.D + n + j);
+        if (in.b_down) sum += factor * load<Floats>(in.b_down + l * s.D + n + j);
         put(sum, y + (block.first + i) * s.D + n + j);
       }
+    }
   }
 }
 
@@ -134,12 +138,24 @@ struct Workspace {
   }
 };
 
+// The gradient of each row's factor through its bias: dy b_down.
+void bias_part_of_dscale(const Shape& s, const Inputs& in, const Block& block, const bfloat16* dy, float* dscale) {
+  for (int64_t i = block.first; i < block.first + block.count; i++) {
+    Floats dot = splat(0);
+    for (int64_t n = 0; in.b_down && n < s.D; n += kLanes)
+      dot += floats(dy + i * s.D + n) * load<Floats>(in.b_down + block.group * s.D + n);
+    dscale[i] = sum(dot);
+  }
+}
+
+// dscale: null without factors.
 void backward_block(
     const Shape& s, const Inputs& in, const Workspace& to, const Block& block, int64_t number, const bfloat16* h,
-    const bfloat16* dy, bfloat16* dx) {
+    const bfloat16* dy, bfloat16* dx, float* dscale) {
   scratch.begin(kBlockRows * (s.U / 2 + kPanel));
   bfloat16* dh = scratch.take<bfloat16>(kBlockRows * s.U);
   float* sums = scratch.take<float>(kBlockRows * kPanel);
+  if (dscale) bias_part_of_dscale(s, in, block, dy, dscale);
   float* dh_sums = to.dh_sums + number * s.U;
   const int64_t l = block.group, P = s.pairs();
   for (int64_t i = 0; i < block.count; i += 2) {
@@ -161,11 +177,13 @@ void backward_block(
         Words a{}, gate{}, other{};
         for (int64_t r = 0; r < std::min<int64_t>(2, block.count - i); r++) {
           const bfloat16* from = h + (block.first + i + r) * s.U + n + j;
-          const Floats da = load<Floats>(sums + (i + r) * kPanel + j);
+          const Floats factor = splat(in.scale ? in.scale[block.first + i + r] : 1.0f);
+          const Floats dscaled = load<Floats>(sums + (i + r) * kPanel + j), da = factor * dscaled;
           const Derivative d = derivative(floats(from), s.gated() ? floats(from + s.F) : splat(0), da, s.activation());
           gate_sum += d.gate;
           up_sum += d.up;
-          const Words a_row = narrow(d.value), gate_row = narrow(d.gate), other_row = narrow(d.up);
+          if (dscale) dscale[block.first + i + r] += sum(dscaled * d.value);
+          const Words a_row = narrow(factor * d.value), gate_row = narrow(d.gate), other_row = narrow(d.up);
           store(dh + (i + r) * s.U + n + j, halves(gate_row));
           if (s.gated()) store(dh + (i + r) * s.U + s.F + n + j, halves(other_row));
           a |= a_row << (16 * r);
@@ -212,10 +230,12 @@ bfloat16* data(ffi::Result<ffi::AnyBuffer>& x) { return static_cast<bfloat16*>(x
 
 Inputs inputs_of(
     const ffi::AnyBuffer& x, const ffi::Buffer<ffi::S32>& source, const ffi::AnyBuffer& w_up,
-    const ffi::AnyBuffer& w_down, const ffi::Buffer<ffi::F32>& b_up, const ffi::Buffer<ffi::F32>& b_down) {
+    const ffi::AnyBuffer& w_down, const ffi::Buffer<ffi::F32>& b_up, const ffi::Buffer<ffi::F32>& b_down,
+    const ffi::Buffer<ffi::F32>& scale) {
+  const auto optional = [](const ffi::Buffer<ffi::F32>& x) { return x.element_count() ? x.typed_data() : nullptr; };
   return {
       data(x), source.element_count() ? source.typed_data() : nullptr, data(w_up), data(w_down),
-      b_up.element_count() ? b_up.typed_data() : nullptr, b_down.element_count() ? b_down.typed_data() : nullptr};
+      optional(b_up), optional(b_down), optional(scale)};
 }
 
 void forward(const Shape& s, const Inputs& in, const int32_t* sizes, bfloat16* y, bfloat16* h, uint32_t* up) {
@@ -239,10 +259,10 @@ void forward(const Shape& s, const Inputs& in, const int32_t* sizes, bfloat16* y
   Pool::get().run({&pack, &compute});
 }
 
-// Where the gradients go; biases where they are not null.
+// Where the gradients go; biases and factors where they are not null.
 struct Gradients {
   bfloat16* x;
-  float *w_up, *w_down, *b_up, *b_down;
+  float *w_up, *w_down, *b_up, *b_down, *scale;
 };
 
 void backward(
@@ -260,8 +280,9 @@ void backward(
       pack_transposed(in.w_up + l * s.D * s.U, s.U, s.D, s.U, s.D, to.up + l * s.D * s.U / 2);
   });
   Phase rows(num_blocks + 1, [&](int i) {
-    if (i < num_blocks) return backward_block(s, in, to, blocks.all[i], i, h, dy, out.x);
+    if (i < num_blocks) return backward_block(s, in, to, blocks.all[i], i, h, dy, out.x, out.scale);
     std::fill(out.x + blocks.rows * s.D, out.x + s.N * s.D, bfloat16{});
+    if (out.scale) std::fill(out.scale + blocks.rows, out.scale + s.N, 0.0f);
   });
   const int64_t up_tasks = (s.D + kBlockRows - 1) / kBlockRows, down_tasks = (s.F + kBlockRows - 1) / kBlockRows;
   Phase weights(int(s.L * (up_tasks + down_tasks)), [&](int i) {
@@ -286,9 +307,11 @@ void backward(
       if (block.group != l) continue;
       for (int64_t n = 0; n < s.U; n += kLanes)
         store(up + n, load<Floats>(up + n) + load<Floats>(to.dh_sums + b * s.U + n));
-      for (int64_t i = 0; i < block.count; i++)
+      for (int64_t i = block.first; i < block.first + block.count; i++) {
+        const Floats factor = splat(in.scale ? in.scale[i] : 1.0f);
         for (int64_t n = 0; n < s.D; n += kLanes)
-          store(down + n, load<Floats>(down + n) + floats(dy + (block.first + i) * s.D + n));
+          store(down + n, load<Floats>(down + n) + factor * floats(dy + i * s.D + n));
+      }
     }
   });
   Pool::get().run({&pack, &rows, &weights, &biases});
@@ -297,10 +320,10 @@ void backward(
 ffi::Future handle_forward(
     ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes,
     ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::Buffer<ffi::F32> b_up, ffi::Buffer<ffi::F32> b_down,
-    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> h, ffi::ResultBuffer<ffi::U32> workspace,
-    bool background) {
+    ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> h,
+    ffi::ResultBuffer<ffi::U32> workspace, bool background) {
   if (!kHasPairs) return refuse("grouped MLP: this processor has no AVX512-BF16");
-  auto work = [s = shape_of(x, w_up, w_down, source), in = inputs_of(x, source, w_up, w_down, b_up, b_down),
+  auto work = [s = shape_of(x, w_up, w_down, source), in = inputs_of(x, source, w_up, w_down, b_up, b_down, scale),
                sizes = sizes.typed_data(), y = data(y), h = data(h), up = workspace->typed_data()] {
     forward(s, in, sizes, y, h, up);
   };
@@ -309,19 +332,18 @@ ffi::Future handle_forward(
 
 ffi::Future handle_backward(
     ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> source, ffi::Buffer<ffi::S32> sizes,
-    ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::AnyBuffer h, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
-    ffi::ResultBuffer<ffi::F32> dw_up, ffi::ResultBuffer<ffi::F32> dw_down, ffi::ResultBuffer<ffi::F32> db_up,
-    ffi::ResultBuffer<ffi::F32> db_down, ffi::ResultBuffer<ffi::U32> workspace, bool background) {
+    ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::Buffer<ffi::F32> b_down, ffi::Buffer<ffi::F32> scale,
+    ffi::AnyBuffer h, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx, ffi::ResultBuffer<ffi::F32> dw_up,
+    ffi::ResultBuffer<ffi::F32> dw_down, ffi::ResultBuffer<ffi::F32> db_up, ffi::ResultBuffer<ffi::F32> db_down,
+    ffi::ResultBuffer<ffi::F32> dscale, ffi::ResultBuffer<ffi::U32> workspace, bool background) {
   if (!kHasPairs) return refuse("grouped MLP: this processor has no AVX512-BF16");
   const Shape s = shape_of(x, w_up, w_down, source);
   if (int64_t(workspace->element_count()) < Workspace::words(s))
     return refuse("grouped MLP: the workspace is too small");
-  const Inputs in{
-      data(x), source.element_count() ? source.typed_data() : nullptr, data(w_up), data(w_down), nullptr, nullptr};
-  const bool biases = db_up->element_count();
+  const Inputs in = inputs_of(x, source, w_up, w_down, b_down, b_down, scale);  // b_up is not read
+  const auto optional = [](ffi::ResultBuffer<ffi::F32>& x) { return x->element_count() ? x->typed_data() : nullptr; };
   const Gradients out{
-      data(dx), dw_up->typed_data(), dw_down->typed_data(), biases ? db_up->typed_data() : nullptr,
-      biases ? db_down->typed_data() : nullptr};
+      data(dx), dw_up->typed_data(), dw_down->typed_data(), optional(db_up), optional(db_down), optional(dscale)};
   auto work = [s, in, sizes = sizes.typed_data(), h = data(h), dy = data(dy), out,
                workspace = workspace->typed_data()] { backward(s, in, sizes, h, dy, out, workspace); };
   return start(threads, background, work);
@@ -340,6 +362,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::Buffer<ffi::F32>>()
         .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::U32>>()
@@ -354,9 +377,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()

@@ -210,3 +210,26 @@ def combine(
     complete: promises that no choice was dropped and no row is empty.
     """
     return _combine(y_MD, weights_TK, src_M, row_TK, complete, implementation)
+
+
+@jax.custom_vjp
+def row_weights(weights_TK: jax.Array, choice_M: jax.Array, row_TK: jax.Array) -> jax.Array:
+    """Return [M], the weight of each row's choice; 0 for an empty row.
+
+    choice_M: the choice of each row, an index into weights_TK.reshape(-1); T K for an empty row. It
+    is the inverse of row_TK, by which the gradient is gathered.
+    """
+    return take_rows(weights_TK.reshape(-1), choice_M)
+
+
+def _row_weights_fwd(
+    weights_TK: jax.Array, choice_M: jax.Array, row_TK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return row_weights(weights_TK, choice_M, row_TK), row_TK
+
+
+def _row_weights_bwd(row_TK: jax.Array, dweight_M: jax.Array) -> tuple[jax.Array, None, None]:
+    return take_rows(dweight_M, row_TK), None, None
+
+
+row_weights.defvjp(_row_weights_fwd, _row_weights_bwd)

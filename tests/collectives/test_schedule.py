@@ -319,7 +319,8 @@ def test_work_is_hidden_behind_experts(experts: str) -> None:
         there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(x.shape)
         if experts == "native":
             out = native.grouped_mlp(
-                (there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None)
+                native.GroupedRows(there, None, jnp.full(1, len(x), jnp.int32)),
+                (w_up, w_down, None, None),
             )[0]
         else:
             out = there @ w_up[0] @ w_down[0]
@@ -376,7 +377,8 @@ def test_memory_of_an_operation_in_the_background_is_held_until_work_is_done() -
     def run(x: jax.Array, w_up: jax.Array, w_down: jax.Array) -> jax.Array:
         there = lax.all_to_all(x.reshape(8, -1, 16), ALL, 0, 0, tiled=True).reshape(x.shape)
         out = native.grouped_mlp(
-            (there, None, jnp.full(1, len(x), jnp.int32)), (w_up, w_down, None, None)
+            native.GroupedRows(there, None, jnp.full(1, len(x), jnp.int32)),
+            (w_up, w_down, None, None),
         )[0]
         return lax.all_to_all(out.reshape(8, -1, 16), ALL, 0, 0, tiled=True)
 

@@ -32,14 +32,15 @@ GROUPS = {
 }
 
 
-def arrays(activation: str, bias: bool, dtype: Any) -> list[jax.Array | None]:
-    """[x, w_up, w_down, b_up, b_down]; the biases float32, as the layers keep them."""
+def arrays(activation: str, bias: bool, dtype: Any, scaled: bool = False) -> list[jax.Array | None]:
+    """[x, w_up, w_down, b_up, b_down, scale]; the biases float32, as the layers keep them."""
     up = F if activation == "gelu" else 2 * F
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, w_up, w_down = draw(N, D), draw(L, D, up) * D**-0.5, draw(L, F, D) * F**-0.5
     biases = [draw(L, up), draw(L, D)] if bias else [None, None]
-    return [x.astype(dtype), w_up.astype(dtype), w_down.astype(dtype), *biases]
+    scale = draw(N) if scaled else None
+    return [x.astype(dtype), w_up.astype(dtype), w_down.astype(dtype), *biases, scale]
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -50,19 +51,23 @@ def run(
     routing.
     """
 
-    def f(x: jax.Array, *weights: Any) -> jax.Array:
+    def f(x: jax.Array, *operands: Any) -> jax.Array:
+        *weights, scale = operands
+        options: Any = {"activation": activation, "scale_N": scale}
         if slots is None:
-            return reference.grouped_mlp(x, sizes_L, MLPWeights(*weights), activation=activation)
+            return reference.grouped_mlp(x, sizes_L, MLPWeights(*weights), **options)
         return grouped_mlp(
-            x, sizes_L, MLPWeights(*weights), activation=activation, batched_rows_per_group=slots
+            x, sizes_L, MLPWeights(*weights), batched_rows_per_group=slots, **options
         )
 
     y, vjp = jax.vjp(f, *operands)
     return y, vjp(dy_ND)
 
 
-def compare(slots: int, activation: str, bias: bool, dtype: Any, tolerance: float) -> None:
-    operands = arrays(activation, bias, dtype)
+def compare(
+    slots: int, activation: str, bias: bool, dtype: Any, tolerance: float, scaled: bool = False
+) -> None:
+    operands = arrays(activation, bias, dtype, scaled)
     dy_ND = jnp.asarray(np.random.default_rng(1).normal(size=(N, D)), dtype)
     for name, sizes in GROUPS.items():
         sizes_L = jnp.asarray(sizes, jnp.int32)
@@ -95,6 +100,37 @@ def test_bfloat16(activation: str, bias: bool, slots: int) -> None:
     compare(slots, activation, bias, jnp.bfloat16, 2e-2)
 
 
+@pytest.mark.parametrize("slots", [8, 1000])
+@pytest.mark.parametrize(
+    ("activation", "bias"), [("swiglu", False), ("gelu", True), ("clamped_swiglu", True)]
+)
+def test_factors_of_rows(activation: str, bias: bool, slots: int) -> None:
+    """The factor multiplies activations and bias; the reference multiplies the output."""
+    compare(slots, activation, bias, jnp.float32, 1e-5, scaled=True)
+    compare(slots, activation, bias, jnp.bfloat16, 2e-2, scaled=True)
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (jnp.ones(N - 1), rf"scale float32 \({N - 1},\): must be float32 \[{N}\]"),
+        (jnp.ones(N, jnp.bfloat16), rf"scale bfloat16 \({N},\): must be float32 \[{N}\]"),
+    ],
+)
+def test_factors_that_do_not_fit(scale: jax.Array, words: str) -> None:
+    x, w_up, w_down, *_ = arrays("swiglu", False, jnp.float32)
+    assert x is not None and w_up is not None and w_down is not None
+    with pytest.raises(ValueError, match=words):
+        grouped_mlp(
+            x,
+            jnp.asarray(GROUPS["balanced"], jnp.int32),
+            MLPWeights(w_up, w_down),
+            activation="swiglu",
+            batched_rows_per_group=8,
+            scale_N=scale,
+        )
+
+
 def test_bfloat16_stays_near_float32() -> None:
     """Rounded operands, not rounded sums: bfloat16 is within a per cent of the float32 result."""
     low, full = (arrays("swiglu", False, dtype) for dtype in (jnp.bfloat16, jnp.float32))
@@ -115,7 +151,7 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
         jnp.asarray(np.argsort(order).reshape(-1, k), jnp.int32),
         complete=True,
     )
-    x, w_up, w_down, _, _ = arrays("swiglu", False, dtype)
+    x, w_up, w_down, *_ = arrays("swiglu", False, dtype)
     assert x is not None and w_up is not None and w_down is not None
     dy_ND = jnp.asarray(np.random.default_rng(1).normal(size=(N, D)), dtype)
 
@@ -149,7 +185,7 @@ def test_tokens_that_are_not_dispatched(dtype: Any, slots: int) -> None:
 
 
 def test_one_group() -> None:
-    x, w_up, w_down, _, _ = arrays("swiglu", False, jnp.float32)
+    x, w_up, w_down, *_ = arrays("swiglu", False, jnp.float32)
     assert x is not None and w_up is not None and w_down is not None
     y = grouped_mlp(
         x,

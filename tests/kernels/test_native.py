@@ -1004,12 +1004,13 @@ def test_multiplications_of_a_training_step(gather: bool) -> None:
     t, d, f, rows = 3, 16, 32, jnp.zeros(6, jnp.int32) if gather else None
     x, sizes = jnp.zeros((t if gather else 6, d)), jnp.full(2, 3, jnp.int32)
     weights = jnp.zeros((2, d, 2 * f)), jnp.zeros((2, f, d)), None, None
+    grouped = native.GroupedRows(x, rows, sizes)
     attended = jnp.zeros((2, 5, 4, 16)), jnp.zeros((2, 5, 2, 16)), jnp.zeros((2, 5, 2, 32))
 
     def all_of_them(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        y, h = native.grouped_mlp((x, rows, sizes), weights)
+        y, h = native.grouped_mlp(grouped, weights)
         results = native.causal_attention(q, k, v, 1.0)
-        back = native.grouped_mlp_gradient((x, rows, sizes), weights, h, y)
+        back = native.grouped_mlp_gradient(grouped, weights, h, y)
         return (
             back,
             native.causal_attention_gradient((q, k, v), results, results[0], 1.0),

@@ -105,28 +105,34 @@ def drawn_mlp(
 
 
 @pytest.mark.parametrize(
-    ("activation", "bias", "sizes", "d", "f"),
+    ("activation", "bias", "scaled", "sizes", "d", "f"),
     [
-        ("gelu", True, [7, 0, 191, 96], 64, 96),
-        ("gelu", False, [300], 80, 64),
-        ("swiglu", False, [100, 200], 64, 80),
-        ("swiglu", True, [1, 128, 0], 32, 48),
+        ("gelu", True, False, [7, 0, 191, 96], 64, 96),
+        ("gelu", False, True, [300], 80, 64),
+        ("swiglu", False, False, [100, 200], 64, 80),
+        ("swiglu", True, True, [1, 128, 0], 32, 48),
     ],
 )
 def test_experts_and_their_gradients(
-    activation: str, bias: bool, sizes: list[int], d: int, f: int
+    activation: str, bias: bool, scaled: bool, sizes: list[int], d: int, f: int
 ) -> None:
     """Groups of any size, none or one row or an odd number; what lies beyond them has no part in
     it.
     """
+    (scale,) = drawn([(300,)])
+    scale_N = scale.astype(jnp.float32) if scaled else None
     x, weights = drawn_mlp(sizes, d, f, activation, bias=bias)
     dy, used = x[::-1], sum(sizes)
     sizes_L = jnp.asarray(sizes, jnp.int32)
 
     def both(form: Any, x: jax.Array, dy: jax.Array) -> Any:
-        y, vjp = jax.vjp(lambda x, w: form(x, sizes_L, w, activation=activation), x, weights)
-        dx, dweights = vjp(dy)
-        return y[:used], dx[:used], dweights
+        def f(x: jax.Array, weights: MLPWeights, scale_N: jax.Array | None) -> jax.Array:
+            y_ND: jax.Array = form(x, sizes_L, weights, activation=activation, scale_N=scale_N)
+            return y_ND
+
+        y, vjp = jax.vjp(f, x, weights, scale_N)
+        dx, dweights, dscale = vjp(dy)
+        return y[:used], dx[:used], dweights, dscale
 
     with native.allow_native_training(True):
         ours = both(partial(grouped_mlp, batched_rows_per_group=32), x, dy)
@@ -185,11 +191,12 @@ def test_in_the_background_they_compute_the_same_and_say_how_long_it_took() -> N
     """Each in a program of several operations, all of which wait for what they read."""
     q, k, v, do = drawn([(2, 65, 4, 32), (2, 65, 2, 32), (2, 65, 2, 48), (2, 65, 4, 48)])
     x, weights = drawn_mlp([100, 60], 32, 48, "swiglu", bias=True)
-    rows, arrays = (x, None, jnp.asarray([100, 60], jnp.int32)), tuple(weights)
+    sizes_L = jnp.asarray([100, 60], jnp.int32)
+    rows, arrays = native.GroupedRows(x, None, sizes_L), tuple(weights)
 
     def program(q: jax.Array, x: jax.Array) -> Any:
         o, lse = native.causal_attention(q * 2, k, v, scale=0.2)
-        y, h = native.grouped_mlp((x * 2, *rows[1:]), arrays)
+        y, h = native.grouped_mlp(rows._replace(x_TD=x * 2), arrays)
         dq, dk, dv = native.causal_attention_gradient((q * 2, k, v), (o, lse), do + o, scale=0.2)
         return dq + q, dk + k, dv + v, native.grouped_mlp_gradient(rows, arrays, h, y + 1)
 

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.token_permute import combine, dispatch, sort_by_expert, sum_rows, take_rows
+from kernels_pallas.token_permute import (
+    combine,
+    dispatch,
+    row_weights,
+    sort_by_expert,
+    sum_rows,
+    take_rows,
+)
 from kernels_pallas.token_permute.sort import counting_sort
 from tests.arrays import random_row_map
 
@@ -140,6 +147,29 @@ def test_sum_rows_is_the_transpose_of_dispatch(rows: int, dropped: int, dtype: A
         dy_MD[full_M], dispatch(g_TD.astype(dtype), src_M, row_TK)[full_M]
     )
     assert np.isfinite(np.asarray(dy_MD, np.float32)).all()
+
+
+@pytest.mark.parametrize(("rows", "dropped"), CASES)
+def test_row_weights(rows: int, dropped: int) -> None:
+    """A row has its choice's weight, and a choice the gradient of its row; an empty row and a
+    dropped choice have 0.
+    """
+    src_M, row_TK = permutation(rows, dropped)
+    choice_M = np.full(rows, T * K, np.int32)
+    kept = row_TK.reshape(-1) < rows
+    choice_M[row_TK.reshape(-1)[kept]] = np.flatnonzero(kept)
+    weights_TK, dweight_M = (
+        jnp.asarray(np.random.default_rng(2).normal(size=size), jnp.float32)
+        for size in ((T, K), rows)
+    )
+    weight_M, vjp = jax.vjp(lambda w: row_weights(w, choice_M, jnp.asarray(row_TK)), weights_TK)
+    expected = np.zeros(rows, np.float32)
+    expected[choice_M < T * K] = np.asarray(weights_TK).reshape(-1)[choice_M[choice_M < T * K]]
+    np.testing.assert_array_equal(weight_M, expected)
+    assert not np.any(np.asarray(weight_M)[src_M == T])
+    (dweights_TK,) = vjp(dweight_M)
+    padded = np.append(dweight_M, 0)
+    np.testing.assert_array_equal(dweights_TK, padded[np.minimum(row_TK, rows)])
 
 
 def test_a_permutation_and_its_inverse() -> None:

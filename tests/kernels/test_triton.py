@@ -30,7 +30,7 @@ from kernels_pallas.grouped_matmul import triton as gm_triton
 from kernels_pallas.grouped_matmul import triton_weights
 from kernels_pallas.grouped_matmul.operands import WeightSlots
 from kernels_pallas.grouped_matmul.triton_choices import matmul_of_choices
-from kernels_pallas.grouped_mlp import MLPWeights
+from kernels_pallas.grouped_mlp import MLPWeights, activation_triton
 from kernels_pallas.grouped_mlp import reference as mlp_reference
 from kernels_pallas.grouped_mlp import triton as mlp_triton
 from kernels_pallas.implementations import trace_for_device
@@ -183,34 +183,65 @@ def test_every_code_and_scale_is_decoded_exactly() -> None:
         assert np.array_equal(found, expected, equal_nan=True), name
 
 
-@pytest.mark.parametrize(("activation", "bias"), [("clamped_swiglu", True), ("gelu", True)])
-def test_grouped_mlp(activation: str, bias: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Without gradients: biases and activation in the kernels. With them: every gradient. The
-    oracle in float32.
+@pytest.mark.parametrize(
+    ("activation", "scaled"), [("clamped_swiglu", False), ("gelu", False), ("swiglu", True)]
+)
+def test_grouped_mlp(activation: str, scaled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Without gradients: biases and activation in the kernels. With them: every gradient. Without
+    biases if rows have factors. The oracle in float32.
     """
     up = F if activation == "gelu" else 2 * F
     shapes = (NUM_ROWS, D), (3, D, up), (3, F, D), (3, up), (3, D)
     x, *weights = (normal(i, shape, jnp.float32) * 0.3 for i, shape in enumerate(shapes))
+    scale_N = normal(7, (NUM_ROWS,), jnp.float32)
+    if scaled:
+        weights = weights[:2]
     sizes = jnp.asarray(SIZES, jnp.int32)
     dy = normal(9, (NUM_ROWS, D), jnp.float32).at[INSIDE:].set(0)
 
-    def mlp(run: Any, *operands: jax.Array) -> jax.Array:
-        y_ND: jax.Array = run(operands[0], sizes, MLPWeights(*operands[1:]), activation=activation)
+    def mlp(run: Any, x: jax.Array, scale_N: jax.Array, *weights: jax.Array) -> jax.Array:
+        options = {"activation": activation, "scale_N": scale_N if scaled else None}
+        y_ND: jax.Array = run(x, sizes, MLPWeights(*weights), **options)
         return y_ND
 
     ours = partial(mlp, partial(mlp_triton.grouped_mlp, matmul=MATMUL))
     expected = partial(mlp, mlp_reference.grouped_mlp)
-    y, vjp = jax.vjp(expected, x, *weights)
-    assert_close(jax.jit(ours)(x, *weights)[:INSIDE], y[:INSIDE], 1e-5)
+    y, vjp = jax.vjp(expected, x, scale_N, *weights)
+    assert_close(jax.jit(ours)(x, scale_N, *weights)[:INSIDE], y[:INSIDE], 1e-5)
     assert not caplog.records  # the fused form was taken
 
     @jax.jit
     def gradients(*operands: jax.Array) -> Any:
         return jax.vjp(ours, *operands)[1](dy)
 
-    for a, b in zip(gradients(x, *weights), vjp(dy), strict=True):
+    for a, b in zip(gradients(x, scale_N, *weights), vjp(dy), strict=True):
         n = INSIDE if a.shape[0] == NUM_ROWS else None
         assert_close(a[:n], b[:n], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("activation", "scaled", "dtype"),
+    [
+        ("swiglu", True, jnp.bfloat16),
+        ("swiglu", False, jnp.float32),
+        ("clamped_swiglu", True, jnp.float32),
+        ("gelu", True, jnp.float32),
+    ],
+)
+def test_activation_gradients(activation: str, scaled: bool, dtype: Any) -> None:
+    """Rows and columns that no block divides; the factors' gradients sum over two blocks."""
+    num_rows, width = 6, 600
+    h = normal(0, (num_rows, width if activation == "gelu" else 2 * width), dtype) * 3
+    dscaled = normal(1, (num_rows, width), dtype)
+    scale_N = normal(2, (num_rows,), jnp.float32) if scaled else None
+    ours = activation_triton.activation_gradients(
+        h, dscaled, scale_N, activation=activation, interpret=True
+    )
+    wide = (x.astype(jnp.float32) for x in (h, dscaled))
+    expected = mlp_reference.activation_gradients(*wide, scale_N, activation=activation)
+    assert (ours.dscale_N is None) == (expected.dscale_N is None)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, 1e-2 if dtype == jnp.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize(
