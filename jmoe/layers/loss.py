@@ -23,6 +23,13 @@ from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_loc
 from jmoe.planning.embedding import EmbeddingPlan
 from jmoe.types import PyTree
 from kernels_pallas.matmul import dot, transposed
+from kernels_pallas.token_loss import (
+    LossGradients,
+    gradient_of_softmax,
+    loss_gradients,
+    softmax_and_nll,
+    softmax_terms,
+)
 
 CHUNK_LOGITS = 2**22  # logits of a chunk on a CPU: 16 MiB in float32, near its cache
 # on a GPU: 2 GiB in float32. With smaller chunks, reading and writing the sum of dw dominates.
@@ -63,31 +70,38 @@ def _split_into_chunks(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _softmax_and_nll(
-    x_CD: jax.Array, w_DV: jax.Array, labels_C: jax.Array, axes: tuple[str, ...]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (softmax [C, V], negative log-likelihood [C], is_label [C, V]) of a chunk.
+    logits_CV: jax.Array, labels_C: jax.Array, axes: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return (softmax [C, V], negative log-likelihood [C]) of a chunk.
 
-    axes: mesh axes of the devices that split the vocabulary; () for none.
+    axes: mesh axes of the devices that split the vocabulary; () for none. A label of another
+    device's shard is outside [0, V).
     """
-    logits_CV = dot(x_CD, w_DV)
-    top_C1 = lax.stop_gradient(logits_CV.max(axis=-1, keepdims=True))
-    exp_CV = jnp.exp(logits_CV - top_C1)
-    total_C1 = exp_CV.sum(axis=-1, keepdims=True)
-    label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
-    # a label of another device's shard has logit 0; a negative index would count from the end
-    own_C = jnp.where(labels_C < 0, w_DV.shape[1], labels_C)
-    label_logit_C = jnp.take_along_axis(
-        logits_CV, own_C[:, None], axis=-1, mode="fill", fill_value=0
-    )[:, 0]
     if not axes:
-        nll_C = (top_C1 + jnp.log(total_C1))[:, 0] - label_logit_C
-        return exp_CV / total_C1, nll_C, label_CV
+        return softmax_and_nll(logits_CV, labels_C)
+    exp_CV, top_C1, total_C1, label_logit_C = softmax_terms(logits_CV, labels_C)
     own = jnp.stack([top_C1[:, 0], total_C1[:, 0], label_logit_C])
     tops, totals, label_logits = all_gather_rows_local(own[None], axes).swapaxes(0, 1)
     top_C = tops.max(axis=0)
     total_C = (totals * jnp.exp(tops - top_C)).sum(axis=0)
     nll_C = top_C + jnp.log(total_C) - label_logits.sum(axis=0)
-    return exp_CV * (jnp.exp(top_C1[:, 0] - top_C) / total_C)[:, None], nll_C, label_CV
+    return exp_CV * (jnp.exp(top_C1[:, 0] - top_C) / total_C)[:, None], nll_C
+
+
+def _loss_gradients(
+    logits_CV: jax.Array,
+    labels_C: jax.Array,
+    weights_C: jax.Array,
+    dtype: DTypeLike,
+    axes: tuple[str, ...],
+) -> LossGradients:
+    """Return the gradient of a chunk's logits, in `dtype`, and the tokens' negative
+    log-likelihoods. axes: as for `_softmax_and_nll`.
+    """
+    if not axes:
+        return loss_gradients(logits_CV, labels_C, weights_C, dtype)
+    p_CV, nll_C = _softmax_and_nll(logits_CV, labels_C, axes)
+    return LossGradients(gradient_of_softmax(p_CV, labels_C, weights_C, dtype), nll_C)
 
 
 def _chunked_cross_entropy(
@@ -107,7 +121,7 @@ def _chunked_cross_entropy(
             total: jax.Array, chunk: tuple[jax.Array, ...]
         ) -> tuple[jax.Array, None]:
             x_CD, labels_C, weights_C = chunk
-            _, nll_C, _ = _softmax_and_nll(x_CD, w_DV, labels_C, axes)
+            _, nll_C = _softmax_and_nll(dot(x_CD, w_DV), labels_C, axes)
             return total + (nll_C * weights_C).sum(), None
 
         size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
@@ -137,9 +151,8 @@ def _loss_and_gradients(
         ) -> PyTree:
             total, dw_DV = carry
             x_CD, labels_C, weights_C = chunk
-            p_CV, nll_C, label_CV = _softmax_and_nll(x_CD, w_DV, labels_C, axes)
-            dlogits_CV = ((p_CV - label_CV.astype(jnp.float32)) * weights_C[:, None]).astype(
-                x_CD.dtype
+            dlogits_CV, nll_C = _loss_gradients(
+                dot(x_CD, w_DV), labels_C, weights_C, x_CD.dtype, axes
             )
             dx_CD = dot(dlogits_CV, w_DV, b_transposed=True).astype(x_CD.dtype)
             dw_DV = dw_DV + dot(transposed(x_CD), dlogits_CV)

@@ -51,6 +51,7 @@ SHARES = {
     "combine_splits in Triton": ReachedFractions(0.8),
 }
 TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
+PASSES_IN_TRITON = ("add_and_norm", "choose_experts", "activation_gradients")
 # Product rates of other dtypes relative to bfloat16, on data-centre GPUs. float32 means TF32;
 # exact float32 (XLA's highest precision) runs without tensor cores, at 67 of 989 TFLOP/s
 # on an H100, by its data sheet.
@@ -464,7 +465,10 @@ class _ModuleEstimator:
         if kernel and kernel[1] == "rotate_and_write":  # moves one token of the cache it is given
             moved = 2 * arrays[0].num_bytes
             return _KernelWork("rotate_and_write in Triton", scope, "pass", moved)
-        if kernel and kernel[1] in ("add_and_norm", "choose_experts", "activation_gradients"):
+        if kernel and kernel[1] == "loss_gradients":  # reads the logits a second time
+            moved += arrays[0].num_bytes
+            return _KernelWork("loss_gradients in Triton", scope, "pass", moved)
+        if kernel and kernel[1] in PASSES_IN_TRITON:
             return _KernelWork(f"{kernel[1]} in Triton", scope, "pass", moved)
         if kernel and kernel[1] == "combine_splits":
             return _KernelWork("combine_splits in Triton", scope, "combine_splits in Triton", moved)
