@@ -32,7 +32,7 @@ from jmoe.models.safetensors_io import (
     write_safetensors,
 )
 from jmoe.models.stored_formats import Fp8Blocks, StoredFormat
-from jmoe.models.tensor_names import has_fused_experts
+from jmoe.models.tensor_names import has_fused_experts, layer_sources
 from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import Parameter, ParameterPiece, check_tensors, list_parameters
 from jmoe.runtime import end_at_once_on_interrupt
@@ -222,6 +222,9 @@ def compress_model(folder: Path, out: Path, experts: str) -> None:
         " jmoe.save_pretrained"
     )
     check(not has_fused_experts(stored, family), "MODEL", str(folder), words)
+    experts_up = layer_sources(family)["moe.experts.w_up"]
+    words = "has all experts of a layer in one tensor, for which there is no compressed layout"
+    check(not (experts_up.stacked and experts_up.transposed), "model_type", family, words)
     wanted = list_parameters(abstract_decoder(config)[2], config, family)
     check_tensors(wanted, stored, folder, config, np.float32)
     matrices = [(piece, parameter) for parameter in wanted for piece in parameter.pieces()]

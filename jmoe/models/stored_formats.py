@@ -40,6 +40,25 @@ Stored = Mapping[str, StoredTensor]
 # (tensor, first row, end row) -> a copy of these rows, [n, elements of a row]
 ReadRows = Callable[[StoredTensor, int, int], np.ndarray]
 SCALE_DTYPES = ("BF16", "F16", "F32")
+NOT_FINITE = "has scales that are NaN or infinite: the file is damaged"
+
+
+def check_scales_finite(tensor: StoredTensor, rows: np.ndarray) -> None:
+    """Raise ValueError naming the tensor if it holds scales and some of `rows` are NaN or infinite.
+
+    Codes of weights are 8-bit or 32-bit integers or E4M3, scales any float, or exponents in 8 bits.
+    """
+    is_scale = "scale" in tensor.name.rpartition(".")[2]
+    if tensor.dtype in SCALE_DTYPES:
+        finite = np.isfinite(rows.astype(np.float32)).all()
+    elif tensor.dtype == "F8_E8M0" or (tensor.dtype == "U8" and is_scale):
+        finite = (rows.view(np.uint8) != 255).all()
+    elif tensor.dtype == "F8_E4M3" and is_scale:
+        finite = (rows.view(np.uint8) & 127 != 127).all()
+    else:
+        return
+    if not finite:
+        raise tensor.error(NOT_FINITE)
 
 
 class StoredFormat(ABC):
@@ -48,6 +67,7 @@ class StoredFormat(ABC):
     label: ClassVar[str]  # its name in messages
     suffixes: ClassVar[tuple[str, ...]]  # appended to the matrix's name for each tensor
     may_stack: ClassVar[bool] = False  # whether the tensors may hold the matrices of all experts
+    has_scales_in_values: ClassVar[bool] = False  # whether no tensor of their own holds the scales
 
     def tensor_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors that store the matrix `name`."""
@@ -330,4 +350,7 @@ def decompress_rows(
     step = form.rows_per_chunk(span[1] - span[0], step)
     for first in range(*span, step):
         last = min(first + step, span[1])
-        yield first, last, form.decompress(*form.read_compressed(read, stored, name, first, last))
+        rows = form.decompress(*form.read_compressed(read, stored, name, first, last))
+        if form.has_scales_in_values and not np.isfinite(rows).all():
+            raise stored[name].error(NOT_FINITE)
+        yield first, last, rows

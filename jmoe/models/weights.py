@@ -32,7 +32,7 @@ from jmoe.models.safetensors_io import (
     StoredTensor,
     TensorReader,
 )
-from jmoe.models.stored_formats import Stored, decompress_rows
+from jmoe.models.stored_formats import Stored, check_scales_finite, decompress_rows
 from jmoe.models.tensor_names import (
     has_fused_experts,
     is_gguf,
@@ -474,9 +474,11 @@ class ParameterLoader:
         return values, scales
 
     def _read_rows(self, tensor: StoredTensor, start: int, end: int) -> np.ndarray:
-        return np.concatenate(
+        rows = np.concatenate(
             [rows.copy() for _, _, rows in self._reader.read_chunks(tensor, start, end)]
         )
+        check_scales_finite(tensor, rows)
+        return rows
 
     def _decompressed_rows(
         self, stored: Stored, piece: ParameterPiece, start: int, end: int
@@ -497,8 +499,7 @@ class ParameterLoader:
         blocks, scales = stored[f"{piece.name}_blocks"], stored[f"{piece.name}_scales"]
         for a, b, packed in self._reader.read_chunks(blocks, start, end, trailing=2):
             packed = packed.copy()  # the next read overwrites it
-            rows_of_scales = [rows.copy() for _, _, rows in self._reader.read_chunks(scales, a, b)]
-            yield a, b, decode_mxfp4_bfloat16(packed, np.concatenate(rows_of_scales))
+            yield a, b, decode_mxfp4_bfloat16(packed, self._read_rows(scales, a, b))
 
 
 def _target_columns(first: int, count: int, total: int, interleaved: bool) -> list[slice]:

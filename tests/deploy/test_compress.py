@@ -410,6 +410,14 @@ def test_bad_input(
         expert_layout("wide", family)
 
 
+def test_stacked_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="model_type = 'granitemoe': has all experts of a layer in"
+    ):
+        compress_model(CHECKPOINTS / "granitemoe", tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_compressed_model_is_refused(tmp_path: Path) -> None:
     """By its configuration, and by its tensors where the configuration says nothing."""
     write_compressed_checkpoint("fp8", "qwen3_moe", tmp_path / "fp8", tmp_path / "wide")

@@ -262,6 +262,23 @@ def test_keys_and_values_in_one_tensor() -> None:
     assert source.names == ("attn_kv_b.weight",) and not source.each_transposed
 
 
+@pytest.mark.parametrize(("name", "nan"), [("olmoe", b"\0\x7e"), ("gpt-oss", b"\xff")])
+def test_scales_that_are_not_finite_are_named(name: str, nan: bytes, tmp_path: Path) -> None:
+    """Of experts that are widened, and of those that stay compressed."""
+    file = tmp_path / "x.gguf"
+    data = bytearray((FIXTURES / name / "model.gguf").read_bytes())
+    tensor = read_gguf(FIXTURES / name / "model.gguf").tensors["blk.0.ffn_up_exps.weight"]
+    data[tensor.offset : tensor.offset + len(nan)] = nan
+    file.write_bytes(data)
+    folder, message = gguf_folder(file), r"blk\.0\.ffn_up_exps\.weight' has scales that are NaN"
+    with pytest.raises(ValueError, match=message):
+        jmoe.load_pretrained(folder, dtype="float32")
+    with LazyCheckpoint(folder, "float32", KEPT[name][1]) as kept:
+        views = {n: np.empty(s, d) for n, (s, d) in kept.expert_fields.items()}
+        with pytest.raises(ValueError, match=message):
+            kept.fill_expert(0, 0, views)
+
+
 def test_float16_needs_a_dtype(tmp_path: Path) -> None:
     folder = gguf_folder(FIXTURES / "llama" / "model.gguf", tmp_path)
     with pytest.raises(ValueError, match="has dtype F16: give dtype='float32' or dtype='bfloat16'"):

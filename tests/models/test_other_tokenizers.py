@@ -123,6 +123,30 @@ def test_spaces_of_transformers_4(tmp_path: Path) -> None:
     assert old.encode("<s>the").ids[1:] == old.encode("the").ids
 
 
+def test_a_made_tokenizer_follows_its_source(tmp_path: Path) -> None:
+    """It is made again once its source changes, unless somebody has changed it; a source that
+    cannot be read leaves none of before.
+    """
+    folder, said = copied("kimi", tmp_path / "model"), list[str]()
+    write_missing_tokenizer(folder, said.append)
+    write_missing_tokenizer(folder, said.append)
+    made = (folder / "tokenizer.json").read_text()
+    assert len(said) == 1
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"]["400"] = {"content": "<|new|>", "special": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_missing_tokenizer(folder, said.append)
+    assert len(said) == 2
+    assert open_tokenizer(folder / "tokenizer.json").token_to_id("<|new|>") == 400
+    (folder / "tiktoken.model").write_text("YQ== x\n")
+    write_missing_tokenizer(folder, said.append)
+    assert said[2].startswith("no tokenizer.json can be made from tiktoken.model")
+    assert not (folder / "tokenizer.json").exists()
+    (folder / "tokenizer.json").write_text(made + "\n")  # the user's own from here on
+    write_missing_tokenizer(folder, said.append)
+    assert len(said) == 3 and (folder / "tokenizer.json").read_text() == made + "\n"
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copied("kimi", tmp_path / "model")
 

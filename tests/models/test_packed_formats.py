@@ -5,6 +5,8 @@ memory keeps it. Values are compared in test_stored_formats.py, logits in test_s
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import jmoe
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.packed_formats import Gptq
-from jmoe.models.safetensors_io import read_headers
+from jmoe.models.safetensors_io import DTYPES, read_headers
 from kernels_pallas.compressed import SCALES
 from kernels_pallas.formats import INT4
 from tests.checkpoint_variants import Tensors, write_variant
@@ -130,3 +132,38 @@ def test_modelopts_file_describes_the_weights(tmp_path: Path) -> None:
     (folder / "hf_quant_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"hf_quant_config\.json: quantization = None: must be a"):
         jmoe.load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "value"),
+    [
+        ("fp8", "weight_scale_inv", np.nan),
+        ("fp8_rows", "weight_scale", np.inf),
+        ("int8", "weight_scale", np.nan),
+        ("gptq", "scales", np.inf),
+        ("awq", "scales", np.nan),
+        ("nvfp4", "weight_scale", 127),
+        ("nvfp4", "weight_scale_2", np.nan),
+        ("mxfp4", "weight_scale", 255),
+    ],
+)
+def test_scales_that_are_not_finite_are_named(
+    kind: str, suffix: str, value: float, tmp_path: Path
+) -> None:
+    """Of weights that are widened, and of experts in the format in which they are stored."""
+    folder = shutil.copytree(FIXTURES / kind, tmp_path / "bad")
+    ending = f".mlp.experts.1.up_proj.{suffix}"
+    tensor = next(t for name, t in read_headers(folder).items() if name.endswith(ending))
+    code = np.uint8 if isinstance(value, int) else DTYPES[tensor.dtype]
+    with tensor.file.open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(np.array(value).astype(code).tobytes())
+    name = tensor.name
+    message = rf"{re.escape(name)}' has scales that are NaN or infinite"
+    with pytest.raises(ValueError, match=message):
+        jmoe.load_pretrained(folder, dtype="float32")
+    with LazyCheckpoint(folder, "bfloat16") as checkpoint:
+        views = {n: np.empty(s, d) for n, (s, d) in checkpoint.expert_fields.items()}
+        index = checkpoint.config.layers[int(name.split(".")[2])].record
+        with pytest.raises(ValueError, match=message):
+            checkpoint.fill_expert(index, 1, views)

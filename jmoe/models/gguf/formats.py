@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from jmoe.models.safetensors_io import StoredTensor
-from jmoe.models.stored_formats import ReadRows, Stored, StoredFormat
+from jmoe.models.stored_formats import NOT_FINITE, ReadRows, Stored, StoredFormat
 from kernels_pallas.formats import INT4, INT8, MXFP4, Format
 
 # bytes of a block before its values: the scale
@@ -51,6 +51,7 @@ class GgufBlocks(StoredFormat):
 
     suffixes = ("",)
     may_stack = True
+    has_scales_in_values = True
 
     def __init__(self, quant: str) -> None:
         self.quant = quant
@@ -79,7 +80,11 @@ class GgufBlocks(StoredFormat):
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        wide: np.ndarray = dequantize(values, GGMLQuantizationType[self.quant])
+        with np.errstate(over="ignore", invalid="ignore"):  # scales that are no numbers
+            wide: np.ndarray = dequantize(values, GGMLQuantizationType[self.quant])
+        if self.quant == "MXFP4":  # the package takes 255, which is no exponent, for one
+            exponents = values[:, :: block_values_and_bytes(self.quant)[1]]
+            wide[np.repeat(exponents == 255, MXFP4.block, axis=1)] = np.nan
         return wide
 
     def read_in_memory_format(
@@ -96,7 +101,11 @@ class GgufBlocks(StoredFormat):
         else:  # the first half of a block is in the lower four bits
             parts = np.concatenate([values & 15, values >> 4], axis=-1).reshape(shape)
             codes = parts[:, 0::2] | parts[:, 1::2] << 4
-        if kind is MXFP4:
+        exponents = kind is MXFP4
+        finite = scales != 255 if exponents else np.isfinite(scales.view(np.float16))
+        if not finite.all():
+            raise stored[name].error(NOT_FINITE)
+        if exponents:
             return codes.T, scales[:, :, 0].T
         rounded = scales.view(np.float16)[:, :, 0].astype(np.float32).astype(jnp.bfloat16)
         return codes.T, rounded.T.view(kind.scales)
