@@ -78,7 +78,9 @@ from jmoe.training.finetune import (
 )
 from jmoe.training.fused.adapting import AdapterTrainer
 from jmoe.training.fused.distilling import DistillingTrainer
+from jmoe.training.fused.preferring import PreferenceTrainer, make_preference_trainer
 from jmoe.training.fused.step_estimate import estimate_step
+from jmoe.training.reference_answers import read_or_compute_reference_answers
 from jmoe.training.session import Session, print_on_rank_0
 from jmoe.training.state import TrainState
 from jmoe.training.streamed.adapting import StreamedAdapterTrainer
@@ -240,6 +242,8 @@ class LanguageModeling:
         distillation.
         """
         config, _ = setup.expert_packing.current_config_and_shape()
+        if config.dpo.beta is not None:
+            return make_preference_trainer(config, setup.mesh)
         if config.lora.rank is not None:
             if config.tiers.all_on_device:
                 return AdapterTrainer(config, setup.mesh)
@@ -258,8 +262,13 @@ class LanguageModeling:
         checkpoints: Checkpoints,
         snapshots: Snapshots | None,
     ) -> Session:
-        """Return the session, which also evaluates the loss on held-out text."""
-        return open_session(Session, setup, data, trainer, checkpoints, snapshots)
+        """Return the session, which also evaluates the loss on held-out text. Of preferences, it
+        has the reference model's log-probabilities.
+        """
+        run = open_session(Session, setup, data, trainer, checkpoints, snapshots)
+        if isinstance(trainer, PreferenceTrainer):
+            read_or_compute_reference_answers(run, trainer)
+        return run
 
 
 def task_of(config: TrainConfig) -> Task:
@@ -341,12 +350,12 @@ def prepare_text_data(
 
 def config_to_save(config: TrainConfig) -> JsonObject:
     """Return the configuration as checkpoints store it, with the fingerprints of a teacher and of
-    the frozen model of adapters, if there are such models.
+    the frozen model of adapters or the reference model of preferences, if there are such models.
     """
     resolved: JsonObject = json.loads(config.to_json())
     if config.distil.teacher:
         resolved[TEACHER] = teacher_fingerprint(config.distil.teacher)
-    if config.lora.rank is not None:
+    if config.lora.rank is not None or config.dpo.beta is not None:
         resolved[BASE] = base_model_fingerprint(config.init_from)
     return resolved
 

@@ -4,7 +4,7 @@ family.
 
 from jmoe.config import TrainConfig
 from jmoe.configs.ablations import tiny_buckets, tiny_flat, tiny_replicated, tiny_unfused
-from jmoe.configs.fine_tune import fine_tune, fine_tune_lora
+from jmoe.configs.fine_tune import fine_tune, fine_tune_dpo, fine_tune_lora
 from jmoe.configs.gpt_moe import (
     gpt_175b,
     gpt_moe_8e,
@@ -26,6 +26,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         "a downloaded model (--init-from) on chats (--data.path): all parameters",
         fine_tune,
     ),
+    "fine-tune-dpo": ("DPO on pairs of answers, one chosen and one rejected", fine_tune_dpo),
     "fine-tune-lora": ("the same with adapters of rank 16 over the frozen model", fine_tune_lora),
     "ufo-tiny": (
         "0.4M parameters: four image tasks at once, in minutes on two CPU cores (extra: vision)",

@@ -5,7 +5,7 @@ The model is that of `--init-from`; a preset has only the options of training.
 
 from dataclasses import replace
 
-from jmoe.config import LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
+from jmoe.config import DpoConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 
 MODEL = "MODEL"  # in place of the folder: a preset whose `init_from` is set needs the option
 
@@ -17,6 +17,12 @@ fine_tune = TrainConfig(
     batch_size=8,
     sequence_length=4096,
     remat="layer",
+)
+
+fine_tune_dpo = replace(
+    fine_tune,
+    optimizer=replace(fine_tune.optimizer, learning_rate=1e-6),
+    dpo=DpoConfig(beta=0.1),
 )
 
 fine_tune_lora = replace(

@@ -283,3 +283,62 @@ def test_mistakes_in_chats(runs: TrainRuns, tmp_path: Path) -> None:
     write_jsonl(chats, [say("q", "a")] * 30)
     said = runs.fail(tmp_path / "run", *tokenizer, data=chats)
     assert f"{chats}:1: messages: the tokenizer's folder has no chat template" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--lora.rank", "8")])
+def test_preferences(
+    options: tuple[str, ...],
+    runs: TrainRuns,
+    tmp_path: Path,
+    run_python: Run,
+    start_python: Start,
+) -> None:
+    """A run learns to prefer; killed, it resumes to the bit, with the file of the reference's
+    log-probabilities or without.
+    """
+    model = write_chat_tokenizer(tmp_path / "tokenizer")
+    preferences = [
+        {"prompt": f"{i} or {j}?", "chosen": f"Yes, {i}.", "rejected": f"No, {j}."}
+        for i in range(20)
+        for j in range(20)
+        if i != j
+    ]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences)
+    first, merged = tmp_path / "first", tmp_path / "merged"
+    chats = write_jsonl(
+        tmp_path / "chats.jsonl", [say(own["prompt"], own["chosen"]) for own in preferences]
+    )
+    tokenizer = ("--data.tokenizer", model / "tokenizer.json")
+    runs.finish(first, *tokenizer, "--num-steps", "8", data=chats)
+    assert run_python(["-m", "jmoe.deploy.merge", first, merged]).returncode == 0
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def command(output_dir: Path, *more: Any) -> list[Any]:
+        dpo = ("--dpo.beta", 0.2, "--sequence-length", 128, "--optimizer.learning-rate", 0.005)
+        saved = ("--checkpoint.every-steps", 4, "--output-dir", output_dir)
+        start = ("train.py", "tiny", "--init-from", merged, "--data.path", pairs, *SHORT)
+        return [*map(str, (*start, *dpo, *saved, *options, *more))]
+
+    child = start_python(command(killed, *ENDLESS), tmp_path / "log", runs.environment())
+    child.wait_until(lambda: len(losses(killed)) >= 10)
+    child.kill_now()
+    done = committed(killed)[-1]
+    (reference,) = (killed / "data").glob("reference-*.bin")
+    content = reference.read_bytes()
+    reference.unlink()
+    for output_dir in (killed, whole):
+        again = run_python(
+            command(output_dir, "--num-steps", done + 12), env=runs.environment(), timeout=300
+        )
+        assert again.returncode == 0, again.stderr[-3000:]
+    assert reference.read_bytes() == content and resumes(killed) == [done]
+    own = dict(losses(killed))
+    assert {step: own[step] for step, _ in losses(whole)} == dict(losses(whole))
+    steps = [record for record in records(whole) if "event" not in record]
+    assert steps[0]["loss"] == pytest.approx(0.693, abs=2e-3)
+    assert steps[-1]["reward_accuracy"] > 0.8 and steps[-1]["reward_margin"] > 0.1
+    assert evaluations(whole)[-1] < 0.9 * evaluations(whole)[0]
+    write_jsonl(pairs, preferences[:30] + [preferences[0] | {"rejected": ""}])
+    refused = run_python(command(tmp_path / "bad"), env=runs.environment())
+    assert f"{pairs}:31: rejected: is empty" in refused.stderr

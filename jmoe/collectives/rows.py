@@ -32,6 +32,15 @@ def all_gather_rows_local(x_TD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.bitcast_convert_type(rows, x_TD.dtype)
 
 
+def own_rows_local(x_M: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return this device's rows [T, ...] of those that `all_gather_rows_local` returns."""
+    place = jnp.int32(0)
+    for level in reversed(_axes_of_levels(axes)):
+        place = place * lax.axis_size(level) + lax.axis_index(level)
+    rows = x_M.shape[0] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x_M, place * rows, rows)
+
+
 def reduce_scatter_rows_local(x_MD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return float32 [T, D], this device's rows of the sum over devices of x_MD, summed within the
     node, then across nodes.

@@ -2,6 +2,7 @@
 
 from jmoe.config.checks import check as check
 from jmoe.config.distil import DistilConfig as DistilConfig
+from jmoe.config.dpo import DpoConfig as DpoConfig
 from jmoe.config.layers import EXPERT_STACKS as EXPERT_STACKS
 from jmoe.config.layers import STACKS as STACKS
 from jmoe.config.layers import TOKEN_ROUTED as TOKEN_ROUTED

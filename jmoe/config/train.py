@@ -25,6 +25,7 @@ from jmoe.config.checks import (
 )
 from jmoe.config.context import check_may_share_sequences, devices_per_sequence
 from jmoe.config.distil import DistilConfig
+from jmoe.config.dpo import DpoConfig
 from jmoe.config.lora import LoraConfig
 from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig
@@ -74,6 +75,12 @@ class DataConfig:
     long_samples: Literal["cut", "drop"] = "cut"
     # chats: several samples in a row, apart from each other; False: one, and padding
     pack_samples: bool = True
+    # records are preferences, two answers to a prompt: chosen and rejected. A run with dpo.beta
+    # sets it
+    preferences: bool = False
+    # chats: samples with more tokens before the first one to learn are refused by line; 0: no
+    # limit, with preferences half of sequence_length
+    max_prompt_tokens: int = 0
     # text: attention and positions begin anew with each document, in training and evaluation
     mask_documents: bool = False
     held_out_fraction: float = 0.05
@@ -107,8 +114,22 @@ class DataConfig:
         check_field(
             self.pack_samples or not self.mask_documents, self, "data.pack_samples", constraint
         )
+        check_not_negative(self, "max_prompt_tokens")
+        if self.preferences:
+            only_answers = "must be answers or last_answer with preferences"
+            check_field(self.train_on != "all", self, "data.train_on", only_answers)
+            packed = "must be True with preferences: a row holds both answers"
+            check_field(self.pack_samples, self, "data.pack_samples", packed)
         if not self.path:
-            names = ["field", "encoding", "chat_template", "train_on", "long_samples"]
+            names = [
+                "preferences",
+                "max_prompt_tokens",
+                "field",
+                "encoding",
+                "chat_template",
+                "train_on",
+                "long_samples",
+            ]
             why = "without data.path: it is for text of your own"
             check_unset(self, "data", [*names, "pack_samples"], why)
 
@@ -289,6 +310,7 @@ class TrainConfig:
     tiers: TiersConfig = field(default_factory=TiersConfig)
     distil: DistilConfig = field(default_factory=DistilConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     # patterns of the parameters that are trained, such as experts or attention.w_*; empty: all
     train: tuple[str, ...] = ()
@@ -352,6 +374,7 @@ class TrainConfig:
         self._check_teacher()
         self._check_lora()
         self._check_linear_attention()
+        self._check_dpo()
         self._check_yarn()
         if self.train or self.freeze:
             self._check_patterns()
@@ -498,6 +521,45 @@ class TrainConfig:
         check(off, "tiers.experts", self.tiers.experts, f"must be device, as all tiers, {why}")
         check(packing == 1, "comm.packing", packing, f"must be 1 {why}")
         check_field(not self.plan, self, "plan", f"must not be given {why}: not planned yet")
+
+    def _check_dpo(self) -> None:
+        beta = self.dpo.beta
+        if beta is None:
+            preferences = self.data.preferences
+            check(
+                not preferences, "data.preferences", preferences, "must be False without dpo.beta"
+            )
+            return
+        check(bool(self.init_from), "dpo.beta", beta, "must be given together with init_from")
+        check_field(
+            self.sequence_length >= 3, self, "sequence_length", "must be at least 3 with dpo.beta"
+        )
+        refused = {
+            "compute_dtype": self.compute_dtype == "float16",
+            "tiers.experts": not self.tiers.all_on_device,
+            "comm.packing": self.comm.packing != 1,
+            "distil.teacher": bool(self.distil.teacher),
+            "plan": self.plan,
+            "estimate": bool(self.estimate),
+        }
+        for name, holds in refused.items():
+            section, _, own = name.rpartition(".")
+            value = getattr(getattr(self, section) if section else self, own)
+            check(not holds, name, value, "is not supported with dpo.beta")
+
+    def with_preferences(self) -> TrainConfig:
+        """Return the configuration whose data are read as preferences if `dpo.beta` is set: prompts
+        may fill half of a row that both answers share.
+        """
+        if self.dpo.beta is None:
+            return self
+        needs = "must name files of preferences, with dpo.beta"
+        check(bool(self.data.path), "data.path", self.data.path, needs)
+        data = dataclasses.replace(self.data, preferences=True)
+        if not data.max_prompt_tokens and data.long_samples == "cut":
+            half = (self.sequence_length + 1) // 2
+            data = dataclasses.replace(data, max_prompt_tokens=half - 1)
+        return dataclasses.replace(self, data=data)
 
     def _check_patterns(self) -> None:
         """Reject frozen parameters where every parameter has moments."""

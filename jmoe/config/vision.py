@@ -327,6 +327,8 @@ class VisionTrainConfig(TrainConfig):
     def _check_options_supported_for_images(self) -> None:
         rank = self.lora.rank
         check(rank is None, "lora.rank", rank, "must not be given for images")
+        beta = self.dpo.beta
+        check(beta is None, "dpo.beta", beta, "must not be given for images")
         unstretched = "must be 1 for images: their positions are not rotary"
         check_field(self.yarn_factor == 1, self, "yarn_factor", unstretched)
         for name in ("train", "freeze"):

@@ -34,7 +34,6 @@ from jmoe.config.checks import check, check_unset
 from jmoe.data.chat_files import write_chat_files
 from jmoe.data.record_shards import MANIFEST, open_token_shard, read_manifest_hashes
 from jmoe.data.sample_encoder import (
-    EncodedSample,
     SampleEncoder,
     encode_in_batches,
     make_sample_encoder,
@@ -101,6 +100,7 @@ class TextSource:
     files read. skipped: number of non-text files in the folder by suffix. control_texts: number of
     documents in which text of control tokens was encoded as plain text. lengths: the tokens of each
     sample, one array per shard; None for text. num_trained: the samples' tokens to learn.
+    has_preferences: two samples one after the other are a preference.
     """
 
     name: str
@@ -113,6 +113,14 @@ class TextSource:
     control_texts: int
     lengths: tuple[NDArray[np.uint32], ...] | None = None
     num_trained: int = 0
+    has_preferences: bool = False
+
+    @functools.cached_property
+    def reference_log_probs(self) -> tuple[NDArray[np.float32], ...]:
+        """The reference model's log-probability of each sample's answer, one array per shard, which
+        the caller fills in. NaN until then.
+        """
+        return tuple(np.full(len(own), np.nan, np.float32) for own in self.lengths or ())
 
     @property
     def num_tokens(self) -> int:
@@ -388,7 +396,8 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
         find_text_input(*pair, config.field, report)
         for pair in zip(config.path, weights, strict=True)
     ]
-    texts = iter(mark_inputs_with_samples([entry for entry in inputs if not entry.is_shards]))
+    written = [entry for entry in inputs if not entry.is_shards]
+    texts = iter(mark_inputs_with_samples(written, preferences=config.preferences))
     inputs = [entry if entry.is_shards else next(texts) for entry in inputs]
     owner: dict[Path, tuple[TextInput, Path]] = {}
     for entry in inputs:
@@ -417,7 +426,7 @@ def _find_inputs(config: DataConfig, report: Report) -> list[TextInput]:
 def _has_samples(entry: TextInput) -> bool:
     """Return whether an input holds samples for fine-tuning, as records or as token shards."""
     if entry.is_shards:
-        return open_token_shard(entry.files[0].path).header.layout == "samples"
+        return open_token_shard(entry.files[0].path).header.has_samples
     return entry.files[0].has_samples
 
 
@@ -433,7 +442,18 @@ def _check_sample_options(config: DataConfig, inputs: Sequence[TextInput]) -> No
         )
     if not samples:
         why = "without samples, such as chats, in data.path"
-        check_unset(config, "data", ["long_samples", "pack_samples"], why)
+        names = ["preferences", "max_prompt_tokens", "long_samples", "pack_samples"]
+        check_unset(config, "data", names, why)
+    for entry in samples:
+        if entry.is_shards:
+            layout = open_token_shard(entry.files[0].path).header.layout
+            wanted = "preferences" if config.preferences else "samples"
+            check(
+                layout == wanted,
+                "data.preferences",
+                config.preferences,
+                f"must be {not config.preferences} with shards of {layout} in {entry.pattern!r}",
+            )
     if not written:
         why = "without samples, such as chats, in data.path that are not tokens yet"
         check_unset(config, "data", ["chat_template", "train_on"], why)
@@ -784,6 +804,7 @@ class _TokenizingJob:
             vocab_size=tokenizer.vocab_size,
             eot=tokenizer.eot,
             tokenizer=tokenizer.fingerprint,
+            preferences=self.config.preferences,
         )
         files = [file for part in parts for file in part]
         encoder = _SampleShardEncoder(
@@ -842,12 +863,13 @@ class _SampleShardEncoder:
         before = self._done_bytes - start
         samples = read_samples(file, start, stop)
         for position, sample in encode_in_batches(self._encoder, samples):
-            if isinstance(sample, EncodedSample):
-                shard.append(sample.ids, sample.trained, text_bytes=sample.text_bytes)
-            else:
+            if isinstance(sample, ValueError):
                 self._problems.append((file, position, sample))
                 if len(self._problems) >= MAX_PROBLEMS:
                     return
+            else:
+                for own in sample.sequences:
+                    shard.append(own.ids, own.trained, text_bytes=own.text_bytes)
             self._report("tokenising", before + position, self._all_bytes)
         self._done_bytes = before + stop
 
@@ -917,7 +939,7 @@ def _wait_for_manifest(job: _TokenizingJob, role: PreparationRole) -> JsonObject
 def _read_held_out(directory: Path, tokenizer: CorpusTokenizer | None) -> _HeldOutTokens:
     shard = open_token_shard(directory / HELD_OUT)
     shard.blocks.check_all(shard.header)
-    if shard.header.layout == "samples":
+    if shard.header.has_samples:
         return _HeldOutTokens(np.zeros(0, np.int32), None, shard.header.sha256, shard)
     text_path = directory / HELD_OUT_TEXT
     text = None
@@ -967,7 +989,7 @@ def _take_held_out_of_shards(
             if folder not in seen:
                 held_out.append(_read_held_out(folder, tokenizer))
                 seen.add(folder)
-        if not beside and shards[i][0].header.layout == "samples":
+        if not beside and shards[i][0].header.has_samples:
             raise ValueError(
                 f"data.path = {inputs[i].pattern!r}: lacks {HELD_OUT} beside its shards of samples;"
                 " copy the whole folder that python -m jmoe.data made"
@@ -1060,7 +1082,7 @@ def _assemble_corpus(
 
 def _make_source(entry: TextInput, shards: Sequence[Shard]) -> TextSource:
     """Return the tokens of one input from its shards."""
-    samples = shards[0].header.layout == "samples"
+    header = shards[0].header
     return TextSource(
         name=entry.pattern or "Python standard library",
         shards=tuple(s.ids for s in shards),
@@ -1075,8 +1097,9 @@ def _make_source(entry: TextInput, shards: Sequence[Shard]) -> TextSource:
                 np.asarray(open_sample_lengths(s.blocks.path, s.header).ids[:], np.uint32)
                 for s in shards
             )
-            if samples
+            if header.has_samples
             else None
         ),
         num_trained=sum(s.header.trained for s in shards),
+        has_preferences=header.layout == "preferences",
     )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import DataConfig
 from jmoe.data.corpus import Corpus, TextSource
-from jmoe.data.sample_rows import RowCounts, SampleRows, SourceRows, rows_of_windows
+from jmoe.data.sample_rows import AnyRows, RowCounts, SampleRows, SourceRows, rows_of_windows
 from jmoe.types import JsonObject
 
 # Minimum size of held-out text for comparable baselines. `xz -9` has no prior
@@ -31,7 +31,7 @@ COMPARABLE_BYTES = 100_000
 UNIGRAM_TOKENS = 1 << 28
 
 
-TokenRows = NDArray[np.int32] | SampleRows  # windows of text, or rows of samples
+TokenRows = NDArray[np.int32] | AnyRows  # windows of text, or rows of samples
 
 
 class _TokenWindows:
@@ -253,9 +253,7 @@ def train_batches(
         "seed": seed,
     }
     counts = [own_rows.counts for own_rows in windows if isinstance(own_rows, SourceRows)]
-    description = (
-        sum(counts, RowCounts()).describe(sequence_length, config.long_samples) if counts else ""
-    )
+    description = sum(counts, RowCounts()).describe(sequence_length, config) if counts else ""
     return TrainBatches(own.batch(local, drop_remainder=True), options, identity, description)
 
 

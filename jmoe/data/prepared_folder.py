@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from jmoe.data.corpus import HELD_OUT, HELD_OUT_TEXT
 from jmoe.data.record_shards import MANIFEST
-from jmoe.data.sample_encoder import EncodedSample
-from jmoe.data.samples import parse_sample
+from jmoe.data.samples import parse_preference, parse_sample
 from jmoe.data.shards import (
     ShardWriter,
     replace_content_durably,
@@ -115,8 +114,15 @@ def _write_held_out_text(job: Job, documents: Sequence[str]) -> ShardWriter:
 
 def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
     encoder = sample_encoder_of(job)
-    assert job.config.field is not None
-    samples = encoder.encode([parse_sample(json.loads(s), job.config.field) for s in documents])
+    config = job.config
+    assert config.field is not None
+    records = [json.loads(line) for line in documents]
+    samples = encoder.encode(
+        [
+            parse_preference(record) if config.preferences else parse_sample(record, config.field)
+            for record in records
+        ]
+    )
     if not samples:
         raise ValueError(
             f"data.held_out_fraction = {job.config.held_out_fraction}: holds none of the samples"
@@ -128,8 +134,10 @@ def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
         eot=encoder.tokenizer.eot,
         tokenizer=encoder.tokenizer.fingerprint,
         split="held_out",
+        preferences=config.preferences,
     ) as shard:
         for sample in samples:
-            assert isinstance(sample, EncodedSample), "the unit's worker encoded it"
-            shard.append(sample.ids, sample.trained, text_bytes=sample.text_bytes)
+            assert not isinstance(sample, ValueError), "the unit's worker encoded it"
+            for own in sample.sequences:
+                shard.append(own.ids, own.trained, text_bytes=own.text_bytes)
     return shard.ids

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, processors
 
 from jmoe.config import DataConfig
 from jmoe.config.train import TrainOn
-from jmoe.data.samples import Conversation, Sample
+from jmoe.data.samples import Conversation, PreferencePair, Sample
 from jmoe.data.tokenizer import CorpusTokenizer
 from jmoe.models.chat_template import DEFAULT, ChatTemplate, RenderedAnswers, read_templates
 from jmoe.models.tokenizer_file import (
@@ -48,6 +48,26 @@ class EncodedSample(NamedTuple):
         """The number of tokens that the loss counts."""
         return int(self.trained[1:].sum())
 
+    @property
+    def sequences(self) -> tuple[EncodedSample, ...]:
+        """The sample itself, as the one sequence of tokens to store."""
+        return (self,)
+
+
+class EncodedPair(NamedTuple):
+    """The tokens of a preference: of the prompt with its chosen and with its rejected answer."""
+
+    chosen: EncodedSample
+    rejected: EncodedSample
+
+    @property
+    def sequences(self) -> tuple[EncodedSample, ...]:
+        """Both sequences of tokens, in the order in which they are stored."""
+        return tuple(self)
+
+
+Encoded = EncodedSample | EncodedPair
+
 
 class _RenderedSample(NamedTuple):
     """The text of a sample. spans: the text to learn, as (start, end) in characters. is_plain:
@@ -68,12 +88,14 @@ class SampleEncoder:
 
     template: None if the model has none; conversations are then refused. first_tokens: ids with
     which the tokenizer begins every text (BOS), as the server does outside of chats.
+    max_prompt_tokens: limit of the tokens before the first one to learn; 0 for none.
     """
 
     tokenizer: CorpusTokenizer
     template: ChatTemplate | None
     train_on: TrainOn
     first_tokens: tuple[int, ...]
+    max_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         # a byte-level post-processor may trim white space from the offsets of tokens
@@ -96,8 +118,24 @@ class SampleEncoder:
             return tuple(messages)
         return tuple(m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages)
 
-    def encode(self, samples: Sequence[Sample]) -> list[EncodedSample | ValueError]:
+    def encode(self, samples: Sequence[Sample | PreferencePair]) -> list[Encoded | ValueError]:
         """Return each sample's tokens, or the ValueError that says why it cannot be trained on."""
+        flat = [
+            sequence
+            for own in samples
+            for sequence in (
+                (own.chosen, own.rejected) if isinstance(own, PreferencePair) else (own,)
+            )
+        ]
+        encoded = iter(self._encode_sequences(flat))
+        return [
+            _join_pair(next(encoded), next(encoded))
+            if isinstance(own, PreferencePair)
+            else next(encoded)
+            for own in samples
+        ]
+
+    def _encode_sequences(self, samples: Sequence[Sample]) -> list[EncodedSample | ValueError]:
         rendered = [self._rendered_or_error(sample) for sample in samples]
         good = [one for one in rendered if isinstance(one, _RenderedSample)]
         texts = [one.text for one in good]
@@ -137,6 +175,11 @@ class SampleEncoder:
         sample = EncodedSample(np.asarray(ids, np.uint32), trained, text_bytes)
         if not sample.num_trained:
             return ValueError("has no token to learn")
+        prompt_tokens, limit = int(np.argmax(sample.trained[1:])) + 1, self.max_prompt_tokens
+        if limit and prompt_tokens > limit:
+            return ValueError(
+                f"the prompt has {prompt_tokens} tokens, more than data.max_prompt_tokens = {limit}"
+            )
         return sample
 
     def _keeps_served_tokens(
@@ -286,6 +329,19 @@ class SampleEncoder:
         return start + len(answer) if answer.endswith(self.tokenizer.control_tokens) else end
 
 
+def _join_pair(
+    chosen: EncodedSample | ValueError, rejected: EncodedSample | ValueError
+) -> EncodedPair | ValueError:
+    """Return the pair, or the ValueError of its first answer that cannot be trained on."""
+    for name, own in (("chosen", chosen), ("rejected", rejected)):
+        if isinstance(own, ValueError):
+            return ValueError(f"{name}: {own}")
+    assert isinstance(chosen, EncodedSample) and isinstance(rejected, EncodedSample)
+    if np.array_equal(chosen.ids, rejected.ids):
+        return ValueError("chosen, rejected: have the same tokens, so there is nothing to prefer")
+    return EncodedPair(chosen, rejected)
+
+
 def _no_prefix_error(i: int, *, is_last: bool) -> ValueError:
     """Return the ValueError for message `i`, an answer whose span in the text cannot be found from
     prefixes. is_last: it is the last message, so its own prompt is no prefix of the text.
@@ -326,7 +382,10 @@ def sample_encoding_fingerprint(config: DataConfig, tokenizer_path: Path) -> Jso
         [i, token.content, *(getattr(token, option) for option in ADDED_TOKEN)]
         for i, token in sorted(tokenizer.get_added_tokens_decoder().items())
     ]
+    # only if set: prepared folders of earlier versions keep their hash
+    only_if_set = ("preferences", "max_prompt_tokens")
     return {
+        **{name: getattr(config, name) for name in only_if_set if getattr(config, name)},
         "template": digest,
         "train_on": config.train_on,
         "added_tokens": hashlib.sha256(json.dumps(added).encode()).hexdigest(),
@@ -371,12 +430,12 @@ def make_sample_encoder(
     setup = read_template_settings(config, tokenizer.path.parent)
     template = None if setup is None else ChatTemplate(**setup, now=lambda: begun)
     first = _leading_token_ids(tokenizer.tokenizer)
-    return SampleEncoder(tokenizer, template, config.train_on, first)
+    return SampleEncoder(tokenizer, template, config.train_on, first, config.max_prompt_tokens)
 
 
 def encode_in_batches(
-    encoder: SampleEncoder, samples: Iterable[tuple[int, Sample]], size: int = 256
-) -> Iterable[tuple[int, EncodedSample | ValueError]]:
+    encoder: SampleEncoder, samples: Iterable[tuple[int, Sample | PreferencePair]], size: int = 256
+) -> Iterable[tuple[int, Encoded | ValueError]]:
     """Yield (number, encoded sample or its error) for each (number, sample), in order."""
     left = iter(samples)
     while batch := list(itertools.islice(left, size)):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jmoe.config import DataConfig
 from jmoe.data.corpus import Corpus, TextSource
-from jmoe.data.shards import TRAINED
+from jmoe.data.shards import TRAINED, Ids
 
 
 class SampleRows(NamedTuple):
@@ -35,12 +35,30 @@ class SampleRows(NamedTuple):
     documents: Any
 
 
+class PreferenceRows(NamedTuple):
+    """`SampleRows` of preferences: samples 2i - 1 and 2i of a row are the chosen and the rejected
+    answer of its i-th pair.
+
+    reference: float32 [..., S], the reference model's log-probability of an answer at its first
+    target to learn, else 0.
+    """
+
+    tokens: Any
+    weights: Any
+    documents: Any
+    reference: Any
+
+
+AnyRows = SampleRows | PreferenceRows
+
+
 @dataclass(frozen=True)
 class RowCounts:
     """How many samples of a corpus are in rows, cut or left out.
 
     long: samples of more than S + 1 tokens, which were cut or dropped. unlearned: samples cut
-    before the first token to learn, and therefore dropped. tokens: in the rows.
+    before the first token to learn, and therefore dropped; of preferences also those whose answers
+    are equal once cut. tokens: in the rows.
     """
 
     samples: int = 0
@@ -58,18 +76,18 @@ class RowCounts:
             self.unlearned + other.unlearned,
         )
 
-    def describe(self, sequence_length: int, long_samples: str) -> str:
+    def describe(self, sequence_length: int, config: DataConfig) -> str:
         """Return a sentence for the log: the numbers of samples and rows, the filled fraction of
-        the rows, and the samples that were cut or dropped. long_samples: `cut` or `drop`, as
-        configured.
+        the rows, and the samples that were cut or dropped.
         """
+        noun = "answers of preferences" if config.preferences else "samples"
         filled = self.tokens / max(1, self.rows * (sequence_length + 1))
         words = (
-            f"{self.samples:,} samples in {self.rows:,} rows of sequence_length + 1 ="
+            f"{self.samples:,} {noun} in {self.rows:,} rows of sequence_length + 1 ="
             f" {sequence_length + 1} tokens, {filled:.0%} filled"
         )
         if self.long:
-            done = "dropped" if long_samples == "drop" else "cut"
+            done = "dropped" if config.long_samples == "drop" else "cut"
             words += f"; {self.long:,} were longer and are {done}"
         if self.unlearned:
             words += f", {self.unlearned:,} of them dropped, as no token to learn is left"
@@ -86,45 +104,62 @@ class _ShardRows:
         self._ids, self._blocks = source.shards[shard], source.blocks[shard]
         lengths, self._row_tokens = source.lengths[shard].astype(np.int64), sequence_length + 1
         starts = np.cumsum(lengths) - lengths
-        is_long = lengths > self._row_tokens
+        # samples that share a row: one, or the two of a preference
+        group = 2 if source.has_preferences else 1
+        group_lengths = lengths.reshape(-1, group).sum(axis=1)
+        is_long = np.repeat(group_lengths > self._row_tokens, group)
+        cut_lengths = np.where(is_long, np.minimum(lengths, self._row_tokens // group), lengths)
         kept = np.ones(len(lengths), np.bool_)
         if config.long_samples == "drop":
             kept[is_long] = False
         else:
-            for i in np.flatnonzero(is_long):
-                kept[i] = self._row_has_trained_token(int(starts[i]))
-        self._starts = starts[kept]
-        self._lengths = np.minimum(lengths[kept], self._row_tokens)
-        self._first = _first_samples_of_rows(
-            self._lengths, self._row_tokens if config.pack_samples else 0
+            for i in np.flatnonzero(is_long[::group]) * group:
+                cut = [self._stored_ids(starts[j], cut_lengths[j]) for j in range(i, i + group)]
+                learned = all((own[1:] & TRAINED).any() for own in cut)
+                same = group == 2 and np.array_equal(cut[0], cut[-1])
+                kept[i : i + group] = learned and not same
+        self._starts, self._lengths = starts[kept], cut_lengths[kept]
+        self._first = group * _first_groups_of_rows(
+            self._lengths.reshape(-1, group).sum(axis=1),
+            self._row_tokens if config.pack_samples else 0,
         )
+        self._reference: NDArray[np.float32] | None = None
+        if source.has_preferences:
+            self._reference = source.reference_log_probs[shard]
+        self.kept_samples = np.flatnonzero(kept)
         cut_away = int((is_long & ~kept).sum()) if config.long_samples == "cut" else 0
         self.counts = RowCounts(
             len(self._lengths), len(self), int(self._lengths.sum()), int(is_long.sum()), cut_away
         )
 
-    def _row_has_trained_token(self, start: int) -> bool:
-        self._blocks.check_ids(start, start + self._row_tokens)
-        return bool((self._ids[start + 1 : start + self._row_tokens] & TRAINED).any())
+    def _stored_ids(self, start: int, length: int) -> Ids:
+        """Return the ids of a sample as they are stored, checked."""
+        self._blocks.check_ids(start, start + length)
+        return self._ids[start : start + length]
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
-    def row(self, index: int, eot: int) -> SampleRows:
+    def samples_of_row(self, index: int) -> NDArray[np.int64]:
+        """Return the numbers of a row's samples in the shard, in order."""
+        return self.kept_samples[self._first[index] : self._first[index + 1]]
+
+    def row(self, index: int, eot: int) -> AnyRows:
         """Return a row, padded with `eot`."""
-        size = self._row_tokens
-        row = empty_rows((), size - 1, eot)
+        reference, row = self._reference, empty_rows((), self._row_tokens - 1, eot)
+        reference_S = np.zeros(self._row_tokens - 1, np.float32)
         begin = 0
         for number, i in enumerate(range(self._first[index], self._first[index + 1]), 1):
-            start, length = int(self._starts[i]), int(self._lengths[i])
-            self._blocks.check_ids(start, start + length)
-            stored = self._ids[start : start + length]
-            end = begin + length
+            stored = self._stored_ids(int(self._starts[i]), int(self._lengths[i]))
+            end = begin + len(stored)
             row.tokens[begin:end] = stored & (TRAINED - 1)
             row.weights[begin : end - 1] = stored[1:] >= TRAINED
             row.documents[begin : end - 1] = number
+            if reference is not None:
+                first = begin + int(np.argmax(stored[1:] >= TRAINED))
+                reference_S[first] = reference[self.kept_samples[i]]
             begin = end
-        return row
+        return row if reference is None else PreferenceRows(*row, reference_S)
 
 
 def rows_of_windows(
@@ -149,18 +184,19 @@ def empty_rows(shape: tuple[int, ...], sequence_length: int, eot: int) -> Sample
     )
 
 
-def _first_samples_of_rows(lengths: NDArray[np.int64], row_tokens: int) -> list[int]:
-    """Return the number of the first sample of each row, and at the end the number of samples.
+def _first_groups_of_rows(lengths: NDArray[np.int64], row_tokens: int) -> NDArray[np.int64]:
+    """Return the number of the first group of samples of each row, and at the end the number of
+    groups.
 
-    Each row takes the next samples that fit into `row_tokens`, in order; 0 for one sample a row.
+    Each row takes the next groups that fit into `row_tokens`, in order; 0 for one group a row.
     """
     if not row_tokens:
-        return list(range(len(lengths) + 1))
+        return np.arange(len(lengths) + 1)
     ends, first = np.cumsum(lengths), [0]
     while first[-1] < len(lengths):
         before = int(ends[first[-1] - 1]) if first[-1] else 0
         first.append(int(np.searchsorted(ends, before + row_tokens, side="right")))
-    return first
+    return np.asarray(first, np.int64)
 
 
 class SourceRows:
@@ -169,7 +205,8 @@ class SourceRows:
     def __init__(
         self, source: TextSource, sequence_length: int, corpus: Corpus, config: DataConfig
     ) -> None:
-        self._name, self._corpus = source.name, corpus
+        self.source, self._name, self._corpus = source, source.name, corpus
+        self._length = sequence_length
         self._shards = [
             _ShardRows(source, shard, sequence_length, config)
             for shard in range(len(source.shards))
@@ -179,7 +216,14 @@ class SourceRows:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> SampleRows:
+    @property
+    def padding(self) -> AnyRows:
+        """A row of padding."""
+        row = empty_rows((), self._length, self._corpus.eot)
+        has_reference = self.source.has_preferences
+        return PreferenceRows(*row, np.zeros_like(row.weights)) if has_reference else row
+
+    def __getitem__(self, index: int) -> AnyRows:
         shard = bisect.bisect_right(self._ends, index)
         row = self._shards[shard].row(
             index - (self._ends[shard - 1] if shard else 0), self._corpus.eot
@@ -192,6 +236,12 @@ class SourceRows:
             )
         return row
 
+    def samples_of_row(self, index: int) -> tuple[int, NDArray[np.int64]]:
+        """Return (the shard of a row, the numbers of the row's samples in this shard)."""
+        shard = bisect.bisect_right(self._ends, index)
+        first = self._ends[shard - 1] if shard else 0
+        return shard, self._shards[shard].samples_of_row(index - first)
+
     @property
     def counts(self) -> RowCounts:
         """The numbers of samples, over all shards."""
@@ -200,7 +250,7 @@ class SourceRows:
 
 def held_out_rows(
     corpus: Corpus, sequence_length: int, batch_size: int, config: DataConfig
-) -> Iterator[SampleRows]:
+) -> Iterator[AnyRows]:
     """Return an iterator of batches of rows [batch_size, ...] over the held-out samples, each
     sample once; rows of padding complete the last batch.
 
@@ -213,12 +263,27 @@ def held_out_rows(
             f"sequence_length = {sequence_length}: no held-out sample has a token to learn within"
             " so many; give a larger sequence_length or data.held_out_bytes"
         )
-    padding = empty_rows((), sequence_length, corpus.eot)
+    yield from batches_in_order(rows, batch_size)
+
+
+def batches_in_order(rows: SourceRows, batch_size: int) -> Iterator[AnyRows]:
+    """Yield the rows of a source as batches [batch_size, ...]; rows of padding complete the last
+    one.
+    """
     for first in range(0, len(rows), batch_size):
         batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
-        yield stack_rows(batch + [padding] * (batch_size - len(batch)))
+        yield stack_rows(batch + [rows.padding] * (batch_size - len(batch)))
 
 
-def stack_rows(rows: Sequence[SampleRows]) -> SampleRows:
+def num_loss_terms(batch: AnyRows | tuple[Any, Any]) -> float:
+    """Return the number by which the summed loss of a batch is divided: the sum of its targets'
+    weights, or of preferences the number of pairs. batch: rows, or (tokens, weights).
+    """
+    if isinstance(batch, PreferenceRows):
+        return float((batch.documents.max(axis=-1) // 2).sum())
+    return float(batch[1].sum(dtype=np.float64))
+
+
+def stack_rows(rows: Sequence[AnyRows]) -> AnyRows:
     """Return rows as one batch."""
-    return SampleRows(*map(np.stack, zip(*rows, strict=True)))
+    return type(rows[0])(*map(np.stack, zip(*rows, strict=True)))

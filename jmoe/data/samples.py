@@ -4,9 +4,10 @@ and texts.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jmoe.types import Json, JsonObject
 
@@ -25,6 +26,7 @@ ROLES = {
     "observation": "tool",
 }
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+ANSWER_FIELDS = ("chosen", "rejected")
 FORMS = (
     "messages, conversations, prompt and completion, instruction and output, or the field that"
     " data.field names"
@@ -55,11 +57,19 @@ class PlainText:
 Sample = Conversation | PlainText
 
 
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two answers to one prompt, of which `chosen` is preferred to `rejected`."""
+
+    chosen: Sample
+    rejected: Sample
+
+
 def holds_sample(record: Json, text_field: str) -> bool:
     """Return whether a record is a sample for fine-tuning, rather than a text in `text_field`."""
     if not isinstance(record, dict) or isinstance(record.get(text_field), str):
         return False
-    return _reader_of(record, text_field) is not None
+    return record.keys() >= set(ANSWER_FIELDS) or _reader_of(record, text_field) is not None
 
 
 def parse_sample(record: Json, text_field: str) -> Sample:
@@ -79,10 +89,123 @@ def parse_sample(record: Json, text_field: str) -> Sample:
         return PlainText("", _check_not_empty(_required_text(record, text_field), text_field))
     reader = _reader_of(record, text_field)
     if reader is None:
-        if {"chosen", "rejected"} <= record.keys():
-            raise ValueError("chosen, rejected: preferences are not trained on; write messages")
+        if record.keys() >= set(ANSWER_FIELDS):
+            raise ValueError(
+                "chosen, rejected: is a preference, which data.preferences reads and dpo.beta"
+                " trains on"
+            )
         raise ValueError(f"has {', '.join(record) or 'nothing'}; must have {FORMS}")
     return reader(record)
+
+
+def parse_preference(record: Json) -> PreferencePair:
+    """Return the pair of answers in a record with `chosen` and `rejected`.
+
+    The prompt is `prompt`, text or messages; or `messages` (`conversations`) before an answer that
+    is one message or text; or the messages with which `chosen` and `rejected` both begin. Answers
+    of the prompt are not learned.
+
+    Raises ValueError that says what is wrong with the record.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, not an object")
+    for name in ANSWER_FIELDS:
+        if record.get(name) is None:
+            fields = ", ".join(record) or "nothing"
+            raise ValueError(f"{name}: is missing from a preference; the record has {fields}")
+    if isinstance(record["chosen"], str) != isinstance(record["rejected"], str):
+        raise ValueError("chosen, rejected: must both be text or both be messages")
+    if isinstance(record["chosen"], str) and isinstance(record.get("prompt"), str):
+        pair = PreferencePair(*(_plain_answer(record, name) for name in ANSWER_FIELDS))
+    else:
+        pair = _conversation_pair(record)
+    if pair.chosen == pair.rejected:
+        raise ValueError("chosen, rejected: are equal, so there is nothing to prefer")
+    return pair
+
+
+def _plain_answer(record: JsonObject, name: str) -> PlainText:
+    return PlainText(
+        _required_text(record, "prompt"), _check_not_empty(_required_text(record, name), name)
+    )
+
+
+def _conversation_pair(record: JsonObject) -> PreferencePair:
+    """Return the pair of conversations in a preference. Raises ValueError for an empty answer, and
+    for answers without a prompt.
+    """
+    chosen, rejected = (_answer_messages(record, name) for name in ANSWER_FIELDS)
+    prompt = _preference_prompt(record)
+    if not prompt:
+        pairs = zip(chosen.messages, rejected.messages, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        prompt = tuple(message for message, _ in same)
+    if not prompt:
+        raise ValueError(
+            "prompt: is missing; chosen and rejected do not begin with the same messages"
+        )
+    if all(own.messages[: len(prompt)] == prompt for own in (chosen, rejected)):
+        chosen, rejected = (_without_first(own, len(prompt)) for own in (chosen, rejected))
+    for name, answer in zip(ANSWER_FIELDS, (chosen, rejected), strict=True):
+        if not any(answer.is_answer):
+            raise ValueError(f"{name}: holds no answer (a message with role assistant)")
+    system = record.get("system")
+    if isinstance(system, str) and system and prompt[0]["role"] != "system":
+        prompt = (_make_message("system", system), *prompt)
+    return PreferencePair(*(_with_prompt(prompt, answer) for answer in (chosen, rejected)))
+
+
+def _preference_prompt(record: JsonObject) -> tuple[JsonObject, ...]:
+    """Return the messages of a preference's prompt; () if only its answers have them. A text is a
+    question, which answers that begin with their prompt repeat.
+    """
+    prompt, chosen = record.get("prompt"), record["chosen"]
+    if isinstance(prompt, str):
+        text = _check_not_empty(_required_text(record, "prompt"), "prompt")
+        question = _make_message("user", text)
+        if not isinstance(chosen, list) or _read_messages(chosen, "chosen")[1][0]:
+            return (question,)
+        if question not in _read_messages(chosen, "chosen")[0]:
+            raise ValueError("prompt: is none of the messages with which chosen begins")
+        return ()
+    if prompt is not None:
+        return tuple(_read_messages(prompt, "prompt")[0])
+    if isinstance(chosen, list):
+        return ()
+    for name in CONVERSATION_FIELDS:
+        if isinstance(record.get(name), list):
+            return tuple(_read_messages(record[name], name)[0])
+    return ()
+
+
+def _answer_messages(record: JsonObject, name: str) -> Conversation:
+    """Return an answer of a preference as messages: it is text, one message, or several."""
+    answer = record[name]
+    if isinstance(answer, str):
+        answer = [_make_message("assistant", _check_not_empty(_required_text(record, name), name))]
+    elif isinstance(answer, dict):
+        answer = [answer]
+    elif not isinstance(answer, list):
+        raise ValueError(f"{name}: is a {type(answer).__name__}, not text or messages")
+    messages, is_answer = _read_messages(answer, name)
+    return Conversation(tuple(messages), tuple(is_answer), _template_variables(record))
+
+
+def _without_first(conversation: Conversation, number: int) -> Conversation:
+    return replace(
+        conversation,
+        messages=conversation.messages[number:],
+        is_answer=conversation.is_answer[number:],
+    )
+
+
+def _with_prompt(prompt: tuple[JsonObject, ...], answer: Conversation) -> Conversation:
+    """Return a conversation whose prompt is not learned."""
+    return replace(
+        answer,
+        messages=(*prompt, *answer.messages),
+        is_answer=(*[False] * len(prompt), *answer.is_answer),
+    )
 
 
 def _reader_of(record: JsonObject, text_field: str) -> Callable[[JsonObject], Sample] | None:

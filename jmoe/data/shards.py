@@ -7,7 +7,8 @@ eot`.
 
 A shard of samples for fine-tuning holds the tokens of one sample after the other, each as its id
 plus `TRAINED` if the loss counts it. A second file of this layout beside it, NAME.lengths, holds
-the number of tokens of each sample.
+the number of tokens of each sample. Two samples one after the other are a preference if its layout
+is `preferences`: a prompt with its chosen and with its rejected answer.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TEMPORARY = ".jmoe-tmp"
 TRAINED = 1 << 31  # added to the id of a sample's token that is to be learned
 LENGTHS_SUFFIX = ".lengths"
 Ids = NDArray[np.unsignedinteger[Any]]
-Layout = Literal["text", "samples", "lengths"]
+Layout = Literal["text", "samples", "preferences", "lengths"]
 DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -58,8 +59,8 @@ class ShardHeader:
     of the stored ids. block_sums: SHA-256 of the CRC-32s after the ids, empty without CRC-32s.
     control: `tokens` if text that spells a special token was encoded as that token, `text` if it
     was encoded as plain text. control_texts: number of documents in which such text was encoded as
-    plain text. layout: `text`, `samples`, or `lengths` of samples. trained: number of samples'
-    tokens to learn.
+    plain text. layout: `text`, `samples`, `preferences`, or `lengths` of samples. trained: number
+    of samples' tokens to learn.
 
     Shards of older versions lack the last five fields; they have no CRC-32s, did not count such
     documents, and hold text.
@@ -78,6 +79,11 @@ class ShardHeader:
     control_texts: int = 0
     layout: str = "text"
     trained: int = 0
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether the ids are samples for fine-tuning, preferences included."""
+        return self.layout in ("samples", "preferences")
 
 
 class IdSequence(Protocol):
@@ -315,14 +321,17 @@ def sample_lengths_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def writing_sample_shard(
-    path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str
+    path: Path, *, vocab_size: int, eot: int, tokenizer: str, split: str, preferences: bool
 ) -> Iterator[SampleShardWriter]:
-    """Yield a writer of a shard of samples, as `writing_shard` of a shard of text."""
+    """Yield a writer of a shard of samples, as `writing_shard` of a shard of text. preferences:
+    two samples are a preference.
+    """
+    layout: Layout = "preferences" if preferences else "samples"
     fields: JsonObject = {"vocab_size": vocab_size, "eot": eot, "tokenizer": tokenizer}
     fields |= {"split": split, "control": "tokens"}
     with (
         writing_shard(sample_lengths_path(path), **fields, layout="lengths") as lengths,
-        writing_shard(path, **fields, layout="samples") as ids,
+        writing_shard(path, **fields, layout=layout) as ids,
     ):
         yield SampleShardWriter(ids, lengths)
 

@@ -16,11 +16,14 @@ from typing import get_args
 from jmoe.config import DataConfig
 from jmoe.config.train import TrainOn
 from jmoe.data.sample_encoder import (
+    Encoded,
+    EncodedPair,
     EncodedSample,
     SampleEncoder,
     encode_in_batches,
     make_sample_encoder,
 )
+from jmoe.data.samples import ANSWER_FIELDS
 from jmoe.data.text_files import (
     InputFile,
     TextInput,
@@ -49,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             field=options.field,
             chat_template=options.chat_template,
             train_on=options.train_on,
+            preferences=options.preferences,
         )
         file = _find_and_check_sample_file(config)
         path = tokenizer_file(Path(options.model).expanduser(), "--model")
@@ -56,26 +60,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = 0
         for position, sample in _encode_first_samples(encoder, file, options.samples):
             where = describe_position(file, position)
-            if isinstance(sample, EncodedSample):
-                end = (
-                    ""
-                    if _ends_in_trained_control_token(encoder, sample)
-                    else ", none of them ends an answer"
-                )
-                print(f"{where}: {len(sample.ids)} tokens, {sample.num_trained} learned{end}")
-                print(_text_with_marked_tokens(encoder, sample, options.ids))
-            else:
+            if isinstance(sample, ValueError):
                 print(f"{where}: {sample}")
                 status = 1
+                continue
+            names = ANSWER_FIELDS if isinstance(sample, EncodedPair) else ("",)
+            for name, own in zip(names, sample.sequences, strict=True):
+                _print_sample(encoder, own, f"{where} {name}".rstrip(), options.ids)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return status
 
 
+def _print_sample(
+    encoder: SampleEncoder, sample: EncodedSample, where: str, with_ids: bool
+) -> None:
+    end = "" if _ends_in_trained_control_token(encoder, sample) else ", none of them ends an answer"
+    print(f"{where}: {len(sample.ids)} tokens, {sample.num_trained} learned{end}")
+    print(_text_with_marked_tokens(encoder, sample, with_ids))
+
+
 def _find_and_check_sample_file(config: DataConfig) -> InputFile:
     """Return the one file of samples. Raises ValueError that lists its bad records."""
-    (entry,) = mark_inputs_with_samples([_find_sample_file(config)])
+    inputs = [_find_sample_file(config)]
+    (entry,) = mark_inputs_with_samples(inputs, preferences=config.preferences)
     (file,) = check_and_detect_encodings(entry.files, config.encoding, lambda *_: None)
     return file
 
@@ -97,7 +106,7 @@ def _find_sample_file(config: DataConfig) -> TextInput:
 
 def _encode_first_samples(
     encoder: SampleEncoder, file: InputFile, count: int
-) -> Iterator[tuple[int, EncodedSample | ValueError]]:
+) -> Iterator[tuple[int, Encoded | ValueError]]:
     samples = itertools.islice(read_samples(file, 0, file.size_bytes), count)
     yield from encode_in_batches(encoder, samples)
 
@@ -145,6 +154,9 @@ def _build_parser() -> argparse.ArgumentParser:
         choices=get_args(TrainOn),
         default=defaults.train_on,
         help="the tokens in the loss (%(default)s)",
+    )
+    parser.add_argument(
+        "--preferences", action="store_true", help="records hold chosen and rejected answers"
     )
     return parser
 

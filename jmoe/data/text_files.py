@@ -26,7 +26,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jmoe.data.file_formats import binary_format_advice
-from jmoe.data.samples import Sample, holds_sample, parse_sample
+from jmoe.data.samples import (
+    PreferencePair,
+    Sample,
+    holds_sample,
+    parse_preference,
+    parse_sample,
+)
 from jmoe.data.stored_files import (
     STORED_SUFFIXES,
     Storage,
@@ -92,6 +98,7 @@ class InputFile:
     is_array: bool = False  # whether records are elements of a JSON array instead of lines
     storage: Storage = "plain"
     has_samples: bool = False  # whether records are samples for fine-tuning instead of texts
+    has_preferences: bool = False  # whether these samples are preferences
     has_mark: bool = False  # whether the file begins with a byte order mark
     # size of the training prefix; the rest is held out, see `split_off_held_out`
     train_bytes: int = 0
@@ -196,9 +203,11 @@ def _has_text_name(path: Path) -> bool:
     return suffix in TEXT_SUFFIXES
 
 
-def mark_inputs_with_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
+def mark_inputs_with_samples(
+    inputs: Sequence[TextInput], *, preferences: bool = False
+) -> list[TextInput]:
     """Return the inputs with `has_samples` set on every file if the first record of any file is a
-    sample for fine-tuning.
+    sample for fine-tuning. preferences: samples are read as preferences.
 
     Raises ValueError naming a file of plain text beside samples.
     """
@@ -215,7 +224,10 @@ def mark_inputs_with_samples(inputs: Sequence[TextInput]) -> list[TextInput]:
     return [
         dataclasses.replace(
             entry,
-            files=tuple(dataclasses.replace(file, has_samples=True) for file in entry.files),
+            files=tuple(
+                dataclasses.replace(file, has_samples=True, has_preferences=preferences)
+                for file in entry.files
+            ),
         )
         for entry in inputs
     ]
@@ -609,15 +621,18 @@ def check_record(line: bytes, file: InputFile) -> None:
         text_of_record(line, file)
 
 
-def sample_of_record(line: bytes, file: InputFile) -> Sample:
+def sample_of_record(line: bytes, file: InputFile) -> Sample | PreferencePair:
     """Return the sample for fine-tuning in a record's line. Raises ValueError that says what is
     wrong with it.
     """
     assert file.field is not None, file.path
-    return parse_sample(_parse_record(line), file.field)
+    record = _parse_record(line)
+    return parse_preference(record) if file.has_preferences else parse_sample(record, file.field)
 
 
-def read_samples(file: InputFile, start: int, stop: int) -> Iterator[tuple[int, Sample]]:
+def read_samples(
+    file: InputFile, start: int, stop: int
+) -> Iterator[tuple[int, Sample | PreferencePair]]:
     """Yield (byte position of the record, sample) over bytes `start` up to `stop` of a file.
 
     Raises ValueError that names the file and the line of an unreadable record.

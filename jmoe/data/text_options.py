@@ -42,6 +42,11 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
         help="chats: the tokens in the loss (%(default)s)",
     )
     parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help="records hold chosen and rejected answers, for a run with dpo.beta",
+    )
+    parser.add_argument(
         "--held-out-fraction", type=float, default=defaults.held_out_fraction, metavar="F"
     )
     parser.add_argument("--held-out-bytes", type=int, default=defaults.held_out_bytes, metavar="N")
@@ -57,6 +62,7 @@ def data_config(options: argparse.Namespace) -> DataConfig:
         tokenizer=options.tokenizer,
         chat_template=options.chat_template,
         train_on=options.train_on,
+        preferences=options.preferences,
         held_out_fraction=options.held_out_fraction,
         held_out_bytes=options.held_out_bytes,
     )

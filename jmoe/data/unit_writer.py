@@ -17,12 +17,12 @@ from pathlib import Path
 
 from jmoe.data.record_shards import write_as_records
 from jmoe.data.sample_encoder import (
-    EncodedSample,
+    Encoded,
     SampleEncoder,
     encode_in_batches,
     make_sample_encoder,
 )
-from jmoe.data.samples import Sample
+from jmoe.data.samples import PreferencePair, Sample
 from jmoe.data.shards import (
     LENGTHS_SUFFIX,
     open_shard,
@@ -115,9 +115,11 @@ def _write_samples(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | Non
             eot=encoder.tokenizer.eot,
             tokenizer=encoder.tokenizer.fingerprint,
             split="train",
+            preferences=job.config.preferences,
         ) as shard:
             for sample in reader.encoded_samples(encoder):
-                shard.append(sample.ids, sample.trained, text_bytes=sample.text_bytes)
+                for own in sample.sequences:
+                    shard.append(own.ids, own.trained, text_bytes=own.text_bytes)
         return _copy_shard_to_job_folder(job, unit, path) if shard.ids.count else None
 
 
@@ -192,7 +194,7 @@ class UnitReader:
                         self._documents += 1
                         yield from _cut_into_pieces(text)
 
-    def encoded_samples(self, encoder: SampleEncoder) -> Iterator[EncodedSample]:
+    def encoded_samples(self, encoder: SampleEncoder) -> Iterator[Encoded]:
         """Yield the samples to train on."""
         for piece in self._unit.pieces:
             with open_piece(piece, self._job.config.field) as file:
@@ -212,7 +214,9 @@ class UnitReader:
 
     def _detect_encoding_or_record_bad(self, piece: FilePiece, file: InputFile) -> InputFile | None:
         """Return the file with its encoding and layout; None if it is bad as a whole."""
-        file = dataclasses.replace(file, has_samples=self._job.has_samples)
+        job = self._job
+        preferences = job.has_samples and job.config.preferences
+        file = dataclasses.replace(file, has_samples=job.has_samples, has_preferences=preferences)
         if piece.stop is not None:  # plain UTF-8, as `plan_units` has seen
             return file
         fitting, problem = detect_encoding_and_layout(
@@ -253,7 +257,7 @@ class UnitReader:
 
     def _read_training_samples(
         self, piece: FilePiece, file: InputFile
-    ) -> Iterator[tuple[int, Sample]]:
+    ) -> Iterator[tuple[int, Sample | PreferencePair]]:
         for position, line in _read_records_of_piece(piece, file):
             try:
                 sample = sample_of_record(line, file)

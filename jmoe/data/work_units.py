@@ -143,6 +143,12 @@ def find_file_pieces(config: DataConfig, report: Report) -> tuple[list[FilePiece
     with open_piece(first, config.field) as file:
         has_samples = begins_with_sample(file)
     check(
+        has_samples or not config.preferences,
+        "data.preferences",
+        config.preferences,
+        f"must be False without records that hold chosen and rejected; {first.location} holds text",
+    )
+    check(
         has_samples or config.chat_template is None,
         "data.chat_template",
         config.chat_template,

@@ -19,7 +19,11 @@ from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.fusion import gather_parameter_local
-from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
+from jmoe.collectives.rows import (
+    all_gather_rows_local,
+    own_rows_local,
+    reduce_scatter_rows_local,
+)
 from jmoe.planning.embedding import EmbeddingPlan
 from jmoe.types import PyTree
 from kernels_pallas.matmul import dot, transposed
@@ -130,6 +134,23 @@ def _chunked_cross_entropy(
         )[0]
 
     return _with_platform_chunk_size(loss_in_chunks, w_DV, x_TD, labels_T, weights_T)
+
+
+def _chunked_nll(
+    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, axes: tuple[str, ...] = ()
+) -> jax.Array:
+    """Return the negative log-likelihood of each label, float32 [T], with the logits computed chunk
+    by chunk. No gradient. axes: mesh axes of the devices that split the vocabulary; () for none.
+    """
+
+    def nll_in_chunks(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
+        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
+        chunks = _split_into_chunks(size, *arrays)
+        nll = lax.map(lambda chunk: _softmax_and_nll(chunk[0], w_DV, chunk[1], axes)[1], chunks)
+        return nll.reshape(-1)
+
+    arrays = lax.stop_gradient((w_DV, x_TD)) + (labels_T,)
+    return _with_platform_chunk_size(nll_in_chunks, *arrays)
 
 
 def _loss_and_gradients(
@@ -370,6 +391,18 @@ class OutputHead:
         if self.plan.parallel_head:
             return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._vocabulary_shard)
         return cross_entropy(x_TD, w_DV, labels_T, weights_T)
+
+    def token_nll(self, x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array) -> jax.Array:
+        """Return the negative log-likelihood of each of this device's labels, float32 [T]. No
+        gradient. w_DV: from `weight`.
+        """
+        if not self.plan.parallel_head:
+            return _chunked_nll(x_TD, w_DV, labels_T)
+        shard = self._vocabulary_shard
+        none_T = jnp.zeros(labels_T.shape, jnp.float32)
+        x_MD, w_DV, labels_M, _ = _gather_tokens_of_all_devices(x_TD, w_DV, labels_T, none_T, shard)
+        nll_M = _chunked_nll(x_MD, w_DV, labels_M, shard.axes)
+        return own_rows_local(nll_M, shard.axes)
 
     def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
         """Return float32 [V], the logits of the whole vocabulary. x_D: a hidden state that is equal

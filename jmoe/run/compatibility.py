@@ -64,6 +64,8 @@ NOTED = {
     ),
     "data.mask_documents": "from here on",
     "distil.temperature": "from here on",
+    "dpo.beta": "from here on",
+    "dpo.label_smoothing": "from here on",
     "distil.weight": "from here on",
     **dict.fromkeys((f"model.{name}" for name in TRAINING_ONLY), "from here on"),
     "model.router.aux_loss_coef": "from here on",

@@ -209,7 +209,10 @@ def make_step_record(
     }
     line |= {
         name: values[name]
-        for name in ("task_loss", "task_accuracy", "divergence", "trained_tokens")
+        for name in (
+            *("task_loss", "task_accuracy", "divergence", "trained_tokens"),
+            *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
+        )
         if name in values
     }
     if "loss_scale" in values:

@@ -19,7 +19,7 @@ from jmoe.config import TrainConfig
 from jmoe.data.context_rows import ContextRows
 from jmoe.data.corpus import Corpus
 from jmoe.data.loader import held_out_windows
-from jmoe.data.sample_rows import held_out_rows, rows_of_windows
+from jmoe.data.sample_rows import held_out_rows, num_loss_terms, rows_of_windows
 from jmoe.mesh import BATCH
 from jmoe.training.state import TrainState
 from jmoe.training.trainer import LanguageTrainer, Trainer
@@ -38,7 +38,7 @@ def held_out_loss(
     trainer: Trainer, state: TrainState, corpus: Corpus, config: TrainConfig, mesh: Mesh
 ) -> float:
     """Return the mean negative log-likelihood, in nats per token, over all held-out tokens; of
-    samples, over the tokens to learn.
+    samples, over the tokens to learn; of preferences, the mean loss of the pairs.
     """
     batch = config.batch_size // config.gradient_accumulation_steps
     batches: Iterator[Any]
@@ -51,7 +51,7 @@ def held_out_loss(
     divided = ContextRows(config.devices_per_sequence(mesh.size), mesh.size)
     total = targets = 0.0
     while some := list(islice(batches, trainer.evaluation_batches)):
-        targets += sum(float(weights.sum(dtype=np.float64)) for _, weights, *_ in some)
+        targets += sum(map(num_loss_terms, some))
         placed = [
             jax.tree.map(partial(split_over_devices, mesh=mesh), divided.divide(one))
             for one in some

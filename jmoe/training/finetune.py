@@ -70,7 +70,7 @@ def with_pretrained_model(config: TrainConfig) -> TrainConfig:
     data = config.data
     if data.tokenizer is None and (folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(folder / TOKENIZER))
-    config = dataclasses.replace(config, model=model, data=data)
+    config = dataclasses.replace(config, model=model, data=data).with_preferences()
     config.check_chosen_share()
     return config
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.config import DataConfig
-from jmoe.data.sample_rows import SampleRows
+from jmoe.data.sample_rows import AnyRows, SampleRows
 from jmoe.layers.context import ContextGroup, SplitSequences, split_sequences
 from jmoe.layers.documents import Documents
 from jmoe.training.state import Batch
@@ -30,7 +30,7 @@ class SampleTotals(NamedTuple):
     tokens: jax.Array
 
 
-def sample_totals_local(batch: SampleRows, num_devices: int) -> SampleTotals:
+def sample_totals_local(batch: AnyRows, num_devices: int) -> SampleTotals:
     """Return the totals of a step's batch [A, B, ...], of which this device has a part."""
     weights = jnp.asarray(batch.weights)
     own = weights.sum(), (weights > 0).sum(dtype=jnp.float32)
@@ -40,7 +40,7 @@ def sample_totals_local(batch: SampleRows, num_devices: int) -> SampleTotals:
 
 
 def documents_of(
-    batch: SampleRows | Batch, config: DataConfig, group: ContextGroup | None = None
+    batch: AnyRows | Batch, config: DataConfig, group: ContextGroup | None = None
 ) -> Documents | None:
     """Return the `Documents` of rows of samples [B, ...]: which tokens go to experts (those with a
     target in their sample), which the routers' losses count (those whose target is to learn) and
@@ -48,7 +48,7 @@ def documents_of(
 
     group: of devices that share the rows; the result is then of this device's tokens.
     """
-    if not isinstance(batch, SampleRows):
+    if not isinstance(batch, AnyRows):
         return None
     numbers_BS = jnp.asarray(batch.documents)
     if group is not None:

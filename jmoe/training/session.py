@@ -147,6 +147,10 @@ class Session:
             return self.trainer.init()
         for line in ignored_training_options(self.config.init_from):
             print_on_rank_0(f"warning: {line}")
+        return self.load_initial_model()
+
+    def load_initial_model(self) -> TrainState:
+        """Return the state of step 0 with the parameters of `init_from`."""
         if self.config.lora.rank is not None:
             return self.trainer.init()
         return load_pretrained_state(self.trainer, self.config)

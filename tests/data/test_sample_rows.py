@@ -104,15 +104,16 @@ def test_long_samples_are_cut_or_dropped(chats: tuple[Corpus, Path]) -> None:
     assert 0 < len(long) < len(stored) and len(learned) < len(cut)
     rows, source = rows_of(corpus, length)
     assert samples_of(rows) == learned
-    words = source.counts.describe(length, "cut")
+    words = source.counts.describe(length, DataConfig())
     unlearned = len(stored) - len(learned)
     assert words.endswith(
         f"% filled; {len(long)} were longer and are cut, {unlearned} of them dropped, as no token"
         " to learn is left"
     )
+    drop = DataConfig(path=("x",), long_samples="drop")
     rows, source = rows_of(corpus, length, long_samples="drop")
     assert samples_of(rows) == [s for s in stored if len(s[0]) <= length + 1]
-    assert source.counts.describe(length, "drop").endswith(
+    assert source.counts.describe(length, drop).endswith(
         f"% filled; {len(long)} were longer and are dropped"
     )
 
@@ -286,3 +287,77 @@ def test_samples_beside_text(model: Path, tmp_path: Path) -> None:
         prepare_corpus(
             config(tmp_path / "a.txt", long_samples="drop"), VOCAB_SIZE, tmp_path / "cache"
         )
+
+
+PAIRS = [
+    {"prompt": f"question {i}", "chosen": "y" * (1 + i % 23), "rejected": "n" * (1 + i * 5 % 29)}
+    for i in range(60)
+]
+
+
+def test_pairs_share_a_row(model: Path, tmp_path: Path) -> None:
+    """Both answers of a pair are samples of one row, with the reference's log-probability at the
+    first target to learn; shards hold the same.
+    """
+    path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS)
+    corpus, own = prepare(model, path, tmp_path / "cache", preferences=True)
+    (reference,) = corpus.sources[0].reference_log_probs
+    reference[:] = -1 - np.arange(len(reference))
+    rows = SourceRows(corpus.sources[0], 99, corpus, own)
+    all_rows = [rows[i] for i in range(len(rows))]
+    assert samples_of(all_rows) == stored_samples(corpus) and len(reference) % 2 == 0
+    assert all(row.documents.max() % 2 == 0 for row in all_rows)
+    assert rows.counts.samples == len(reference) and rows.counts.rows < len(reference) / 2
+    seen = []
+    for i, row in enumerate(all_rows):
+        places = np.flatnonzero(row.reference)
+        firsts = [
+            np.flatnonzero((row.documents == n) & (row.weights > 0))[0]
+            for n in range(1, row.documents.max() + 1)
+        ]
+        assert places.tolist() == firsts
+        shard, samples = rows.samples_of_row(i)
+        assert shard == 0 and row.reference[places].tolist() == reference[samples].tolist()
+        seen += samples.tolist()
+    assert seen == list(range(len(reference)))
+    out = tmp_path / "shards"
+    arguments = [path, "--out", out, "--tokenizer", model / "tokenizer.json", "--preferences"]
+    assert command.main([*map(str, arguments), "--held-out-bytes", "1500"]) == 0
+    shards = prepare_corpus(config(out, preferences=True), VOCAB_SIZE, tmp_path / "none")
+    assert shards.fingerprint == corpus.fingerprint
+    with pytest.raises(ValueError, match=r"data.preferences = False: must be True with shards of"):
+        prepare_corpus(config(out), VOCAB_SIZE, tmp_path / "none")
+
+
+def test_long_pairs(model: Path, tmp_path: Path) -> None:
+    """Each answer of a pair that is too long is cut to half a row; pairs that are equal then, or
+    without a token to learn, are dropped.
+    """
+    records = [
+        {"prompt": "q", "chosen": "a" * 50, "rejected": "b" * 50},
+        {"prompt": "q", "chosen": "a" * 50 + "b", "rejected": "a" * 50 + "c"},
+        {"prompt": "p" * 40, "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": "a", "rejected": "b" * 30},
+    ]
+    path = write_jsonl(tmp_path / "pairs.jsonl", records * 20)
+    corpus, own = prepare(model, path, tmp_path / "cache", preferences=True, held_out_bytes=500)
+    rows = SourceRows(corpus.sources[0], 39, corpus, own)
+    lengths = [len(tokens) for tokens, _ in samples_of([rows[i] for i in range(len(rows))])]
+    assert {*lengths} == {20, 3, 32}
+    assert lengths.count(20) == rows.counts.long - rows.counts.unlearned > 0
+    with pytest.raises(ValueError, match=r"pairs.jsonl:3: chosen: the prompt has 40 tokens, more"):
+        prepare(model, path, tmp_path / "other", preferences=True, max_prompt_tokens=19)
+
+
+def test_bad_pairs_are_named_by_line(model: Path, tmp_path: Path) -> None:
+    bad = [{"prompt": "q", "chosen": "a"}, {"prompt": "q", "chosen": "a", "rejected": "a"}]
+    path = write_jsonl(tmp_path / "pairs.jsonl", PAIRS[:3] + bad)
+    with pytest.raises(ValueError) as error:
+        prepare(model, path, tmp_path / "cache", preferences=True)
+    assert f"{path}:4: rejected: is missing" in str(error.value)
+    assert f"{path}:5: chosen, rejected: are equal" in str(error.value)
+    chats = write_jsonl(tmp_path / "chats.jsonl", RECORDS[:9])
+    with pytest.raises(ValueError, match=r"chats.jsonl:1: chosen: is missing from a preference"):
+        prepare(model, chats, tmp_path / "cache", preferences=True)
+    with pytest.raises(ValueError, match=r"pairs.jsonl:1: chosen, rejected: is a preference"):
+        prepare(model, path, tmp_path / "cache")

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from jmoe.data.samples import Conversation, PlainText, holds_sample, parse_sample
+from jmoe.data.samples import (
+    Conversation,
+    PlainText,
+    PreferencePair,
+    holds_sample,
+    parse_preference,
+    parse_sample,
+)
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -105,7 +112,10 @@ def test_texts() -> None:
         ([1], "a list, not an object"),
         ({}, "has nothing; must have messages, conversations, prompt and completion"),
         ({"id": 1, "question": "q"}, "has id, question; must have messages"),
-        ({"chosen": "a", "rejected": "b"}, "chosen, rejected: preferences are not trained on"),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "chosen, rejected: is a preference, which data.preferences",
+        ),
         ({"messages": []}, "messages: is empty"),
         ({"messages": ["q"]}, r"messages\[0\]: is a str, not an object"),
         ({"messages": [{"content": "q"}]}, r"messages\[0\]: role = None: must be one of system"),
@@ -135,3 +145,71 @@ def test_texts() -> None:
 def test_bad_records(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_sample(record, "text")
+
+
+BETTER, WORSE = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"prompt": [USER], "chosen": [BETTER], "rejected": [WORSE]}, [USER]),
+        ({"chosen": [USER, BETTER], "rejected": [USER, WORSE]}, [USER]),
+        ({"prompt": "q", "chosen": [USER, BETTER], "rejected": [USER, WORSE]}, [USER]),
+        ({"prompt": "q", "chosen": [BETTER], "rejected": [WORSE], "system": "s"}, [SYSTEM, USER]),
+        (
+            {"messages": [USER, ASSISTANT, USER], "chosen": BETTER, "rejected": WORSE},
+            [USER, ASSISTANT, USER],
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}],
+                "chosen": {"from": "gpt", "value": "good"},
+                "rejected": {"from": "gpt", "value": "bad"},
+            },
+            [USER],
+        ),
+        # answers of the prompt are not learned
+        (
+            {"chosen": [USER, ASSISTANT, USER, BETTER], "rejected": [USER, ASSISTANT, USER, WORSE]},
+            [USER, ASSISTANT, USER],
+        ),
+        ({"messages": [USER], "chosen": "good", "rejected": "bad"}, [USER]),
+    ],
+)
+def test_preferences(record: dict[str, Any], prompt: list[Any]) -> None:
+    pair, known = parse_preference(record), (*[False] * len(prompt), True)
+    assert pair.chosen == Conversation((*prompt, BETTER), known)
+    assert pair.rejected == Conversation((*prompt, WORSE), known)
+
+
+def test_preferences_as_text() -> None:
+    record = {"prompt": "q: ", "chosen": "good", "rejected": "bad"}
+    pair = PreferencePair(PlainText("q: ", "good"), PlainText("q: ", "bad"))
+    assert parse_preference(record) == pair and holds_sample(record, "text")
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ([1], "a list, not an object"),
+        ({"prompt": "q", "chosen": "a"}, "rejected: is missing from a preference; the record has"),
+        ({"chosen": "q a", "rejected": "q b"}, "prompt: is missing"),
+        ({"chosen": [BETTER], "rejected": [WORSE]}, "prompt: is missing; chosen and rejected do"),
+        ({"prompt": "q", "chosen": "a", "rejected": [WORSE]}, "must both be text or both be"),
+        ({"prompt": "q", "chosen": "a", "rejected": " "}, "rejected: is empty"),
+        (
+            {"prompt": [USER], "chosen": [BETTER], "rejected": [WORSE | {"content": ""}]},
+            r"rejected\[0\]: the answer is empty",
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen, rejected: are equal"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [WORSE]}, "chosen: holds no answer"),
+        (
+            {"prompt": "other", "chosen": [USER, BETTER], "rejected": [USER, WORSE]},
+            "prompt: is none of the messages with which chosen begins",
+        ),
+    ],
+)
+def test_bad_preferences(record: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_preference(record)

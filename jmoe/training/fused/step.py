@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jmoe.collectives.schedule import compiler_options
 from jmoe.config import STACKS, TrainConfig
 from jmoe.config.cluster import LinksConfig
-from jmoe.data.sample_rows import SampleRows
+from jmoe.data.sample_rows import AnyRows, SampleRows
 from jmoe.layers.context import ContextGroup, split_sequences
 from jmoe.layers.documents import Documents
 from jmoe.memory.record_checkpoint import RecordCheckpoints
@@ -178,7 +178,7 @@ class FusedTrainer:
             "full_capacity": full_capacity,
             **_frozen_as_keyword(state),
         } | constants
-        if isinstance(batch, SampleRows):
+        if isinstance(batch, AnyRows):
             options["totals"] = sample_totals_local(batch, self.model.mesh.size)
         run = partial(self._accumulate_gradients_local, state, batch, options)
         num_micro_batches = jax.tree.leaves(batch)[0].shape[0]
