@@ -280,6 +280,17 @@ def task_of(config: TrainConfig) -> Task:
     )
 
 
+def share_of_rows(config: TrainConfig) -> tuple[int, int]:
+    """Return the (index, count) of the share of a batch that this process loads, and print how many
+    devices share a sequence if several do.
+    """
+    sharing, devices = config.devices_per_sequence(jax.device_count()), jax.local_device_count()
+    share = loaded_share(sharing, devices, jax.process_index(), jax.process_count())
+    if sharing > 1:
+        print_on_rank_0(f"mesh.context = {config.mesh.context}: {sharing} devices to a sequence")
+    return share
+
+
 def prepare_text_data(
     config: TrainConfig,
     watchdog: distributed.Watchdog,
@@ -291,6 +302,7 @@ def prepare_text_data(
     Process 0 does the work while the others wait.
     """
     limits, main_process = config.distributed, jax.process_index() == 0
+    process_index, process_count = share_of_rows(config)
     preparing = PreparationProgress(print_on_rank_0)
     cache = Path(config.output_dir) / "data"
     option = "distributed.start_timeout_s"
@@ -326,12 +338,6 @@ def prepare_text_data(
     print_on_rank_0(f"{corpus.describe_tokens()}; {corpus.describe_input_files()}")
     if config.init_from and corpus.describe_control_token_texts():
         print_on_rank_0(corpus.describe_control_token_texts())
-    sharing, devices = config.devices_per_sequence(jax.device_count()), jax.local_device_count()
-    if sharing > 1:
-        print_on_rank_0(f"mesh.context = {config.mesh.context}: {sharing} devices to a sequence")
-    process_index, process_count = loaded_share(
-        sharing, devices, jax.process_index(), jax.process_count()
-    )
     batches = train_batches(
         corpus,
         batch_size=config.batch_size,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jmoe.layers.attention import blocked_attention
 from jmoe.layers.context import ContextGroup, split_sequences
-from jmoe.layers.context_attention import context_attention
+from jmoe.layers.context_attention import _cudnn_kernel, context_attention
 from jmoe.mesh import ALL
 from tests.model_configs import mesh_of
 
@@ -92,3 +92,14 @@ def test_equals_attention_of_whole_sequences(
         close(ours_x, by_device(np.asarray(x).reshape(groups, B, *x.shape[1:]), size))
     if sinks:
         close(ours[2], gradients[3])
+
+
+def test_cudnn_refuses_by_name_what_runs_in_xla() -> None:
+    x = (jnp.ones((1, 8, 2, 8), jnp.bfloat16),) * 3
+    for documents, window, said in (
+        (True, None, "several documents in a row"),
+        (False, 5, "a window of 5"),
+        (False, None, "not an NVIDIA GPU"),
+    ):
+        with pytest.raises(NotImplementedError, match=said):
+            _cudnn_kernel(x, scale=1.0, window=window, documents=documents)

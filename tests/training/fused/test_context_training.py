@@ -115,6 +115,7 @@ LAYOUTS = [
     ((1, 2, 4), 8, {"gradient_accumulation_steps": 2}),
     ((4, 1, 2), 2, {"comm": CommConfig(exchange="dedup", schedule="none")}),
     ((2, 2, 2), 2, {"comm": CommConfig(exchange="ragged"), "remat": "experts"}),
+    ((1, 1, 4), 4, {"comm": CommConfig(schedule="pipelined")}),
 ]
 
 
