@@ -78,7 +78,7 @@ class DataConfig:
     # records are preferences, two answers to a prompt: chosen and rejected. A run with dpo.beta
     # sets it
     preferences: bool = False
-    # chats: samples with more tokens before the first one to learn are refused by line; 0: no
+    # chats: samples with more tokens before the first one to learn are rejected by line; 0: no
     # limit, with preferences half of sequence_length
     max_prompt_tokens: int = 0
     # text: attention and positions begin anew with each document, in training and evaluation

@@ -146,7 +146,9 @@ def _chunked_nll(
     def nll_in_chunks(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
         size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
         chunks = _split_into_chunks(size, *arrays)
-        nll = lax.map(lambda chunk: _softmax_and_nll(chunk[0], w_DV, chunk[1], axes)[1], chunks)
+        nll = lax.map(
+            lambda chunk: _softmax_and_nll(dot(chunk[0], w_DV), chunk[1], axes)[1], chunks
+        )
         return nll.reshape(-1)
 
     arrays = lax.stop_gradient((w_DV, x_TD)) + (labels_T,)
