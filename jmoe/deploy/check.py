@@ -29,7 +29,12 @@ from jmoe.inference.loading import (
     this_machine,
 )
 from jmoe.mesh import is_expert
-from jmoe.models.announced import AnnouncedCheckpoint, has_all_weights, read_announced
+from jmoe.models.announced import (
+    AnnouncedCheckpoint,
+    has_all_weights,
+    read_announced,
+    read_index,
+)
 from jmoe.models.config_fields import ignored_training_fields, unsupported_fields
 from jmoe.models.gguf.folder import gguf_folder
 from jmoe.models.huggingface import family_of, model_config
@@ -38,6 +43,8 @@ from jmoe.models.other_tokenizers import READERS
 from jmoe.models.pretrained import abstract_decoder, read_config_file
 from jmoe.models.quantization import quantized_cache_note
 from jmoe.models.tokenizer_file import TOKENIZER
+from jmoe.models.weight_files import read_weight_headers
+from jmoe.models.weights import predicts_further_tokens
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.runtime import end_at_once_on_interrupt, reexec_with_env
 from jmoe.types import JsonObject
@@ -176,6 +183,7 @@ def check_model(folder: Path, engine: EngineConfig, machine: EngineMachine) -> M
         return ModelReport(family, tuple(refused))
     announced = None if has_all_weights(folder) else read_announced(folder)
     notes = list(_report_notes(folder, fields, family, announced, engine.kv_cache_dtype))
+    notes += _note_further_tokens(folder, config, announced)
     refused += _describe_refused_tensors(announced)
     size = ModelSize.measure(config)
     try:
@@ -208,6 +216,17 @@ def _report_notes(
         yield "config.json names no dtype: bfloat16 is assumed"
     if announced.file_bytes is not None:
         yield f"the files named by the index have {announced.file_bytes / 1e9:,.1f} GB"
+
+
+def _note_further_tokens(
+    folder: Path, config: ModelConfig, announced: AnnouncedCheckpoint | None
+) -> list[str]:
+    """Return a note if the folder has tensors of layers that predict further tokens."""
+    names = read_weight_headers(folder) if announced is None else read_index(folder) or {}
+    count = sum(predicts_further_tokens(name, config) for name in names)
+    if not count:
+        return []
+    return [f"{count} tensors of layers that predict further tokens are not read"]
 
 
 def _describe_refused_tensors(announced: AnnouncedCheckpoint | None) -> Iterator[str]:

@@ -266,20 +266,22 @@ def name_may_be_ignored(name: str, config: ModelConfig) -> bool:
     """
     is_tied_head = config.tie_word_embeddings and name == "lm_head.weight"
     return (
-        _is_in_mtp_layer(name, config)
+        predicts_further_tokens(name, config)
         or is_tied_head
         or IGNORED.search(name) is not None
         or name.endswith(ZERO_POINT)
     )
 
 
-def _is_in_mtp_layer(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek, GLM and
-    Qwen3-Next publish them.
+def predicts_further_tokens(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor is of a layer that predicts further tokens, as DeepSeek, GLM, ERNIE
+    and Qwen3-Next publish them.
     """
     layer = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
-    if config.has_linear_attention and name.startswith("mtp."):
+    if name.startswith("mtp.") and config.has_linear_attention:
         return True
+    if name.startswith("model.mtp_"):
+        return IGNORED.search(name) is not None
     predicts = config.kv_lora_rank is not None or config.router.rules.limits_groups > 0
     return predicts and layer is not None and int(layer[1]) >= config.num_hidden_layers
 
@@ -288,7 +290,7 @@ def _is_ignorable(tensor: StoredTensor, config: ModelConfig) -> bool:
     """Return whether a tensor that belongs to no parameter can be ignored: `name_may_be_ignored`,
     and a zero point's values are all zero.
     """
-    if tensor.name.endswith(ZERO_POINT) and not _is_in_mtp_layer(tensor.name, config):
+    if tensor.name.endswith(ZERO_POINT) and not predicts_further_tokens(tensor.name, config):
         if tensor.dtype not in DTYPES:
             return False
         with TensorReader() as reader:
