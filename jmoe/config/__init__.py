@@ -8,10 +8,10 @@ from jmoe.config.layers import STACKS as STACKS
 from jmoe.config.layers import TOKEN_ROUTED as TOKEN_ROUTED
 from jmoe.config.layers import Layer as Layer
 from jmoe.config.layers import LayerKind as LayerKind
+from jmoe.config.linear_attention import LINEAR_ATTENTION as LINEAR_ATTENTION
+from jmoe.config.linear_attention import LINEAR_SIZES as LINEAR_SIZES
 from jmoe.config.lora import LORA_TARGETS as LORA_TARGETS
 from jmoe.config.lora import LoraConfig as LoraConfig
-from jmoe.config.model import LINEAR_ATTENTION as LINEAR_ATTENTION
-from jmoe.config.model import LINEAR_SIZES as LINEAR_SIZES
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import ROUTER_TRAINING_ONLY as ROUTER_TRAINING_ONLY
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY

@@ -18,6 +18,11 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.layers import TOKEN_ROUTED, Layer, LayerKind, layer_table
+from jmoe.config.linear_attention import (
+    LINEAR_ATTENTION,
+    check_linear_attention,
+    num_linear_attention_parameters,
+)
 from jmoe.config.positions import RopeScaling
 from jmoe.config.router import RouterConfig, check_routing
 
@@ -25,14 +30,6 @@ HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 # what a backward pass computes again, see `TrainConfig.remat`
 Remat = Literal["none", "experts", "layer"]
 NO_WINDOW = 2**30  # tokens
-LINEAR_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
-LINEAR_ATTENTION = "linear_attention"
 LAYER_TYPES = ("sliding_attention", "full_attention", LINEAR_ATTENTION)
 
 
@@ -203,7 +200,7 @@ class ModelConfig:
             f"must divide num_attention_heads = {heads}",
         )
         self._check_windows()
-        self._check_linear_attention()
+        check_linear_attention(self)
         check_positive_or_none(self, "clip_qkv")
         has_bias = self.attention_bias or self.qkv_bias
         words = "is not supported beside attention_bias or qkv_bias"
@@ -259,38 +256,6 @@ class ModelConfig:
             None,
             "is needed by layer_types",
         )
-
-    def _check_linear_attention(self) -> None:
-        sizes = [name for name in LINEAR_SIZES if name != "linear_num_value_heads"]
-        if not self.has_linear_attention:
-            names = [*LINEAR_SIZES, "linear_projections_by_head"]
-            check_unset(self, "", names, "without linear_attention in layer_types")
-            return
-        check_positive(self, *sizes, "linear_num_value_heads")
-        check_field(
-            self.linear_conv_kernel_dim > 1, self, "linear_conv_kernel_dim", "must be above 1"
-        )
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        words = f"must be a multiple of linear_num_key_heads = {keys}"
-        check_field(values % keys == 0, self, "linear_num_value_heads", words)
-        beside = "is not supported beside linear_attention in layer_types"
-        unset: dict[str, object] = {"sliding_window": None, "kv_lora_rank": None}
-        unset |= {"attention_bias": False, "mlp_bias": False, "position": "rope"}
-        for name, value in unset.items():
-            check_field(getattr(self, name) == value, self, name, beside)
-        every = len(self.layer_kinds) == sum(kind in TOKEN_ROUTED for kind in self.layer_kinds)
-        words = "must give every layer experts where layer_types has linear_attention"
-        makes_dense = {
-            "num_experts": self.num_experts == 0,
-            "decoder_sparse_step": self.decoder_sparse_step > 1,
-            "first_k_dense_replace": self.first_k_dense_replace > 0,
-        }
-        name = next((name for name, makes in makes_dense.items() if makes), "mlp_only_layers")
-        check_field(every, self, name, words)
-        words = "must have a layer of attention beside linear_attention"
-        check_field(self.num_attention_layers > 0, self, "layer_types", words)
-        has_bias = self.router.rules.has_bias
-        check(not has_bias, "router.kind", self.router.kind, beside)
 
     def _check_latent_attention(self) -> None:
         check_positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -477,13 +442,6 @@ class ModelConfig:
         """Layers with a cache of keys and values: all but gated delta networks."""
         return sum(layer.kind != "linear_moe" for layer in self.layers)
 
-    def _num_linear_attention_parameters(self) -> int:
-        d, keys, values = self.hidden_size, self.linear_key_dim, self.linear_value_dim
-        heads, channels = self.linear_num_value_heads, 2 * keys + values
-        projections = d * (2 * keys + 2 * values + 2 * heads) + values * d
-        taps = channels * self.linear_conv_kernel_dim
-        return projections + taps + 2 * heads + self.linear_value_head_dim
-
     def _num_attention_parameters(self) -> int:
         d, dh, heads = self.hidden_size, self.dim_per_head, self.num_attention_heads
         if self.kv_lora_rank is None:
@@ -533,7 +491,7 @@ class ModelConfig:
         common += self.max_position_embeddings * d if self.position == "learned" else 0
         linear_layers = self.num_hidden_layers - self.num_attention_layers
         common += self.num_attention_layers * attention + self.num_hidden_layers * 2 * norm
-        common += linear_layers * self._num_linear_attention_parameters()
+        common += linear_layers * num_linear_attention_parameters(self)
         common += dense_layers * self._num_mlp_parameters(self.intermediate_size)
         common += moe_layers * (d * experts + bias + shared)
         expert = self.parameters_per_expert

@@ -26,6 +26,7 @@ from jmoe.config.checks import (
 from jmoe.config.context import check_may_share_sequences, devices_per_sequence
 from jmoe.config.distil import DistilConfig
 from jmoe.config.dpo import DpoConfig
+from jmoe.config.linear_attention import check_may_train_linear_attention
 from jmoe.config.lora import LoraConfig
 from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig
@@ -373,7 +374,7 @@ class TrainConfig:
         self._check_precision()
         self._check_teacher()
         self._check_lora()
-        self._check_linear_attention()
+        check_may_train_linear_attention(self)
         self._check_dpo()
         self._check_yarn()
         if self.train or self.freeze:
@@ -509,18 +510,6 @@ class TrainConfig:
         check_field(
             not self.estimate, self, "estimate", f"must not be given {with_lora}: not estimated yet"
         )
-
-    def _check_linear_attention(self) -> None:
-        """Reject what gated delta networks do not support in training."""
-        if not self.model.has_linear_attention:
-            return
-        why = "with model.layer_types of linear_attention"
-        rank, packing = self.lora.rank, self.comm.packing
-        check(rank is None, "lora.rank", rank, f"must be None {why}")
-        off = self.tiers.all_on_device
-        check(off, "tiers.experts", self.tiers.experts, f"must be device, as all tiers, {why}")
-        check(packing == 1, "comm.packing", packing, f"must be 1 {why}")
-        check_field(not self.plan, self, "plan", f"must not be given {why}: not planned yet")
 
     def _check_dpo(self) -> None:
         beta = self.dpo.beta

@@ -71,5 +71,5 @@ def test_every_entry_of_a_stack_is_one_layer(family: str) -> None:
     for kind, stack in STACKS.items():
         numbers = [layer.number for layer in config.layers if layer.kind == kind]
         module = getattr(decoder, stack, None)
-        size = 0 if module is None else module.attention.w_out.shape[0]
+        size = 0 if module is None else module.attention_norm.scale.shape[0]
         assert numbers == list(range(size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -143,21 +142,3 @@ def test_convolution_continues() -> None:
     np.testing.assert_allclose(
         causal_convolution(x[:, 4:], taps, x[:, 1:4]), whole[:, 4:], rtol=1e-6
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3: must be a multiple of"),
-        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim = 0: must be"),
-        ({"layer_types": ("linear_attention",) * 2}, "layer_types = .* must have a layer of att"),
-        ({"layer_types": ()}, "linear_num_key_heads = 2: must be 0 without linear_attention"),
-        ({"sliding_window": 4}, "sliding_window = 4: is not supported beside linear_attention"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2: must give every layer experts"),
-        ({"mlp_only_layers": (0,)}, r"mlp_only_layers = \(0,\): must give every layer experts"),
-        ({"attention_gate": True, "qkv_bias": True}, "attention_gate = True: is not supported"),
-    ],
-)
-def test_configurations_are_refused_by_name(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **change)
