@@ -107,6 +107,11 @@ SHAPES = {
     "olmoe, 8 devices, pipelined": replace(
         on_eight_gpus("olmoe", 16), comm=CommConfig(schedule="pipelined")
     ),
+    "qwen3, 8 devices, one sequence of 131,072 positions": replace(
+        on_one_gpu("qwen3", 4, 1, 131_072),
+        remat="layer",
+        mesh=MeshConfig(expert_intra=8, context=8),
+    ),
     "mixtral-8x7b, 64 devices, weights split": on_64_gpus("mixtral-8x7b", "weights"),
     "mixtral-8x7b, 64 devices, optimizer split": on_64_gpus("mixtral-8x7b", "optimizer"),
     "mixtral-8x7b, 64 devices, weights split, in any order": on_64_gpus(

@@ -17,15 +17,17 @@ from kernels_pallas.implementations import trace_for_device
 B, S, H, G = 2, 256, 8, 2
 
 
-def operands(d: int, e: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def operands(d: int, e: int, keys: int = S) -> tuple[jax.ShapeDtypeStruct, ...]:
     """(q, k, v, gradient of the output)."""
-    sizes = ((H, d), (G, d), (G, e), (H, e))
-    return tuple(jax.ShapeDtypeStruct((B, S, *size), jnp.bfloat16) for size in sizes)
+    sizes = ((S, H, d), (keys, G, d), (keys, G, e), (S, H, e))
+    return tuple(jax.ShapeDtypeStruct((B, *size), jnp.bfloat16) for size in sizes)
 
 
-def custom_calls(function: Any, d: int, e: int) -> list[tuple[str, dict[str, Any], str]]:
+def custom_calls(
+    function: Any, d: int, e: int, keys: int = S
+) -> list[tuple[str, dict[str, Any], str]]:
     """[(target, description for XLA, all else)] of a function's custom calls, lowered for a GPU."""
-    lowered = jax.jit(function).trace(*operands(d, e)).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(function).trace(*operands(d, e, keys)).lower(lowering_platforms=("cuda",))
     found = []
     for line in lowered.as_text().splitlines():
         if match := re.search(
@@ -37,9 +39,9 @@ def custom_calls(function: Any, d: int, e: int) -> list[tuple[str, dict[str, Any
     return found
 
 
-def with_gradients(window: int | None) -> Any:
+def with_gradients(window: int | None, causal: bool = True) -> Any:
     def run(q: Any, k: Any, v: Any, do: Any) -> Any:
-        options: dict[str, Any] = {"scale": 0.125, "window": window}
+        options: dict[str, Any] = {"scale": 0.125, "window": window, "causal": causal}
         results = cudnn.attention(q, k, v, **options)
         return *results, cudnn.attention_gradient((q, k, v), results, do, **options)
 
@@ -58,9 +60,15 @@ def said(of_jax: Any, ours: Any) -> Any:
     return {name: said(of_jax[name], ours[name]) for name in ours}
 
 
-@pytest.mark.parametrize("window", [None, 128])
-def test_calls_are_those_of_jax(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets, operands, layouts and every field of the description."""
+@pytest.mark.parametrize(
+    ("window", "causal", "keys"), [(None, True, S), (128, True, S), (None, False, 2 * S)]
+)
+def test_calls_are_those_of_jax(
+    window: int | None, causal: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets, operands, layouts and every field of the description; without a mask there may be
+    more keys than queries.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as of_jax
 
     monkeypatch.setattr(of_jax, "check_cudnn_version", lambda: 91000)  # no cuDNN is needed to lower
@@ -69,14 +77,15 @@ def test_calls_are_those_of_jax(window: int | None, monkeypatch: pytest.MonkeyPa
         attend = lambda *x: jax.nn.dot_product_attention(  # noqa: E731
             *x,
             scale=0.125,
-            is_causal=True,
+            is_causal=causal,
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
         o, vjp = jax.vjp(attend, q, k, v)
         return o, vjp(do)
 
-    ours, theirs = (custom_calls(f, 64, 64) for f in (with_gradients(window), by_jax))
+    functions = with_gradients(window, causal), by_jax
+    ours, theirs = (custom_calls(f, 64, 64, keys) for f in functions)
     assert [call[0] for call in ours] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     for (target, config, rest), (same_target, of_them, same_rest) in zip(ours, theirs, strict=True):
         assert (target, rest) == (same_target, same_rest)
