@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import ModelConfig
-from jmoe.config.positions import YarnConfig
+from jmoe.config.positions import LongRopeConfig, YarnConfig
 from jmoe.inference.kv_cache import KVCache, write_and_attend, write_by_scatter
 from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.experts import affine
@@ -29,6 +29,7 @@ TABLES = np.array([[4, 1], [2, 3], [0, 0]], np.int32)
 # two tokens a row: in two blocks, one of them padding, both padding
 POSITIONS = np.array([[127, 128], [3, 256], [256, 256]], np.int32)
 YARN = YarnConfig(32.0, 64)
+LONG = LongRopeConfig(tuple(map(float, range(1, 9))), (2.0,) * 8, 64, 4.0, is_long=True)
 OLMOE: dict[str, Any] = {"qk_norm": "full", "clip_qkv": 1.0}
 
 
@@ -66,6 +67,7 @@ def values(x: jax.Array, dtype: Any) -> jax.Array:
         (OLMOE, jnp.bfloat16),
         ({"qk_norm": "head", "clip_qkv": 1.0}, jnp.float32),
         ({"rope_scaling": YARN}, jnp.bfloat16),
+        ({"rope_scaling": LONG}, jnp.float32),
         ({"position": "learned"}, jnp.float32),
         ({**OLMOE, "qkv_bias": True}, jnp.float32),
         ({"qkv_bias": True}, jnp.bfloat16),
@@ -132,6 +134,7 @@ def test_a_cache_in_fp8(dtype: Any) -> None:
     [
         ({"partial_rotary_factor": 0.5}, "of a part of a head"),
         ({"rope_interleave": True}, "interleaved"),
+        ({"qk_norm": "rotated_head"}, "norms of queries and keys after their rotation"),
         ({**OLMOE, "num_key_value_heads": 1}, "clipping after a norm over a single head"),
     ],
 )

@@ -17,7 +17,7 @@ def _read(fields: ConfigFields) -> JsonObject:
     return common_fields(fields, 1e-6) | {
         "head_dim": fields.integer_or_none("head_dim"),
         "moe_intermediate_size": fields.integer("intermediate_size"),
-        "num_experts": fields.integer("num_local_experts", "num_experts", default=8),
+        "num_experts": fields.integer("num_local_experts", default=8),
         "num_experts_per_tok": choices,
         "attention_bias": fields.flag("attention_bias", False),
         "router": softmax_router_config(fields, choices, True),
@@ -49,7 +49,7 @@ FAMILY = Family(
     _write,
     fields={
         **EVERY_FAMILY,
-        **honoured_fields("head_dim num_local_experts num_experts router_aux_loss_coef"),
+        **honoured_fields("head_dim num_local_experts router_aux_loss_coef"),
         **honoured_fields("attention_bias"),
         **honoured_fields(" ".join(_FACTORS)),
     },

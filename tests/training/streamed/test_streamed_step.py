@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.config import CheckpointConfig, RouterConfig, TiersConfig, TrainConfig
+from jmoe.config import CheckpointConfig, LongRopeConfig, RouterConfig, TiersConfig, TrainConfig
 from jmoe.config.parallel import packed_shape
 from jmoe.memory import version_store
 from jmoe.offload.expert_state import ExpertState
@@ -308,6 +308,25 @@ def test_what_routers_draw_is_the_same(k: int, router: RouterConfig) -> None:
     np.testing.assert_allclose(
         train(config, HOST, steps=2).losses, train(config, steps=2).losses, rtol=2e-6
     )
+
+
+def test_factors_of_granite_and_positions_by_length() -> None:
+    """Embeddings, residuals, scores and logits times constants, LongRoPE, and queries and keys that
+    are normed once they are rotated.
+    """
+    scaling = LongRopeConfig((1.0, 1.5, 2.0, 3.0), (1.0, 2.0, 4.0, 8.0), 4, factor=4.0)
+    model = dataclasses.replace(
+        MODEL,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.5,
+        logits_scaling=2.5,
+        qk_norm="rotated_head",
+        rope_scaling=scaling,
+    )
+    config = dataclasses.replace(CONFIG, model=model)
+    ours, theirs = (train(config, tiers, steps=2).losses for tiers in (HOST, None))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
 
 
 @pytest.mark.slow
