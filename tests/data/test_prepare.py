@@ -108,6 +108,27 @@ def test_chats_become_shards_of_samples(byte_tokenizer: Path, tmp_path: Path) ->
     assert rows.weights.sum() > 0
 
 
+def test_pairs_become_shards_of_preferences(byte_tokenizer: Path, tmp_path: Path) -> None:
+    """A bad pair is left out and listed; the text beside is refused."""
+    pairs = [
+        {"prompt": f"question {i}", "chosen": "y" * (1 + i % 9), "rejected": "n" * (1 + i % 7)}
+        for i in range(120)
+    ]
+    path = write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {"prompt": "q", "chosen": "a"}])
+    out = tmp_path / "shards"
+    arguments = ("--tokenizer", byte_tokenizer, "--out", out, "--workers", 1, *UNIT_MB)
+    assert run(path, "--preferences", *arguments) == 0
+    problem = "rejected: is missing from a preference"
+    assert problem in (out / "bad_documents.jsonl").read_text()
+    corpus = prepare_corpus(config(out, preferences=True), VOCAB_SIZE, tmp_path / "cache")
+    assert corpus.held_out_samples is not None
+    sources = (*corpus.sources, corpus.held_out_samples)
+    assert sum(source.num_samples for source in sources) == 240
+    assert all(source.has_preferences for source in sources)
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": "a text"}] * 9)
+    assert run(text, "--preferences", *arguments[:2], "--out", tmp_path / "other") == 2
+
+
 def test_an_object_store_is_read_by_its_url(
     mixed_texts: Path, byte_tokenizer: Path, tmp_path: Path
 ) -> None:
