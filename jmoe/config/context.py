@@ -21,6 +21,11 @@ def _refusals(config: TrainConfig) -> list[str]:
     return [why for why, holds in reasons.items() if holds]
 
 
+def can_share_sequences(config: TrainConfig) -> bool:
+    """Return whether no other setting forbids that devices share sequences."""
+    return not _refusals(config)
+
+
 def check_may_share_sequences(config: TrainConfig) -> None:
     """Raise ValueError if devices are to share sequences, and another setting forbids it."""
     context = config.mesh.context

@@ -105,7 +105,8 @@ class TrainingSizes:
     that a step's tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs.
     expert_sharding: what replicas split of their experts. context: devices that share a sequence.
     context_bytes: keys and values, with their gradients, that a device sends in a step to those
-    that share its sequences.
+    that share its sequences. sequence_length: of sequences that devices can share, else 0.
+    sequence_bytes: in use on a device by the attention of one sequence that it shares.
     """
 
     num_layers: int
@@ -137,6 +138,8 @@ class TrainingSizes:
     expert_sharding: ExpertSharding = "none"
     context: int = 1
     context_bytes: int = 0
+    sequence_length: int = 0
+    sequence_bytes: int = 0
 
     @property
     def layer_activation_bytes(self) -> int:
@@ -614,6 +617,7 @@ def _possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[S
             replace(model, micro_batches=number), model.micro_batches / number
         )
         yield SettingChange("gradient_accumulation_steps", number, smaller, place)
+    yield from _context_changes(model, place)
     if model.packing > 1:
         yield SettingChange("comm.packing", model.packing // 2, _with_half_packing(model), place)
     yield from _tier_setting_changes(model, place)
@@ -621,6 +625,29 @@ def _possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[S
         fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
         yield SettingChange("checkpoint.keep", LEAST_CHECKPOINTS, model, fewer)
     yield from _mesh_and_batch_changes(model, place)
+
+
+def _context_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:
+    """Yield changes to more devices per sequence, where each already has one sequence at a time;
+    the batch stays, in as many more micro-batches.
+    """
+    for times in (2, 4, 8, 16):
+        context, number = model.context * times, model.micro_batches * times
+        shares = model.sequence_length and model.sequence_length % (2 * context) == 0
+        if not shares or place.is_streamed or model.num_all_devices % context:
+            return
+        if model.micro_batches < model.max_micro_batches:
+            return
+        smaller = _with_micro_batch_scaled(model, 1 / times)
+        smaller = replace(
+            smaller,
+            context=context,
+            micro_batches=number,
+            max_micro_batches=number,
+            working_bytes=max(smaller.working_bytes, model.num_devices * model.sequence_bytes),
+        )
+        value = f"{context} with gradient_accumulation_steps = {number}"
+        yield SettingChange("mesh.context", value, smaller, place)
 
 
 def _tier_setting_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[SettingChange]:

@@ -19,7 +19,7 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jmoe.collectives.schedule import SCHEDULES
 from jmoe.config import ModelConfig, TrainConfig
-from jmoe.config.context import planned_devices_per_sequence
+from jmoe.config.context import can_share_sequences, planned_devices_per_sequence
 from jmoe.config.parallel import ExpertSharding, largest_packing, packed_shape
 from jmoe.config.tiers import Tier, Update
 from jmoe.layers.experts import up_projection_columns
@@ -84,6 +84,10 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         context_bytes=_compute_dtype_bytes(config)
         * context_sent_elements(model, config.sequence_length, context)
         * (tokens // devices),
+        sequence_length=config.sequence_length if can_share_sequences(config) else 0,
+        sequence_bytes=_compute_dtype_bytes(config)
+        * config.sequence_length
+        * (context_elements_in_use(model, devices * replicas) // (devices * replicas)),
         **activations._asdict(),
     )
 

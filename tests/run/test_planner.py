@@ -20,6 +20,7 @@ from jmoe.run.planner import (
     summarize_and_log_tiers,
     training_plan,
     training_sizes,
+    with_chosen_expert_sharding,
     with_chosen_tiers,
 )
 from jmoe.runtime import MEMORY_SHARE
@@ -486,6 +487,11 @@ def test_131072_positions_fit_64_gpus_that_share_sequences() -> None:
     )
     alone = training_plan(config)
     assert "device" in alone.lacking_bytes and alone.model.context_bytes == 0
+    (advice,) = training_plan(with_chosen_expert_sharding(config)).advice()
+    assert "Take mesh.context = 2 with gradient_accumulation_steps = 2 (enough)" in advice
+    pairs = {"mesh": MeshConfig(8, 1, 8, 2), "gradient_accumulation_steps": 2}
+    advised = with_chosen_expert_sharding(dataclasses.replace(config, **pairs))
+    assert not training_plan(advised).lacking_bytes
     mesh, eight = MeshConfig(8, 1, 8, 8), {"gradient_accumulation_steps": 8, "plan": True}
     shared = with_chosen_tiers(dataclasses.replace(config, mesh=mesh, **eight))
     plan = training_plan(shared)
