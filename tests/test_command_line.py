@@ -216,3 +216,54 @@ def test_options_that_pages_and_messages_name_exist(capsys: pytest.CaptureFixtur
     for place, text in texts:
         named = {option.replace(".NAME", ".digits") for option in OPTION.findall(text)}
         assert named <= known, f"{place.relative_to(ROOT)}: {sorted(named - known)}"
+
+
+COMMAND = re.compile(
+    r"(?<![\w/.])(train\.py|serve\.py|jmoe-train|jmoe-serve|jmoe\.deploy\.bundle|jmoe\.programs\.batch"
+    r"|jmoe-supervise|jmoe\.cluster\.supervise|jmoe-status|jmoe\.status) (.*)"
+)
+PARSERS = {
+    "train": partial(parse_train, presets=PRESETS),
+    "serve": parse_serve,
+    "bundle": parse_bundle,
+    "batch": parse_batch,
+    "supervise": parse_supervise,
+    "status": parse_status,
+}
+
+
+def commands_of(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield (program, arguments) of the commands in a page's blocks, without their comments."""
+    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        for line in block.replace("\\\n", " ").splitlines():
+            first, _, started = re.sub(r"\s#\s.*", "", line).partition(" -- ")
+            for command in map(COMMAND.search, (first, started)):
+                if command is not None:
+                    yield command[1], command[2].split()
+
+
+def test_commands_of_pages_have_options_of_their_program(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And presets that exist."""
+    known: dict[tuple[str, ...], set[str]] = {}
+    count = 0
+    for page in (ROOT / "README.md", ROOT / "launch" / "README.md", *(ROOT / "docs").glob("*.md")):
+        for program, arguments in commands_of(page):
+            kind = next(name for name in PARSERS if name in program)
+            starts = ("ufo-tiny" if arguments[0].startswith("ufo") else "tiny",)
+            start = starts if kind == "train" else ()
+            if kind == "train" and not arguments[0].startswith("-"):
+                assert arguments[0] == "PRESET" or arguments[0] in PRESETS, (
+                    f"{page.name}: {arguments}"
+                )
+            if (kind, *start) not in known:
+                with pytest.raises(SystemExit):
+                    PARSERS[kind]([*start, "--help"])
+                known[kind, *start] = {*OPTION.findall(capsys.readouterr().out), "--help"}
+            named = set(OPTION.findall(" ".join(arguments)))
+            left = named - known[kind, *start]
+            assert not left, f"{page.name}: {program} has no {sorted(left)}"
+            count += 1
+    assert count > 40
