@@ -94,11 +94,11 @@ class ApiError(Exception):
     def rename_fields(self, names: Mapping[str, str]) -> None:
         """Replace names of fields at the beginning of the message and of `param`.
 
-        names: a chat request's name -> the name in the API of another route.
+        names: a chat request's name, or `NAME = VALUE`, -> that in the API of another route.
         """
         detail = self.body.error
         for ours, theirs in names.items():
-            pattern = re.compile(rf"^{ours}\b")
+            pattern = re.compile(rf"^{re.escape(ours)}(?!\w)")
             detail.message = pattern.sub(theirs, detail.message)
             detail.param = None if detail.param is None else pattern.sub(theirs, detail.param)
 

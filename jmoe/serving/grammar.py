@@ -7,6 +7,7 @@ W: 32-bit words of a token mask, one bit per token
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -152,6 +153,14 @@ class JsonConstraint:
             self._masks.request_mask(self._index, token_id)
 
 
+def _first_reason(said: str) -> str:
+    """Return the reason in llguidance's message, without its place in the grammar, which the client
+    has not written.
+    """
+    first, *_ = said.splitlines() or [""]
+    return re.sub(r"^at \d+\(\d+\): ", "", first)
+
+
 class Grammars:
     """Creates JSON constraints for one model. Its fork server starts at first use."""
 
@@ -186,7 +195,7 @@ class Grammars:
         _, _, kind = HEAD.unpack_from(answer)
         said = answer[HEAD.size :]
         if kind == WRONG:
-            raise ValueError(f"{what}: {said.decode(errors='replace')}")
+            raise ValueError(f"{what}: {_first_reason(said.decode(errors='replace'))}")
         masks, end = _Masks(fork, said, count, what), self._eos_token_ids[0]
         return [JsonConstraint(masks, index, end, param) for index in range(count)]
 

@@ -48,8 +48,9 @@ from jmoe.serving.schemas import ChatCompletionRequest
 from jmoe.serving.service import Service
 from jmoe.types import JsonObject
 
-# a chat request's name -> the name in this API
+# a chat request's name, or its name and value -> those in this API
 NAMES = {
+    "tool_choice = 'required'": "tool_choice.type = 'any'",
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
     "tools.function": "tools",
@@ -57,7 +58,10 @@ NAMES = {
     "stop": "stop_sequences",
 }
 EFFORT = {"reasoning_effort": "output_config.effort"}
-DISABLED = {"reasoning_effort": "thinking.type"}
+DISABLED = {
+    "reasoning_effort = 'none'": "thinking.type = 'disabled'",
+    "reasoning_effort": "thinking.type",
+}
 DEFAULT_EFFORT = "high"  # of Anthropic's API: as no effort at all
 
 

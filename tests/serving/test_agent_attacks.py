@@ -226,6 +226,28 @@ def with_text(route: Route, text: str) -> bytes:
     return json.dumps(route.body("agent") | {route.history: "?"}).replace('"?"', text).encode()
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"thinking": {"type": "disabled"}},
+            "thinking.type = 'disabled': must be left out: the model's chat template reads no such"
+            " variable",
+        ),
+        (
+            {"tools": [ROUTES[2].tool("f", {"enum": []})], "tool_choice": {"type": "any"}},
+            "tools: failed to compile JSON schema: Unsatisfiable schema: anyOf is empty",
+        ),
+    ],
+)
+def test_errors_say_what_the_client_wrote(
+    server: HttpProcess, fields: dict[str, Any], words: str
+) -> None:
+    """Neither the value of the chat that a message stands for, nor the grammar made of a schema."""
+    answer = send(server, ROUTES[2], ROUTES[2].body("agent", **fields))
+    assert message_of(answer, ROUTES[2]) == words
+
+
 NO_JSON: dict[str, Callable[[Route], bytes]] = {
     "truncated": lambda r: json.dumps(r.body("agent")).encode()[:-4],
     "empty": lambda r: b"",

@@ -294,6 +294,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
     ({"tool_choice": {"type": "tool", "name": "absent"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice.type = 'any': needs tools"),
     ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
     ({"output_config": {"effort": "low"}}, "output_config.effort"),
     (
