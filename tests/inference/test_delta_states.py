@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tiny_engines import CHECKPOINTS, needs_compiler, run_as_on_accelerator, tiny_engine
 
+import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.delta_states import DeltaCache
 from jmoe.inference.engine import Engine
@@ -129,3 +130,16 @@ def test_hybrid_and_auto_give_the_resident_tokens() -> None:
             completions = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
             outputs.append([completion.token_ids for completion in completions])
     assert outputs[0] == outputs[1]
+
+
+def test_states_in_bfloat16() -> None:
+    """Greedy tokens over float32 states are those that the whole sequence, run at once, prefers."""
+    prompts = np.load(CHECKPOINTS / NAME / "reference.npz")["input_ids"].tolist()
+    with tiny_engine(NAME, dtype="bfloat16", policy="resident") as engine:
+        completions = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
+    model = jmoe.load_pretrained(CHECKPOINTS / NAME)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = np.array([prompt + completion.token_ids], np.int32)
+        before_SV = np.asarray(model(tokens)[0]).astype(np.float32)[len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(before_SV, np.array(completion.token_ids)[:, None], 1)[:, 0]
+        assert (before_SV.max(axis=1) - chosen).max() < 0.02 * np.ptp(before_SV)
