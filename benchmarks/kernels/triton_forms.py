@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,16 +28,25 @@ import jax.numpy as jnp
 from benchmarks.lib import report
 from benchmarks.lib.floors import measure_call_s
 from benchmarks.lib.report import JsonObject
-from kernels_pallas import grouped_matmul, token_permute
+from kernels_pallas import grouped_matmul, token_loss, token_permute
 from kernels_pallas.grouped_matmul import triton as matmul_triton
-from kernels_pallas.implementations import default_implementations
+from kernels_pallas.grouped_mlp import activation_triton
+from kernels_pallas.grouped_mlp.by_matmul import ACTIVATIONS
+from kernels_pallas.implementations import (
+    call_first_supported,
+    default_implementations,
+    implementations_among,
+)
 from kernels_pallas.shapes import MODELS, MoEShape, group_sizes
+from kernels_pallas.token_loss import triton as loss_triton
 from kernels_pallas.token_permute import triton as permute_triton
 
 GPT_OSS = MoEShape(8192, 2880, 2880, 32, 4)
 SHAPES = {"olmoe": MODELS["olmoe"], "gpt-oss": GPT_OSS}
 TOY = {"tiny": MoEShape(64, 96, 64, 4, 2)}
-Run = Callable[..., jax.Array]
+VOCABULARY = 50_304  # OLMoE's
+PASSES = ("activation gradients", "loss gradients")  # not of Hopper's kernels
+Run = Callable[..., Any]  # an array, or a tree of arrays
 
 
 def draw(seed: int, dtype: Any, *shape: int) -> jax.Array:
@@ -95,12 +105,40 @@ def permutes(shape: MoEShape, dtype: Any) -> Iterator[tuple[str, Run, tuple[Any,
     yield "combine", sums, (y,)
 
 
+def passes(shape: MoEShape, dtype: Any) -> Iterator[tuple[str, Run, tuple[Any, ...]]]:
+    """Yield the same of the kernels that make one pass over their operands."""
+    n, f, t = shape.num_rows, shape.moe_intermediate_size, min(shape.num_tokens, 8192)
+    h, dscaled, scale_N = draw(7, dtype, n, 2 * f), draw(8, dtype, n, f), draw(9, jnp.float32, n)
+    vocabulary = min(VOCABULARY, 8 * t)
+    logits_TV, weights_T = draw(10, jnp.float32, t, vocabulary), draw(11, jnp.float32, t)
+    labels_T = jax.random.randint(jax.random.key(12), (t,), 0, vocabulary)
+
+    def activation(*operands: jax.Array, implementation: Any) -> Any:
+        name = "activation_gradients"
+        run = partial(call_first_supported, ACTIVATIONS, implementation, name)
+        return run(*operands, activation="swiglu")
+
+    def loss(logits_TV: jax.Array, weights_T: jax.Array, *, implementation: Any) -> Any:
+        operands = logits_TV, labels_T, weights_T, dtype
+        return token_loss.loss_gradients(*operands, implementation=implementation)
+
+    yield PASSES[0], activation, (h, dscaled, scale_N)
+    yield PASSES[1], loss, (logits_TV, weights_T)
+
+
 def implementations(what: str) -> JsonObject:
     """Return the implementations to compare by name; on a CPU Triton's in the interpreter."""
     if jax.devices()[0].platform == "gpu":
-        return {name: name for name in default_implementations()}
-    if what in ("dispatch", "combine"):
-        interpreted: Any = token_permute.Implementation(
+        among = implementations_among(ACTIVATIONS) if what in PASSES else default_implementations()
+        return {name: name for name in among}
+    interpreted: Any
+    if what in PASSES:
+        interpreted = SimpleNamespace(
+            activation_gradients=partial(activation_triton.activation_gradients, interpret=True),
+            loss_gradients=partial(loss_triton.loss_gradients, interpret=True),
+        )
+    elif what in ("dispatch", "combine"):
+        interpreted = token_permute.Implementation(
             partial(permute_triton.gather_rows, interpret=True),
             partial(permute_triton.gather_sum, interpret=True),
         )
@@ -112,19 +150,25 @@ def implementations(what: str) -> JsonObject:
     return {"triton": interpreted, "xla": "xla"}
 
 
+def relative_error(found: jax.Array, expected: jax.Array) -> float:
+    """Return the largest error over the largest magnitude."""
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+
+
 def compared(what: str, run: Run, operands: tuple[Any, ...]) -> JsonObject:
     """Return the error and the time of each implementation that supports the case."""
     wide = [x.astype(jnp.float32) for x in operands]
-    expected = jax.jit(partial(run, implementation="xla"))(*wide).astype(jnp.float32)
+    expected = jax.tree.leaves(jax.jit(partial(run, implementation="xla"))(*wide))
     row: JsonObject = {"what": what}
     for name, implementation in implementations(what).items():
         call = jax.jit(partial(run, implementation=implementation))
         try:
-            found = call(*operands).astype(jnp.float32)
+            found = jax.tree.leaves(call(*operands))
         except NotImplementedError as why:
             row[name] = f"not supported: {why}"
             continue
-        error = jnp.abs(found - expected).max() / jnp.abs(expected).max()
+        error = max(map(relative_error, found, expected))
         row[f"{name}_error"] = float(f"{error:.2g}")
         row[f"{name}_us"] = round(1e6 * measure_call_s(call, *operands), 1)
     return row
@@ -139,7 +183,7 @@ def main() -> None:
     for name, shape in (TOY if a.toy else SHAPES).items():
         for dtype in (jnp.bfloat16, jnp.float32):
             about = {"shape": name, "dtype": jnp.dtype(dtype).name}
-            for what, run, operands in permutes(shape, dtype):
+            for what, run, operands in [*permutes(shape, dtype), *passes(shape, dtype)]:
                 rows.append(report.progress(about | compared(what, run, operands)))
             for routing in ("balanced", "skewed"):
                 for what, run, operands in matmuls(shape, routing, dtype):

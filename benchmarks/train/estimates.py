@@ -206,6 +206,9 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "198.7, 2.5 % more, and ranks the same five kernels first",
             "that step, of commit 1615e9e, by an earlier form of this estimate: olmoe 201.5 ms, "
             "with 32,768 tokens 617, mixtral 187, qwen3 1,029",
+            "before the router's weights multiplied the experts' activations and the loss had a "
+            "kernel, on 2026-11-28: olmoe 94.8 ms and 50.35 GB, with 16,384 tokens 156.8 ms and "
+            "54.16 GB, mixtral 117.5 ms, qwen3 100.6 ms",
             "8 devices: the experts over all of them, remat = layer, routing as even as it can be; "
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
             "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "

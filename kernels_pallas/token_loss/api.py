@@ -24,13 +24,14 @@ def loss_gradients(
     weights_C: jax.Array,
     dtype: DTypeLike,
     *,
-    implementation: Name | None = None,
+    implementation: object = None,
 ) -> LossGradients:
     """Return the gradient of sum_c weights[c] * nll[c] with respect to the logits, in `dtype`, and
     the negative log-likelihood nll of each label.
 
     logits_CV: float32. A label outside the vocabulary counts as a logit of 0 that is not among the
-    V. implementation: None for the best that supports the operands.
+    V. implementation: None for the best that supports the operands; a name; or an object that has
+    this function.
     """
     operands = logits_CV, labels_C, weights_C, dtype
     gradients: Any = call_first_supported(MODULES, implementation, "loss_gradients", *operands)
