@@ -200,3 +200,21 @@ def test_settings() -> None:
     with pytest.raises(ValueError, match=r"beta = 0.0: must be greater than 0"):
         DpoConfig(beta=0.0)
     assert config_of("mixtral").data.max_prompt_tokens == (S + 1) // 2 - 1
+
+
+@pytest.mark.slow
+def test_adapters_over_compressed_experts() -> None:
+    """The reference is the model with the same rounded experts: rewards begin at 0."""
+    lora = dataclasses.replace(lora_of("mixtral"), expert_dtype="fp8")
+    trainer = make_preference_trainer(config_of("mixtral", lora=lora), mesh_of(1, 1, 1))
+    state = trainer.init()
+    rows = pairs_in_rows(expected_of("mixtral"))
+    log_probs = np.asarray(trainer.answer_log_probs(state, jax.tree.map(jnp.asarray, rows)))
+    for row, own, pairs in zip(rows.reference, log_probs, ROWS, strict=True):
+        row[np.flatnonzero(row)] = own[: 2 * len(pairs)]
+    batch = jax.tree.map(lambda a: jnp.asarray(a)[None], rows)
+    margins = []
+    for _ in range(2):
+        state, metrics = trainer.step(state, batch)
+        margins.append(float(metrics["reward_margin"]))
+    assert abs(margins[0]) < 1e-4 < 1e-3 < margins[1]
