@@ -80,6 +80,8 @@ def main() -> None:
         command += [word if i % 2 else f"--{word}" for i, word in enumerate(a.options)]
         shares = [a.requests * (i + 1) // (a.kills + 1) for i in range(a.kills)]
         starts = [run_until(command, answers, count) for count in (*shares, None)]
+        if starts[-1]["status"]:
+            sys.exit(f"the last start of {' '.join(command)} ended with {starts[-1]['status']}")
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
     times = Counter(Counter(line["custom_id"] for line in lines).values())
     failed = sum(line["error"] is not None for line in lines)
