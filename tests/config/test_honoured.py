@@ -111,6 +111,12 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "model.qk_nope_head_dim": (4, {}),
         "model.qk_rope_head_dim": (4, {}),
         "model.v_head_dim": (4, {}),
+        "model.linear_num_key_heads": (2, {}),
+        "model.linear_num_value_heads": (2, {}),
+        "model.linear_key_head_dim": (8, {}),
+        "model.linear_value_head_dim": (8, {}),
+        "model.linear_conv_kernel_dim": (4, {}),
+        "model.linear_projections_by_head": (True, {}),
         "model.shared_expert_gate": (True, {}),
         "model.router.second_expert_policy": ("random", {}),
         "model.router.n_group": (2, {}),
@@ -208,6 +214,7 @@ COUNTS: dict[str, dict[str, str]] = {
             ("model.embedding_multiplier", "model.residual_multiplier", "model.logits_scaling"),
             SHAPE,
         ),
+        "model.attention_gate": "ordinary attention's output; latent refuses it",
         "model.attention_multiplier": "the scores of ordinary attention; latent refuses it",
         **dict.fromkeys(
             ("model.sliding_window", "model.layer_types", "model.attention_sinks"), SHAPE
