@@ -38,13 +38,13 @@ from jmoe.data.chat_files import replace_chat_files
 from jmoe.data.context_rows import loaded_share
 from jmoe.data.corpus import (
     PreparationRole,
-    TextChangedError,
     discard_staged,
     prepare_corpus,
     publish_staged,
 )
 from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparationProgress
+from jmoe.data.tokenizing_job import TextChangedError
 from jmoe.deploy.model_folder import merge_in_subprocess
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import device_counts_of_hosts, make_mesh

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from jmoe.data.corpus import HELD_OUT, HELD_OUT_TEXT
 from jmoe.data.record_shards import MANIFEST
 from jmoe.data.samples import parse_preference, parse_sample
 from jmoe.data.shards import (
@@ -22,6 +21,7 @@ from jmoe.data.shards import (
     writing_shard,
 )
 from jmoe.data.tokenizer import encode_pieces
+from jmoe.data.tokenizing_job import HELD_OUT, HELD_OUT_TEXT
 from jmoe.data.unit_writer import sample_encoder_of, tokenizer_of
 from jmoe.data.work_units import FORMAT, Job, Unit
 from jmoe.memory.direct_io import fsync

@@ -2,7 +2,7 @@
 
 Names, sizes and times are not enough: fine-tunes of one model have files of equal size, and
 container images, Nix or `rsync -a` may set equal times. Hashing every byte of a large model would
-take minutes at each start. `models/safetensors_io.py`, `data/corpus.py` and
+take minutes at each start. `models/safetensors_io.py`, `data/corpus_inputs.py` and
 `deploy/model_folder.py` call this.
 """
 

@@ -530,7 +530,7 @@ PREPARING = """
 import sys, time
 from pathlib import Path
 from jmoe.config import DataConfig, DistributedConfig
-from jmoe.data import corpus
+from jmoe.data import corpus, tokenizing_job
 from jmoe.cluster.distributed import Watchdog, join_processes
 from jmoe.data.progress import PreparationProgress
 
@@ -538,14 +538,14 @@ rank, processes, port = map(int, sys.argv[1:4])
 text, cache, slow_s = sys.argv[4], Path(sys.argv[5]), float(sys.argv[6])
 join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=processes, process_id=rank,
                         heartbeat_timeout_s=240))
-encode = corpus.encode_pieces
+encode = tokenizing_job.encode_pieces
 
 def slowly(tokenizer, pieces):
     for piece in encode(tokenizer, pieces):
         time.sleep(slow_s)
         yield piece
 
-corpus.encode_pieces = slowly
+tokenizing_job.encode_pieces = slowly
 with Watchdog(240, 240) as watchdog:
     begun = time.monotonic()
     seen, option = PreparationProgress(lambda line: print(line, flush=True), every_s=1), "distributed.start_timeout_s"

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models
 
 from jmoe.config import DataConfig
 from jmoe.data import corpus as corpus_module
-from jmoe.data import loader, text_files
+from jmoe.data import loader, text_files, tokenizing_job
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, PreparationRole, prepare_corpus
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
@@ -882,13 +882,13 @@ def test_progress_is_told_in_every_phase(
 ) -> None:
     """Also while a library works on, and as bytes of what there is to do."""
     told: dict[str, list[tuple[int, int]]] = {}
-    train = corpus_module.train_bpe
+    train = tokenizing_job.train_bpe
 
     def slow(*arguments: object) -> object:
         time.sleep(1.5)
         return train(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(corpus_module, "train_bpe", slow)
+    monkeypatch.setattr(tokenizing_job, "train_bpe", slow)
     prepare_corpus(
         config(texts),
         400,
@@ -910,9 +910,9 @@ def test_progress_is_told_in_every_phase(
 def test_killed_while_it_tokenises(tmp_path: Path, texts: Path, corpus: Corpus) -> None:
     stop_inside = PREPARE.replace(
         "path, cache",
-        "from jmoe.data import corpus\n"
+        "from jmoe.data import tokenizing_job\n"
         "def hang(*_):\n    import time\n    print('inside', flush=True)\n    time.sleep(60)\n"
-        "corpus._manifest_entry = hang\npath, cache",
+        "tokenizing_job._manifest_entry = hang\npath, cache",
     )
     process = start(stop_inside, texts, tmp_path, 1)
     assert process.stdout is not None
