@@ -28,6 +28,9 @@ CLIENT = "batch"
 # are tokenized and answers of the last are written.
 IN_FLIGHT = 2
 PROGRESS_S = 10.0
+# A status that says that this process lacked something for a moment: memory, a thread, a place.
+PASSING = (429, 503)
+TRIES, PAUSE_S = 3, 1.0  # of such a request, and the pause before the second, twice that later
 
 
 class EngineFailedError(Exception):
@@ -65,17 +68,24 @@ class BatchAnswerer:
             self._service.close()
 
     async def answer_request(self, request: BatchRequest) -> JsonObject:
-        """Return one request's line of the answers file. Raises EngineFailedError."""
+        """Return one request's line of the answers file. A request that ends with a `PASSING` error
+        is tried `TRIES` times in all. Raises EngineFailedError.
+        """
         limit = self._service.config.max_body_bytes
         error = request.error
         if len(request.body) > limit:
             error = ApiError(413, f"the body has {len(request.body)} bytes; at most {limit} may be")
         if error is not None:
             return request.refusal_line(error)
-        request_id = uuid.uuid4().hex
-        status, body = await self._post_to_app(request, request_id)
-        if status != 200 and self._service.loop.failure is not None:
-            raise EngineFailedError(self._service.loop.failure)
+        for number in range(1, TRIES + 1):
+            request_id = uuid.uuid4().hex
+            status, body = await self._post_to_app(request, request_id)
+            if status != 200 and self._service.loop.failure is not None:
+                raise EngineFailedError(self._service.loop.failure)
+            if status not in PASSING or number == TRIES:
+                break
+            log.info("line %d of the batch: status %d, tried again", request.line, status)
+            await asyncio.sleep(number * PAUSE_S)
         return request.answer_line(status, request_id, body)
 
     async def _post_to_app(self, request: BatchRequest, request_id: str) -> tuple[int, Json]:

@@ -14,8 +14,10 @@ from jmoe.config.engine import EngineConfig
 from jmoe.config.serving import ServeConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Output
-from jmoe.serving.batch import BatchRunner, EngineFailedError
+from jmoe.serving import batch
+from jmoe.serving.batch import BatchAnswerer, BatchRunner, EngineFailedError
 from jmoe.serving.batch_files import AnswersFile, read_request_keys, read_requests
+from jmoe.serving.errors import ApiError
 from jmoe.serving.service import Service
 from tests.http_servers import HttpProcess
 from tests.processes import Child, kill_group, start_logged
@@ -118,6 +120,43 @@ def test_an_engine_that_fails_leaves_no_answer_of_it(
         if prompt != prompts[3]:
             assert answers[prompt]["body"]["choices"][0]["text"] == completion.text
     assert "requests answered" in said[-1]
+
+
+@pytest.mark.parametrize(("failures", "status"), [(2, 200), (9, 503)])
+def test_a_passing_error_is_no_answer_before_further_tries(
+    failures: int,
+    status: int,
+    model_folder: Path,
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread is refused: what the system's limit of processes does."""
+    monkeypatch.setattr(batch, "PAUSE_S", 0.01)
+    path, left = tmp_path / "in.jsonl", itertools.count(-failures)
+    body = {"prompt": "fox", "max_tokens": 2}
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    path.write_text(json.dumps(asked))
+    service = Service(
+        engine, ServeConfig(str(model_folder), engine=ENGINE), model_folder, "t", None
+    )
+    run_work = service.run_text_work
+
+    async def run_if_possible(*arguments: Any) -> Any:
+        if next(left) < 0:
+            raise ApiError(503, "the system starts no thread", code="no_thread")
+        return await run_work(*arguments)
+
+    monkeypatch.setattr(service, "run_text_work", run_if_possible)
+
+    async def answer() -> dict[str, Any]:
+        answerer = BatchAnswerer(service)
+        async with answerer.running_engine():
+            (request,) = read_requests(path)
+            return await answerer.answer_request(request)
+
+    assert asyncio.run(answer())["response"]["status_code"] == status
+    assert next(left) == (1 if status == 200 else 3 - failures)
 
 
 @pytest.mark.slow
