@@ -201,7 +201,7 @@ class VisionTransformer(nnx.Module):
         x_BSD = self.embed(pixels_BPPC, dtype)
         graphs, states = {}, {}
         for kind, name in STACKS.items():
-            if (layers := getattr(self, name)) is not None:
+            if (layers := getattr(self, name, None)) is not None:
                 graphs[kind], states[kind] = nnx.split(layers)
         stats = []
         for layer in self.config.layers:
