@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from jmoe.config.cluster import ClusterConfig, NetworkConfig
 from jmoe.planning.exchange import ONE_HOP, ExchangePlan, Traffic, exchange_traffic
-from jmoe.planning.training import TrainingPlan, TrainingSizes
+from jmoe.planning.training import TrainingPlan
+from jmoe.planning.training_sizes import TrainingSizes
 
 SAVED_BYTES = 12  # per parameter in a checkpoint: weight and two moments
 GRADIENT_BYTES = 4  # per parameter, where gradients are summed

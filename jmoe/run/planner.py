@@ -28,15 +28,13 @@ from jmoe.memory.host_memory import available_bytes
 from jmoe.offload.expert_state import ExpertStats
 from jmoe.planning.exchange import receive_buffer_rows
 from jmoe.planning.expert_packing import MemoryShortfall
-from jmoe.planning.training import (
+from jmoe.planning.first_fitting import first_fitting_expert_sharding, first_fitting_plan
+from jmoe.planning.training import TrainingPlan, plan_training
+from jmoe.planning.training_sizes import (
     Machine,
     StatePlacement,
-    TrainingPlan,
     TrainingSizes,
     candidate_tier_pairs,
-    first_fitting_expert_sharding,
-    first_fitting_plan,
-    plan_training,
 )
 from jmoe.run.metrics import MetricsLog, read_step_records
 from jmoe.runtime import MEMORY_SHARE, gpu_memory_fraction

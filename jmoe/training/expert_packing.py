@@ -35,7 +35,7 @@ from jmoe.planning.expert_packing import (
     decide_packing,
     is_packing_decided_at,
 )
-from jmoe.planning.training import EXPERT_SHARDINGS
+from jmoe.planning.training_sizes import EXPERT_SHARDINGS
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.planner import described_machine, packing_shortfall, with_chosen_expert_sharding
 from jmoe.training.fused.step import FusedTrainer

@@ -15,13 +15,8 @@ from jmoe.planning.cluster import (
     plan_cluster,
 )
 from jmoe.planning.exchange import plan_exchange
-from jmoe.planning.training import (
-    Machine,
-    StatePlacement,
-    TrainingPlan,
-    TrainingSizes,
-    plan_training,
-)
+from jmoe.planning.training import TrainingPlan, plan_training
+from jmoe.planning.training_sizes import Machine, StatePlacement, TrainingSizes
 
 # Inside a node 1 kB/s, between nodes 2 kB/s a node, no latency: sums can be done by hand.
 CLUSTER = ClusterConfig(

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 
 from jmoe.config.tiers import TIERS
-from jmoe.planning.training import (
+from jmoe.planning.first_fitting import first_fitting_plan
+from jmoe.planning.setting_changes import possible_changes
+from jmoe.planning.training import TrainingPlan, plan_training
+from jmoe.planning.training_sizes import (
     Machine,
     StatePlacement,
-    TrainingPlan,
     TrainingSizes,
-    _possible_changes,
     candidate_tier_pairs,
-    first_fitting_plan,
-    plan_training,
 )
 
 GB = 10**9
@@ -163,7 +162,7 @@ def test_a_smaller_batch_is_expected_to_choose_a_smaller_share() -> None:
     few = replace(MODEL, chosen_share=0.3, step_tokens=32, max_micro_batches=4)
     shares = [
         change.model.chosen_share
-        for change in _possible_changes(few, NVME)
+        for change in possible_changes(few, NVME)
         if change.setting == "batch_size"
     ]
     assert len(shares) == 2 and 0.3 > shares[0] > shares[1] > 2 / 64
