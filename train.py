@@ -30,8 +30,10 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jmoe.cluster import distributed
+from jmoe.cluster.distributed import join_processes
 from jmoe.cluster.job import describe_hosts
+from jmoe.cluster.signals import PreemptionSignal
+from jmoe.cluster.watchdog import Watchdog, make_watchdog
 from jmoe.config import TrainConfig, VisionTrainConfig, check
 from jmoe.config.cluster import read_cluster
 from jmoe.data.chat_files import replace_chat_files
@@ -120,7 +122,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
     progress = make_progress_bar(config, run.mesh) if run.log is not None else None
     profile_from, profile_to = config.profile.traced_steps() or (-1, -1)
     stopped, compiled = False, CompilationCounter()
-    with distributed.PreemptionSignal(steps_in_flight=0) as stop:
+    with PreemptionSignal(steps_in_flight=0) as stop:
         for step in range(start, config.num_steps):
             if max(profile_from, start) == step < profile_to:
                 jax.profiler.start_trace(str(run.output_dir / "profile"))
@@ -293,7 +295,7 @@ def share_of_rows(config: TrainConfig) -> tuple[int, int]:
 
 def prepare_text_data(
     config: TrainConfig,
-    watchdog: distributed.Watchdog,
+    watchdog: Watchdog,
     stack: contextlib.ExitStack,
     resolved: JsonObject,
 ) -> TrainingData:
@@ -378,7 +380,7 @@ def devices_per_host() -> int:
 
 def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> RunSetup:
     """Connect the processes, make the mesh and lock the output folder; return the run's parts."""
-    distributed.join_processes(config.distributed)
+    join_processes(config.distributed)
     enable_compile_cache()
     devices, per_host = jax.device_count(), devices_per_host()
     config.checked_mesh_shape(devices, per_host)
@@ -403,7 +405,7 @@ def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> 
         )
     for warning in config.warnings():
         print_on_rank_0(f"warning: {warning}")
-    watchdog = stack.enter_context(distributed.make_watchdog(limits))
+    watchdog = stack.enter_context(make_watchdog(limits))
     folder = RunFolder(output_dir, wait_s=min(WAIT_S, 0.4 * limits.start_timeout_s))
     option = "distributed.start_timeout_s"
     with watchdog.waiting_for("all options", timeout_s=limits.start_timeout_s, option=option):

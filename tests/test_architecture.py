@@ -77,7 +77,7 @@ FORBIDDEN |= {
     "STEP_SAYS",
 }
 FORBIDDEN |= {"found", "given"}
-THROUGH = """collectives.rows data.corpus_inputs data.held_out data.progress data.text_options programs.service inference.mesh.programs inference.stats inference.teacher kernels.groups
+THROUGH = """cluster.coordinator collectives.rows data.corpus_inputs data.held_out data.progress data.text_options programs.service inference.mesh.programs inference.stats inference.teacher kernels.groups
 kernels.saved layers.experts layers.norm memory.closing models.block models.functional
 models.lazy_checkpoint models.tensor_names models.vision offload.gradient_writer offload.residency offload.saved_experts planning.state_bytes
 run.checkpoint_contents runtime serving.answer serving.chat_sequences serving.errors serving.metrics serving.grammar_worker serving.request_body

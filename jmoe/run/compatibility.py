@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from jmoe.cluster.distributed import result_from_rank_0
+from jmoe.cluster.coordinator import result_from_rank_0
 from jmoe.cluster.processes import check_same_options
 from jmoe.config import TRAINING_ONLY, TaskConfig, TrainConfig, check, describe_differences
 from jmoe.run.checkpoint import Checkpoints

@@ -28,7 +28,7 @@ from typing import BinaryIO, Self
 
 import jax
 
-from jmoe.cluster import distributed
+from jmoe.cluster.coordinator import result_from_rank_0
 from jmoe.data.shards import replacing_file
 from jmoe.memory.direct_io import NOT_SUPPORTED
 from jmoe.types import JsonObject
@@ -56,9 +56,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         self._owner = json.loads(
-            distributed.result_from_rank_0(
-                "output folder", self._lock_and_describe_run, 2 * self._wait_s + 60
-            )
+            result_from_rank_0("output folder", self._lock_and_describe_run, 2 * self._wait_s + 60)
         )
         if self._file is None:
             self._lock_shared()

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jmoe.cluster.distributed import result_from_rank_0
+from jmoe.cluster.coordinator import result_from_rank_0
 from jmoe.collectives.exchange import TokenChoices
 from jmoe.collectives.planned_exchange import trace_dispatch_all_to_alls
 from jmoe.config import MeshConfig, TrainConfig

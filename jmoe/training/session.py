@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.processes import check_same_identity
+from jmoe.cluster.watchdog import Watchdog
 from jmoe.config import TrainConfig
 from jmoe.data.context_rows import ContextRows
 from jmoe.data.loader import COMPARABLE_BYTES, unigram_and_xz_bits_per_byte

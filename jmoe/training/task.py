@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from jax.sharding import Mesh
 
-from jmoe.cluster.distributed import Watchdog
+from jmoe.cluster.watchdog import Watchdog
 from jmoe.config import TrainConfig
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT

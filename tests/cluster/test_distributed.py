@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from jmoe.cluster import clocks, distributed
-from jmoe.cluster.distributed import PreemptionSignal, RequestSignal, Watchdog
+from jmoe.cluster.signals import PreemptionSignal, RequestSignal
+from jmoe.cluster.watchdog import EXIT_CODE, Watchdog
 from jmoe.config import DistributedConfig
 from tests.fakes import wait_for, wait_for_text
 from tests.processes import Child
@@ -29,7 +30,9 @@ import os, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import PreemptionSignal, Watchdog, join_processes
+from jmoe.cluster.distributed import join_processes
+from jmoe.cluster.signals import PreemptionSignal
+from jmoe.cluster.watchdog import Watchdog
 
 rank, processes, port = map(int, sys.argv[1:4])
 option = dict(word.split("=") for word in sys.argv[4:])
@@ -76,7 +79,8 @@ print("end", flush=True)
 ANSWERING = """
 import errno, json, sys
 from jmoe.config import DistributedConfig
-from jmoe.cluster.distributed import result_from_rank_0, join_processes
+from jmoe.cluster.coordinator import result_from_rank_0
+from jmoe.cluster.distributed import join_processes
 
 rank, processes, port = map(int, sys.argv[1:4])
 join_processes(DistributedConfig(
@@ -216,7 +220,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(run_ranks: RunRanks) -> None
 def test_a_stopped_coordinator_ends_the_others(run_ranks: RunRanks) -> None:
     ranks = in_step_20(run_ranks([0, 1], 2, "heartbeat_s=60", "step_s=4"))
     os.kill(ranks[0].pid, signal.SIGSTOP)
-    assert ends(ranks[1]) == distributed.EXIT_CODE
+    assert ends(ranks[1]) == EXIT_CODE
     log = ranks[1].screen
     assert re.search(
         r"rank 1 has waited \d+ s for training step \d+ .*; rank 0 .the coord.* does not answer",
@@ -240,7 +244,7 @@ def test_hosts_whose_clocks_differ_are_named_and_train(run_ranks: RunRanks) -> N
 def test_a_stuck_rank_is_named_and_prints_its_own_stack(run_ranks: RunRanks) -> None:
     """Rank 1 is alive but does not come on: heartbeats go on, steps do not."""
     ranks = run_ranks([0, 1], 2, "stuck=1:10", "step_s=4")
-    assert [ends(rank) for rank in ranks] == [distributed.EXIT_CODE] * 2
+    assert [ends(rank) for rank in ranks] == [EXIT_CODE] * 2
     logs = [rank.screen for rank in ranks]
     # Whichever limit ran out first told the other rank.
     told = r"rank 1 is behind, at training data 10|rank 1 has waited \d+ s for training data 10"
@@ -358,7 +362,7 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
 ) -> None:
     code = """if True:
         import time
-        from jmoe.cluster.distributed import Watchdog
+        from jmoe.cluster.watchdog import Watchdog
         with Watchdog(1.0) as watchdog:
             with watchdog.waiting_for("evaluation", 7, timeout_s=30):
                 with watchdog.waiting_for("training data", 7):
@@ -366,7 +370,7 @@ def test_a_wait_that_is_too_long_names_its_phase_and_ends_the_process(
                     time.sleep(60)
     """
     ended = run_python(["-c", code], timeout=240)
-    assert ended.returncode == distributed.EXIT_CODE
+    assert ended.returncode == EXIT_CODE
     assert ended.stdout == "begun\n"
     assert re.search(
         r"jmoe: rank 0 has waited \d+ s for training data 7 \(limit 1 s,"
@@ -384,7 +388,7 @@ def test_a_suspended_process_is_not_ended_when_it_goes_on(
     """
     code = """if True:
         import time
-        from jmoe.cluster.distributed import Watchdog
+        from jmoe.cluster.watchdog import Watchdog
         with Watchdog(3.0) as watchdog:
             with watchdog.waiting_for("evaluation"):
                 with watchdog.waiting_for("training data", 7):
@@ -400,7 +404,7 @@ def test_a_suspended_process_is_not_ended_when_it_goes_on(
     process.send_signal(signal.SIGSTOP)
     time.sleep(5)
     process.send_signal(signal.SIGCONT)
-    assert process.wait(240) == distributed.EXIT_CODE  # of what did get stuck
+    assert process.wait(240) == EXIT_CODE  # of what did get stuck
     assert "done" in process.screen
     assert re.search(r"rank 0 has waited \d+ s for training data 8 \(limit 3 s", process.screen)
 
@@ -411,7 +415,7 @@ def test_a_wait_that_makes_progress_goes_on(
 ) -> None:
     code = """if True:
         import time
-        from jmoe.cluster.distributed import Watchdog
+        from jmoe.cluster.watchdog import Watchdog
         moved = 0
         with Watchdog(4.0) as watchdog:
             with watchdog.waiting_for("records", progress=lambda: moved):
@@ -421,7 +425,7 @@ def test_a_wait_that_makes_progress_goes_on(
                 time.sleep(60)
     """
     ended = run_python(["-c", code], timeout=240)
-    assert ended.returncode == distributed.EXIT_CODE
+    assert ended.returncode == EXIT_CODE
     assert ended.stdout == "moved\n"
     assert re.search(
         r"jmoe: rank 0 has waited \d+ s for records without progress \(limit 4 s, d", ended.stderr
@@ -531,7 +535,8 @@ import sys, time
 from pathlib import Path
 from jmoe.config import DataConfig, DistributedConfig
 from jmoe.data import corpus, tokenizing_job
-from jmoe.cluster.distributed import Watchdog, join_processes
+from jmoe.cluster.distributed import join_processes
+from jmoe.cluster.watchdog import Watchdog
 from jmoe.data.progress import PreparationProgress
 
 rank, processes, port = map(int, sys.argv[1:4])

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from jmoe.cluster import supervise
-from jmoe.cluster.distributed import Watchdog
 from jmoe.cluster.heartbeat import Heartbeat, HeartbeatListener, heartbeat_file, read_heartbeat
 from jmoe.cluster.overview import read_overview
 from jmoe.cluster.remote_process import (
@@ -34,6 +33,7 @@ from jmoe.cluster.restarts import (
     read_progress,
 )
 from jmoe.cluster.supervise import Supervisor, split_program_and_arguments
+from jmoe.cluster.watchdog import Watchdog
 from jmoe.command_line import parse_supervise
 from jmoe.config.supervise import SuperviseConfig
 from tests.fakes import wait_for, wait_for_text

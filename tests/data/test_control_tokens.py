@@ -15,7 +15,7 @@ import pytest
 from text_corpus import config
 
 import train
-from jmoe.cluster.distributed import Watchdog
+from jmoe.cluster.watchdog import Watchdog
 from jmoe.configs import PRESETS
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, prepare_corpus

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import serve
-from jmoe.cluster.distributed import EXIT_CODE
+from jmoe.cluster.watchdog import EXIT_CODE
 from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.deploy import bundle as stage
 from jmoe.deploy.bundle import OpenBundle, Segments, bundle

@@ -507,7 +507,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jmoe.config import CheckpointConfig, DistributedConfig
 from jmoe.run import checkpoint
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.cluster.distributed import Watchdog, join_processes
+from jmoe.cluster.distributed import join_processes
+from jmoe.cluster.watchdog import Watchdog
 
 rank, processes, port, folder, mode = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 if processes > 1:
@@ -651,7 +652,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jmoe.config import CheckpointConfig
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.cluster.distributed import PreemptionSignal
+from jmoe.cluster.signals import PreemptionSignal
 with PreemptionSignal() as preemption:
     print("ready", flush=True)
     checkpoints = Checkpoints(Path(sys.argv[1]), CheckpointConfig(keep=100))

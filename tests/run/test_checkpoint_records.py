@@ -287,13 +287,14 @@ from types import SimpleNamespace
 from tests.run.test_checkpoint_records import *
 from jmoe.config import DistributedConfig, TrainConfig
 from jmoe.memory import record_checkpoint
-from jmoe.cluster import distributed
+from jmoe.cluster.distributed import join_processes
+from jmoe.cluster.watchdog import Watchdog
 from jmoe.run.run_folder import RunFolder
 from jmoe.training.expert_packing import PackingController
 from jmoe.training.session import Session
 rank, port, local, folder = int(sys.argv[1]), *sys.argv[2:5]
-distributed.join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
-                                    start_timeout_s=240, heartbeat_timeout_s=240))
+join_processes(DistributedConfig(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=rank,
+                                 start_timeout_s=240, heartbeat_timeout_s=240))
 mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 rows = jax.NamedSharding(mesh, jax.P("d"))
 make = jax.jit(lambda n: {"w": jnp.full((12,), n, jnp.float32)}, out_shardings={"w": rows})
@@ -308,7 +309,7 @@ checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep=2), records=record
 moves = SimpleNamespace(prepare_state_for_save=lambda state: state, progress_counters=records.progress_counters)
 batches = SimpleNamespace(get_state=lambda: 0)
 out = RunFolder(Path(folder).parent / "out", wait_s=240)
-with distributed.Watchdog(8) as watchdog, out, checkpoints:
+with Watchdog(8) as watchdog, out, checkpoints:
     config = TrainConfig(checkpoint=CheckpointConfig(drain_timeout_s=8))
     packing = PackingController(config, (2, 1, 1), 1)
     run = Session(

@@ -45,7 +45,7 @@ def test_a_lock_can_be_taken_by_whom_the_umask_lets_write(tmp_path: Path) -> Non
 def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Process 0 is on another host and has taken the folder of that name there."""
     elsewhere = json.dumps({"token": "of process 0", "run": "run-1"})
-    monkeypatch.setattr(run_folder.distributed, "result_from_rank_0", lambda *_: elsewhere)
+    monkeypatch.setattr(run_folder, "result_from_rank_0", lambda *_: elsewhere)
     clock = itertools.count(0.0, 3.0)
     monkeypatch.setattr(
         run_folder, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jmoe.cluster.distributed import EXIT_CODE
+from jmoe.cluster.watchdog import EXIT_CODE
 from tests.http_servers import LONG, HttpProcess, start_server
 from tests.processes import Child, kill_group, start_logged
 from tests.serving.conftest import SIZES

@@ -24,6 +24,7 @@ from jmoe.cluster import distributed
 from jmoe.cluster.channel import Channel
 from jmoe.cluster.clocks import RunningClock
 from jmoe.cluster.rendezvous import ranks_text
+from jmoe.cluster.watchdog import EXIT_CODE
 from jmoe.config import DistributedConfig
 from jmoe.status import first_error_line
 
@@ -48,7 +49,7 @@ def print_and_exit(line: str) -> None:
     """Print a line to stderr and exit at once with status 70, whatever other threads wait for."""
     sys.stdout.flush()
     os.write(2, f"jmoe: {line}\n".encode())
-    os._exit(distributed.EXIT_CODE)
+    os._exit(EXIT_CODE)
 
 
 def call_on_all_ranks(method: Method) -> Method:

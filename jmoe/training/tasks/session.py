@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jmoe.cluster.distributed import RequestSignal, result_from_rank_0
+from jmoe.cluster.coordinator import result_from_rank_0
+from jmoe.cluster.signals import RequestSignal
 from jmoe.config import VisionTrainConfig, check
 from jmoe.data.image_batches import ImageBatch, all_train_batches, held_out_batches
 from jmoe.data.images import ImageTask

@@ -8,7 +8,7 @@ import json
 import jax
 from jax.sharding import Mesh
 
-from jmoe.cluster.distributed import RequestSignal
+from jmoe.cluster.signals import RequestSignal
 from jmoe.config import VisionTrainConfig
 from jmoe.data.image_batches import ImageBatches
 from jmoe.data.images import load_task

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jmoe.cluster.channel import Channel
-from jmoe.cluster.distributed import EXIT_CODE
+from jmoe.cluster.watchdog import EXIT_CODE
 from jmoe.inference.mesh import lockstep
 from jmoe.inference.mesh.lockstep import Follower, Leader, LockstepError, call_on_all_ranks
 from tests.fakes import wait_for

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import pytest
 
-from jmoe.cluster.distributed import RequestSignal
+from jmoe.cluster.signals import RequestSignal
 from jmoe.config import TiersConfig, VisionTrainConfig
 from jmoe.config.vision import ElasticConfig
 from jmoe.data.image_batches import ImageBatches
