@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jmoe.inference.runner import BatchOutput, ModelRunner, TokenBatch
-from jmoe.inference.sampler import BatchParams
+from jmoe.inference.sampler_arrays import BatchParams
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence

@@ -33,7 +33,9 @@ from jmoe.inference.loading import LoadedModel, Say
 from jmoe.inference.mesh.lockstep import Leader
 from jmoe.inference.output_events import OutputEvent, join_content
 from jmoe.inference.preparation import Preparation
-from jmoe.inference.sampler import NOT_FINITE, BatchParams, Draw, PendingDraws, Sampler
+from jmoe.inference.sampler import Draw, PendingDraws, Sampler
+from jmoe.inference.sampler_arrays import BatchParams
+from jmoe.inference.sampling import NOT_FINITE
 from jmoe.inference.sampling_params import Constraint, SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup, SchedulerStats, StepPlan, smallest_bucket
 from jmoe.inference.sequence import Completion, Output, Sequence

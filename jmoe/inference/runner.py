@@ -43,7 +43,9 @@ from jmoe.inference.kv_cache import (
     write_and_attend,
 )
 from jmoe.inference.popularity import Estimator
-from jmoe.inference.sampler import BatchParams, TokensInStep, greedy, sample_settled
+from jmoe.inference.sampler import TokensInStep
+from jmoe.inference.sampler_arrays import BatchParams
+from jmoe.inference.sampling import greedy, sample_settled
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.served_adapters import NO_ADAPTERS
 from jmoe.layers.attention import CacheInputs

@@ -14,23 +14,20 @@ from jax.extend.random import threefry_2x32
 from scipy.special import log_softmax
 from scipy.stats import chisquare
 
-from jmoe.inference import sampler
-from jmoe.inference.sampler import (
+from jmoe.inference import sampling as sampling_module
+from jmoe.inference.sampler_arrays import (
     ID_BUCKETS,
     BatchParams,
     Logprobs,
     SamplerState,
     batch_params,
-    greedy,
     initial_sampler_state,
-    prompt_logprobs,
-    sample,
-    sample_settled,
     start_sequence,
-    top_k,
 )
+from jmoe.inference.sampling import greedy, prompt_logprobs, sample, sample_settled
 from jmoe.inference.sampling_params import MAX_IDS, SamplingParams
 from jmoe.inference.sequence import Sequence
+from jmoe.inference.token_filters import candidate_filter_mask, top_k, vocabulary_filter_mask
 
 pytestmark = pytest.mark.usefixtures("full_compilation")  # thousands of draws from few programs
 
@@ -154,7 +151,7 @@ def test_filters_that_keep_more_than_the_candidates(changes: dict[str, Any], tie
         logits = np.round(logits * 3) / 3
     sampling = SamplingParams(temperature=1.0, seed=7, **changes)
     p = distribution(logits, sampling)
-    assert (p > 0).sum() > sampler.NUM_CANDIDATES
+    assert (p > 0).sum() > sampling_module.NUM_CANDIDATES
     assert_drawn_from(draws(logits, sampling), p)
 
 
@@ -164,8 +161,8 @@ def test_the_sets_kept_are_exact(step: float) -> None:
     and with none.
     """
     rng = np.random.default_rng(2)
-    kept_vocabulary = jax.jit(sampler._vocabulary_filter_mask)
-    kept_candidates = jax.jit(sampler._candidate_filter_mask)
+    kept_vocabulary = jax.jit(vocabulary_filter_mask)
+    kept_candidates = jax.jit(candidate_filter_mask)
     for _ in range(10):
         rows = [
             SamplingParams(temperature=1.0, top_k=k, top_p=p)
@@ -191,7 +188,7 @@ def test_the_way_to_a_token_does_not_change_it(monkeypatch: pytest.MonkeyPatch) 
     token.
     """
     logits = np.random.default_rng(1).normal(0, 2.0, 1500)
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 4)
+    monkeypatch.setattr(sampling_module, "NUM_CANDIDATES", 4)
     no_candidates = jitted()
     for changes in ({"top_p": 0.8}, {"top_k": 30}, {"top_k": 50, "top_p": 0.9}):
         sampling = SamplingParams(temperature=1.0, seed=3, **changes)
@@ -280,7 +277,9 @@ def test_a_row_that_is_not_finite_gives_no_token() -> None:
             for value in (np.nan, np.inf):
                 logits = np.zeros(size)
                 logits[3] = value
-                assert (draws(logits, SamplingParams(**changes)) == sampler.NOT_FINITE).all()
+                assert (
+                    draws(logits, SamplingParams(**changes)) == sampling_module.NOT_FINITE
+                ).all()
 
 
 MIXED = [
@@ -377,7 +376,7 @@ def test_threefry() -> None:
     for words in rng.integers(0, 2**32, (20, 4), dtype=np.uint32):
         key, counter = jnp.asarray(words[:2]), jnp.asarray(words[2:])
         assert (
-            sampler._threefry(key[:1], key[1:], counter[:1], counter[1:])[0]
+            sampling_module._threefry(key[:1], key[1:], counter[:1], counter[1:])[0]
             == threefry_2x32(key, counter)[0]
         )
 
@@ -649,7 +648,7 @@ def test_settled_rows_draw_the_same_without_branches() -> None:
             + [(1.5, 1, 0.5, 0.0), (0.9, 40, 0.9, 0.05), (50.0, 200, 1.0, 0.0)] * 16
         )
     ]
-    assert all(map(sampler.is_settled_by_candidates, rows))
+    assert all(map(sampling_module.is_settled_by_candidates, rows))
     logits_BV = rng.normal(0, 2, (len(rows), vocab_size)).astype(np.float32)
     logits_BV[::5] = np.round(logits_BV[::5])
     logits_BV[7, 3], logits_BV[12, :5] = np.nan, -np.inf
@@ -660,4 +659,4 @@ def test_settled_rows_draw_the_same_without_branches() -> None:
     expected, _, _ = run(logits_BV, params, state, nowhere_B, positions_B, with_logprobs=False)
     found = jax.jit(sample_settled)(logits_BV, params, positions_B)
     np.testing.assert_array_equal(found, expected)
-    assert found[7] == sampler.NOT_FINITE
+    assert found[7] == sampling_module.NOT_FINITE
