@@ -37,6 +37,7 @@ from jmoe.data.corpus_inputs import (
     open_shards,
 )
 from jmoe.data.held_out import HeldOutTokens, read_held_out, take_held_out_of_shards
+from jmoe.data.input_file import Report
 from jmoe.data.record_shards import MANIFEST, open_token_shard
 from jmoe.data.shards import (
     IdChecks,
@@ -44,10 +45,7 @@ from jmoe.data.shards import (
     Shard,
     open_sample_lengths,
 )
-from jmoe.data.text_files import (
-    Report,
-    TextInput,
-)
+from jmoe.data.text_files import TextInput
 from jmoe.data.tokenizer import (
     CorpusTokenizer,
     load_tokenizer,

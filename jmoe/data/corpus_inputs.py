@@ -10,13 +10,12 @@ from pathlib import Path
 
 from jmoe.config import DataConfig
 from jmoe.config.checks import check, check_unset
+from jmoe.data.input_file import SHARD_SUFFIXES, Report
 from jmoe.data.record_shards import MANIFEST, open_token_shard, read_manifest_hashes
 from jmoe.data.shards import (
     Shard,
 )
 from jmoe.data.text_files import (
-    SHARD_SUFFIXES,
-    Report,
     TextInput,
     find_text_input,
     mark_inputs_with_samples,

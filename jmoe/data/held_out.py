@@ -16,9 +16,7 @@ from jmoe.data.shards import (
     Ids,
     Shard,
 )
-from jmoe.data.text_files import (
-    TextInput,
-)
+from jmoe.data.text_files import TextInput
 from jmoe.data.tokenizer import (
     CorpusTokenizer,
 )

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from jmoe.data.input_file import RECORD_SHARD_SUFFIX
 from jmoe.data.shards import (
     DTYPES,
     TEMPORARY,
@@ -31,7 +32,6 @@ from jmoe.data.shards import (
     open_shard,
     parse_header,
 )
-from jmoe.data.text_files import RECORD_SHARD_SUFFIX
 from jmoe.memory.direct_io import fsync, name_file_in_errors
 
 RECORD_BYTES = 1 << 16

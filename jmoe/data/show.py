@@ -15,6 +15,7 @@ from typing import get_args
 
 from jmoe.config import DataConfig
 from jmoe.config.train import TrainOn
+from jmoe.data.input_file import InputFile
 from jmoe.data.sample_encoder import (
     Encoded,
     EncodedPair,
@@ -24,15 +25,9 @@ from jmoe.data.sample_encoder import (
     make_sample_encoder,
 )
 from jmoe.data.samples import ANSWER_FIELDS
-from jmoe.data.text_files import (
-    InputFile,
-    TextInput,
-    check_and_detect_encodings,
-    describe_position,
-    find_text_input,
-    mark_inputs_with_samples,
-    read_samples,
-)
+from jmoe.data.text_checks import check_and_detect_encodings
+from jmoe.data.text_files import TextInput, find_text_input, mark_inputs_with_samples
+from jmoe.data.text_pieces import describe_position, read_samples
 from jmoe.data.tokenizer import load_tokenizer
 from jmoe.models.tokenizer_file import tokenizer_file
 from jmoe.runtime import end_at_once_on_interrupt

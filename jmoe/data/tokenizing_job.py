@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jmoe.config import DataConfig
 from jmoe.data.corpus_inputs import has_samples
+from jmoe.data.input_file import SHARD_SUFFIX, InputFile, Report
 from jmoe.data.record_shards import MANIFEST, open_token_shard
 from jmoe.data.sample_encoder import (
     SampleEncoder,
@@ -33,21 +34,19 @@ from jmoe.data.shards import (
     writing_sample_shard,
     writing_shard,
 )
-from jmoe.data.text_files import (
+from jmoe.data.text_checks import (
     MAX_PROBLEMS,
     MAX_SHOWN,
-    SHARD_SUFFIX,
-    InputFile,
-    Report,
-    TextInput,
     check_and_detect_encodings,
-    describe_position,
     describe_problems,
+)
+from jmoe.data.text_files import TextInput, split_off_held_out
+from jmoe.data.text_pieces import (
+    describe_position,
     pick_training_texts,
     read_lines,
     read_pieces,
     read_samples,
-    split_off_held_out,
 )
 from jmoe.data.tokenizer import (
     ControlTextCounter,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from jmoe.data.input_file import RECORD_SHARD_SUFFIX, SHARD_SUFFIX, InputFile
 from jmoe.data.record_shards import write_as_records
 from jmoe.data.sample_encoder import (
     Encoded,
@@ -31,16 +32,8 @@ from jmoe.data.shards import (
     writing_sample_shard,
     writing_shard,
 )
-from jmoe.data.text_files import (
-    RECORD_SHARD_SUFFIX,
-    SHARD_SUFFIX,
-    InputFile,
-    detect_encoding_and_layout,
-    read_lines,
-    read_pieces,
-    sample_of_record,
-    text_of_record,
-)
+from jmoe.data.text_checks import detect_encoding_and_layout
+from jmoe.data.text_pieces import read_lines, read_pieces, sample_of_record, text_of_record
 from jmoe.data.tokenizer import (
     ControlTextCounter,
     CorpusTokenizer,

@@ -21,17 +21,11 @@ from typing import Any
 
 from jmoe.config import DataConfig
 from jmoe.config.checks import check
+from jmoe.data.input_file import InputFile, Report, make_input_file
 from jmoe.data.record_shards import PLAN
 from jmoe.data.sample_encoder import sample_encoding_fingerprint
 from jmoe.data.shards import TEMPORARY, replace_content_durably
-from jmoe.data.text_files import (
-    InputFile,
-    Report,
-    TextInput,
-    begins_with_sample,
-    find_text_input,
-    make_input_file,
-)
+from jmoe.data.text_files import TextInput, begins_with_sample, find_text_input
 from jmoe.data.tokenizer import CorpusTokenizer
 from jmoe.types import JsonObject
 

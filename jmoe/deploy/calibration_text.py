@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from jmoe.config import check
 from jmoe.data.progress import PreparationProgress
-from jmoe.data.text_files import check_and_detect_encodings, find_text_input, read_pieces
+from jmoe.data.text_checks import check_and_detect_encodings
+from jmoe.data.text_files import find_text_input
+from jmoe.data.text_pieces import read_pieces
 from jmoe.data.tokenizer import encode_pieces, load_tokenizer
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 

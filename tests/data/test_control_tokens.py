@@ -19,7 +19,7 @@ from jmoe.cluster.watchdog import Watchdog
 from jmoe.configs import PRESETS
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, prepare_corpus
-from jmoe.data.text_files import PIECE_BYTES
+from jmoe.data.input_file import PIECE_BYTES
 from jmoe.data.tokenizer import ControlTextCounter, encode_pieces, load_tokenizer, train_bpe
 from jmoe.models.tokenizer_file import open_tokenizer
 

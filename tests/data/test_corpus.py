@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models
 
 from jmoe.config import DataConfig
 from jmoe.data import corpus as corpus_module
-from jmoe.data import loader, text_files, tokenizing_job
+from jmoe.data import loader, text_checks, text_files, text_pieces, tokenizing_job
 from jmoe.data.__main__ import main
 from jmoe.data.corpus import Corpus, PreparationRole, prepare_corpus
 from jmoe.data.loader import unigram_bits_per_byte, xz_bits_per_byte
@@ -729,7 +729,7 @@ def test_an_error_of_the_disk_names_the_file(
     with pytest.raises(OSError, match=r"Input/output error: '.*/bad\.json'"):
         load_tokenizer(tmp_path / "bad.json", 300)
     # what opens is read on: a file whose first bytes alone are readable
-    monkeypatch.setattr(text_files, "binary_format_advice", lambda path: None)
+    monkeypatch.setattr(text_checks, "binary_format_advice", lambda path: None)
     with pytest.raises(OSError, match=r"Input/output error: '.*/mixed/bad\.txt'"):
         prepare_corpus(config(mixed), 300, tmp_path / "cache")
 
@@ -805,10 +805,10 @@ def test_standard_library(tmp_path: Path) -> None:
 def test_sample_for_the_tokenizer_is_bounded_and_spread(texts: Path) -> None:
     files = text_files.find_text_input(str(texts), None, "text", quiet).files
     files = text_files.split_off_held_out(files, 0)
-    assert "".join(sorted(text_files.pick_training_texts(files, 10**9))) == "".join(
+    assert "".join(sorted(text_pieces.pick_training_texts(files, 10**9))) == "".join(
         sorted(file.path.read_text() for file in files)
     )
-    assert sum(map(len, text_files.pick_training_texts(files, 6000))) < 6000 + max(
+    assert sum(map(len, text_pieces.pick_training_texts(files, 6000))) < 6000 + max(
         file.size_bytes for file in files
     )
 
