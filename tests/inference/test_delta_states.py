@@ -66,7 +66,7 @@ def run_together(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) 
 
 
 @pytest.mark.parametrize(
-    "native", ["on", "accelerator", pytest.param("off", marks=pytest.mark.slow)]
+    "native", ["on", *(pytest.param(n, marks=pytest.mark.slow) for n in ("accelerator", "off"))]
 )
 def test_no_step_changes_another_sequence(
     native: str, long_model: Path, monkeypatch: pytest.MonkeyPatch

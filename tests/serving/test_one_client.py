@@ -198,6 +198,7 @@ def check_templates(server: HttpProcess, kinds: list[str]) -> None:
     assert process.memory_info().rss < before_bytes + (160 << 20)
 
 
+@pytest.mark.slow  # test_a_schema has the same of schemas
 def test_a_template(server: HttpProcess) -> None:
     check_templates(server, ["nested"])
 

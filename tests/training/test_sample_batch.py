@@ -102,7 +102,7 @@ LEARNED = dataclasses.replace(MODEL, position="learned", max_position_embeddings
     "config",
     [
         pytest.param(pretrained("mixtral"), id="window", marks=pytest.mark.slow),
-        pytest.param(pretrained("gpt_oss_mxfp4"), id="sinks"),
+        pytest.param(pretrained("gpt_oss_mxfp4"), id="sinks", marks=pytest.mark.slow),
         pytest.param(pretrained("deepseek_v3"), id="latents", marks=pytest.mark.slow),
         pytest.param(
             dataclasses.replace(CONFIG, model=LEARNED),

@@ -310,6 +310,7 @@ def test_what_routers_draw_is_the_same(k: int, router: RouterConfig) -> None:
     )
 
 
+@pytest.mark.slow
 def test_factors_of_granite_and_positions_by_length() -> None:
     """Embeddings, residuals, scores and logits times constants, LongRoPE, and queries and keys that
     are normed once they are rotated.

@@ -56,6 +56,7 @@ def test_a_further_task_changes_no_bit_of_the_others(tmp_path: Path) -> None:
     assert int(state.step) == 0 and not np.any(state.m["norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_a_run_with_experts_on_tiers_begins_with_the_same(tmp_path: Path) -> None:
     saved_run(tmp_path)
     expected = full_state(*begun(tmp_path, CLASSES))
