@@ -113,7 +113,8 @@ class _ShardRows:
         if config.long_samples == "drop":
             kept[is_long] = False
         else:
-            for i in np.flatnonzero(is_long[::group]) * group:
+            for first in np.flatnonzero(is_long[::group]):
+                i = int(first) * group
                 cut = [self._stored_ids(starts[j], cut_lengths[j]) for j in range(i, i + group)]
                 learned = all((own[1:] & TRAINED).any() for own in cut)
                 same = group == 2 and np.array_equal(cut[0], cut[-1])

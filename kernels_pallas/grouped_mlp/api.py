@@ -46,9 +46,8 @@ def grouped_mlp(
     if rows is not None:
         rows.check(x_ND.shape[0])
     num_rows = (x_ND if rows is None else rows.src_M).shape[0]
-    if scale_N is not None and (scale_N.shape, scale_N.dtype) != ((num_rows,), jnp.float32):
-        shape = scale_N.shape
-        raise ValueError(f"scale {scale_N.dtype} {shape}: must be float32 [{num_rows}]")
+    if scale_N is not None and (scale_N.shape != (num_rows,) or scale_N.dtype != jnp.float32):
+        raise ValueError(f"scale {scale_N.dtype} {scale_N.shape}: must be float32 [{num_rows}]")
     if implementation is None and supports(x_ND, weights, activation):
         return native_grouped_mlp(x_ND, group_sizes_L, rows, weights, scale_N)
     w_up, w_down = weights.w_up.astype(x_ND.dtype), weights.w_down.astype(x_ND.dtype)
