@@ -105,7 +105,7 @@ class ContextGroup:
 
 
 class SplitSequences(NamedTuple):
-    """What a layer needs to know of sequences that are split over devices.
+    """Positions and document numbers of sequences that are split over devices.
 
     position: int32 [S] or [B, S], of this device's tokens in their sequence or document.
     number_BK: of all tokens of the sequences, as `Documents.number_BS`; None if a sequence is one

@@ -17,6 +17,7 @@ Legend: B rows, S tokens of a row, G key heads, H value heads, R = H / G value h
 d size of a key, e size of a value, N chunks, C tokens of a chunk.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ CHUNK = 64  # tokens
 
 
 class DeltaTokens(NamedTuple):
-    """What the rule takes of each token.
+    """The operands of the gated delta rule for each token.
 
     q_BSGd, k_BSGd: of unit length; queries with the scale of the scores. v_BSHe: values.
     log_decay_BSH: float32, at most 0. beta_BSH: float32, the share of a value that is replaced, in
@@ -119,7 +120,7 @@ def _in_chunks(x_BSJi: jax.Array, chunk: int) -> jax.Array:
 
 
 class _Chunks(NamedTuple):
-    """What the pass over chunks needs of each, float32.
+    """The operands of the pass over chunks, one of each for a chunk, float32.
 
     value, key: the solved system: a chunk's new values are value - key @ state. query: reads the
     state before the chunk. scores: of a chunk's tokens among each other. end_key: writes the new
@@ -148,9 +149,9 @@ def _solve_chunks(
     seen = jnp.tril(jnp.ones((c, c), bool))
     seen = seen if masks is None else seen & masks.pairs
     between = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    product = lambda a: jnp.einsum("...id,...jd->...ij", a, k, precision=precision)  # noqa: E731
-    system = jnp.tril(product(k)[:, :, :, None] * beta[..., None] * between, -1)
-    scores = product(q)[:, :, :, None] * between
+    product = partial(jnp.einsum, "...id,...jd->...ij", precision=precision)
+    system = jnp.tril(product(k, k)[:, :, :, None] * beta[..., None] * between, -1)
+    scores = product(q, k)[:, :, :, None] * between
     from_state = _masked(jnp.exp(total), masks and masks.state)[..., None]
     to_end = _masked(jnp.exp(total[..., -1:] - total), masks and masks.end)[..., None]
     k, q = k[:, :, :, None], q[:, :, :, None]
@@ -187,8 +188,9 @@ def chunked_delta_rule(
             documents_BS = jnp.pad(documents_BS, ((0, 0), (0, missing)), mode="edge")
     chunks = _solve_chunks(tokens, documents_BS, chunk, precision)
 
+    multiply = partial(jnp.einsum, "...ij,...jk->...ik", precision=precision)
+
     def one_chunk(state: jax.Array, x: _Chunks) -> tuple[jax.Array, jax.Array]:
-        multiply = lambda a, b: jnp.einsum("...ij,...jk->...ik", a, b, precision=precision)  # noqa: E731
         new = x.value - multiply(x.key, state)
         out = multiply(x.query, state) + multiply(x.scores, new)
         state = x.kept[..., None, None] * state + multiply(x.end_key.swapaxes(-1, -2), new)
