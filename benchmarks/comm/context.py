@@ -7,12 +7,11 @@ bytes that a node sends, is keys, values and their gradients. formula_bytes:
 """
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.lib.ranks import Clock, Rounds
+from benchmarks.lib.ranks import Clock, run_in_turn
 from benchmarks.lib.report import JsonObject
 
 if TYPE_CHECKING:
@@ -94,13 +93,7 @@ def measure_length(
         name: Step(train_config(a, length, context, mesh.size), mesh)
         for name, context in sizes.items()
     }
-    taken = {name: Rounds() for name in runs}
-    for _ in range(a.rounds):
-        for name, run in runs.items():
-            seconds, sent = clock(run)
-            taken[name].add(seconds, sent)
-            if a.rank == 0:
-                print(f"{name}: {seconds:.2f} s, {sent} bytes sent", file=sys.stderr, flush=True)
+    taken = run_in_turn(runs, clock, a.rounds, report=a.rank == 0)
     rows = []
     for name, run in runs.items():
         row = taken[name].result_row("alone", taken["alone"])

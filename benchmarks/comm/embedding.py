@@ -9,12 +9,11 @@ moments on one rank, `temp_bytes` what a step takes beside the state.
 """
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.lib.ranks import Clock, Rounds
+from benchmarks.lib.ranks import Clock, run_in_turn
 from benchmarks.lib.report import JsonObject
 
 if TYPE_CHECKING:
@@ -124,13 +123,7 @@ def measure_size(
     runs = {
         kind: TrainedVariant(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds
     }
-    taken = {kind: Rounds() for kind in runs}
-    for _ in range(a.rounds):
-        for kind, run in runs.items():
-            seconds, sent = clock(run)
-            taken[kind].add(seconds, sent)
-            if a.rank == 0:
-                print(f"{kind}: {seconds:.2f} s, {sent} bytes sent", file=sys.stderr, flush=True)
+    taken = run_in_turn(runs, clock, a.rounds, report=a.rank == 0)
     reference = a.kinds[0]
     return [
         {

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
@@ -155,3 +155,17 @@ class Rounds:
             "sent_bytes": round(median(self.sent_bytes)),
             "all_seconds": [round(s, 4) for s in self.seconds],
         }
+
+
+def run_in_turn(
+    runs: Mapping[str, Callable[[], object]], clock: Clock, rounds: int, *, report: bool
+) -> dict[str, Rounds]:
+    """Return the rounds of each contestant of `runs`, run A B C A B C; report: print each one."""
+    taken = {name: Rounds() for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds, sent = clock(run)
+            taken[name].add(seconds, sent)
+            if report:
+                print(f"{name}: {seconds:.2f} s, {sent} bytes sent", file=sys.stderr, flush=True)
+    return taken
