@@ -32,8 +32,10 @@ import jax.numpy as jnp
 from benchmarks.lib import ahead_of_time, gpu, report
 from benchmarks.lib.published import LAYERS, published_config
 from jmoe.config import ModelConfig
-from jmoe.inference import popularity, runner, sampler
+from jmoe.inference import layer_programs, popularity, sampler
+from jmoe.inference.cached_layers import Arrays, CachePlaces, Hidden
 from jmoe.inference.kv_cache import BLOCK, KVCache, empty_caches, table_width
+from jmoe.inference.runner_protocol import TokenBatch
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.functional import ModuleStructure, split_arrays
@@ -77,9 +79,9 @@ class EngineShapes(NamedTuple):
     without its experts, and of its router. slots: of each policy by name. record: one expert.
     """
 
-    outside: tuple[ModuleStructure, runner.Arrays]
-    layer: tuple[ModuleStructure, runner.Arrays]
-    router: tuple[ModuleStructure, runner.Arrays]
+    outside: tuple[ModuleStructure, Arrays]
+    layer: tuple[ModuleStructure, Arrays]
+    router: tuple[ModuleStructure, Arrays]
     caches: Sequence[KVCache]
     slots: dict[str, SlotArrays]
     record: SlotArrays
@@ -146,17 +148,19 @@ def step_programs(
     of, do = programs.abstract_array, programs.compile
     outside, layer, router, caches, kept, _ = shapes
     what, tokens = f"{rows} x {width} tokens", rows * width
-    context = runner.context_bucket(1, num_blocks * BLOCK) if width == 1 else None
-    batch = runner.TokenBatch(
+    context = layer_programs.context_bucket(1, num_blocks * BLOCK) if width == 1 else None
+    batch = TokenBatch(
         of(jnp.int32, tokens), of(jnp.int32, rows, num_blocks), of(jnp.int32, rows, width)
     )
     positions_PC = batch.positions_PC
-    x = do(f"embedding, {what}", runner._embed, *outside, batch.tokens_T, positions_PC, DTYPE)
-    variant = runner.LayerProgramOptions(False, context)
-    places = runner.CachePlaces(batch.blocks_PW, positions_PC, None)
+    x = do(
+        f"embedding, {what}", layer_programs.embed, *outside, batch.tokens_T, positions_PC, DTYPE
+    )
+    variant = layer_programs.LayerProgramOptions(False, context)
+    places = CachePlaces(batch.blocks_PW, positions_PC, None)
     inputs = *layer, caches[0], x, places
     x_PCD, _, routed = do(
-        f"layer but for experts, {what}", runner._attend_and_route_program, variant, *inputs
+        f"layer but for experts, {what}", layer_programs.attend_and_route_program, variant, *inputs
     )
     for name, arrays in kept.items():
         table_E = of(jnp.int32, config.num_experts)
@@ -164,9 +168,9 @@ def step_programs(
         y_TD = do(f"experts, {name}, {what}", slots.add_expert_outputs_in_tiles, *operands)
     do(f"next layer's router, {what}", popularity._route_other_layer, *router, routed.h_TD)
     do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
-    x_PCD = do(f"sum, {what}", runner._add_alone, runner.Hidden(x_PCD, y_TD))
+    x_PCD = do(f"sum, {what}", layer_programs.add_alone, Hidden(x_PCD, y_TD))
     last_P = of(jnp.int32, rows)
-    logits_PV = do(f"head, {what}", runner.logits_at_tokens, *outside, x_PCD, last_P, False)
+    logits_PV = do(f"head, {what}", layer_programs.logits_at_tokens, *outside, x_PCD, last_P, False)
     do(f"draw, {what}", sampler._greedy, logits_PV)
     if width == 1:
         decode_program(programs, config, shapes, batch, context)
@@ -176,13 +180,13 @@ def decode_program(
     programs: ahead_of_time.Programs,
     config: ModelConfig,
     shapes: EngineShapes,
-    batch: runner.TokenBatch,
+    batch: TokenBatch,
     context: int | None,
 ) -> None:
     """Compile the decode step with all experts resident, which is one program."""
     count = config.num_hidden_layers
     structure, arrays = shapes.layer
-    static = runner._LayerGroupOptions(
+    static = layer_programs.LayerGroupOptions(
         (structure,) * count,
         None,
         config.hidden_act,
@@ -195,9 +199,9 @@ def decode_program(
     )
     programs.compile(
         f"all layers, resident, {batch.blocks_PW.shape[0]} x 1 tokens",
-        runner._apply_layers,
+        layer_programs.apply_layers,
         static,
-        (runner._LayerOperands(arrays, None, None),) * count,
+        (layer_programs.LayerOperands(arrays, None, None),) * count,
         (shapes.caches[0],) * count,
         shapes.outside[1],
         None,

@@ -29,8 +29,8 @@ from jmoe.config.engine import EngineConfig
 from jmoe.deploy import portable
 from jmoe.deploy.cut import check_empty_or_new, copy_files_beside_weights, creating_folder
 from jmoe.deploy.model_folder import hugging_face_folder
+from jmoe.inference.cached_layers import CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.inference.kv_cache import KVCache, LayerCache, empty_caches
-from jmoe.inference.runner import CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
 from jmoe.mesh import path_names
 from jmoe.models.block import add_residual

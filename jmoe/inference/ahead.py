@@ -24,7 +24,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jmoe.inference.runner import BatchOutput, ModelRunner, TokenBatch
+from jmoe.inference.runner import ModelRunner
+from jmoe.inference.runner_protocol import BatchOutput, TokenBatch
 from jmoe.inference.sampler_arrays import BatchParams
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Chunk, ChunkGroup

@@ -22,7 +22,8 @@ import jax
 import numpy as np
 
 from jmoe.inference.kv_cache import KVCache
-from jmoe.inference.runner import ModelRunner, TokenBatch
+from jmoe.inference.runner import ModelRunner
+from jmoe.inference.runner_protocol import TokenBatch
 from jmoe.inference.sampler import Sampler
 from jmoe.inference.scheduler import Chunk, ChunkGroup
 from jmoe.inference.sequence import Sequence

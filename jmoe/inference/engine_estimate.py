@@ -22,9 +22,11 @@ from jax.typing import DTypeLike
 
 from jmoe.config.engine import EngineConfig
 from jmoe.config.tiers import ACCELERATORS, AcceleratorPeaks
-from jmoe.inference import runner, sampler
+from jmoe.inference import layer_programs, sampler
+from jmoe.inference.cached_layers import CachePlaces, Hidden
 from jmoe.inference.kv_cache import BLOCK, LayerCache, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.loading import model_bytes
+from jmoe.inference.runner_protocol import TokenBatch
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.memory.host_memory import available_bytes
 from jmoe.models.block import Block
@@ -256,7 +258,7 @@ class _StepEstimator:
         chunk.
         """
         tokens = num_rows * width
-        batch = runner.TokenBatch(
+        batch = TokenBatch(
             self._abstract_array(jnp.int32, tokens),
             self._abstract_array(jnp.int32, num_rows, table_width(self._max_seq_len)),
             self._abstract_array(jnp.int32, num_rows, width),
@@ -265,13 +267,18 @@ class _StepEstimator:
             else None,
         )
         hidden, embed = self._compile_and_estimate(
-            1, runner._embed, *self._embed_and_head, batch.tokens_T, batch.positions_PC, self._dtype
+            1,
+            layer_programs.embed,
+            *self._embed_and_head,
+            batch.tokens_T,
+            batch.positions_PC,
+            self._dtype,
         )
         hidden, layers = self._estimate_layers(batch, hidden, context)
-        x_PCD, add = self._compile_and_estimate(1, runner._add_alone, hidden)
+        x_PCD, add = self._compile_and_estimate(1, layer_programs.add_alone, hidden)
         at_P = self._abstract_array(jnp.int32, num_rows)
         logits_PV, head = self._compile_and_estimate(
-            1, runner.logits_at_tokens, *self._embed_and_head, x_PCD, at_P, False
+            1, layer_programs.logits_at_tokens, *self._embed_and_head, x_PCD, at_P, False
         )
         _, draw = self._compile_and_estimate(1, sampler._greedy, logits_PV)
         parts = [("embedding", 1, embed), *layers]
@@ -287,8 +294,8 @@ class _StepEstimator:
         )
 
     def _estimate_layers(
-        self, batch: runner.TokenBatch, hidden: runner.Hidden, context: int
-    ) -> tuple[runner.Hidden, list[tuple[str, int, GpuEstimate]]]:
+        self, batch: TokenBatch, hidden: Hidden, context: int
+    ) -> tuple[Hidden, list[tuple[str, int, GpuEstimate]]]:
         """Return (shapes of the last layer's output, [(name, how often it runs, estimate) of each
         program]).
         """
@@ -302,21 +309,19 @@ class _StepEstimator:
         routed: ExpertInputs | None = None
         length = table_width(self._max_seq_len) * BLOCK
         with trace_for_device(self._device):
-            bound = runner.context_bucket(context + 1, length) if width == 1 else None
-        variant = runner.LayerProgramOptions(native=False, context=bound)
+            bound = layer_programs.context_bucket(context + 1, length) if width == 1 else None
+        variant = layer_programs.LayerProgramOptions(native=False, context=bound)
         windows = [layer.window for layer in config.layers]
         structures = [structure for structure, _ in self._layers]
         arrays_of = dict(self._layers)
         for (structure, seen), count in Counter(zip(structures, windows, strict=True)).items():
             attended = context + width if seen is None else min(context, seen - 1) + width
             window: Any = None if seen is None else self._abstract_array(jnp.int32)
-            places = runner.CachePlaces(
-                batch.blocks_PW, batch.positions_PC, window, rows_P=batch.rows_P
-            )
+            places = CachePlaces(batch.blocks_PW, batch.positions_PC, window, rows_P=batch.rows_P)
             operands = caches[structures.index(structure)], hidden, places
             (x_PCD, _, y), attend = self._compile_and_estimate(
                 -(-attended // BLOCK),
-                runner._attend_and_route_program,
+                layer_programs.attend_and_route_program,
                 variant,
                 structure,
                 arrays_of[structure],
@@ -341,11 +346,11 @@ class _StepEstimator:
                 tiles, function, config.hidden_act, routed, self._slots, table_E, chosen=chosen
             )
             parts.append(("experts", config.num_moe_layers, mlp))
-        return runner.Hidden(x_PCD, y), parts
+        return Hidden(x_PCD, y), parts
 
     def _estimate_layers_of_single_tokens(
-        self, batch: runner.TokenBatch, hidden: runner.Hidden, context: int
-    ) -> tuple[runner.Hidden, list[tuple[str, int, GpuEstimate]]]:
+        self, batch: TokenBatch, hidden: Hidden, context: int
+    ) -> tuple[Hidden, list[tuple[str, int, GpuEstimate]]]:
         """Return `_estimate_layers` of experts that stay on the device: the engine runs several
         layers a program there, of which each kind is compiled alone.
         """
@@ -356,7 +361,9 @@ class _StepEstimator:
         tile_rows = min(slots.TABLE_TILE_ROWS, tokens)
         tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
         with trace_for_device(self._device):
-            bound = runner.context_bucket(context + 1, table_width(self._max_seq_len) * BLOCK)
+            bound = layer_programs.context_bucket(
+                context + 1, table_width(self._max_seq_len) * BLOCK
+            )
         parts: list[tuple[str, int, GpuEstimate]] = []
         arrays_of = dict(self._layers)
         kinds = [(layer.window, layer.has_experts) for layer in config.layers]
@@ -364,18 +371,18 @@ class _StepEstimator:
         for (structure, (window, is_moe)), count in Counter(zip(structures, kinds)).items():
             attended = context + 1 if window is None else min(context + 1, window)
             attended_blocks = -(-attended // BLOCK)
-            static = runner._LayerGroupOptions(
+            static = layer_programs.LayerGroupOptions(
                 (structure,), None, config.hidden_act, self._dtype, self._embed_and_head[0],
                 False, False, 0, bound,
             )  # fmt: skip
             in_window: Any = None if window is None else self._abstract_array(jnp.int32)
             cache = caches[structures.index(structure)]
-            layer = runner._LayerOperands(arrays_of[structure], in_window, None)
+            layer = layer_programs.LayerOperands(arrays_of[structure], in_window, None)
             table_NE = self._abstract_array(jnp.int32, int(is_moe), config.num_experts)
             outside, experts = self._embed_and_head[1], (self._slots, table_NE)
             (hidden, *_), estimate = self._compile_and_estimate(
                 partial(_assumed_loop_trips, attended_blocks, tiles),
-                runner._apply_layers,
+                layer_programs.apply_layers,
                 static,
                 *((layer,), (cache,), outside, hidden, batch, experts),
                 attended=attended,

@@ -20,7 +20,8 @@ from jmoe.inference.kv_cache import cache_value_dtype, empty_caches, table_width
 from jmoe.inference.mesh.runner import MeshRunner, make_mesh_caches, make_mesh_runner
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.popularity import make_estimator
-from jmoe.inference.runner import ModelRunner, Runner, runs_on_cpu
+from jmoe.inference.runner import ModelRunner, runs_on_cpu
+from jmoe.inference.runner_protocol import Runner
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.served_adapters import ServedAdapters, max_adapter_bytes
 from jmoe.memory.closing import Closing

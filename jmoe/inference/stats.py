@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, PlacementStats
-from jmoe.inference.runner import Runner
+from jmoe.inference.runner_protocol import Runner
 from jmoe.memory.link import LinkStats
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.planning.streaming import RoutingStats, StreamingPlan

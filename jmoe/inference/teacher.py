@@ -17,9 +17,11 @@ import numpy as np
 
 from jmoe.config import TrainConfig, check
 from jmoe.config.engine import EngineConfig
+from jmoe.inference.cached_layers import Arrays
 from jmoe.inference.kv_cache import tables_of_consecutive_blocks
 from jmoe.inference.loading import LoadedModel
-from jmoe.inference.runner import Arrays, ModelRunner, TokenBatch
+from jmoe.inference.runner import ModelRunner
+from jmoe.inference.runner_protocol import TokenBatch
 from jmoe.memory.closing import Closing
 from jmoe.models.functional import ModuleStructure
 from jmoe.models.lazy_checkpoint import LazyCheckpoint

@@ -548,14 +548,14 @@ def test_programs_of_an_accelerator(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("jmoe.offload.residency.HostSlots", accelerator)
     monkeypatch.setattr(runner_module, "runs_on_cpu", lambda: False)
     programs: list[int] = []
-    apply_layers = runner_module._apply_layers
+    apply_layers = runner_module.apply_layers
 
     def counted(static: Any, *operands: Any) -> Any:
         programs.append(len(static.structures))
         assert static.context == 128  # of the positions that there are
         return apply_layers(static, *operands)
 
-    monkeypatch.setattr(runner_module, "_apply_layers", counted)
+    monkeypatch.setattr(runner_module, "apply_layers", counted)
     for policy in ("resident", "ring"):
         with tiny_engine(name, policy=policy, native="off") as served:
             before = len(programs)

@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 
 from jmoe.config import ModelConfig
-from jmoe.inference import runner
+from jmoe.inference import cached_layers
+from jmoe.inference.cached_layers import (
+    UNSHARDED,
+    CachedAttention,
+    CachePlaces,
+    Hidden,
+    attend_and_route_local,
+)
 from jmoe.inference.few_tokens import attend_and_route
 from jmoe.inference.kv_cache import BLOCK, KVCache
-from jmoe.inference.runner import CachedAttention, CachePlaces, Hidden, attend_and_route_local
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import Block
 from jmoe.models.functional import split_arrays
@@ -64,7 +70,7 @@ def operands() -> tuple[KVCache, Hidden, CachePlaces]:
 )
 def test_block_equals_xlas(kind: Any, changes: dict[str, Any]) -> None:
     block, (cache, hidden, places) = block_of(kind, **changes), operands()
-    by_xla = runner._attend_and_route_in_xla(block, cache, hidden, places, runner.UNSHARDED)
+    by_xla = cached_layers._attend_and_route_in_xla(block, cache, hidden, places, UNSHARDED)
     cached = CachedAttention(cache, places)
 
     def attend(attention: Any, h_PCD: jax.Array) -> jax.Array:

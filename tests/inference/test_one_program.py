@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_engines import run_as_on_accelerator, tiny_engine
 
-from jmoe.inference import runner
+from jmoe.inference import layer_programs, runner
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampler import Sampler
 from jmoe.inference.sampling_params import SamplingParams, Unconstrained
@@ -150,7 +150,7 @@ def test_host_arrays_and_programs_follow_the_cap(
     """
     as_on_accelerator()
     monkeypatch.setattr(runner, "LAYERS_ON_ACCELERATOR", most)
-    apply, sampled, from_host = runner._apply_layers, [], []
+    apply, sampled, from_host = layer_programs.apply_layers, [], []
 
     def note(static: Any, *operands: Any) -> Any:
         sampled.append(operands[4].sampling is not None)
@@ -163,7 +163,7 @@ def test_host_arrays_and_programs_follow_the_cap(
         request = served.add_request(PROMPTS[0], sampling)
         while len(request.output_token_ids) < 3:
             served.step()
-        monkeypatch.setattr(runner, "_apply_layers", note)
+        monkeypatch.setattr(runner, "apply_layers", note)
         served.step()
         programs = -(-served.config.num_hidden_layers // most)
         width = served._model.on_one.table_width  # type: ignore[union-attr]
@@ -178,11 +178,11 @@ def test_preparation_compiles_what_steps_run(
     as_on_accelerator()
     with tiny_engine("mixtral", **RESIDENT) as served:
         served.compile_all_programs()
-        before = runner._apply_layers._cache_size()  # type: ignore[attr-defined]
+        before = layer_programs.apply_layers._cache_size()  # type: ignore[attr-defined]
         for fields in ({}, DRAWN, DRAWN | {"top_k": 5}):
             served.generate(PROMPTS, max_new_tokens=4, ignore_eos=True, **fields)
             served.generate(PROMPTS[:1], max_new_tokens=4, ignore_eos=True, **fields)
-        assert runner._apply_layers._cache_size() == before  # type: ignore[attr-defined]
+        assert layer_programs.apply_layers._cache_size() == before  # type: ignore[attr-defined]
 
 
 def test_a_drawn_step_ahead_of_a_changed_batch(as_on_accelerator: Callable[[], None]) -> None:

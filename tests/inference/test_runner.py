@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_engines import tiny_engine
 
-from jmoe.inference.runner import context_bucket
+from jmoe.inference.layer_programs import context_bucket
 from kernels_pallas.implementations import trace_for_device
 
 

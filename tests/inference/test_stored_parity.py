@@ -17,7 +17,8 @@ from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
 from jmoe.inference.kv_cache import tables_of_consecutive_blocks
 from jmoe.inference.loading import LoadedModel
-from jmoe.inference.runner import ModelRunner, TokenBatch
+from jmoe.inference.runner import ModelRunner
+from jmoe.inference.runner_protocol import TokenBatch
 from jmoe.memory.buffers import PAGE_BYTES
 from jmoe.memory.record_layout import FIELD_ALIGNMENT_BYTES
 from kernels_pallas.formats import FORMATS

@@ -164,13 +164,13 @@ def test_an_accelerator_runs_drafts_through_several_layers_a_program(
         expected, before = traffic(engine)
     draft_mostly_right(monkeypatch, expected)
     widths: list[int] = []
-    apply_layers = runner_module._apply_layers
+    apply_layers = runner_module.apply_layers
 
     def counted(*operands: Any) -> Any:
         widths.append(operands[5].positions_PC.shape[1])
         return apply_layers(*operands)
 
-    monkeypatch.setattr(runner_module, "_apply_layers", counted)
+    monkeypatch.setattr(runner_module, "apply_layers", counted)
     with tiny_engine("mixtral", **SIZES, **options, **LOOKUP) as engine:
         found, after = traffic(engine)
         assert engine.stats().accepted > 80

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.lib.published import published_config
 from jmoe.config import ModelConfig, YarnConfig
+from jmoe.inference.cached_layers import CachedAttention, CachePlaces
 from jmoe.inference.kv_cache import BLOCK, KVCache, empty_caches
-from jmoe.inference.runner import CachedAttention, CachePlaces
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.models.huggingface import model_config
 from kernels_pallas.native import allow_native_inference

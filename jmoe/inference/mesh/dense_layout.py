@@ -36,8 +36,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmoe.collectives.rows import all_gather_rows_local, reduce_scatter_rows_local
+from jmoe.inference.cached_layers import UNSHARDED, Arrays, DenseLayerRunner
 from jmoe.inference.kv_cache import BLOCK
-from jmoe.inference.runner import UNSHARDED, Arrays, DenseLayerRunner
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
 from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED

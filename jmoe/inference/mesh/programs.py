@@ -29,9 +29,15 @@ from jax.typing import DTypeLike
 from jmoe.collectives.all_to_all import make_all_to_all
 from jmoe.collectives.exchange import PerDeviceExchange, TokenChoices
 from jmoe.collectives.ragged import RaggedExchange
+from jmoe.inference.cached_layers import (
+    Arrays,
+    CachePlaces,
+    Hidden,
+    attend_and_route_local,
+    embed_local,
+)
 from jmoe.inference.kv_cache import KVCache, LayerCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
-from jmoe.inference.runner import Arrays, CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
 from jmoe.layers.slot_experts import ExpertInputs, grouped_mlp_from_slots
 from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED

@@ -36,7 +36,9 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
+from jmoe.inference.cached_layers import Arrays, Hidden
 from jmoe.inference.kv_cache import LayerCache, cache_value_dtype, empty_caches, table_width
+from jmoe.inference.layer_programs import logits_at_tokens, logits_of_row
 from jmoe.inference.mesh.dense_layout import HeadLayout, MeshBatch, RowLayout
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
@@ -54,7 +56,7 @@ from jmoe.inference.mesh.programs import (
     select_last_hidden_of_chunks,
 )
 from jmoe.inference.path_table import PathTable
-from jmoe.inference.runner import RECENT_STEPS, Arrays, Hidden, logits_at_tokens, logits_of_row
+from jmoe.inference.runner import RECENT_STEPS
 from jmoe.inference.scheduler import ChunkGroup, smallest_bucket
 from jmoe.layers.experts import SLOT_MULTIPLE
 from jmoe.mesh import BATCH, REPLICATED, put_sharded
