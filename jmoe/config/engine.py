@@ -24,7 +24,8 @@ Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
 PlacementPolicy = Literal["even", "lina", "eplb"]
 DensePlaces = Literal["replicated", "tensor"]
-Speculation = Literal["off", "lookup"]
+Speculation = Literal["off", "lookup", "mtp"]
+DRAFT_TOKENS = {"lookup": 5, "mtp": 1}  # default length of a draft, by `speculation`
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class EngineConfig:
     cache_dir: str | None = None  # the folder for experts on NVMe; None: beside the model
     # data type of weights, keys and values, and computation; None: as stored
     dtype: Literal["float32", "bfloat16"] | None = None
-    # format of the cached keys and values. auto: as `dtype`; fp8: E4M3 without scales, half the
-    # bytes of bfloat16; a CPU then reads the cache by XLA's operations
+    # format of the cached keys and values. auto: as `dtype`; fp8: E4M3, half the bytes of
+    # bfloat16
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     # format of the experts' matrices on every tier. mxfp4, int4, int8, fp8: blocks of weights with
     # one scale each (4.25, 4.5, 8.5 and 8.25 bits per weight); wide: as `dtype`; None: as the
@@ -152,9 +153,11 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     # drafts of a sequence's next tokens, which one step verifies together; the tokens are those of
     # steps without drafts. lookup: what followed the last earlier occurrence of the sequence's
-    # latest tokens (vLLM's ngram); off: no drafts
+    # latest tokens (vLLM's ngram); mtp: what the checkpoint's layer for multi-token prediction
+    # predicts (DeepSeek-V3, GLM-4.5); off: no drafts
     speculation: Speculation = "off"
-    num_speculative_tokens: int = 5  # maximum tokens of a draft
+    # maximum tokens of a draft; None: 5 with lookup, 1 with mtp
+    num_speculative_tokens: int | None = None
     # latest tokens that are looked up: as many as possible, at most and at least
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -276,7 +279,9 @@ class EngineConfig:
     @property
     def draft_width(self) -> int:
         """The tokens of a step's chunk of one sequence with a draft; 1 without speculation."""
-        return 1 if self.speculation == "off" else 1 + self.num_speculative_tokens
+        if self.speculation == "off":
+            return 1
+        return 1 + (self.num_speculative_tokens or DRAFT_TOKENS[self.speculation])
 
     @property
     def adapter_folders(self) -> dict[str, Path]:
@@ -286,11 +291,18 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         """Reject sizes of drafts that nothing would use, or that contradict each other."""
-        sizes = ["num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"]
+        lookups = ["prompt_lookup_max", "prompt_lookup_min"]
         if self.speculation == "off":
-            check_unset(self, "", sizes, "with speculation = 'off', which drafts no tokens")
-        check_positive(self, *sizes)
-        short = self.num_speculative_tokens < CACHE_BLOCK
+            words = "with speculation = 'off', which drafts no tokens"
+            check_unset(self, "", ["num_speculative_tokens", *lookups], words)
+        if self.speculation == "mtp":
+            check_unset(self, "", lookups, "with speculation = 'mtp', which looks up nothing")
+            one = self.mesh.devices == 1
+            words = f"must be off or lookup with mesh.devices = {self.mesh.devices}"
+            check_field(one, self, "speculation", words)
+        check_positive(self, *lookups)
+        check_positive_or_none(self, "num_speculative_tokens")
+        short = self.draft_width <= CACHE_BLOCK
         words = f"must be below {CACHE_BLOCK}, the positions of a block of the cache"
         check_field(short, self, "num_speculative_tokens", words)
         words = f"must be at most prompt_lookup_max = {self.prompt_lookup_max}"

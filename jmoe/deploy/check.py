@@ -226,7 +226,9 @@ def _note_further_tokens(
     count = sum(predicts_further_tokens(name, config) for name in names)
     if not count:
         return []
-    return [f"{count} tensors of layers that predict further tokens are not read"]
+    return [
+        f"{count} tensors of layers that predict further tokens: only --speculation mtp reads them"
+    ]
 
 
 def _describe_refused_tensors(announced: AnnouncedCheckpoint | None) -> Iterator[str]:

@@ -214,13 +214,17 @@ def embed_local(
     positions_PC: jax.Array,
     dtype: DTypeLike,
     layer_runner: DenseLayerRunner = UNSHARDED,
+    previous_PCD: jax.Array | None = None,
 ) -> Hidden:
     """Return the first layer's input.
 
     tokens: int32, any shape of as many elements as positions_PC.
+    previous_PCD: see `TokenBatch`.
     """
-    tokens_PC = tokens.reshape(positions_PC.shape)
-    x_PCD = structure.merge(arrays).embed(
+    tokens_PC, module = tokens.reshape(positions_PC.shape), structure.merge(arrays)
+    x_PCD = module.embed(
         tokens_PC, layer_runner.device_positions(positions_PC), dtype, layer_runner.lookup
     )
+    if previous_PCD is not None:
+        x_PCD = module.join(x_PCD, previous_PCD)
     return Hidden(x_PCD, jnp.zeros((x_PCD.size // x_PCD.shape[-1], x_PCD.shape[-1]), jnp.float32))

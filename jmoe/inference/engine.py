@@ -126,6 +126,7 @@ class Engine(Closing):
         self.cache_tokens = self._scheduler.stats().blocks * CACHE_BLOCK
         self.eos_token_ids = tuple(sorted(self._scheduler.eos_token_ids))
         self._sampler = Sampler(self.max_batch, self.config.vocab_size, self.eos_token_ids)
+        self._predictor = model.predictor
         self._ahead: StepAhead | None = None
         tokenizer = model.folder / TOKENIZER
         self.tokenizer = open_tokenizer(tokenizer) if tokenizer.is_file() else None
@@ -166,7 +167,7 @@ class Engine(Closing):
         """Close the model and let go of its arrays."""
         self.close()
         self._is_loaded = False
-        del self._model, self._store, self._runner, self.residency
+        del self._model, self._store, self._runner, self.residency, self._predictor
         del self._sampler, self._collector, self._preparation
         gc.unfreeze()  # a server freezes what it has loaded, so that no collection would free it
         gc.collect()
@@ -317,6 +318,8 @@ class Engine(Closing):
         for chunk in plan.prefill:
             if chunk.copies:
                 self._runner.copy_cache_blocks(chunk.copies, len(chunk.copies))
+                if self._predictor is not None:
+                    self._predictor.copy_cache_blocks(chunk.copies, len(chunk.copies))
             self._sampler.record_prompt_for_penalties(chunk)
         groups = self._scheduler.group_chunks(plan)
         num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -326,6 +329,8 @@ class Engine(Closing):
         outputs = self._append_sampled_tokens(plan.without_drafts(), draws)
         if drafts is not None:
             outputs += self._verify_drafts(drafts)
+        if self._predictor is not None:
+            self._predictor.draft_tokens()
         self._drop_unneeded_step_ahead()
         self._has_answered |= any(output.finish_reason is not None for output in outputs)
         self._collector.record_step(
@@ -368,10 +373,10 @@ class Engine(Closing):
             )
             position += 1
         for chunk in drafts.chunks:
-            assert chunk.sequence.lookup is not None
+            assert chunk.sequence.drafter is not None
             num_accepted = sum(output.sequence is chunk.sequence for output in outputs)
             self._collector.record_draft(chunk.num_drafted, num_accepted)
-            chunk.sequence.lookup.record_acceptance(
+            chunk.sequence.drafter.record_acceptance(
                 chunk.sequence.num_tokens, chunk.num_drafted, num_accepted
             )
         return outputs
@@ -575,7 +580,10 @@ class Engine(Closing):
             batches = [begun.output, *(self._make_batch(group) for group in groups[1:])]
         drawing: list[tuple[list[Chunk], PendingDraws]] = []
         drafts: DraftVerifier | None = None
-        for group, output in zip(groups, self._runner.forward(batches), strict=True):
+        outputs = self._runner.forward(batches)
+        if self._predictor is not None:
+            self._predictor.record_hidden_states(groups, outputs)
+        for group, output in zip(groups, outputs, strict=True):
             if group.chunks[0].num_drafted:
                 logits_PCV = self._runner.logits_of_all(output)
                 drafts = DraftVerifier(self._sampler, group, logits_PCV, self.max_batch)

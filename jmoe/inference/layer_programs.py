@@ -169,6 +169,7 @@ def apply_layers(
                 batch.tokens_T,
                 batch.positions_PC,
                 static.dtype,
+                previous_PCD=batch.previous_PCD,
             )
         assert hidden is not None
         for i, structure in enumerate(static.structures):

@@ -24,6 +24,12 @@ from jmoe.inference.runner import ModelRunner, runs_on_cpu
 from jmoe.inference.runner_protocol import Runner
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.served_adapters import ServedAdapters, max_adapter_bytes
+from jmoe.inference.token_prediction import (
+    TokenPredictor,
+    load_predictor,
+    open_prediction_layer,
+    prediction_bytes,
+)
 from jmoe.memory.closing import Closing
 from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.moesys_counts import record_ranks_factory
@@ -92,6 +98,7 @@ class LoadedModel(Closing):
         """
         with open_checkpoint(folder, options) as checkpoint, contextlib.ExitStack() as stack:
             _check_linear_attention(checkpoint, options)
+            scales_note = _apply_cache_scales(checkpoint, options)
             enable_compile_cache()
             check_same_identity(f"content of {checkpoint.folder}", lambda: checkpoint.content_hash)
             # the server has set a length that its user left open, other processes have not
@@ -117,6 +124,7 @@ class LoadedModel(Closing):
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
             _check_expert_activations(checkpoint, options, use_native)
             notes = (
+                scales_note,
                 positions_note,
                 checkpoint.expert_conversion_note,
                 quantized_cache_note(checkpoint.fields, options.kv_cache_dtype),
@@ -127,10 +135,15 @@ class LoadedModel(Closing):
             stack.enter_context(status(f"loading {checkpoint.folder}", say, timed=True))
             self.on_one: ModelRunner | None = None
             self.on_mesh: MeshRunner | None = None
+            self.predictor: TokenPredictor | None = None
             if mesh is None:
                 self.on_one, self.store = _make_runner_on_one_device(
                     checkpoint, self.memory, options, table, limits, use_native
                 )
+                layer = open_prediction_layer(checkpoint, options)
+                if layer is not None:
+                    with layer:
+                        self.predictor = load_predictor(layer, self.on_one, options)
             else:
                 experts, self.store = open_placed_experts(
                     checkpoint,
@@ -154,6 +167,8 @@ class LoadedModel(Closing):
     def close(self) -> None:
         """Stop the threads that copy experts."""
         self.runner.residency.close()
+        if self.predictor is not None:
+            self.predictor.close()
         if self.store is not None:
             self.store.close()
 
@@ -167,6 +182,19 @@ def _check_linear_attention(checkpoint: LazyCheckpoint, options: EngineConfig) -
     check(not several, "mesh.devices", options.mesh.devices, f"must be 1, in one process, {beside}")
     check(options.speculation == "off", "speculation", options.speculation, f"must be off {beside}")
     check(not options.lora, "lora", options.lora, f"must be empty {beside}")
+
+
+def _apply_cache_scales(checkpoint: LazyCheckpoint, options: EngineConfig) -> str:
+    """Let the layers have the scales of a cache in FP8; return a sentence about them, or "".
+
+    Raises ValueError for adapters, whose queries, keys and values would lack the scales.
+    """
+    if options.kv_cache_dtype != "fp8":
+        return ""
+    note = checkpoint.apply_cache_scales()
+    words = "must be auto with lora for a checkpoint with k_scale or v_scale"
+    check(not (note and options.lora), "kv_cache_dtype", options.kv_cache_dtype, words)
+    return note
 
 
 def _check_expert_activations(
@@ -323,6 +351,11 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
     family = family_of(checkpoint.fields)
     caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     states = [cache for cache in caches if isinstance(cache, DeltaCache)]
+    layer_bytes, layer_cache_bytes = 0, 0
+    layer = open_prediction_layer(checkpoint, options)
+    if layer is not None:
+        with layer:
+            layer_bytes, layer_cache_bytes = prediction_bytes(layer, options)
     weights = ExpertWeightSizes(
         config.num_moe_layers,
         config.num_experts,
@@ -336,7 +369,8 @@ def model_bytes(checkpoint: LazyCheckpoint, options: EngineConfig) -> ModelBytes
             devices if options.mesh.dense == "tensor" else 1
         )
         + max_adapter_bytes(options.adapter_folders, config, family, checkpoint.dtype),
-        cache_bytes=(_total_bytes(caches) - _total_bytes(states)) // devices,
+        cache_bytes=(_total_bytes(caches) - _total_bytes(states)) // devices + layer_cache_bytes,
+        prediction_bytes=layer_bytes,
         state_bytes=_total_bytes(states),
         draft_bytes=_draft_logits_bytes(options, config.vocab_size),
     )

@@ -173,6 +173,7 @@ class Preparation:
                 self._logits_1V = logits_PV
             if self._model.on_one is not None and num_rows < self._max_batch:
                 warm_up_token_slice(self._max_batch, num_rows)
+        self._compile_prediction(shape)
         self._compiled.add(shape)
 
     def _compile_sampling_in_step(self, num_rows: int) -> None:
@@ -186,6 +187,12 @@ class Preparation:
         for batch in self._runner.padding_batches(*shape):
             (output,) = self._runner.forward([batch])
         warm_up_verification(self._sampler, self._runner.logits_of_all(output), self._max_batch)
+        self._compile_prediction(shape)
+
+    def _compile_prediction(self, shape: Shape) -> None:
+        """Compile the programs that draft tokens after a step with a group of this shape."""
+        if self._model.predictor is not None:
+            self._model.predictor.warm_up(*shape)
 
     def _compile_whole_layers(self, shape: Shape) -> None:
         """Compile the programs of a group in a step with whole layers, which policy "auto" may
@@ -202,6 +209,8 @@ class Preparation:
         self._runner.copy_cache_blocks([(0, 0)], 0)
         # between devices is another program
         self._runner.copy_cache_blocks([(0, self._model.scheduler.stats().blocks - 1)], 0)
+        if self._model.predictor is not None:
+            self._model.predictor.copy_cache_blocks([(0, 0)], 0)
 
     def _compile_sampling(self, variant: SamplingVariant) -> None:
         """Compile a variant of `sample`, unless it is compiled already."""

@@ -251,7 +251,7 @@ class ModelRunner:
         """Run all batches together, one layer at a time, and return their outputs."""
         variants = [LayerProgramOptions(self.native, self._context_bucket(g)) for g in groups]
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
-        xs = [embed(*self.embed_and_head, g.tokens_T, g.positions_PC, self.dtype) for g in groups]
+        xs = [self._embed_batch(g) for g in groups]
         # the layer with experts whose slots running programs may still read, and its outputs
         held: tuple[int, list[jax.Array]] | None = None
         path: list[np.ndarray] = []
@@ -286,6 +286,11 @@ class ModelRunner:
             BatchOutput(add_alone(x), BatchChoices(of_group))
             for x, of_group in zip(xs, choices, strict=True)
         ]
+
+    def _embed_batch(self, g: TokenBatch) -> Hidden:
+        """Return the first layer's input of a batch on the device."""
+        place = g.tokens_T, g.positions_PC, self.dtype
+        return embed(*self.embed_and_head, *place, previous_PCD=g.previous_PCD)
 
     def _run_layer_groups_if_possible(self, g: TokenBatch) -> BatchOutput | None:
         """Return a batch's output, run several layers a program; None if the batch does not allow

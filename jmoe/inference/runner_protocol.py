@@ -39,6 +39,8 @@ class TokenBatch(NamedTuple):
         only for single tokens in programs of several layers, see `ModelRunner.samples_in_step`.
     rows_P: int32, the engine's row of each row, which has the states of gated delta networks; None
         if the model has none.
+    previous_PCD: hidden states of the tokens before, which a prediction layer joins with these;
+        None for a decoder.
     """
 
     tokens_T: Any
@@ -47,6 +49,7 @@ class TokenBatch(NamedTuple):
     adapter_P: Any = None
     sampling: BatchParams | None = None
     rows_P: Any = None
+    previous_PCD: Any = None
 
 
 class BatchChoices(NamedTuple):

@@ -35,7 +35,7 @@ from jmoe.inference.block_pool import (
     extend_digests,
 )
 from jmoe.inference.sequence import FinishReason, Sequence
-from jmoe.inference.speculation import PromptLookup
+from jmoe.inference.speculation import Drafter, PredictedDraft, PromptLookup
 
 SMALLEST_WIDTH = 16  # of prefill programs; a narrower one would hardly be faster
 ROWS_RATIO = 4  # between the numbers of rows of prefill programs, whose rows are never padding
@@ -215,11 +215,8 @@ class Scheduler:
         )
         default = min(DEFAULT_PREFILL_CHUNKS, self.max_batch) * chunk
         self.max_prefill_tokens = config.max_prefill_tokens or default
-        self._draft_sizes = (
-            config.num_speculative_tokens,
-            config.prompt_lookup_max,
-            config.prompt_lookup_min,
-        )
+        self._predicts = config.speculation == "mtp"
+        self._lookup_sizes = config.prompt_lookup_max, config.prompt_lookup_min
         self.max_drafted = config.draft_width - 1
         self.block_tokens = block_tokens
         num_pools = config.num_cache_pools
@@ -240,9 +237,17 @@ class Scheduler:
             "a sequence runs once"
         )
         if self.max_drafted:
-            sequence.lookup = PromptLookup(*self._draft_sizes)
+            sequence.drafter = self._make_drafter()
         place = bisect_right(self._waiting, sequence.priority, key=_priority_of)
         self._waiting.insert(place, sequence)
+
+    def _make_drafter(self) -> Drafter:
+        """Return the drafter of a new sequence."""
+        return (
+            PredictedDraft()
+            if self._predicts
+            else PromptLookup(self.max_drafted, *self._lookup_sizes)
+        )
 
     def check_prompt_length(self, prompt_token_ids: Collection[int]) -> None:
         """Raise ValueError if a prompt is empty, or does not leave a position for one output
@@ -410,14 +415,14 @@ class Scheduler:
         return chunk.end < len(chunk.block_ids) * self.block_tokens
 
     def pause_drafting_after_miss(self) -> bool:
-        """Pause drafting for a few tokens, as the lookups of this step found no draft; return
+        """Pause drafting for a few tokens, as this step had no draft; return
         whether no sequence drafts in the next step, which can then begin ahead.
         """
-        lookups = [(s.lookup, s.num_tokens) for s in self.decoding_sequences if s.lookup]
-        if any(not lookup.is_paused(num_tokens) for lookup, num_tokens in lookups):
-            for lookup, num_tokens in lookups:
-                lookup.pause_after_miss(num_tokens + 1)
-        return all(lookup.is_paused(num_tokens + 1) for lookup, num_tokens in lookups)
+        drafters = [(s.drafter, s.num_tokens) for s in self.decoding_sequences if s.drafter]
+        if any(not drafter.is_paused(num_tokens) for drafter, num_tokens in drafters):
+            for drafter, num_tokens in drafters:
+                drafter.pause_after_miss(num_tokens + 1)
+        return all(drafter.is_paused(num_tokens + 1) for drafter, num_tokens in drafters)
 
     def may_continue_after_next_token(self, sequence: Sequence) -> bool:
         """Return False if the sequence ends with the token being sampled, whatever that token
@@ -657,7 +662,7 @@ class Scheduler:
         A draft without enough free blocks is cut. It leaves the sequence at least one token to
         sample after it.
         """
-        if sequence.lookup is None:
+        if sequence.drafter is None:
             return []
         prompt, output = sequence.prompt_token_ids, sequence.output_token_ids
         most = min(
@@ -665,7 +670,7 @@ class Scheduler:
             sequence.sampling.max_new_tokens - len(output) - 1,
             self.max_seq_len - sequence.num_tokens - 1,
         )
-        draft = sequence.lookup.draft_tokens(prompt, output, most)
+        draft = sequence.drafter.draft_tokens(prompt, output, most)
         end, pool = sequence.num_tokens + len(draft), self._pool_of(sequence)
         missing = self._num_blocks(end) - len(sequence.block_ids)
         sequence.block_ids.extend(pool.allocate(min(max(0, missing), pool.num_free)))

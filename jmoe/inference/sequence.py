@@ -15,7 +15,7 @@ from typing import Literal
 from jmoe.inference.detokenizer import TextStream
 from jmoe.inference.output_events import OpenStream, OutputEvent, OutputStream
 from jmoe.inference.sampling_params import Constraint, SamplingParams
-from jmoe.inference.speculation import PromptLookup
+from jmoe.inference.speculation import Drafter
 
 log = logging.getLogger("jmoe")
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -80,7 +80,7 @@ class Sequence:
     copies: tuple[tuple[int, int], ...] = field(default=(), init=False)
     num_preemptions: int = field(default=0, init=False)  # how often it had to give its row back
     # drafts its next tokens; None without speculation
-    lookup: PromptLookup | None = field(default=None, init=False)
+    drafter: Drafter | None = field(default=None, init=False)
     # prompt tokens that the cache had when the sequence first got a row
     num_reused_tokens: int = field(default=0, init=False)
     # includes the end-of-text or stop token that ended the sequence
@@ -126,6 +126,12 @@ class Sequence:
         if not self.output_token_ids:
             return self.prompt_token_ids
         return self.prompt_token_ids + self.output_token_ids
+
+    def token_ids_between(self, start: int, end: int) -> list[int]:
+        """Return the tokens of prompt and output at the positions `start` to `end` - 1."""
+        length = len(self.prompt_token_ids)
+        output = self.output_token_ids[max(0, start - length) : max(0, end - length)]
+        return self.prompt_token_ids[start:end] + output
 
     @contextlib.contextmanager
     def catch_errors(self, source: FailureSource) -> Iterator[None]:

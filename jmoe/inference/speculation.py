@@ -1,21 +1,22 @@
-"""Prompt lookup: draft a sequence's next tokens from its own earlier ones, without a model.
+"""Drafts of a sequence's next tokens: by prompt lookup, or from a prediction layer.
 
-Where the latest tokens occur earlier in the sequence, the tokens that followed them there are the
-draft. One step runs the draft behind the latest token, and samples a token after each. A drafted
-token that equals the one sampled in its place is accepted, so a step adds up to one token more
-than it drafts; the others are dropped. Tokens thus are sampled as without drafts, at the same
-positions from the same logits, save for rounding in programs of another width.
+Prompt lookup needs no model. Where the latest tokens occur earlier in the sequence, the tokens that
+followed them there are the draft. One step runs the draft behind the latest token, and samples a
+token after each. A drafted token that equals the one sampled in its place is accepted, so a step
+adds up to one token more than it drafts; the others are dropped. Tokens thus are sampled as without
+drafts, at the same positions from the same logits, save for rounding in programs of another width.
 
 Texts that repeat what they were given gain most: edits of code, extracts, summaries, JSON. As
 vLLM's `ngram` method and llama.cpp's lookup decoding, this takes the longest run of tokens first;
 as llama.cpp's, its last occurrence. Source: https://github.com/apoorvumang/prompt-lookup-decoding
 
-`Scheduler` calls it. Imports the standard library alone.
+`Scheduler` calls the drafters. Imports the standard library alone.
 """
 
 from __future__ import annotations
 
 from array import array
+from typing import Protocol
 
 ITEM = array("i").itemsize  # bytes of a token
 MAX_PAUSE = 32  # tokens
@@ -24,8 +25,54 @@ MISS_PAUSE = 3  # tokens
 MAX_FALSE_MATCHES = 64
 
 
+class Drafter(Protocol):
+    """Drafts the next tokens of one sequence; `Scheduler` asks it before each step."""
+
+    def is_paused(self, num_tokens: int) -> bool:
+        """Return whether nothing is drafted for a sequence of this many tokens."""
+
+    def draft_tokens(self, prompt: list[int], output: list[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens that may follow prompt and output; [] for none."""
+
+    def record_acceptance(self, num_tokens: int, drafted: int, accepted: int) -> None:
+        """Record how many tokens of a draft were accepted, in a sequence that now has
+        `num_tokens`.
+        """
+
+    def pause_after_miss(self, num_tokens: int) -> None:
+        """Record that a sequence of `num_tokens` got no draft."""
+
+
+class PredictedDraft:
+    """Holds the draft that a prediction layer (`token_prediction.py`) has computed."""
+
+    def __init__(self) -> None:
+        self._num_tokens, self._draft = 0, list[int]()
+
+    def offer(self, num_tokens: int, draft: list[int]) -> None:
+        """Set the draft for a sequence of `num_tokens`, in place of earlier ones."""
+        self._num_tokens, self._draft = num_tokens, draft
+
+    def is_paused(self, num_tokens: int) -> bool:
+        """Return False: a step must not begin before its draft is known."""
+        return False
+
+    def draft_tokens(self, prompt: list[int], output: list[int], max_tokens: int) -> list[int]:
+        """Return the first `max_tokens` tokens of the draft; [] if it is of another length of the
+        sequence.
+        """
+        is_current = len(prompt) + len(output) == self._num_tokens
+        return self._draft[: max(0, max_tokens)] if is_current else []
+
+    def record_acceptance(self, num_tokens: int, drafted: int, accepted: int) -> None:
+        """Change nothing: the layer runs after every step anyway."""
+
+    def pause_after_miss(self, num_tokens: int) -> None:
+        """Change nothing: the next step has a draft again."""
+
+
 class PromptLookup:
-    """Drafts the next tokens of one sequence.
+    """Drafts the next tokens of one sequence from its earlier ones.
 
     It backs off by itself. After a draft of which not every token was accepted, the next one is as
     long as the accepted part; after one that was accepted, twice as long. After each further draft

@@ -30,6 +30,7 @@ from jmoe.layers.latent_attention import LatentAttention
 from jmoe.memory.closing import Closing
 from jmoe.models.announced import AnnouncedCheckpoint
 from jmoe.models.block import Block
+from jmoe.models.cache_scales import Exponents, fold_cache_scales, read_cache_exponents
 from jmoe.models.decoder import Decoder
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
@@ -112,7 +113,7 @@ def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:
     return EmbedAndHead(decoder), blocks
 
 
-def _copy_to_default_device(module: Module) -> Module:
+def copy_to_default_device(module: Module) -> Module:
     """Return a module whose arrays are in host memory, with copies of them on the default
     device.
     """
@@ -153,8 +154,7 @@ class LazyCheckpoint(Closing):
             "no layer has experts",
         )
         stored = read_weight_headers(folder) if announced is None else announced.tensors
-        shapes = abstract_decoder(self.config)[2]
-        self._parameters = list_parameters(shapes, self.config, family_of(fields), stored)
+        self._parameters = self._list_parameters(stored)
         self._dtypes = check_tensors(self._parameters, stored, folder, self.config, dtype)
         self._reader, self._stored = TensorReader(), stored
         self._loader = ParameterLoader(stored, self._reader)
@@ -165,7 +165,29 @@ class LazyCheckpoint(Closing):
         self._experts = {p.path[-1]: p for p in self._expert_stacks.values()}
         self.stored_format = self._common_stored_format(stored)
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
+        self._cache_exponents: dict[int, Exponents] = {}
         self._check_inputs_fill_blocks(expert_dtype)
+
+    def apply_cache_scales(self) -> str:
+        """Let layers that are loaded from now on have the scales of the checkpoint's keys and
+        values for a cache in FP8. Returns a sentence about them, or "" if there are none.
+        """
+        self._cache_exponents = read_cache_exponents(self._stored)
+        count = len(self._cache_exponents)
+        words = "keys and values have the checkpoint's scales in FP8, rounded up to powers of two"
+        return f"{words}, in {count} layers" if count else ""
+
+    def _fold_cache_scales(self, layers: list[Block]) -> list[Block]:
+        """Return layers in host memory with the scales of `apply_cache_scales`."""
+        for number, exponents in self._cache_exponents.items():
+            if number < len(layers):
+                fold_cache_scales(layers[number], exponents)
+        return layers
+
+    def _list_parameters(self, stored: Mapping[str, StoredTensor]) -> list[Parameter]:
+        """Return the parameters with the tensors that they are made of."""
+        shapes = abstract_decoder(self.config)[2]
+        return list_parameters(shapes, self.config, family_of(self.fields), stored)
 
     def _check_inputs_fill_blocks(self, expert_dtype: str | None) -> None:
         """Raise ValueError if the experts' inputs do not fill the blocks of their format."""
@@ -439,7 +461,8 @@ class LazyCheckpoint(Closing):
             p.path: self._read_dense_or_empty(p) for p in self._parameters
         }
         embed_and_head, layers = split_decoder(build_decoder(self.config, arrays))
-        return _copy_to_default_device(embed_and_head), list(map(_copy_to_default_device, layers))
+        layers = self._fold_cache_scales(layers)
+        return copy_to_default_device(embed_and_head), list(map(copy_to_default_device, layers))
 
     def _read_dense_or_empty(self, p: Parameter) -> np.ndarray:
         """Return a parameter in host memory, empty if it holds experts."""
@@ -464,6 +487,7 @@ class LazyCheckpoint(Closing):
                 else self._load_shard(p, device, num_devices)
             )
         embed_and_head, layers = split_decoder(build_decoder(config, arrays))
+        layers = self._fold_cache_scales(layers)
         for layer in layers:
             average_norms_over_devices(layer)
         return embed_and_head, layers

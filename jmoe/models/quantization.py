@@ -226,7 +226,7 @@ def quantized_cache_note(fields: JsonObject, kv_cache_dtype: str = "auto") -> st
             what = "the KV cache is not quantized, it has the compute dtype; --kv-cache-dtype fp8"
             what += " quantizes it"
             if kv_cache_dtype == "fp8":
-                what = "the KV cache is in FP8, without the checkpoint's scales"
+                what = "the KV cache is in FP8"
             return f"quantization_config.{name} = {value!r}: {what}"
     return ""
 

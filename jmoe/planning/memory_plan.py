@@ -32,6 +32,7 @@ class ModelBytes:
     record_bytes: one expert as stored in host memory or on NVMe. dense_bytes: a device's weights
     without experts. cache_bytes: a device's KV cache. draft_bytes: logits of a step with drafts.
     state_bytes: the states of gated delta networks, which do not grow with the sequences.
+    prediction_bytes: the layer that predicts further tokens, with its experts.
     """
 
     weights: ExpertWeightSizes
@@ -40,11 +41,20 @@ class ModelBytes:
     cache_bytes: int
     draft_bytes: int = 0
     state_bytes: int = 0
+    prediction_bytes: int = 0
 
     @property
     def bytes_beside_experts(self) -> int:
         """Return the bytes of a device that no slots can have."""
-        return self.dense_bytes + self.cache_bytes + self.draft_bytes + self.state_bytes
+        return sum(
+            (
+                self.dense_bytes,
+                self.cache_bytes,
+                self.draft_bytes,
+                self.state_bytes,
+                self.prediction_bytes,
+            )
+        )
 
     @property
     def num_experts(self) -> int:
@@ -99,6 +109,8 @@ class MemoryPlan:
             ("  other weights", self.model.dense_bytes),
             ("  keys and values", self.model.cache_bytes),
             *[("  states", self.model.state_bytes)] * (self.model.state_bytes > 0),
+            *[("  prediction layer", self.model.prediction_bytes)]
+            * (self.model.prediction_bytes > 0),
             *[("  logits of drafts", self.model.draft_bytes)] * (self.model.draft_bytes > 0),
             ("host", self.host_bytes),
             ("nvme", self.nvme_bytes),

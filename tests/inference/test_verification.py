@@ -309,7 +309,7 @@ def test_steps_begin_ahead_where_nothing_repeats() -> None:
         ({"speculation": "ngram"}, "speculation = 'ngram': must be"),
         (
             {"num_speculative_tokens": 3},
-            "num_speculative_tokens = 3: must be 5 with speculation = 'off'",
+            "num_speculative_tokens = 3: must be None with speculation = 'off'",
         ),
         ({"prompt_lookup_min": 1}, "prompt_lookup_min = 1: must be 2 with speculation = 'off'"),
         ({**LOOKUP, "num_speculative_tokens": 0}, "num_speculative_tokens = 0: must be"),

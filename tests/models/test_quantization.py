@@ -60,7 +60,7 @@ def test_a_quantized_cache_is_named() -> None:
     note = quantized_cache_note(read_config_file(FIXTURES / "nvfp4"))
     assert note.startswith("quantization_config.kv_cache_quant_algo = 'FP8': the KV cache is not")
     note = quantized_cache_note(read_config_file(FIXTURES / "nvfp4"), "fp8")
-    assert note.endswith("= 'FP8': the KV cache is in FP8, without the checkpoint's scales")
+    assert note.endswith("= 'FP8': the KV cache is in FP8")
     scheme = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
     assert "kv_cache_scheme = {'num_bits': 8" in quantized_cache_note(scheme)
     for fields in ({}, {"quantization_config": {"kv_cache_scheme": None}}):

@@ -1,0 +1,175 @@
+"""The layer with which a checkpoint predicts the token after the next one (multi-token prediction).
+
+DeepSeek-V3 and GLM-4.5 publish it behind their decoder, as `model.layers.{num_hidden_layers}`. It
+joins the decoder's last hidden state with the embedding of the token sampled from it, by two norms
+and a projection, runs one block with attention and experts, and predicts the following token with
+the decoder's head behind a norm of its own (DeepSeek-V3, arXiv:2412.19437, section 2.2). It is read
+as a decoder of one layer, which the engine's runner and slots take as any other.
+
+Legend:
+P rows of a step
+C tokens a row
+T tokens, P * C
+D hidden
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmoe.layers.norm import Norm
+from jmoe.models.announced import AnnouncedCheckpoint
+from jmoe.models.block import Block
+from jmoe.models.families.tensors import TensorSource, as_stored_source, transposed_source
+from jmoe.models.lazy_checkpoint import (
+    EmbedAndHead,
+    LazyCheckpoint,
+    copy_to_default_device,
+    split_decoder,
+)
+from jmoe.models.pretrained import build_decoder, read_config
+from jmoe.models.safetensors_io import StoredTensor
+from jmoe.models.weight_files import read_weight_headers
+from jmoe.models.weights import Names, Parameter
+from jmoe.types import PyTree
+from kernels_pallas.matmul import dot
+
+# parameters of the decoder that the layer uses; of some it stores copies, which are not read
+SHARED = (("embedding",), ("positions",), ("head",))
+OWN_COPIES = ("embed_tokens.", "shared_head.head.")
+TOKEN_NORM, HIDDEN_NORM, W_JOIN = ("token_norm",), ("hidden_norm",), ("w_join",)
+
+
+class JoinAndHead(EmbedAndHead):
+    """The modules before and after a prediction layer: the join of hidden states with embeddings,
+    and the layer's norm before the decoder's head.
+    """
+
+    def __init__(
+        self, norm: Norm, decoder: EmbedAndHead, norms: tuple[Norm, Norm], w_join: jax.Array
+    ) -> None:
+        """Share the decoder's embedding and head.
+
+        norm: behind the layer. norms: of embeddings, and of hidden states. w_join: [2 D, D].
+        """
+        self.embedding, self.positions = decoder.embedding, decoder.positions
+        self.norm, self.head = norm, decoder.head
+        self.stream_scale = decoder.stream_scale
+        self.token_norm, self.hidden_norm = norms
+        self.w_join = nnx.Param(w_join)
+
+    def join(self, x_PCD: jax.Array, hidden_PCD: jax.Array) -> jax.Array:
+        """Return the layer's input, in the shape and dtype of `x_PCD`.
+
+        x_PCD: embeddings of the tokens that follow those of `hidden_PCD`.
+        """
+        dtype, width = x_PCD.dtype, x_PCD.shape[-1]
+        both = self.token_norm(x_PCD, dtype), self.hidden_norm(hidden_PCD, dtype)
+        joined_TD = dot(
+            jnp.concatenate(both, axis=-1).reshape(-1, 2 * width), self.w_join[...].astype(dtype)
+        )
+        return joined_TD.astype(dtype).reshape(x_PCD.shape)
+
+
+class PredictionLayer(LazyCheckpoint):
+    """A checkpoint's first prediction layer, as a checkpoint of one layer.
+
+    Raises ValueError naming the tensor that a checkpoint without such a layer lacks, and as
+    `LazyCheckpoint` does.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        dtype: DTypeLike | None = None,
+        expert_dtype: str | None = None,
+    ) -> None:
+        folder = Path(path).expanduser()
+        fields, stored = read_config(folder), read_weight_headers(folder)
+        self._number = int(fields["num_hidden_layers"])
+        self._prefix = f"model.layers.{self._number}."
+        needed = self._prefix + "eh_proj.weight"
+        if needed not in stored:
+            raise ValueError(
+                f"speculation = 'mtp': must be off or lookup: {folder} has no tensor {needed!r} of"
+                " a layer that predicts further tokens"
+            )
+        described = fields | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+        tensors = {name: t for name, t in stored.items() if self._is_used(name)}
+        announced = AnnouncedCheckpoint(described, tensors)
+        super().__init__(folder, dtype, expert_dtype, announced=announced)
+
+    def _is_used(self, name: str) -> bool:
+        """Return whether a tensor is of the layer, or of the decoder's embedding or head."""
+        if name.startswith(self._prefix):
+            return not name.removeprefix(self._prefix).startswith(OWN_COPIES)
+        return name.startswith(("model.embed_tokens.", "lm_head."))
+
+    def _list_parameters(self, stored: Mapping[str, StoredTensor]) -> list[Parameter]:
+        """Return the parameters of the layer and those around it, with the names of its tensors."""
+        sources: dict[Names, TensorSource] = {
+            ("norm", "scale"): as_stored_source(self._prefix + "shared_head.norm.weight")
+        }
+        parameters = [
+            replace(
+                p,
+                source=sources.get(p.path, p.source),
+                layers=(self._number,) if p.layers else (),
+            )
+            for p in super()._list_parameters(stored)
+        ]
+        size = self.config.hidden_size
+
+        def outside(path: Names, shape: tuple[int, ...], source: TensorSource) -> Parameter:
+            return Parameter(path, shape, source, layers=(), experts=0)
+
+        norms = {TOKEN_NORM: "enorm.weight", HIDDEN_NORM: "hnorm.weight"}
+        w_join = transposed_source(self._prefix + "eh_proj.weight")
+        return [
+            *parameters,
+            *(
+                outside(path, (size,), as_stored_source(self._prefix + name))
+                for path, name in norms.items()
+            ),
+            outside(W_JOIN, (2 * size, size), w_join),
+        ]
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of the layer on a device with all of its experts, without what it shares."""
+        dense = sum(
+            math.prod(p.shape) * self._dtypes[p.path].itemsize
+            for p in self._parameters
+            if not p.experts and p.path not in SHARED
+        )
+        return dense + self.config.num_experts * self.expert_bytes
+
+    def load_beside(self, decoder: EmbedAndHead) -> tuple[JoinAndHead, list[Block]]:
+        """Return (modules around the layer, the layer) without experts, on the default device.
+
+        decoder: has the embedding and the head that the layer uses too.
+        """
+        arrays: dict[Names, PyTree] = {
+            p.path: np.zeros((0,) * len(p.shape), self._dtypes[p.path])
+            if p.path in SHARED
+            else self._read_dense_or_empty(p)
+            for p in self._parameters
+        }
+        own, layers = split_decoder(build_decoder(self.config, arrays))
+
+        def norm_of(path: Names) -> Norm:
+            graph, state = nnx.split(own.norm)
+            norm: Norm = nnx.merge(graph, jax.tree.map(lambda _: arrays[path], state))
+            return norm
+
+        norms = norm_of(TOKEN_NORM), norm_of(HIDDEN_NORM)
+        around = JoinAndHead(own.norm, decoder, norms, arrays[W_JOIN])
+        return copy_to_default_device(around), list(map(copy_to_default_device, layers))
