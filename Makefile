@@ -15,7 +15,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed$(subst /,-,-$(PYTHON))$(addprefix -,$(EXTRA))
 comma  := ,
 
-.PHONY: help setup train fine-tune decode serve test test-all lint bench gpu gpu-estimate docs kernels-aot
+.PHONY: help setup train fine-tune decode serve test test-all lint ruff mypy quick-tests all-tests
+.PHONY: bench gpu gpu-estimate docs kernels-aot
 .DEFAULT_GOAL := help
 
 help:
@@ -52,16 +53,27 @@ decode: $(STAMP)
 	$(BIN)/python -m jmoe.deploy.merge runs/tiny runs/tiny/hf
 	$(BIN)/python -m jmoe.programs.generate runs/tiny/hf 'def read(self, path):' --policy ring $(ARGS)
 
-test: lint
-	$(BIN)/python -m pytest -m 'not slow' $(WORKERS) $(ARGS)
+# mypy keeps one core busy: it runs beside the tests
+test: ruff
+	@$(MAKE) --no-print-directory -j 2 mypy quick-tests
 
-test-all: lint
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+test-all: ruff
+	@$(MAKE) --no-print-directory -j 2 mypy all-tests
 
-lint: $(STAMP)
+lint: ruff mypy
+
+ruff: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(STAMP)
 	$(BIN)/mypy
+
+quick-tests: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow' $(WORKERS) $(ARGS)
+
+all-tests: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/train/step.py $(ARGS)

@@ -173,14 +173,26 @@ def test_killed_run_resumes_bit_identically(
     assert unfinished(tmp_path) == set()
 
 
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGTERM, signal.SIGINT),
+        pytest.param((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
 def test_signals_save_and_resume(
-    runs: TrainRuns, reference: dict[int, float], tmp_path: Path, start_python: Start
+    signals: tuple[signal.Signals, ...],
+    runs: TrainRuns,
+    reference: dict[int, float],
+    tmp_path: Path,
+    start_python: Start,
 ) -> None:
-    """SIGTERM, then the same command again and SIGHUP, then Ctrl-C: each ends with the step saved
-    and a report, and nothing is lost.
+    """A signal, then the same command again and the next: each ends with the step saved and a
+    report, and nothing is lost.
     """
     stops: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in signals:
         before = len(losses(tmp_path))
         process = start_python(
             runs.command(tmp_path, *ENDLESS), tmp_path / f"log-{number}", runs.environment()
@@ -194,9 +206,9 @@ def test_signals_save_and_resume(
         assert "Traceback" not in screen
         (tmp_path / "report.png").unlink()  # there is one every time
         assert losses(tmp_path)[-1][0] == stops[-1] - 1
-    assert f"resuming from step {stops[1]} " in screen
-    assert resumes(tmp_path) == stops[:2]
-    assert [step for step, _ in losses(tmp_path)] == list(range(stops[2]))  # each once
+    assert f"resuming from step {stops[-2]} " in screen
+    assert resumes(tmp_path) == stops[:-1]
+    assert [step for step, _ in losses(tmp_path)] == list(range(stops[-1]))  # each once
     assert [
         (step, loss) for step, loss in losses(tmp_path)[:REFERENCE_STEPS] if loss != reference[step]
     ] == []

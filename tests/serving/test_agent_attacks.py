@@ -192,7 +192,7 @@ LARGE: dict[str, Callable[[Route], dict[str, Any]]] = {
     "tools that are none": lambda r: {"tools": [1] * 100_000},
     "tools that are no list": lambda r: {"tools": {"a": 1}},
     "10,000 messages": lambda r: r.turns("x", 10_000),
-    "a long message": lambda r: r.turns("x" * (12 << 20)),
+    "a long message": lambda r: r.turns("x" * (4 << 20)),
     "messages of no role": lambda r: {r.history: [{"role": "x", "content": "x"}] * 4000},
     "messages that are numbers": lambda r: {r.history: [1] * 100_000},
     "no text": lambda r: {r.history: [{"role": "user", "content": {"a": 1}}]},
