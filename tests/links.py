@@ -1,7 +1,8 @@
 """Links that remember when they carried something, and links that wait for a test."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from jmoe.memory.link import Link
 
@@ -20,12 +21,14 @@ class TracedLink(Link):
             self.moments.append((start_s, self._clock()))
 
 
-def most_at_once(links: list[TracedLink]) -> int:
-    """The largest number of links that carried something at the same moment."""
-    starts = [start_s for link in links for start_s, _ in link.moments]
+def most_at_once(links: Sequence[Sequence[tuple[float, float]]]) -> int:
+    """The largest number of links that carried something at the same moment.
+
+    links: the `moments` of each.
+    """
     return max(
-        sum(any(start <= now < end for start, end in link.moments) for link in links)
-        for now in starts
+        sum(any(start <= now < end for start, end in link) for link in links)
+        for now, _ in chain.from_iterable(links)
     )
 
 

@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
+from jmoe.planning.gpu_estimate import GpuRates, estimate_module
+from jmoe.planning.hlo import parse_hlo
 from jmoe.run.ahead_of_time import abstract_gpu_devices, has_cuda_plugin, lower_for_device
 
 __all__ = [
@@ -40,12 +42,13 @@ def skip_without_cuda_libraries() -> bool:
 class Programs:
     """Compiles programs for a GPU that this machine lacks, each on the shapes of earlier results.
 
-    rows: what compiling each program told.
+    rows: what compiling each program told. rates: of the GPU, for `estimated_s` of
+    each row; None for rows without it.
     """
 
-    def __init__(self, device: jax.Device) -> None:
+    def __init__(self, device: jax.Device, rates: GpuRates | None = None) -> None:
         self.rows: list[JsonObject] = []
-        self._device = device
+        self._device, self._rates = device, rates
         self._place = jax.sharding.SingleDeviceSharding(device)
 
     def abstract_array(self, dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
@@ -62,7 +65,8 @@ class Programs:
         """Compile a jitted function of abstract operands; return its results' shapes."""
         begun = time.perf_counter()
         results, lowered = lower_for_device(self._device, function, *operands, **options)
-        memory = lowered.compile().memory_analysis()
+        compiled = lowered.compile()
+        memory = compiled.memory_analysis()
         row = {
             "program": name,
             "hopper_kernel_mentions": lowered.as_text().count("mosaic_gpu"),
@@ -70,5 +74,8 @@ class Programs:
             "temporary_bytes": memory.temp_size_in_bytes,
             "compile_s": round(time.perf_counter() - begun, 1),
         }
+        if self._rates is not None:
+            estimate = estimate_module(parse_hlo(compiled.as_text() or ""), self._rates)
+            row["estimated_s"] = round(estimate.seconds, 6)
         self.rows.append(report.progress(row))
         return self.abstract_tree(results)

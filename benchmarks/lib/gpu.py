@@ -68,7 +68,7 @@ TOY = {
     "decode": "--batch 1 8 --prompt 16 --new-tokens 4 --rounds 1",
     "ring": "--ring-slots 1",
     "retention": "--hidden-size 64 --intermediate-size 64 --layers 2 --experts 4 "
-    "--sequence-length 64 --rounds 1 "
+    "--sequence-length 64 --rounds 1 --micro-batch-tokens 128 "
     "--tokens 128 256",
 }
 

@@ -1,11 +1,13 @@
-"""Compile the offloaded training steps that `lib/gpu` times, on a machine without a GPU.
+"""Estimate how much speed a GPU keeps with experts in host memory, on a machine without one.
 
     python benchmarks/offload/retention_aot.py --tokens 8192
 
-With all experts on the device a step is one program; with experts in host memory it is a program
-for each part of a layer, run layer by layer, and one that brings an expert up to date. argument and
-temporary bytes: of a program by itself. Memory kinds are not modelled: what is in host memory is no
-argument.
+Compiles what `lib/gpu` times as `offload/training retention`. With all experts on the device a step
+is one program; with experts in host memory it is a program for each part of a layer, run layer by
+layer and micro-batch by micro-batch. Each program's time is estimated as `train.py --estimate`
+does. The seconds of link and host memory are the planner's (`train.py --plan`): a pass takes the
+longest of the three. Left out: what the host does between programs, and memory kinds (what is in
+host memory is no argument). argument_bytes, temporary_bytes: of a program by itself.
 """
 
 if __name__ == "__main__":
@@ -18,8 +20,11 @@ if __name__ == "__main__":
     script.start()
 
 import argparse
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,12 +34,16 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.lib import ahead_of_time, gpu, report
-from benchmarks.offload.session import add_model_options, config_of
-from jmoe.config import STACKS, TrainConfig
+from benchmarks.lib.report import JsonObject
+from benchmarks.offload import retention
+from benchmarks.offload.session import add_model_options
+from jmoe.config import STACKS, MachineConfig, TrainConfig
 from jmoe.mesh import make_mesh
-from jmoe.offload import training_slots
-from jmoe.offload.lazy_adamw import WINDOW_STEPS, MissedSteps
-from jmoe.offload.slot_arrays import put_record
+from jmoe.offload.slot_arrays import put_records
+from jmoe.offload.weight_staging import MOST_EXPERTS
+from jmoe.planning.gpu_estimate import gpu_rates
+from jmoe.planning.training import TrainingPlan
+from jmoe.run.planner import training_plan
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.state import without_experts
 from jmoe.training.streamed.model import (
@@ -49,15 +58,21 @@ from jmoe.training.streamed.programs import make_step_programs
 from jmoe.training.streamed.step import make_text_programs
 from jmoe.training.streamed.text import StreamedDecoder
 
+# of a host with one H100: its link, and eight channels of DDR5
+HOST = MachineConfig(accelerator="h100", link_bytes_per_s=5e10, host_memory_bytes_per_s=2e11)
+FORWARD = ("unstack", "split", "unsharded", "embed", "route", "add_experts")
+OF_LAYER = ("route", "add_experts", "moe_gradients")  # run once a layer and micro-batch
+OF_MICRO_BATCH = ("split", "embed", "loss_gradients", "embed_gradients")
+
 
 def parse() -> argparse.Namespace:
     """Return the options; the defaults are what `lib/gpu` gives to `offload/training retention`."""
     parser = report.parser(__doc__)
     add_model_options(parser, layers=6)
-    parser.add_argument("--tokens", type=int, nargs="+", help="of a step")
+    retention.add_options(parser)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
-    parser.set_defaults(cache=0.25)
+    parser.set_defaults(cache=0.25, batch_size=1)
     given = parser.parse_args(gpu.FULL["retention"].split())
     return parser.parse_args(namespace=given)
 
@@ -65,7 +80,8 @@ def parse() -> argparse.Namespace:
 def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: jax.Device) -> None:
     """Compile the step that is one program."""
     trainer = FusedTrainer(config, make_mesh((1, 1, 1), [device]))
-    shape = (1, config.batch_size, config.sequence_length + 1)
+    parts = config.gradient_accumulation_steps
+    shape = (parts, config.batch_size // parts, config.sequence_length + 1)
     tokens = programs.abstract_tree(jax.ShapeDtypeStruct(shape, jnp.int32))
     programs.compile("step", trainer.step, programs.abstract_tree(trainer.state_shape), tokens)
 
@@ -73,16 +89,16 @@ def on_device(programs: ahead_of_time.Programs, config: TrainConfig, device: jax
 def in_host_memory(
     programs: ahead_of_time.Programs, config: TrainConfig, device: jax.Device
 ) -> None:
-    """Compile the programs of a streamed step in their order; all layers run the same ones."""
+    """Compile the programs of a streamed step of one micro-batch in their order; all layers run the
+    same ones.
+    """
     model = StreamedDecoder(config, make_mesh((1, 1, 1), [device]))
     parts, text, do = make_step_programs(model), make_text_programs(model), programs.compile
     state = programs.abstract_tree(
         model.sharded.state_shape.map_params_and_moments(without_experts)
     )
-    tokens = programs.abstract_tree(
-        jax.ShapeDtypeStruct((1, config.batch_size, config.sequence_length + 1), jnp.int32)
-    )
-    number = programs.abstract_tree(jax.ShapeDtypeStruct((), jnp.int32))
+    tokens = programs.abstract_array(jnp.int32, 1, config.batch_size, config.sequence_length + 1)
+    number = programs.abstract_array(jnp.int32)
     (tokens_BS,) = do("unstack", text.unstack, tokens)
     part = do("split", text.split, tokens_BS)
     outside, _, _, unsharded_RC = do(
@@ -97,20 +113,14 @@ def in_host_memory(
     )
     options = {"kind": "moe", "train": True, "full_capacity": False, "saves_residuals": True}
     routed, of_route, _ = do("route", parts.route, params, layer, x_BSD, nothing, **options)
-    experts = programs.abstract_tree(
-        {
-            name: jax.ShapeDtypeStruct(w.shape[1:], jnp.float32)
-            for name, w in model.modules.experts["moe"].params.items()
-        }
-    )
+    experts = {
+        name: programs.abstract_array(config.compute_dtype, *w.shape[1:])
+        for name, w in model.modules.experts["moe"].params.items()
+    }
+    _compile_group_copy(programs, experts)
     params = params._replace(experts=experts)
     y_BSD, of_experts, _ = do(
-        "add_experts",
-        parts.apply_experts,
-        params,
-        routed,
-        layer,
-        nothing,
+        *("add_experts", parts.apply_experts, params, routed, layer, nothing),
         kind="moe",
         saves_residuals=True,
     )
@@ -138,47 +148,83 @@ def in_host_memory(
     squares = {"moe": [square] * config.model.num_moe_layers}
     results = FinishStepInputs(grads, squares, [loss], stats, totals)
     do("finish", parts.finish_step, state, results)
-    one = programs.abstract_tree(
-        {name: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for name, w in experts.items()}
-    )
-    do("expert into a slot", put_record, experts, one, number)
-    gradient = {
-        name: jax.ShapeDtypeStruct(w.shape, config.tiers.gradient_dtype) for name, w in one.items()
+
+
+def _compile_group_copy(
+    programs: ahead_of_time.Programs, slot: dict[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Compile the copy of a group of experts, sent from the host, into the slot of a layer."""
+    sent = {
+        name: programs.abstract_array(w.dtype, MOST_EXPERTS, *w.shape[1:])
+        for name, w in slot.items()
     }
-    real = programs.abstract_tree(jax.ShapeDtypeStruct((), jnp.float32))
-    rates = programs.abstract_tree(jax.ShapeDtypeStruct((WINDOW_STEPS,), jnp.float32))
-    missed = MissedSteps(real, number, rates, number, number)
-    do(
-        "expert brought up to date",
-        training_slots._catch_up_row,
-        config.optimizer,
-        experts,
-        number,
-        one,
-        one,
-        programs.abstract_tree(gradient),
-        missed,
-    )
+    rows = programs.abstract_array(jnp.int32, MOST_EXPERTS)
+    programs.compile("experts into a slot", put_records, slot, sent, rows)
+
+
+def computing_s_by_pass(
+    rows: list[JsonObject], config: TrainConfig, groups: int
+) -> tuple[float, float]:
+    """Return the estimated seconds of a streamed step's programs, (forward, backward).
+
+    rows: of the programs of one micro-batch. groups: copies of experts into slots, in each pass.
+    """
+    seconds, parts = [0.0, 0.0], config.gradient_accumulation_steps
+    for row in rows:
+        name, times = row["program"], 1
+        if name in OF_LAYER:
+            times = parts * config.model.num_moe_layers
+        elif name in OF_MICRO_BATCH:
+            times = parts
+        elif name == "experts into a slot":
+            times = groups
+        seconds[name not in (*FORWARD, "experts into a slot")] += times * row["estimated_s"]
+    return seconds[0], seconds[1]
+
+
+def retained(device_s: float, computing_s: tuple[float, float], plan: TrainingPlan) -> JsonObject:
+    """Return the estimated step with experts in host memory, and the share of speed it keeps."""
+    model = plan.model
+    updated = model.num_layers * model.active_experts * model.parameters_per_expert
+    host_s = [n * updated / plan.machine.host_memory_bytes_per_s for n in plan.host_bytes_by_pass]
+    moved = [traffic.link_bytes for traffic in plan.expert_traffic_by_pass()]
+    active = model.num_layers * model.active_experts
+    link_s = [n * active / plan.machine.link_bytes_per_s for n in moved]
+    step_s = sum(map(max, computing_s, link_s, host_s))
+    figures: JsonObject = {
+        "device_step_s": round(device_s, 4),
+        "host_step_s": round(step_s, 4),
+        "computing_s": [round(s, 4) for s in computing_s],
+        "link_s": [round(s, 4) for s in link_s],
+        "host_memory_s": [round(s, 4) for s in host_s],
+        "retention": round(device_s / step_s, 3),
+    }
+    return figures
 
 
 def main() -> None:
     a = parse()
     if ahead_of_time.skip_without_cuda_libraries():
         return
-    (device,) = ahead_of_time.abstract_gpu_devices("h200")
-    rows = []
+    (device,) = ahead_of_time.abstract_gpu_devices(HOST.accelerator)
+    rates, folder = gpu_rates(HOST.accelerator), Path("records")
+    one = ahead_of_time.Programs(device, rates)
+    in_host_memory(one, retention.config_at(a, folder, "host", a.micro_batch_tokens), device)
+    rows, estimates = [{"experts": "host"} | row for row in one.rows], []
     for tokens in a.tokens:
-        a.batch_size = tokens // a.sequence_length
-        for where, run in (("device", on_device), ("host", in_host_memory)):
-            programs = ahead_of_time.Programs(device)
-            run(
-                programs,
-                config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"),
-                device,
-            )
-            rows += [{"experts": where, "tokens": tokens} | row for row in programs.rows]
-    result = {
-        "benchmark": "training with experts off the device, compiled ahead of time for an H200",
+        fused = ahead_of_time.Programs(device, rates)
+        on_device(fused, retention.config_at(a, folder, "device", tokens), device)
+        rows += [{"experts": "device", "tokens": tokens} | row for row in fused.rows]
+        config = replace(retention.config_at(a, folder, "host", tokens), machine=HOST)
+        groups = config.model.num_moe_layers * math.ceil(a.experts / MOST_EXPERTS)
+        computing_s = computing_s_by_pass(one.rows, config, groups)
+        found = retained(fused.rows[0]["estimated_s"], computing_s, training_plan(config))
+        estimates.append(report.progress({"tokens": tokens} | found))
+    result: dict[str, Any] = {
+        "benchmark": "speed kept with experts in host memory, estimated for an H100",
+        "link_bytes_per_s": HOST.link_bytes_per_s,
+        "host_memory_bytes_per_s": HOST.host_memory_bytes_per_s,
+        "estimates": estimates,
         "rows": rows,
     }
     report.finish(result | {"versions": report.versions("jax", "jaxlib")})

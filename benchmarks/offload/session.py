@@ -116,7 +116,7 @@ class Session:
         make: Callable[..., Any] = StreamedTrainer,
     ) -> None:
         self.config, self.mesh = config, mesh or make_mesh((1, 1, 1), jax.devices()[:1])
-        self.program = make(config, self.mesh)
+        self._make, self.program = make, make(config, self.mesh)
         self.state: TrainState = self.program.init()
 
     def step(self, number: int) -> StepCost:
@@ -132,6 +132,13 @@ class Session:
         seconds, processor_s = time.perf_counter() - begun, time.process_time() - processor_s
         read, written = (after - b for after, b in zip(self.moved_bytes(), before, strict=True))
         return StepCost(seconds, read, written, float(metrics["loss"]), processor_s)
+
+    def replace_config(self, config: TrainConfig) -> None:
+        """Take further steps with a configuration of other batches; state and experts stay."""
+        before, self.config = self.program, config
+        self.program = self._make(config, self.mesh)
+        if isinstance(before, StreamedTrainer):
+            self.program._take_over_experts(before)
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int32]:
         """Return random tokens."""

@@ -24,8 +24,8 @@ updates             seconds and bytes of a step with AdamW on the device and on 
 limited_link        step / max(computing, link) with a link limited to an H100's ratio of bytes to
                     products, and to multiples of it, with AdamW on the host
 replay              seconds to replay 1, 10 and 100 missed steps of an expert, beside its fetch
-retention           tokens/s with experts in host memory over tokens/s with all of them on the
-                    device, by tokens of a step
+retention           tokens/s with experts in host memory, where the host updates them, over
+                    tokens/s with all of them on the device, by tokens of a step
 two_nodes           as step, in two processes with a limited link between them; needs root
 
 Prints one JSON object as its last line. Legend: E experts of a layer, N layers with experts.
@@ -58,7 +58,7 @@ from numpy.typing import NDArray
 from benchmarks.lib import fio, report
 from benchmarks.lib.report import JsonObject
 from benchmarks.lib.slow_disk import SlowDisk
-from benchmarks.offload import copies, limited_link, room, two_nodes, updates
+from benchmarks.offload import copies, limited_link, retention, room, two_nodes, updates
 from benchmarks.offload.session import (
     Session,
     StepCost,
@@ -73,7 +73,6 @@ from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_state import ExpertState
 from jmoe.offload.train_stores import THREADS
 from jmoe.training.streamed.experts import StreamedExperts
-from jmoe.training.trainer import make_trainer
 
 PERIODS = (0, 1, 4, 16)  # steps between two times of writing back
 
@@ -294,44 +293,6 @@ def measure_replay(a: argparse.Namespace, folder: Path) -> JsonObject:
     return result
 
 
-def measure_retention(a: argparse.Namespace, folder: Path) -> JsonObject:
-    """Return, by tokens a step, the speed kept with experts and their optimizer in host memory."""
-    rows = []
-    for tokens in a.tokens:
-        a.batch_size = tokens // a.sequence_length
-        on_device = config_of(a, folder, experts="device", optimizer="device", gradients="host")
-        on_host = config_of(a, folder, experts="host", optimizer="host", gradients="host")
-        taken = dict[str, list[float]]()
-        # one after the other, since both states together may not fit the device
-        for name, config in (("device", on_device), ("host", on_host)):
-            session = Session(config, make=make_trainer)
-            seconds = list[float]()
-            for number in range(a.rounds + 2):
-                seconds.append(session.step(number).seconds)
-                report.progress(
-                    {
-                        "tokens": tokens,
-                        "experts": name,
-                        "step": number,
-                        "step_s": round(seconds[-1], 4),
-                    }
-                )
-            taken[name] = seconds[2:]
-            session.program.close()
-            del session
-        step_s = {name: median(seconds) for name, seconds in taken.items()}
-        row = {
-            "tokens": tokens,
-            "step_s": step_s,
-            "speed_of_device": report.ratio(taken["device"], taken["host"]),
-        }
-        rows.append(report.progress(row))
-    return {
-        "parameters_of_experts": 3 * a.hidden_size * a.intermediate_size * a.layers * a.experts,
-        "rows": rows,
-    }
-
-
 def main() -> None:
     parser = report.parser(__doc__)
     measures = {
@@ -345,7 +306,7 @@ def main() -> None:
         "updates": updates.measure,
         "limited_link": limited_link.measure,
         "replay": measure_replay,
-        "retention": measure_retention,
+        "retention": retention.measure,
         "two_nodes": two_nodes.measure,
     }
     parser.add_argument("what", choices=measures)
@@ -361,9 +322,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=40, help="of expected, mapped, replicas")
     parser.add_argument("--accumulation-steps", type=int, default=1, help="of expected")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="a step's, of retention"
-    )
+    retention.add_options(parser)
     parser.add_argument(
         "--link-shares",
         type=float,

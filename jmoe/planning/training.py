@@ -37,10 +37,8 @@ RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 PASSES = 3  # products of a weight with a token: one forward, two backward
 # memory traffic of a parameter's update: 28 bytes by AdamW, 24 to and from its records
 UPDATE_BYTES = 52
-# memory traffic of a parameter's update on the host: 30 bytes by AdamW (weight, moments and
-# gradient read, weight, moments and a 16-bit copy written), 8 by the gradient's way to its record
-# and the copy's way to the device
-HOST_UPDATE_BYTES = 38
+# the same on the host, without gradient and copies: weight and moments are read and written
+HOST_ADAMW_BYTES = 24
 
 
 class ExpertTraffic(NamedTuple):
@@ -137,8 +135,7 @@ class TrainingPlan:
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
         on_disk = nvme_bytes_per_parameter(model, place) * model.num_device_expert_parameters
         missed = 1 - self.host_cache_bytes / on_disk if on_disk else 0.0
-        # the last layers' weights are still on the device
-        again = 1 - min(1.0, place.device_layers / model.num_layers)
+        again = self._share_sent_again
 
         def traffic_of(times: Sequence[tuple[float, float]]) -> ExpertTraffic:
             """Return the bytes moved in a pass for one expert's weights, moments and gradients;
@@ -160,19 +157,40 @@ class TrainingPlan:
         return forward, back
 
     @property
+    def _share_sent_again(self) -> float:
+        """Return the share of the layers whose weights go to the device again in the backward pass:
+        those of the last layers are still there.
+        """
+        return 1 - min(1.0, self.placement.device_layers / self.model.num_layers)
+
+    @property
+    def host_bytes_by_pass(self) -> tuple[float, float]:
+        """Return the bytes that the host's memory moves per parameter of a chosen expert if the
+        host updates it, (forward, backward).
+
+        Forward: AdamW, which also reads the gradient and writes a copy in the compute dtype, and
+        the link, which reads the copy. Backward: the gradient arrives and is copied to its record,
+        and weights are copied and sent again.
+        """
+        sent, gradient = self.model.compute_dtype_bytes, self.model.gradient_bytes_per_parameter
+        forward = HOST_ADAMW_BYTES + gradient + 2 * sent
+        return forward, 3 * gradient + self._share_sent_again * (WEIGHT_BYTES + 2 * sent)
+
+    @property
     def expert_transfer_s_by_pass(self) -> tuple[float, float]:
         """Return the seconds of one expert's transfers, (forward, backward), each on the slowest of
         link, disk and, for an update on the host, the host's memory.
         """
         machine, per_host, seconds = self.machine, self.model.devices_per_host, list[float]()
-        updates = HOST_UPDATE_BYTES * self.model.parameters_per_expert, 0
-        for traffic, updated in zip(self.expert_traffic_by_pass(), updates, strict=True):
+        passes = zip(self.expert_traffic_by_pass(), self.host_bytes_by_pass, strict=True)
+        for traffic, of_parameter in passes:
             over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
             disk = traffic.read_bytes / machine.nvme_read_bytes_per_s
             disk += traffic.written_bytes / machine.nvme_write_bytes_per_s
             by_host = 0.0
             if self.placement.update == "host" and not machine.shared:
-                by_host = updated / machine.host_memory_bytes_per_s
+                updated_bytes = of_parameter * self.model.parameters_per_expert
+                by_host = updated_bytes / machine.host_memory_bytes_per_s
             seconds.append(max(over_link, disk * per_host, by_host * per_host))
         return seconds[0], seconds[1]
 
@@ -214,7 +232,8 @@ class TrainingPlan:
             of_experts = UPDATE_BYTES * num_active * model.parameters_per_expert
             updated_bytes += of_experts / model.num_expert_shards
         elif machine.shared:  # the host's cores are those that compute
-            updated_bytes += HOST_UPDATE_BYTES * num_active * model.parameters_per_expert
+            of_parameter = sum(self.host_bytes_by_pass)
+            updated_bytes += of_parameter * num_active * model.parameters_per_expert
         passes = zip(self.expert_products_by_pass, self.dense_products_by_pass, strict=True)
         flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)

@@ -2,6 +2,7 @@
 before it return.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from benchmarks.lib.ahead_of_time import Programs
 from benchmarks.lib.published import tiny_config
-from benchmarks.offload import retention_aot
-from benchmarks.offload.session import config_of
+from benchmarks.offload import retention, retention_aot
 from benchmarks.serve import engine_aot
+from jmoe.config import MachineConfig
 from jmoe.models.huggingface import model_config
+from jmoe.run.planner import training_plan
 
 
 class Traced(Programs):
@@ -50,14 +52,22 @@ def test_retention(programs: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     a.layers = 2
     a.experts = 4
     a.top_k = 2
-    a.batch_size = 2
-    device = jax.devices()[0]
-    for where, run in (("device", retention_aot.on_device), ("host", retention_aot.in_host_memory)):
-        run(
-            programs,
-            config_of(a, Path("records"), experts=where, optimizer=where, gradients="host"),
-            device,
-        )
+    device, folder = jax.devices()[0], Path("records")
+    for place, run in (("device", retention_aot.on_device), ("host", retention_aot.in_host_memory)):
+        run(programs, retention.config_at(a, folder, place, 512), device)
     names = [row["program"] for row in programs.rows]
-    assert names[0] == "step" and names[-1] == "expert brought up to date"
-    assert {"route", "add_experts", "moe_gradients", "finish"} < set(names)
+    assert names[0] == "step" and names[-1] == "finish"
+    assert {"route", "experts into a slot", "add_experts", "moe_gradients"} < set(names)
+
+    a.micro_batch_tokens = 512
+    config = retention.config_at(a, folder, "host", 1024)
+    assert (config.batch_size, config.gradient_accumulation_steps) == (4, 2)
+    rows = [{"program": name, "estimated_s": 1.0} for name in names[1:]]
+    # of two layers and two micro-batches, with three groups of experts
+    forward, backward = retention_aot.computing_s_by_pass(rows, config, 3)
+    assert (forward, backward) == (2 * (1 + 2) + 2 * 4 + 3, 3 + 2 * 2 + 4)
+    found = retention_aot.retained(2.0, (1.0, 1.0), training_plan(config))
+    assert found["retention"] == 1.0 and found["host_step_s"] == 2.0
+    slow = replace(config, machine=MachineConfig(accelerator="h100", host_memory_bytes_per_s=1e3))
+    found = retention_aot.retained(2.0, (1.0, 1.0), training_plan(slow))
+    assert found["host_step_s"] == pytest.approx(sum(found["host_memory_s"]), abs=1e-3)

@@ -1,58 +1,62 @@
-"""Training on eight devices of one process whose experts the host updates: every link carries
-experts at the same time, and the training is that of updates on the devices.
+"""Training on eight devices whose experts the host updates: every link carries experts at the same
+time, in one process and in two, and the training is that of updates on the devices.
 """
 
-import contextlib
 import dataclasses
-from typing import Any, cast
+import json
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from test_streamed_step import BY_XLA, MODEL, UPDATED_ON_HOST, N, batch
+from test_streamed_step import N
 
-from jmoe.config import TrainConfig
-from jmoe.offload.expert_updates import HostUpdate
 from jmoe.run.planner import training_plan
-from jmoe.training.streamed.step import StreamedTrainer
-from tests.arrays import differing, full_state
-from tests.links import TracedLink, most_at_once
-from tests.model_configs import mesh_of, spread_over
+from tests.arrays import differing
+from tests.links import most_at_once
+from tests.train_runs import Start, free_port
+from tests.training.streamed.traced_links import DEVICES, ONE_PROCESS, E, Traced, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-DEVICES, E, STEPS = 8, 16, 4
-EVERY_EXPERT = dataclasses.replace(MODEL, num_experts=E, num_experts_per_tok=E)
-CONFIG = dataclasses.replace(spread_over(BY_XLA, 1, 1, DEVICES), model=EVERY_EXPERT, batch_size=8)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def train(config: TrainConfig, links: dict[str, list[TracedLink]] | None = None) -> Any:
-    """Losses, the last state, and bytes to devices and back of the last step."""
-    with contextlib.closing(StreamedTrainer(config, mesh_of(1, 1, DEVICES))) as program:
-        state, losses, moved = program.init(), [], []
-        experts = program._loaded_experts
-        for step in range(STEPS):
-            state, metrics = program.step(state, batch(config, step))
-            losses.append(float(metrics["loss"]))
-            experts._ring.wait_for_loads()  # until the next step begins
-            moved.append(program.expert_stats().link)
-            if links is not None and step == 0:
-                links["to"] = [TracedLink(2e4) for _ in range(DEVICES)]
-                links["from"] = [TracedLink(2e4) for _ in range(DEVICES)]
-                update = cast(HostUpdate, experts._update)
-                update.links.update(zip(update.links, links["to"], strict=True))
-                moved[0] = moved[0]._replace(from_device=0)  # new links count anew
-                experts._gradients.links = list(links["from"])
-        return losses, full_state(program, state), np.subtract(moved[-1], moved[-2])
+@pytest.fixture(scope="module")
+def updated_on_devices() -> Traced:
+    tiers = dataclasses.replace(ONE_PROCESS.tiers, update="device")
+    return train(dataclasses.replace(ONE_PROCESS, tiers=tiers))
 
 
-def test_every_link_is_busy_at_once_and_no_bit_changes() -> None:
-    links: dict[str, list[TracedLink]] = {}
-    tiers = dataclasses.replace(UPDATED_ON_HOST, device_layers=1)
-    config = dataclasses.replace(CONFIG, tiers=tiers)
-    here = train(config, links)
-    there = train(dataclasses.replace(config, tiers=dataclasses.replace(tiers, update="device")))
-    assert here[0] == there[0]
-    assert differing(here[1], there[1]) == []
-    assert most_at_once(links["to"]) == most_at_once(links["from"]) == DEVICES
-    planned = training_plan(config).expert_traffic_by_pass()
-    assert sum(here[2]) == pytest.approx(N * E * sum(traffic.link_bytes for traffic in planned))
+def bytes_of_a_step() -> float:
+    """The formula of the plan, over all devices."""
+    planned = training_plan(ONE_PROCESS).expert_traffic_by_pass()
+    return N * E * sum(traffic.link_bytes for traffic in planned)
+
+
+def test_every_link_is_busy_at_once_and_no_bit_changes(updated_on_devices: Traced) -> None:
+    here = train(ONE_PROCESS)
+    assert here.losses == updated_on_devices.losses
+    assert differing(here.state, updated_on_devices.state) == []
+    moments = ([link.moments for link in links] for links in (here.to, here.back))
+    assert [most_at_once(links) for links in moments] == [DEVICES, DEVICES]
+    assert sum(here.moved) == pytest.approx(bytes_of_a_step())
+
+
+def test_every_link_of_two_processes_is_busy_at_once(
+    updated_on_devices: Traced, start_python: Start, tmp_path: Path
+) -> None:
+    """Both processes read one clock."""
+    port, here = str(free_port()), {"JAX_NUM_CPU_DEVICES": str(DEVICES // 2)}
+    command = ["-m", "tests.training.streamed.traced_links"]
+    ranks = [
+        start_python([*command, str(rank), port, tmp_path], tmp_path / f"{rank}.log", here)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.end(600)
+    found: list[dict[str, Any]] = [
+        json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
+    ]
+    for own in found:
+        assert own["losses"] == pytest.approx(updated_on_devices.losses, rel=1e-6, abs=0)
+    for direction in ("to", "back"):
+        assert most_at_once([link for own in found for link in own[direction]]) == DEVICES
+    assert sum(sum(own["moved"]) for own in found) == pytest.approx(bytes_of_a_step())
