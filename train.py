@@ -254,7 +254,7 @@ class LanguageModeling:
             return make_trainer(config, setup.mesh, setup.folder.run_name)
         with status(f"loading the teacher {config.distil.teacher}", print_on_rank_0):
             teacher = setup.stack.enter_context(Teacher(config))
-        return DistillingTrainer(config, setup.mesh, teacher, teacher.head_DV)
+        return DistillingTrainer(config, setup.mesh, teacher, teacher.head)
 
     def make_session(
         self,

@@ -16,7 +16,7 @@ from jmoe.models.safetensors_io import DTYPES, NewTensor, read_headers, write_sa
 
 Tensors = dict[str, np.ndarray]
 # Published names of a gate's, up and down projection; after `.experts.N.`.
-EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w3", "w2"))
+EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2", "phimoe"), ("w1", "w3", "w2"))
 
 
 def read_tensors(folder: Path) -> Tensors:
@@ -74,6 +74,8 @@ def fused(tensors: Tensors, family: str) -> Tensors:
         made[f"{layer}.gate_up_proj{ending}"] = np.concatenate([of[gate], of[up]], axis=1)
         made[f"{layer}.down_proj{ending}"] = of[down]
     in_memory = {".block_sparse_moe.": ".mlp.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+    if family == "phimoe":
+        in_memory |= {".gate.weight": ".router.weight"}
     for stored, held in in_memory.items():
         made = {name.replace(stored, held): array for name, array in made.items()}
     return made

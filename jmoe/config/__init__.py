@@ -16,8 +16,8 @@ from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import ROUTER_TRAINING_ONLY as ROUTER_TRAINING_ONLY
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import ModelConfig as ModelConfig
-from jmoe.config.model import MoEConfig as MoEConfig
 from jmoe.config.model import Remat as Remat
+from jmoe.config.moe import MoEConfig as MoEConfig
 from jmoe.config.optimizer import OptimizerConfig as OptimizerConfig
 from jmoe.config.parallel import CommConfig as CommConfig
 from jmoe.config.parallel import MeshConfig as MeshConfig

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from jmoe.config.attention import check_attention
 from jmoe.config.checks import (
     check,
     check_field,
@@ -15,60 +15,16 @@ from jmoe.config.checks import (
     check_not_negative,
     check_positive,
     check_positive_or_none,
-    check_unset,
 )
 from jmoe.config.layers import TOKEN_ROUTED, Layer, LayerKind, layer_table
-from jmoe.config.linear_attention import (
-    LINEAR_ATTENTION,
-    check_linear_attention,
-    num_linear_attention_parameters,
-)
+from jmoe.config.linear_attention import LINEAR_ATTENTION, num_linear_attention_parameters
+from jmoe.config.moe import HiddenAct, MoEConfig
 from jmoe.config.positions import RopeScaling
-from jmoe.config.router import RouterConfig, check_routing
+from jmoe.config.router import RouterConfig
 
-HiddenAct = Literal["swiglu", "gelu", "clamped_swiglu"]
 # what a backward pass computes again, see `TrainConfig.remat`
 Remat = Literal["none", "experts", "layer"]
 NO_WINDOW = 2**30  # tokens
-LAYER_TYPES = ("sliding_attention", "full_attention", LINEAR_ATTENTION)
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """One Mixture-of-Experts feed-forward layer: `num_experts` MLPs, of which each token uses
-    `num_experts_per_tok`.
-    """
-
-    hidden_size: int
-    num_experts: int
-    num_experts_per_tok: int = 2
-    intermediate_size: int = 1024  # of one expert
-    hidden_act: HiddenAct = "swiglu"
-    bias: bool = False  # experts add biases
-    capacity_factor: float | None = None  # rows per destination device / fair share; None: dropless
-    initializer_range: float = 0.02
-    # of the down projections; None: initializer_range
-    output_initializer_range: float | None = None
-    router: RouterConfig = field(default_factory=RouterConfig)
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        check_positive(self, "hidden_size", "num_experts", "intermediate_size", "initializer_range")
-        check_positive_or_none(self, "output_initializer_range")
-        check_routing(self.num_experts, self.num_experts_per_tok, self.router)
-        fits = self.capacity_factor is None or self.capacity_factor > 0
-        check_field(fits, self, "capacity_factor", "must be greater than 0, or None for dropless")
-
-    def with_routing_by_task(self, experts_per_image: int) -> MoEConfig:
-        """Return a copy in which the image's task selects the experts.
-
-        With 2 experts per image, the second may be dropped at random.
-        """
-        some: RouterConfig = RouterConfig(
-            kind="gshard", second_expert_policy="random", aux_loss_coef=0.0
-        )
-        router = RouterConfig(aux_loss_coef=0.0) if experts_per_image == 1 else some
-        return dataclasses.replace(self, num_experts_per_tok=experts_per_image, router=router)
 
 
 # What of a model concerns its training only; a run that starts from a checkpoint (`init_from`)
@@ -150,6 +106,7 @@ class ModelConfig:
     v_head_dim: int = 0  # latent attention
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    head_bias: bool = False  # logits = hidden @ head + bias (Phi-3.5-MoE)
     # Granite: factors of token embeddings, of what a layer adds to the residual stream, and of
     # attention scores (None: dim_per_head ** -0.5); logits are divided by logits_scaling
     embedding_multiplier: float = 1.0
@@ -179,7 +136,7 @@ class ModelConfig:
             self, "num_experts", "first_k_dense_replace", "shared_expert_intermediate_size"
         )
         self._check_multipliers()
-        self._check_attention()
+        check_attention(self)
         if self.num_experts:
             self._check_experts()
 
@@ -190,102 +147,6 @@ class ModelConfig:
         for name in of_stream:
             rope = self.position == "rope" or getattr(self, name) == 1.0
             check_field(rope, self, name, "needs position = 'rope'")
-
-    def _check_attention(self) -> None:
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        check(
-            heads % groups == 0,
-            "num_key_value_heads",
-            groups,
-            f"must divide num_attention_heads = {heads}",
-        )
-        self._check_windows()
-        check_linear_attention(self)
-        check_positive_or_none(self, "clip_qkv")
-        has_bias = self.attention_bias or self.qkv_bias
-        words = "is not supported beside attention_bias or qkv_bias"
-        check_field(not (self.attention_gate and has_bias), self, "attention_gate", words)
-        rope = self.position == "rope"
-        check_field(
-            self.rope_scaling is None or rope, self, "rope_scaling", "needs position = 'rope'"
-        )
-        if self.kv_lora_rank is not None:
-            self._check_latent_attention()
-            if self.rope_scaling is not None:
-                self.rope_scaling.check_rotary_dim(self.qk_rope_head_dim)
-            return
-        latent_fields = ["q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        check_unset(self, "", latent_fields, "without kv_lora_rank: needs latent attention")
-        divides = self.head_dim is not None or self.hidden_size % heads == 0
-        constraint = f"must divide hidden_size = {self.hidden_size} when head_dim is not given"
-        check(divides, "num_attention_heads", heads, constraint)
-        self._check_rotary_dims()
-
-    def _check_rotary_dims(self) -> None:
-        if self.position != "rope":
-            for name, default in (("rope_interleave", False), ("partial_rotary_factor", 1.0)):
-                unset = getattr(self, name) == default
-                check_field(unset, self, name, "needs position = 'rope'")
-            return
-        even = self.dim_per_head % 2 == 0
-        check(even, "head_dim", self.dim_per_head, "must be even for rotary positions")
-        share, dims = self.partial_rotary_factor, self.rotary_dim
-        fits = 0 < share <= 1 and dims > 0 and dims % 2 == 0
-        words = f"must be an even share of head_dim = {self.dim_per_head}, in (0, 1]"
-        check(fits, "partial_rotary_factor", share, words)
-        if self.rope_scaling is not None:
-            self.rope_scaling.check_rotary_dim(dims)
-
-    def _check_windows(self) -> None:
-        if self.sliding_window is not None:
-            check_positive(self, "sliding_window")
-        types, layers = self.layer_types, self.num_hidden_layers
-        check(
-            len(types) in (0, layers), "layer_types", types, f"must have {layers} entries or none"
-        )
-        check(
-            set(types) <= set(LAYER_TYPES),
-            "layer_types",
-            types,
-            f"must each be one of {', '.join(LAYER_TYPES)}",
-        )
-        sliding = "sliding_attention" in types
-        check(
-            not sliding or self.sliding_window is not None,
-            "sliding_window",
-            None,
-            "is needed by layer_types",
-        )
-
-    def _check_latent_attention(self) -> None:
-        check_positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        check_field(
-            self.q_lora_rank is None or self.q_lora_rank > 0,
-            self,
-            "q_lora_rank",
-            "must be above 0",
-        )
-        check_field(self.qk_rope_head_dim % 2 == 0, self, "qk_rope_head_dim", "must be even")
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        check(
-            heads == groups,
-            "num_key_value_heads",
-            groups,
-            f"must be {heads} for latent attention",
-        )
-        plain = {
-            "qk_norm": "none",
-            "clip_qkv": None,
-            "attention_gate": False,
-            "qkv_bias": False,
-            "attention_sinks": False,
-            "partial_rotary_factor": 1.0,
-            "attention_multiplier": None,
-        }
-        for name, value in plain.items():
-            check_field(getattr(self, name) == value, self, name, "is not part of latent attention")
-        rope = self.position == "rope"
-        check_field(rope, self, "position", "must be 'rope' for latent attention")
 
     def _check_experts(self) -> None:
         _ = self.moe  # raises `ValueError` for what does not fit
@@ -488,6 +349,7 @@ class ModelConfig:
         shared += d * self.shared_expert_gate
         bias = experts * (self.router.bias + self.router.rules.has_bias)
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
+        common += self.vocab_size * self.head_bias
         common += self.max_position_embeddings * d if self.position == "learned" else 0
         linear_layers = self.num_hidden_layers - self.num_attention_layers
         common += self.num_attention_layers * attention + self.num_hidden_layers * 2 * norm

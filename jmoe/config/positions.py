@@ -210,6 +210,7 @@ class LongRopeConfig(RopeScaling):
     short_factor, long_factor: for sequences of up to `original_max_position_embeddings` tokens, and
     for longer ones; one number for each pair of dimensions. factor: how much longer sequences may
     be, from which cos and sin are scaled. attention_factor: that scale itself; None: from `factor`.
+    long_attention_factor: the scale for the long factors (Phi-3.5-MoE); None: the same.
     is_long: whether the long factors count. An engine decides it once, by its `max_seq_len`, so
     that all keys in its cache are rotated alike.
     """
@@ -219,13 +220,14 @@ class LongRopeConfig(RopeScaling):
     original_max_position_embeddings: int
     factor: float
     attention_factor: float | None = None
+    long_attention_factor: float | None = None
     is_long: bool = False
     rope_type: Literal["longrope"] = "longrope"
 
     def __post_init__(self) -> None:
         check_field_types(self)
         check_positive(self, "factor", "original_max_position_embeddings")
-        check_positive_or_none(self, "attention_factor")
+        check_positive_or_none(self, "attention_factor", "long_attention_factor")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             positive = len(factors) > 0 and min(factors) > 0
@@ -241,6 +243,8 @@ class LongRopeConfig(RopeScaling):
 
     @property
     def rotary_scale(self) -> float:
+        if self.is_long and self.long_attention_factor is not None:
+            return self.long_attention_factor
         if self.attention_factor is not None:
             return self.attention_factor
         positions = self.original_max_position_embeddings

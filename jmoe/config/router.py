@@ -25,6 +25,7 @@ RouterKind = Literal[
     "softmax_group_limited",
     "sigmoid",
     "group_limited",
+    "sparsemixer",
 ]
 
 
@@ -39,6 +40,8 @@ class RouterRules:
     `updated_bias` moves it by `bias_update_speed`. limits_groups: a token chooses only among its
     best `topk_group` of `n_group` groups, which are ranked by the sum of this many of their best
     scores; 0: among all experts. may_drop_second: `second_expert_policy` may be random.
+    masks_distant_logits: the weight of a choice is its probability among the experts not yet
+    chosen whose logit is near the largest, see `RouterConfig.mask_distance`.
     """
 
     scores: str
@@ -47,6 +50,7 @@ class RouterRules:
     has_bias: bool = False
     limits_groups: int = 0
     may_drop_second: bool = False
+    masks_distant_logits: bool = False
 
 
 ROUTERS: dict[RouterKind, RouterRules] = {
@@ -57,6 +61,9 @@ ROUTERS: dict[RouterKind, RouterRules] = {
     "softmax_group_limited": RouterRules("softmax", limits_groups=1),
     "sigmoid": RouterRules("sigmoid", has_bias=True),
     "group_limited": RouterRules("sigmoid", has_bias=True, limits_groups=2),
+    "sparsemixer": RouterRules(
+        "logits", num_experts_per_tok=2, normalizes=False, masks_distant_logits=True
+    ),
 }
 
 
@@ -68,7 +75,8 @@ class RouterConfig:
     top-k of a softmax (Mixtral, OLMoE, Qwen3-MoE); `softmax_biased` the same with a loss-free bias
     (ERNIE 4.5); `softmax_group_limited` top-k of a softmax inside the best `topk_group` of
     `n_group` groups of experts (DeepSeek-V2); `sigmoid` sigmoid scores with loss-free bias
-    balancing (DeepSeek-V3); `group_limited` the same inside the best groups.
+    balancing (DeepSeek-V3); `group_limited` the same inside the best groups; `sparsemixer` top-2 of
+    the logits, each weighted by a softmax over the experts near it (Phi-3.5-MoE).
     """
 
     kind: RouterKind = "softmax"
@@ -85,19 +93,22 @@ class RouterConfig:
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
+    # sparsemixer: experts count whose logit l is near the largest m:
+    # m - l <= mask_distance max(m, |l|)
+    mask_distance: float = 0.02
 
     def __post_init__(self) -> None:
         check_field_types(self)
         check_not_negative(self, "aux_loss_coef", "z_loss_coef", "bias_update_speed")
         check_field(0 <= self.jitter_noise < 1, self, "jitter_noise", "must be in [0, 1)")
-        check_positive(self, "n_group", "topk_group", "routed_scaling_factor")
+        check_positive(self, "n_group", "topk_group", "routed_scaling_factor", "mask_distance")
         check_field(
             self.topk_group <= self.n_group,
             self,
             "topk_group",
             f"must not exceed n_group = {self.n_group}",
         )
-        default_speed = type(self).bias_update_speed
+        default_speed, default_distance = type(self).bias_update_speed, type(self).mask_distance
         fields: list[tuple[str, bool, Callable[[RouterRules], bool]]] = [
             (
                 "second_expert_policy",
@@ -114,6 +125,11 @@ class RouterConfig:
                 "norm_topk_prob",
                 self.norm_topk_prob or self.rules.normalizes is False,
                 lambda rules: rules.normalizes is None,
+            ),
+            (
+                "mask_distance",
+                self.mask_distance == default_distance,
+                lambda rules: rules.masks_distant_logits,
             ),
         ]
         for name, changes_nothing, is_used in fields:

@@ -22,6 +22,7 @@ from jmoe.inference.kv_cache import tables_of_consecutive_blocks
 from jmoe.inference.loading import LoadedModel
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.runner_protocol import TokenBatch
+from jmoe.layers.loss import HeadWeight
 from jmoe.memory.closing import Closing
 from jmoe.models.functional import ModuleStructure
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -45,7 +46,7 @@ def teacher_fingerprint(folder: str) -> str:
 class Teacher(Closing):
     """The model in `distil.teacher`: `teacher(tokens_BS)` returns hidden states.
 
-    head_DV: the output matrix; the teacher's logits are hidden @ head_DV.
+    head: the output head; the teacher's logits are `head.logits(hidden)`.
 
     Computes on the first device, in bfloat16, or in float32 if `compute_dtype` is float32. Raises
     ValueError naming the field if the teacher does not fit the student, or the run has several
@@ -87,9 +88,8 @@ class Teacher(Closing):
         self._rows = np.arange(rows, dtype=np.int32) if has_states else None
         structure, arrays = runner.embed_and_head
         module = structure.merge(arrays)
-        self.head_DV: jax.Array = (
-            module.embedding[...].T if module.head is None else module.head[...]
-        )
+        w_DV = module.embedding[...].T if module.head is None else module.head[...]
+        self.head = HeadWeight(w_DV, None if module.head_bias is None else module.head_bias[...])
 
     def __call__(self, tokens_BS: np.ndarray) -> jax.Array:
         """Return hidden states [B, S, D] after the last norm.

@@ -159,7 +159,7 @@ class GatedDeltaNet(nnx.Module):
         window: must be None, a state has no window. documents: see `Documents`; None if each
         sequence is one document.
         """
-        assert window is None, "config/model.py refuses windows beside linear_attention"
+        assert window is None, "config/linear_attention.py refuses windows beside linear_attention"
         projected = self._project(x_BSD)
         numbers_BS = None if documents is None else documents.number_BS
         conv_BSJ = causal_convolution(

@@ -10,7 +10,7 @@ the teacher's hidden, V vocabulary or this device's shard of it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,21 @@ DEVICE_CHUNK_LOGITS = 2**29
 Result = TypeVar("Result")
 
 
+class HeadWeight(NamedTuple):
+    """The output head: logits = x w + bias, with the columns of this device.
+
+    bias_V: float32; None for a head without a bias.
+    """
+
+    w_DV: jax.Array
+    bias_V: jax.Array | None = None
+
+    def logits(self, x_TD: jax.Array) -> jax.Array:
+        """Return float32 [T, V]."""
+        logits_TV = dot(x_TD, self.w_DV)
+        return logits_TV if self.bias_V is None else logits_TV + self.bias_V
+
+
 def tokens_per_chunk(num_tokens: int, vocab_size: int, chunk_logits: int) -> int:
     """Return the tokens of a chunk: the largest divisor of num_tokens for which a chunk has at most
     chunk_logits logits.
@@ -58,7 +73,7 @@ def logits_bytes(num_tokens: int, vocab_size: int, compute_bytes: int, *, on_cpu
     return (4 + compute_bytes) * vocab_size * tokens_per_chunk(num_tokens, vocab_size, chunk_logits)
 
 
-def _with_platform_chunk_size(function: Callable[..., Result], *arrays: jax.Array) -> Result:
+def _with_platform_chunk_size(function: Callable[..., Result], *arrays: PyTree) -> Result:
     """Return function(chunk_logits, *arrays), with the chunk size of the platform that the program
     is compiled for.
     """
@@ -110,7 +125,7 @@ def _loss_gradients(
 
 def _chunked_cross_entropy(
     x_TD: jax.Array,
-    w_DV: jax.Array,
+    head: HeadWeight,
     labels_T: jax.Array,
     weights_T: jax.Array,
     axes: tuple[str, ...] = (),
@@ -120,90 +135,95 @@ def _chunked_cross_entropy(
     axes: mesh axes of the devices that split the vocabulary; () for none.
     """
 
-    def loss_in_chunks(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def loss_in_chunks(chunk_logits: int, head: HeadWeight, *arrays: jax.Array) -> jax.Array:
         def add_chunk_loss(
             total: jax.Array, chunk: tuple[jax.Array, ...]
         ) -> tuple[jax.Array, None]:
             x_CD, labels_C, weights_C = chunk
-            _, nll_C = _softmax_and_nll(dot(x_CD, w_DV), labels_C, axes)
+            _, nll_C = _softmax_and_nll(head.logits(x_CD), labels_C, axes)
             return total + (nll_C * weights_C).sum(), None
 
-        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
+        size = tokens_per_chunk(labels_T.size, head.w_DV.shape[1], chunk_logits)
         return lax.scan(
             add_chunk_loss, jnp.zeros((), jnp.float32), _split_into_chunks(size, *arrays)
         )[0]
 
-    return _with_platform_chunk_size(loss_in_chunks, w_DV, x_TD, labels_T, weights_T)
+    return _with_platform_chunk_size(loss_in_chunks, head, x_TD, labels_T, weights_T)
 
 
 def _chunked_nll(
-    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, axes: tuple[str, ...] = ()
+    x_TD: jax.Array, head: HeadWeight, labels_T: jax.Array, axes: tuple[str, ...] = ()
 ) -> jax.Array:
     """Return the negative log-likelihood of each label, float32 [T], with the logits computed chunk
     by chunk. No gradient. axes: mesh axes of the devices that split the vocabulary; () for none.
     """
 
-    def nll_in_chunks(chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array) -> jax.Array:
-        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
+    def nll_in_chunks(chunk_logits: int, head: HeadWeight, *arrays: jax.Array) -> jax.Array:
+        size = tokens_per_chunk(labels_T.size, head.w_DV.shape[1], chunk_logits)
         chunks = _split_into_chunks(size, *arrays)
         nll = lax.map(
-            lambda chunk: _softmax_and_nll(dot(chunk[0], w_DV), chunk[1], axes)[1], chunks
+            lambda chunk: _softmax_and_nll(head.logits(chunk[0]), chunk[1], axes)[1], chunks
         )
         return nll.reshape(-1)
 
-    arrays = lax.stop_gradient((w_DV, x_TD)) + (labels_T,)
+    arrays = lax.stop_gradient((head, x_TD)) + (labels_T,)
     return _with_platform_chunk_size(nll_in_chunks, *arrays)
 
 
 def _loss_and_gradients(
     x_TD: jax.Array,
-    w_DV: jax.Array,
+    head: HeadWeight,
     labels_T: jax.Array,
     weights_T: jax.Array,
     axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return (the scalar of `_chunked_cross_entropy`, its gradients (dx, dw)). With axes, dx counts
-    only this device's shard of the vocabulary.
+) -> tuple[jax.Array, tuple[jax.Array, HeadWeight]]:
+    """Return (the scalar of `_chunked_cross_entropy`, its gradients (dx, those of the head)). With
+    axes, dx counts only this device's shard of the vocabulary.
     """
 
     def loss_and_gradients_in_chunks(
-        chunk_logits: int, w_DV: jax.Array, *arrays: jax.Array
+        chunk_logits: int, head: HeadWeight, *arrays: jax.Array
     ) -> PyTree:
         def add_chunk_gradients(
-            carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
+            carry: tuple[jax.Array, HeadWeight], chunk: tuple[jax.Array, ...]
         ) -> PyTree:
-            total, dw_DV = carry
+            total, (dw_DV, dbias_V) = carry
             x_CD, labels_C, weights_C = chunk
             dlogits_CV, nll_C = _loss_gradients(
-                dot(x_CD, w_DV), labels_C, weights_C, x_CD.dtype, axes
+                head.logits(x_CD), labels_C, weights_C, x_CD.dtype, axes
             )
-            dx_CD = dot(dlogits_CV, w_DV, b_transposed=True).astype(x_CD.dtype)
+            dx_CD = dot(dlogits_CV, head.w_DV, b_transposed=True).astype(x_CD.dtype)
             dw_DV = dw_DV + dot(transposed(x_CD), dlogits_CV)
-            return (total + (nll_C * weights_C).sum(), dw_DV), dx_CD
+            if dbias_V is not None:
+                dbias_V = dbias_V + dlogits_CV.sum(axis=0, dtype=jnp.float32)
+            return (total + (nll_C * weights_C).sum(), HeadWeight(dw_DV, dbias_V)), dx_CD
 
-        init = (jnp.zeros((), jnp.float32), jnp.zeros(w_DV.shape, jnp.float32))
-        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
-        (total, dw_DV), dx = lax.scan(add_chunk_gradients, init, _split_into_chunks(size, *arrays))
-        return total, (dx.reshape(x_TD.shape), dw_DV.astype(w_DV.dtype))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), head)
+        init = (jnp.zeros((), jnp.float32), zeros)
+        size = tokens_per_chunk(labels_T.size, head.w_DV.shape[1], chunk_logits)
+        (total, dhead), dx = lax.scan(add_chunk_gradients, init, _split_into_chunks(size, *arrays))
+        dhead = jax.tree.map(lambda d, a: d.astype(a.dtype), dhead, head)
+        return total, (dx.reshape(x_TD.shape), dhead)
 
-    return _with_platform_chunk_size(loss_and_gradients_in_chunks, w_DV, x_TD, labels_T, weights_T)  # type: ignore[no-any-return]
+    return _with_platform_chunk_size(loss_and_gradients_in_chunks, head, x_TD, labels_T, weights_T)
 
 
 @jax.custom_vjp
 def cross_entropy(
-    x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array
+    x_TD: jax.Array, head: HeadWeight, labels_T: jax.Array, weights_T: jax.Array
 ) -> jax.Array:
-    """Return the float32 scalar sum_t weights[t] * -log softmax(x[t] w)[labels[t]].
+    """Return the float32 scalar sum_t weights[t] * -log softmax(x[t] w + bias)[labels[t]], with the
+    head's w and bias.
 
-    x and w have one dtype; weights has no gradient. The gradients of x and w are computed together
-    with the loss, chunk by chunk, so that each chunk's logits are computed once.
+    x and w have one dtype; weights has no gradient. The gradients of x and the head are computed
+    together with the loss, chunk by chunk, so that each chunk's logits are computed once.
     """
-    return _chunked_cross_entropy(x_TD, w_DV, labels_T, weights_T)
+    return _chunked_cross_entropy(x_TD, head, labels_T, weights_T)
 
 
 def _cross_entropy_bwd(residuals: PyTree, g: jax.Array) -> PyTree:
-    dx_TD, dw_DV = residuals
-    return (dx_TD * g.astype(dx_TD.dtype)), (dw_DV * g.astype(dw_DV.dtype)), None, None
+    dx_TD, dhead = jax.tree.map(lambda d: d * g.astype(d.dtype), residuals)
+    return dx_TD, dhead, None, None
 
 
 cross_entropy.defvjp(_loss_and_gradients, _cross_entropy_bwd)
@@ -230,6 +250,13 @@ class VocabularyShard:
         devices = lax.axis_size(self.axes)
         return jnp.where(ids % devices == rank, ids // devices, -1)
 
+    def own_entries(self, all_V: jax.Array) -> jax.Array:
+        """Return this device's entries of an array over the whole vocabulary."""
+        parts_RV = all_V.reshape(lax.axis_size(self.axes), -1)
+        if self.striped:
+            parts_RV = all_V.reshape(-1, lax.axis_size(self.axes)).T
+        return lax.dynamic_index_in_dim(parts_RV, lax.axis_index(self.axes), 0, keepdims=False)
+
     def all_gather(self, shard_V: jax.Array) -> jax.Array:
         """Return the entries of the whole vocabulary, by ascending id, on every device. shard_V:
         this device's entries.
@@ -240,30 +267,30 @@ class VocabularyShard:
 
 def _gather_tokens_of_all_devices(
     x_TD: jax.Array,
-    w_DV: jax.Array,
+    head: HeadWeight,
     labels_T: jax.Array,
     weights_T: jax.Array,
     shard: VocabularyShard,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return (hidden states, w, labels as indices into this device's columns, weights), of all
+) -> tuple[jax.Array, HeadWeight, jax.Array, jax.Array]:
+    """Return (hidden states, head, labels as indices into this device's columns, weights), of all
     devices' tokens.
     """
     x_MD, labels_M, weights_M = (
         all_gather_rows_local(a, shard.axes) for a in (x_TD, labels_T, weights_T)
     )
-    return x_MD, w_DV, shard.local_index(labels_M, w_DV.shape[1]), weights_M
+    return x_MD, head, shard.local_index(labels_M, head.w_DV.shape[1]), weights_M
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def parallel_cross_entropy(
     x_TD: jax.Array,
-    w_DV: jax.Array,
+    head: HeadWeight,
     labels_T: jax.Array,
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> jax.Array:
-    """Return 1 / R of the global cross-entropy, where each device has a shard of w's columns: the
-    sum over devices is the `cross_entropy` of the tokens of all devices.
+    """Return 1 / R of the global cross-entropy, where each device has a shard of the head's
+    columns: the sum over devices is the `cross_entropy` of the tokens of all devices.
 
     The vocabulary is parallel as in Megatron-LM (arXiv 1909.08053 section 3), except that tokens
     are split as well. Every device computes the logits of all tokens for its columns: hidden states
@@ -272,22 +299,22 @@ def parallel_cross_entropy(
     of the global sum, whose cotangent must be equal on all devices.
     """
     total = _chunked_cross_entropy(
-        *_gather_tokens_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard), shard.axes
+        *_gather_tokens_of_all_devices(x_TD, head, labels_T, weights_T, shard), shard.axes
     )
     return total / lax.axis_size(shard.axes)
 
 
 def _parallel_fwd(
     x_TD: jax.Array,
-    w_DV: jax.Array,
+    head: HeadWeight,
     labels_T: jax.Array,
     weights_T: jax.Array,
     shard: VocabularyShard,
 ) -> PyTree:
-    operands = _gather_tokens_of_all_devices(x_TD, w_DV, labels_T, weights_T, shard)
-    total, (dx_MD, dw_DV) = _loss_and_gradients(*operands, shard.axes)
+    operands = _gather_tokens_of_all_devices(x_TD, head, labels_T, weights_T, shard)
+    total, (dx_MD, dhead) = _loss_and_gradients(*operands, shard.axes)
     dx_TD = reduce_scatter_rows_local(dx_MD, shard.axes).astype(x_TD.dtype)
-    return total / lax.axis_size(shard.axes), (dx_TD, dw_DV)
+    return total / lax.axis_size(shard.axes), (dx_TD, dhead)
 
 
 def _parallel_bwd(shard: VocabularyShard, residuals: PyTree, g: jax.Array) -> PyTree:
@@ -299,28 +326,29 @@ parallel_cross_entropy.defvjp(_parallel_fwd, _parallel_bwd)
 
 def distillation_losses(
     x_TD: jax.Array,
-    w_DV: jax.Array,
+    head: HeadWeight,
     labels_T: jax.Array,
     weights_T: jax.Array,
-    teacher: tuple[jax.Array, jax.Array],
+    teacher: tuple[jax.Array, HeadWeight],
     temperature: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Return float32 scalars (cross-entropy, divergence), each a sum over tokens t times
     weights[t].
 
-    The divergence is KL(softmax(teacher's logits / temperature) | softmax(x w / temperature)).
-    teacher: (hidden states [T, H], head [H, V]), which get no gradient. Logits are computed chunk
+    The divergence is KL(softmax(teacher's logits / temperature) | softmax(student's logits /
+    temperature)).
+    teacher: (hidden states [T, H], head), which get no gradient. Logits are computed chunk
     by chunk, and again in the backward pass.
     """
-    hidden_TH, head_HV = lax.stop_gradient(teacher)
+    hidden_TH, teacher_head = lax.stop_gradient(teacher)
 
     @jax.checkpoint
     def chunk_losses(
-        w_DV: jax.Array, head_HV: jax.Array, chunk: tuple[jax.Array, ...]
+        head: HeadWeight, teacher_head: HeadWeight, chunk: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array]:
         x_CD, labels_C, weights_C, hidden_CH = chunk
-        logits_CV, wanted_CV = dot(x_CD, w_DV), dot(hidden_CH, head_HV)
-        label_CV = labels_C[:, None] == jnp.arange(w_DV.shape[1], dtype=labels_C.dtype)
+        logits_CV, wanted_CV = head.logits(x_CD), teacher_head.logits(hidden_CH)
+        label_CV = labels_C[:, None] == jnp.arange(head.w_DV.shape[1], dtype=labels_C.dtype)
         nll_C = jax.nn.logsumexp(logits_CV, axis=-1) - jnp.where(label_CV, logits_CV, 0).sum(
             axis=-1
         )
@@ -330,27 +358,27 @@ def distillation_losses(
         return (nll_C * weights_C).sum(), (divergence_C * weights_C).sum()
 
     def sum_over_chunks(
-        chunk_logits: int, w_DV: jax.Array, head_HV: jax.Array, *arrays: jax.Array
+        chunk_logits: int, head: HeadWeight, teacher_head: HeadWeight, *arrays: jax.Array
     ) -> PyTree:
         def add_chunk_losses(
             totals: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]
         ) -> PyTree:
-            nll, divergence = chunk_losses(w_DV, head_HV, chunk)
+            nll, divergence = chunk_losses(head, teacher_head, chunk)
             return (totals[0] + nll, totals[1] + divergence), None
 
-        size = tokens_per_chunk(labels_T.size, w_DV.shape[1], chunk_logits)
+        size = tokens_per_chunk(labels_T.size, head.w_DV.shape[1], chunk_logits)
         zero = jnp.zeros((), jnp.float32)
         return lax.scan(add_chunk_losses, (zero, zero), _split_into_chunks(size, *arrays))[0]
 
     return _with_platform_chunk_size(
-        sum_over_chunks, w_DV, head_HV, x_TD, labels_T, weights_T, hidden_TH
-    )  # type: ignore[no-any-return]
+        sum_over_chunks, head, teacher_head, x_TD, labels_T, weights_T, hidden_TH
+    )
 
 
 @dataclass(frozen=True)
 class OutputHead:
     """The output head and its loss, split over devices by `plan`, from the parameters `embedding`
-    [V, D] and, if not tied, `head` [D, V].
+    [V, D] and, if not tied, `head` [D, V], and `head_bias` [V] if it has a bias.
 
     axes: the mesh axes of all devices; the last lies within a node.
     """
@@ -363,12 +391,28 @@ class OutputHead:
     def _vocabulary_shard(self) -> VocabularyShard:
         return VocabularyShard(self.axes, self.plan.kind == "rows" and self.tied)
 
-    def weight(self, table: jax.Array, head: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-        """Return the head's matrix [D, V] in `dtype`; with a parallel head, this device's V columns
-        of it.
+    def weight(
+        self,
+        table: jax.Array,
+        head: jax.Array | None,
+        dtype: DTypeLike,
+        bias: jax.Array | None = None,
+    ) -> HeadWeight:
+        """Return the head with its matrix [D, V] in `dtype`; with a parallel head, this device's V
+        columns of it.
 
         table: this device's shard of `embedding`, which is the head if `head` is None (tied).
+        bias: of the whole vocabulary, or None.
         """
+        w_DV = self._matrix(table, head, dtype)
+        if bias is None:
+            return HeadWeight(w_DV)
+        bias_V = bias.astype(jnp.float32)
+        if self.plan.parallel_head:
+            bias_V = self._vocabulary_shard.own_entries(bias_V)
+        return HeadWeight(w_DV, bias_V)
+
+    def _matrix(self, table: jax.Array, head: jax.Array | None, dtype: DTypeLike) -> jax.Array:
         if head is not None:
             return head.astype(dtype)
         if self.plan.kind == "replicated":
@@ -383,32 +427,33 @@ class OutputHead:
         return blocks_RVD.swapaxes(0, 1).reshape(blocks_RVD.shape[1], -1).T
 
     def cross_entropy(
-        self, x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array
+        self, x_TD: jax.Array, head: HeadWeight, labels_T: jax.Array, weights_T: jax.Array
     ) -> jax.Array:
         """Return the cross-entropy summed over this device's tokens; with a parallel head, 1 / R of
         the sum over all devices' tokens.
 
-        w_DV: from `weight`.
+        head: from `weight`.
         """
         if self.plan.parallel_head:
-            return parallel_cross_entropy(x_TD, w_DV, labels_T, weights_T, self._vocabulary_shard)
-        return cross_entropy(x_TD, w_DV, labels_T, weights_T)
+            return parallel_cross_entropy(x_TD, head, labels_T, weights_T, self._vocabulary_shard)
+        return cross_entropy(x_TD, head, labels_T, weights_T)
 
-    def token_nll(self, x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array) -> jax.Array:
+    def token_nll(self, x_TD: jax.Array, head: HeadWeight, labels_T: jax.Array) -> jax.Array:
         """Return the negative log-likelihood of each of this device's labels, float32 [T]. No
-        gradient. w_DV: from `weight`.
+        gradient. head: from `weight`.
         """
         if not self.plan.parallel_head:
-            return _chunked_nll(x_TD, w_DV, labels_T)
+            return _chunked_nll(x_TD, head, labels_T)
         shard = self._vocabulary_shard
         none_T = jnp.zeros(labels_T.shape, jnp.float32)
-        x_MD, w_DV, labels_M, _ = _gather_tokens_of_all_devices(x_TD, w_DV, labels_T, none_T, shard)
-        nll_M = _chunked_nll(x_MD, w_DV, labels_M, shard.axes)
+        x_MD, head, labels_M, _ = _gather_tokens_of_all_devices(x_TD, head, labels_T, none_T, shard)
+        nll_M = _chunked_nll(x_MD, head, labels_M, shard.axes)
         return own_rows_local(nll_M, shard.axes)
 
-    def logits(self, x_D: jax.Array, w_DV: jax.Array) -> jax.Array:
+    def logits(self, x_D: jax.Array, head: HeadWeight) -> jax.Array:
         """Return float32 [V], the logits of the whole vocabulary. x_D: a hidden state that is equal
         on all devices.
         """
-        logits_V = dot(x_D[None].astype(jnp.float32), w_DV.astype(jnp.float32))[0]
+        head = jax.tree.map(lambda a: a.astype(jnp.float32), head)
+        logits_V = head.logits(x_D[None].astype(jnp.float32))[0]
         return self._vocabulary_shard.all_gather(logits_V) if self.plan.parallel_head else logits_V

@@ -108,10 +108,13 @@ def route(
     - `group_limited` (DeepSeek-V3): experts form `n_group` groups of consecutive ids, ranked by the
       sum of their two largest s + bias. Choose among the best `topk_group` groups as `sigmoid`
       does.
+    - `sparsemixer` (Phi-3.5-MoE, arXiv:2409.12136): the two largest logits. The weight of each is
+      its probability in a softmax over the experts whose logit is near it (`mask_distance`); the
+      first is left out for the second. Training draws no experts at random.
 
-    With `norm_topk_prob` the weights, but for `switch` and `gshard`, are divided by their sum. No
-    kind divides for K = 1: all weights would be 1 and the router would get no gradient. All weights
-    are multiplied by `routed_scaling_factor`.
+    With `norm_topk_prob` the weights, but for `switch`, `gshard` and `sparsemixer`, are divided by
+    their sum. No kind divides for K = 1: all weights would be 1 and the router would get no
+    gradient. All weights are multiplied by `routed_scaling_factor`.
 
     logits_TE: [T, E], cast to float32. bias_E: [E], for a router whose rules have a bias; None is
     zero. topk_idx_TK: use these choices, made earlier from the same logits. key: for the random
@@ -140,6 +143,8 @@ def route(
     else:
         chosen_TK = topk_idx_TK
     weights_TK, counts_E = _gather_and_count(scores_TE, chosen_TK)
+    if config.rules.masks_distant_logits:
+        weights_TK = _weights_among_near_logits(logits_TE, chosen_TK, config.mask_distance)
     if config.normalizes_weights(num_experts_per_tok):
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=1, keepdims=True) + _TINY)
     idx_TK = chosen_TK if topk_idx_TK is None else topk_idx_TK
@@ -181,12 +186,37 @@ def _sigmoid_scores_and_probs(logits_TE: jax.Array) -> tuple[jax.Array, jax.Arra
     return scores_TE, scores_TE / (jnp.sum(scores_TE, axis=1, keepdims=True) + _TINY)
 
 
+def _logits_and_probs(logits_TE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return logits_TE, jax.nn.softmax(logits_TE, axis=1)
+
+
 # Functions of float32 logits that return (scores, by which experts are chosen and weighted;
 # probabilities, which sum to 1 over experts). `RouterRules.scores` names one.
 SCORES: dict[str, Callable[[jax.Array], tuple[jax.Array, jax.Array]]] = {
     "softmax": _softmax_scores_and_probs,
     "sigmoid": _sigmoid_scores_and_probs,
+    "logits": _logits_and_probs,
 }
+
+
+def _weights_among_near_logits(
+    logits_TE: jax.Array, idx_TK: jax.Array, distance: float
+) -> jax.Array:
+    """Return float32 [T, K]: the probability of each choice in a softmax over the experts that are
+    not chosen before it and whose logit l is near the largest of these, m: m - l <= distance
+    max(m, |l|).
+    """
+    columns_TE = lax.broadcasted_iota(idx_TK.dtype, logits_TE.shape, 1)
+    left_TE, weights = logits_TE, []
+    for idx_T1 in jnp.split(idx_TK, idx_TK.shape[1], axis=1):
+        largest_T1 = jnp.max(left_TE, axis=1, keepdims=True)
+        scale_TE = jnp.maximum(largest_T1, jnp.abs(logits_TE))
+        is_far_TE = largest_T1 - logits_TE > distance * scale_TE
+        probs_TE = jax.nn.softmax(jnp.where(is_far_TE, -jnp.inf, left_TE), axis=1)
+        is_choice_TE = columns_TE == idx_T1
+        weights.append(jnp.sum(jnp.where(is_choice_TE, probs_TE, 0.0), axis=1))
+        left_TE = jnp.where(is_choice_TE, -jnp.inf, left_TE)
+    return jnp.stack(weights, axis=1)
 
 
 def _choose_experts(

@@ -13,7 +13,7 @@ N layers with experts
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import flax.nnx as nnx
 import jax
@@ -32,6 +32,7 @@ from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
 from jmoe.models.layer_patterns import LayerPattern, LayerRun, find_patterns
 from jmoe.types import PyTree
+from kernels_pallas.matmul import dot
 
 
 class StackedLayers(NamedTuple):
@@ -153,9 +154,28 @@ class DecoderExecution:
     split: SplitSequences | None = None
 
 
+class WithHead(Protocol):
+    """A module with an output head, which is its embedding if `head` is None."""
+
+    embedding: nnx.Param[jax.Array]
+    head: nnx.Param[jax.Array] | None
+    head_bias: nnx.Param[jax.Array] | None
+
+
+def output_logits(module: WithHead, h_BSD: jax.Array) -> jax.Array:
+    """Return float32 logits [..., V] of the last norm's output, by products in its dtype."""
+    if module.head is None:
+        logits = dot(h_BSD, module.embedding[...].astype(h_BSD.dtype), b_transposed=True)
+    else:
+        logits = dot(h_BSD, module.head[...].astype(h_BSD.dtype))
+    if module.head_bias is None:
+        return logits
+    return logits + module.head_bias[...].astype(jnp.float32)
+
+
 class Decoder(nnx.Module):
     """Maps tokens [B, S] to hidden states [B, S, D]; `lm_head` returns the matrix that makes
-    logits.
+    logits, to which `head_bias` is added.
 
     The layers of each kind share one stack of parameters, in layer order.
     stack: a function that makes such a stack, called like `stack_layers`.
@@ -197,6 +217,7 @@ class Decoder(nnx.Module):
         self.head = (
             None if tied else normal_parameter(rngs, (config.hidden_size, config.vocab_size), std)
         )
+        self.head_bias = nnx.Param(jnp.zeros(config.vocab_size)) if config.head_bias else None
 
     @staticmethod
     def init_layer_experts(
@@ -235,7 +256,7 @@ class Decoder(nnx.Module):
             return x_BSD + self.positions[...][documents.positions()].astype(dtype)
 
     def lm_head(self) -> jax.Array:
-        """Return the output matrix [D, V]: logits = hidden @ lm_head."""
+        """Return the output matrix [D, V]: logits = hidden @ lm_head (+ head_bias)."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
     def __call__(

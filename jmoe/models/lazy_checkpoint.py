@@ -31,7 +31,7 @@ from jmoe.memory.closing import Closing
 from jmoe.models.announced import AnnouncedCheckpoint
 from jmoe.models.block import Block
 from jmoe.models.cache_scales import Exponents, fold_cache_scales, read_cache_exponents
-from jmoe.models.decoder import Decoder
+from jmoe.models.decoder import Decoder, output_logits
 from jmoe.models.generation_config import GenerationConfig
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.pretrained import abstract_decoder, build_decoder, check_dtype, read_config
@@ -55,7 +55,6 @@ from jmoe.models.weights import (
 from jmoe.types import PyTree
 from kernels_pallas.compressed import SCALES, compress, stored_fields
 from kernels_pallas.formats import FORMATS, MXFP4, Format
-from kernels_pallas.matmul import dot
 
 DEFAULT_MAX_SEQ_LEN = 2048
 Module = TypeVar("Module", bound=nnx.Module)
@@ -66,7 +65,7 @@ class EmbedAndHead(nnx.Module):
 
     def __init__(self, decoder: Decoder) -> None:
         self.embedding, self.positions = decoder.embedding, decoder.positions
-        self.norm, self.head = decoder.norm, decoder.head
+        self.norm, self.head, self.head_bias = decoder.norm, decoder.head, decoder.head_bias
         self.stream_scale = decoder.config.stream_scale
 
     def embed(
@@ -88,10 +87,7 @@ class EmbedAndHead(nnx.Module):
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
         """Return the logits of hidden states before the last norm, float32 [T, V]."""
-        h_TD = self.norm(x_TD, x_TD.dtype)
-        if self.head is None:
-            return dot(h_TD, self.embedding[...].astype(h_TD.dtype), b_transposed=True)
-        return dot(h_TD, self.head[...].astype(h_TD.dtype))
+        return output_logits(self, self.norm(x_TD, x_TD.dtype))
 
 
 def split_decoder(decoder: Decoder) -> tuple[EmbedAndHead, list[Block]]:

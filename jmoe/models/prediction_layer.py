@@ -43,7 +43,7 @@ from jmoe.types import PyTree
 from kernels_pallas.matmul import dot
 
 # parameters of the decoder that the layer uses; of some it stores copies, which are not read
-SHARED = (("embedding",), ("positions",), ("head",))
+SHARED = (("embedding",), ("positions",), ("head",), ("head_bias",))
 OWN_COPIES = ("embed_tokens.", "shared_head.head.")
 TOKEN_NORM, HIDDEN_NORM, W_JOIN = ("token_norm",), ("hidden_norm",), ("w_join",)
 
@@ -61,7 +61,7 @@ class JoinAndHead(EmbedAndHead):
         norm: behind the layer. norms: of embeddings, and of hidden states. w_join: [2 D, D].
         """
         self.embedding, self.positions = decoder.embedding, decoder.positions
-        self.norm, self.head = norm, decoder.head
+        self.norm, self.head, self.head_bias = norm, decoder.head, decoder.head_bias
         self.stream_scale = decoder.stream_scale
         self.token_norm, self.hidden_norm = norms
         self.w_join = nnx.Param(w_join)

@@ -33,7 +33,7 @@ from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import Routing
 from jmoe.memory.direct_io import name_file_in_errors
 from jmoe.mesh import ALL, EXPERT, param_specs, shapes_with_shardings, shardings
-from jmoe.models.decoder import Decoder
+from jmoe.models.decoder import Decoder, output_logits
 from jmoe.models.folder import has_file
 from jmoe.models.gguf.folder import gguf_folder
 from jmoe.models.huggingface import family_of, hf_config, model_config
@@ -54,7 +54,6 @@ from jmoe.models.weights import (
     new_tensors,
 )
 from jmoe.types import JsonObject, PyTree
-from kernels_pallas.matmul import dot
 
 MAX_SHARD_BYTES = 5_000_000_000
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -83,9 +82,7 @@ def _logits_and_stats(
     x_BSD, stats = decoder(tokens_BS, dtype=dtype, full_capacity=True, keep_routing=keep_routing)
     if order_BS is not None:
         x_BSD = jnp.take_along_axis(x_BSD, jnp.argsort(order_BS, axis=1)[..., None], axis=1)
-    if decoder.head is None:
-        return dot(x_BSD, decoder.embedding[...].astype(dtype), b_transposed=True), stats
-    return dot(x_BSD, decoder.head[...].astype(dtype)), stats
+    return output_logits(decoder, x_BSD), stats
 
 
 class LanguageModel(nnx.Module):

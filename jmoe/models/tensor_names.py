@@ -14,6 +14,17 @@ def layer_sources(family: str) -> dict[str, TensorSource]:
     return {**LAYER, **FAMILIES[family].tensors}
 
 
+def outside_sources(family: str) -> dict[str, TensorSource]:
+    """Return the source of each parameter outside the layers."""
+    tensors = FAMILIES[family].tensors
+    return {name: tensors.get(name, source) for name, source in OUTSIDE.items()}
+
+
+def embedding_names() -> set[str]:
+    """Return the names that the families give to the embedding."""
+    return {name for family in FAMILIES for name in outside_sources(family)["embedding"].names}
+
+
 def is_gguf(names: Collection[str]) -> bool:
     """Return whether tensors have the names of a GGUF file."""
     (embedding,) = gguf_names.OUTSIDE["embedding"].names
@@ -44,14 +55,14 @@ def parameter_source(
     gguf: the names of a GGUF file's tensors; () for other checkpoints.
     """
     if not path[0].endswith("_layers"):
-        return (gguf_names.OUTSIDE if gguf else OUTSIDE)[".".join(path)]
+        return (gguf_names.OUTSIDE if gguf else outside_sources(family))[".".join(path)]
     sources = layer_sources(family)
     if fused:
         sources |= FAMILIES[family].fused_tensors
     name = ".".join(path[1:])
     source = gguf_names.layer_source(name, family, config, gguf) if gguf else sources[name]
     prefix = "blk" if gguf else "model.layers"
-    if path[-1] in ("w_qkv", "b_qkv"):
+    if path[-1] in ("w_qkv", "b_qkv") and len(source.names) == 3:
         q = config.num_attention_heads * config.dim_per_head * (1 + config.attention_gate)
         kv = config.num_key_value_heads * config.dim_per_head
         source = replace(source, widths=(q, kv, kv))

@@ -74,6 +74,7 @@ def parameter_cuts(config: ModelConfig) -> dict[tuple[str, ...], ParameterCut]:
     cuts = {
         ("embedding",): ParameterCut(-2, ((config.vocab_size, 1),)),
         ("head",): ParameterCut(-1, ((config.vocab_size, 1),)),
+        ("head_bias",): ParameterCut(-1, ((config.vocab_size, 1),)),
         ("attention", "sinks"): ParameterCut(-1, ((heads, 1),)),
         ("attention", "w_out"): ParameterCut(-2, ((heads, config.v_head_dim if latent else dim),)),
     }

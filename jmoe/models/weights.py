@@ -34,6 +34,7 @@ from jmoe.models.safetensors_io import (
 )
 from jmoe.models.stored_formats import Stored, check_scales_finite, decompress_rows
 from jmoe.models.tensor_names import (
+    embedding_names,
     has_fused_experts,
     is_gguf,
     layer_sources,
@@ -197,11 +198,12 @@ def has_untied_head(stored: Mapping[str, StoredTensor]) -> bool:
     """Return whether the checkpoint has a head, in any format, whose values differ from the
     embedding's.
     """
-    (embedding,), (head,) = OUTSIDE["embedding"].names, OUTSIDE["head"].names
+    (head,) = OUTSIDE["head"].names
     parts = [tensor for name, tensor in stored.items() if name.startswith(head)]
-    if not parts or embedding not in stored:
+    embeddings = [stored[name] for name in embedding_names() if name in stored]
+    if not parts or not embeddings:
         return False
-    one, other = stored[embedding], parts[0]
+    one, other = embeddings[0], parts[0]
     if (
         len(parts) > 1
         or one.shape != other.shape

@@ -22,6 +22,7 @@ from jmoe.config.cluster import LinksConfig
 from jmoe.config.parallel import ExpertSharding
 from jmoe.layers.context import SplitSequences
 from jmoe.layers.embedding import Embedding
+from jmoe.layers.loss import HeadWeight
 from jmoe.layers.moe import ExpertParallel
 from jmoe.mesh import (
     ALL,
@@ -239,8 +240,8 @@ class ShardedDecoder(ShardedModel):
         remat: Remat = "none",
         split: SplitSequences | None = None,
         **options: PyTree,
-    ) -> tuple[jax.Array, jax.Array, PyTree]:
-        """Return (hidden states [B, S, D], the output head's weight, router statistics) of this
+    ) -> tuple[jax.Array, HeadWeight, PyTree]:
+        """Return (hidden states [B, S, D], the output head, router statistics) of this
         device's tokens.
 
         layer_runner: runs the layers; None uses `scan_layers`, which gathers one layer's parameters
@@ -264,8 +265,13 @@ class ShardedDecoder(ShardedModel):
                 layer_runner, self.embedding.lookup, remat=remat, split=split
             )
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
+        return hidden, self.head_weight(model), stats
+
+    def head_weight(self, model: Decoder) -> HeadWeight:
+        """Return the output head of a decoder with this device's shards of embedding and head."""
         head = None if model.head is None else model.head[...]
-        return hidden, self.head.weight(model.embedding[...], head, self.dtype), stats
+        bias = None if model.head_bias is None else model.head_bias[...]
+        return self.head.weight(model.embedding[...], head, self.dtype, bias)
 
     # The state of training
 

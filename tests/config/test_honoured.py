@@ -120,6 +120,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "model.shared_expert_gate": (True, {}),
         "model.router.second_expert_policy": ("random", {}),
         "model.router.n_group": (2, {}),
+        "model.router.mask_distance": (0.5, {}),
         "model.router.bias_update_speed": (0.01, {}),
     },
     "images": {
@@ -214,6 +215,7 @@ COUNTS: dict[str, dict[str, str]] = {
             ("model.embedding_multiplier", "model.residual_multiplier", "model.logits_scaling"),
             SHAPE,
         ),
+        "model.head_bias": SHAPE,
         "model.attention_gate": "ordinary attention's output; latent refuses it",
         "model.attention_multiplier": "the scores of ordinary attention; latent refuses it",
         **dict.fromkeys(

@@ -21,7 +21,7 @@ from jmoe.config import CommConfig, DistilConfig, OptimizerConfig, RouterConfig,
 from jmoe.deploy import distil as stage
 from jmoe.deploy.distil import StudentOptions, evenly_spaced_layers, make_student
 from jmoe.inference.teacher import Teacher
-from jmoe.layers.loss import cross_entropy, distillation_losses
+from jmoe.layers.loss import HeadWeight, cross_entropy, distillation_losses
 from jmoe.models.pretrained import load_pretrained
 from jmoe.training.finetune import load_pretrained_state, with_pretrained_model
 from jmoe.training.fused.distilling import DistillingTrainer
@@ -89,10 +89,12 @@ def test_losses_are_those_of_plain_numpy() -> None:
     labels_T = jnp.asarray(labels, jnp.int32)
 
     def ours(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return distillation_losses(x, w, labels_T, arrays[2], (arrays[3], arrays[4]), 3.0)
+        teacher = arrays[3], HeadWeight(arrays[4])
+        return distillation_losses(x, HeadWeight(w), labels_T, arrays[2], teacher, 3.0)
 
     np.testing.assert_allclose(ours(*arrays[:2]), by_hand(x, w), rtol=1e-5)
-    assert float(cross_entropy(*arrays[:2], labels_T, arrays[2])) == pytest.approx(
+    student = arrays[0], HeadWeight(arrays[1])
+    assert float(cross_entropy(*student, labels_T, arrays[2])) == pytest.approx(
         by_hand(x, w)[0], rel=1e-5
     )
     gradient = np.asarray(jax.grad(lambda w: ours(arrays[0], w)[1])(arrays[1]))
@@ -102,9 +104,9 @@ def test_losses_are_those_of_plain_numpy() -> None:
         slope = (by_hand(x, w + step)[1] - by_hand(x, w - step)[1]) / 2e-5
         assert gradient[i, j] == pytest.approx(slope, rel=1e-3, abs=1e-5)
     teacher_gradient = jax.grad(
-        lambda head: distillation_losses(*arrays[:2], labels_T, arrays[2], (arrays[3], head), 3.0)[
-            1
-        ]
+        lambda head: distillation_losses(
+            *student, labels_T, arrays[2], (arrays[3], HeadWeight(head)), 3.0
+        )[1]
     )(arrays[4])
     assert float(jnp.abs(teacher_gradient).max()) == 0.0
 
@@ -115,7 +117,8 @@ def test_what_the_teacher_says(teacher: Path, ring: bool) -> None:
     kept = {"policy": "ring", "ring_slots": 1} if ring else {"policy": "resident"}
     with contextlib.closing(Teacher(run_config(teacher, teacher, **kept))) as asked:
         found = [
-            np.asarray(asked(part) @ asked.head_DV) for part in (TOKENS[:2, :-1], TOKENS[2:, :-1])
+            np.asarray(asked.head.logits(asked(part)))
+            for part in (TOKENS[:2, :-1], TOKENS[2:, :-1])
         ]
         stats = asked.residency.stats()
         assert (stats.policy == "ring") == ring and asked.residency.num_slots == (4 if ring else 12)
@@ -131,7 +134,7 @@ def test_a_step(teacher: Path, text: str, tmp_path: Path) -> None:
     config = run_config(teacher, tmp_path / "student", weight=0.75, temperature=2.0)
     tokens_ABS = jnp.asarray(TOKENS.reshape(2, 2, 17))
     with contextlib.closing(Teacher(config)) as asked:
-        trainer = DistillingTrainer(config, mesh_of(1, 1, 1), asked, asked.head_DV)
+        trainer = DistillingTrainer(config, mesh_of(1, 1, 1), asked, asked.head)
         state, divergences = load_pretrained_state(trainer, config), []
         for step in range(5):
             state, metrics = trainer.step(state, tokens_ABS)
@@ -139,7 +142,7 @@ def test_a_step(teacher: Path, text: str, tmp_path: Path) -> None:
             if step == 0:
                 first = metrics
         itself = run_config(teacher, teacher)
-        same = DistillingTrainer(itself, mesh_of(1, 1, 1), asked, asked.head_DV)
+        same = DistillingTrainer(itself, mesh_of(1, 1, 1), asked, asked.head)
         _, metrics = same.step(load_pretrained_state(same, itself), tokens_ABS)
     assert float(metrics["divergence"]) == pytest.approx(0.0, abs=1e-4)
     assert divergences[-1] < 0.9 * divergences[0]
@@ -166,7 +169,7 @@ def test_several_devices_take_the_step_of_one(teacher: Path, text: str, tmp_path
     tokens_ABS = jnp.asarray(TOKENS.reshape(2, 2, 17))
     with contextlib.closing(Teacher(config)) as asked:
         for mesh in (mesh_of(1, 1, 1), mesh_of(1, 1, 2)):
-            trainer = DistillingTrainer(config, mesh, asked, asked.head_DV)
+            trainer = DistillingTrainer(config, mesh, asked, asked.head)
             state = load_pretrained_state(trainer, config)
             for _ in range(2):
                 state, metrics = trainer.step(state, tokens_ABS)

@@ -43,7 +43,8 @@ from tests.processes import ROOT, without_home
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "gpt_oss", "glm4_moe"]
 FAMILIES += ["qwen3_next", "qwen3_5_moe_text"]
 SLOW = ["dots1", "minimax_m2", "deepseek_v2", "deepseek_v2_lite", "ernie4_5_moe", "granitemoe"]
-SLOW += ["hunyuan_v1_moe", "qwen3_moe_longrope"]
+SLOW += ["hunyuan_v1_moe", "qwen3_moe_longrope", "phimoe"]
+SLOW += ["bailing_moe", "bailing_moe_v1"]
 NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},

@@ -17,7 +17,7 @@ import pytest
 from jmoe.config.parallel import EmbeddingKind
 from jmoe.layers import loss
 from jmoe.layers.embedding import Embedding, lookup, lookup_row_block_local
-from jmoe.layers.loss import cross_entropy
+from jmoe.layers.loss import HeadWeight, cross_entropy
 from jmoe.mesh import ALL, BATCH, REPLICATED, make_mesh, split_over
 from jmoe.planning.embedding import EmbeddingPlan, rows_per_round
 from tests.arrays import assert_near
@@ -179,7 +179,7 @@ def test_head_and_loss(
     values, (dx, dweight), logits = jax.block_until_ready(run(kept, x, labels, weights))
 
     def plain(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return 0.5 * cross_entropy(x, weight.T if tied else weight, labels, weights)
+        return 0.5 * cross_entropy(x, HeadWeight(weight.T if tied else weight), labels, weights)
 
     expected, (edx, edweight) = jax.value_and_grad(plain, (0, 1))(x, weight)
     np.testing.assert_allclose(values, expected, rtol=1e-6)
@@ -201,13 +201,16 @@ def test_bfloat16_loss() -> None:
         (2, 2, 2),
         lambda *a: jax.tree.map(
             lambda v: jax.lax.psum(v, ALL) if v.ndim == 0 else v,
-            jax.value_and_grad(embedding.output_head.cross_entropy, (0, 1))(*a),
+            jax.value_and_grad(
+                lambda x, w, *rest: embedding.output_head.cross_entropy(x, HeadWeight(w), *rest),
+                (0, 1),
+            )(*a),
         ),
         (BATCH, split_over(ALL, 1), BATCH, BATCH),
         (REPLICATED, (BATCH, split_over(ALL, 1))),
     )
     value, gradients = jax.block_until_ready(run(x, w, labels, weights))
-    plain = partial(cross_entropy, labels_T=labels, weights_T=weights)
+    plain = lambda x, w: cross_entropy(x, HeadWeight(w), labels, weights)  # noqa: E731
     expected, egradients = jax.value_and_grad(plain, (0, 1))(
         x.astype(jnp.float32), w.astype(jnp.float32)
     )
@@ -224,12 +227,14 @@ def test_large_logits_do_not_overflow() -> None:
     embedding = make("rows", (1, 1, 8), tied=False)
     run = sharded(
         (1, 1, 8),
-        lambda *a: jax.lax.psum(embedding.output_head.cross_entropy(*a), ALL),
+        lambda x, w, *rest: jax.lax.psum(
+            embedding.output_head.cross_entropy(x, HeadWeight(w), *rest), ALL
+        ),
         (BATCH, split_over(ALL, 1), BATCH, BATCH),
         REPLICATED,
     )
     value = jax.block_until_ready(run(x, w, labels, weights))
-    np.testing.assert_allclose(value, cross_entropy(x, w, labels, weights), rtol=1e-5)
+    np.testing.assert_allclose(value, cross_entropy(x, HeadWeight(w), labels, weights), rtol=1e-5)
 
 
 def test_blocks_of_a_table_whose_rows_do_not_divide() -> None:

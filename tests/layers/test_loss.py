@@ -13,30 +13,36 @@ import numpy as np
 import pytest
 
 from jmoe.layers import loss
-from jmoe.layers.loss import cross_entropy, tokens_per_chunk
+from jmoe.layers.loss import HeadWeight, cross_entropy, tokens_per_chunk
 from tests.arrays import assert_near
 
 T, D, V = 96, 12, 50
 
 
-def plain(x_TD: jax.Array, w_DV: jax.Array, labels_T: jax.Array, weights_T: jax.Array) -> jax.Array:
-    log_p_TV = jax.nn.log_softmax(x_TD @ w_DV)
+def plain(
+    x_TD: jax.Array, head: HeadWeight, labels_T: jax.Array, weights_T: jax.Array
+) -> jax.Array:
+    bias_V = 0.0 if head.bias_V is None else head.bias_V
+    log_p_TV = jax.nn.log_softmax(x_TD @ head.w_DV + bias_V)
     return -(jnp.take_along_axis(log_p_TV, labels_T[:, None], axis=1)[:, 0] * weights_T).sum()
 
 
-def operands(dtype: Any, num_tokens: int = T, scale: float = 1.0) -> tuple[jax.Array, ...]:
+def operands(
+    dtype: Any, num_tokens: int = T, scale: float = 1.0, *, bias: bool = False
+) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(scale * rng.normal(size=s), dtype) for s in ((num_tokens, D), (D, V)))
     # some tokens count for nothing
     weights = rng.uniform(size=num_tokens) * (rng.uniform(size=num_tokens) > 0.2)
     labels = rng.integers(0, V, num_tokens)
-    return x, w, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32)
+    head = HeadWeight(w, jnp.asarray(rng.normal(size=V), jnp.float32) if bias else None)
+    return x, head, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32)
 
 
-def gradients(f: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def gradients(f: Any, *arrays: Any) -> tuple[jax.Array, tuple[jax.Array, HeadWeight]]:
     # a fresh function: the chunk size is read while tracing
-    scaled = lambda x, w, labels, weights: 0.5 * f(x, w, labels, weights)  # noqa: E731
-    result: tuple[jax.Array, tuple[jax.Array, jax.Array]] = jax.jit(
+    scaled = lambda x, head, labels, weights: 0.5 * f(x, head, labels, weights)  # noqa: E731
+    result: tuple[jax.Array, tuple[jax.Array, HeadWeight]] = jax.jit(
         jax.value_and_grad(scaled, (0, 1))
     )(*arrays)
     return result
@@ -44,31 +50,34 @@ def gradients(f: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, j
 
 # 7: the largest divisor within it is 6; 37 is a prime
 @pytest.mark.parametrize(("num_tokens", "in_chunk"), [(T, 1), (T, 7), (T, 32), (T, 1000), (37, 10)])
-def test_float32(num_tokens: int, in_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_float32(
+    num_tokens: int, in_chunk: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss, "CHUNK_LOGITS", in_chunk * V)
-    arrays = operands(jnp.float32, num_tokens)
-    value, (dx, dw) = gradients(cross_entropy, *arrays)
-    expected, (edx, edw) = gradients(plain, *arrays)
+    arrays = operands(jnp.float32, num_tokens, bias=bias)
+    value, grads = gradients(cross_entropy, *arrays)
+    expected, egrads = gradients(plain, *arrays)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(
         0.5 * jax.jit(lambda *a: cross_entropy(*a))(*arrays), expected, rtol=1e-6
     )
-    for a, b in ((dx, edx), (dw, edw)):
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(egrads), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
-    assert not dx[arrays[3] == 0].any()
+    assert not grads[0][arrays[3] == 0].any()
 
 
 @pytest.mark.parametrize("in_chunk", [32, 1000])
 def test_bfloat16(in_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "CHUNK_LOGITS", in_chunk * V)
-    x, w, labels, weights = operands(jnp.bfloat16)
-    value, grads = gradients(cross_entropy, x, w, labels, weights)
+    x, head, labels, weights = operands(jnp.bfloat16)
+    value, grads = gradients(cross_entropy, x, head, labels, weights)
     expected, egrads = gradients(
-        plain, x.astype(jnp.float32), w.astype(jnp.float32), labels, weights
+        plain, *jax.tree.map(lambda a: a.astype(jnp.float32), (x, head)), labels, weights
     )
     # the operands are exact, so are the float32 logits
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    assert {a.dtype for a in grads} == {jnp.dtype(jnp.bfloat16)}
+    assert {a.dtype for a in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
     assert_near(grads, egrads, 1e-2)
 
 
@@ -92,7 +101,9 @@ def test_chunks_are_those_of_the_platform_compiled_for(
         sizes[platform]
     }
     with_teacher = jax.jit(
-        jax.grad(lambda x, w, *rest: sum(loss.distillation_losses(x, w, *rest, (x, w), 2.0)))
+        jax.grad(
+            lambda x, head, *rest: sum(loss.distillation_losses(x, head, *rest, (x, head), 2.0))
+        )
     )
     text = (
         with_teacher.trace(*operands(jnp.float32)).lower(lowering_platforms=(platform,)).as_text()
@@ -109,10 +120,10 @@ def test_the_plan_counts_a_chunk() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     arrays = operands(jnp.float32, scale=20.0)
-    value, (dx, dw) = gradients(cross_entropy, *arrays)
-    expected, (edx, edw) = gradients(plain, *arrays)
+    value, grads = gradients(cross_entropy, *arrays)
+    expected, egrads = gradients(plain, *arrays)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for a, b in ((dx, edx), (dw, edw)):
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(egrads), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * float(jnp.abs(b).max()))
 
 

@@ -263,6 +263,47 @@ def test_closed_groups_stay_closed_below_zero() -> None:
     np.testing.assert_allclose(below.topk_weights_TK, plain.topk_weights_TK)
 
 
+def test_sparsemixer_weighs_among_near_logits() -> None:
+    """Each choice by a softmax over the experts that are left and near the largest logit of these;
+    gradients flow through those alone.
+    """
+    logits_TE = np.random.default_rng(0).normal(1.0, 2.0, (T, 6))
+    config = RouterConfig(kind="sparsemixer", mask_distance=0.6)
+
+    def by_hand(logits: np.ndarray) -> tuple[list[int], list[float]]:
+        left, idx, weights = set(range(6)), [], []
+        for _ in range(2):
+            best = max(left, key=lambda e: logits[e])
+            near = [
+                e
+                for e in left
+                if (logits[best] - logits[e]) / max(abs(logits[e]), logits[best]) <= 0.6
+            ]
+            idx.append(best)
+            weights.append(np.exp(logits[best]) / np.exp(logits[near]).sum())
+            left.remove(best)
+        return idx, weights
+
+    def weights_of(logits_TE: jax.Array) -> jax.Array:
+        return route(logits_TE, 2, config).topk_weights_TK
+
+    routing = route(jnp.asarray(logits_TE, jnp.float32), 2, config)
+    idx, weights = zip(*map(by_hand, logits_TE), strict=True)
+    np.testing.assert_array_equal(routing.topk_idx_TK, idx)
+    np.testing.assert_allclose(routing.topk_weights_TK, weights, rtol=1e-5)
+    assert len(np.unique(np.asarray(weights) < 1)) == 2  # some experts are alone, some are not
+    replayed = route(
+        jnp.asarray(logits_TE, jnp.float32), 2, config, topk_idx_TK=routing.topk_idx_TK
+    )
+    np.testing.assert_array_equal(replayed.topk_weights_TK, routing.topk_weights_TK)
+    slopes = jax.grad(lambda a: weights_of(a)[0].sum())(jnp.asarray(logits_TE, jnp.float32))[0]
+    for e in range(6):
+        step = np.zeros_like(logits_TE)
+        step[0, e] = 1e-6
+        up, down = (np.sum(by_hand((logits_TE + s * step)[0])[1]) for s in (1, -1))
+        assert float(slopes[e]) == pytest.approx((up - down) / 2e-6, abs=1e-4)
+
+
 def test_bias_selects_but_does_not_weigh() -> None:
     logits = jnp.linspace(-1.0, 1.0, E)[None]
     config = RouterConfig(kind="sigmoid", norm_topk_prob=False)

@@ -23,6 +23,7 @@ import jmoe
 from jmoe.config import OptimizerConfig
 from jmoe.layers.router import RouterBias
 from jmoe.mesh import path_names
+from jmoe.models.decoder import output_logits
 from jmoe.models.pretrained import abstract_decoder, read_config
 from jmoe.models.weights import list_parameters
 from jmoe.optim.adamw import OptimizerStepScalars, adamw_update
@@ -32,7 +33,7 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 TOLERANCE = 1e-4  # of a logit
 LOSS_TOLERANCE = 1e-4
 # {ending of a stored name: of the name in memory}
-GRANITE_NAMES = {
+OTHER_NAMES = {
     "input_linear.weight": "experts.gate_up_proj",
     "output_linear.weight": "experts.down_proj",
     "router.layer.weight": "router.weight",
@@ -109,7 +110,7 @@ def loss_and_gradients(
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graph, params, rest)
         hidden, stats = decoder(tokens_BS, train=True)
-        logits = hidden @ decoder.lm_head()
+        logits = output_logits(decoder, hidden)
         nll = optax.softmax_cross_entropy_with_integer_labels(
             logits[:, :-1], tokens_BS[:, 1:]
         ).mean()
@@ -131,9 +132,11 @@ def adamw(state: tuple[Any, Any, Any], grads: Any, step: jax.Array) -> tuple[Any
     return jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0, 0)), new)
 
 
-def in_memory_name(name: str) -> str:
+def in_memory_name(name: str, family: str) -> str:
     """transformers holds all experts of a layer in one tensor, whatever their names on disk."""
-    for ending, other in GRANITE_NAMES.items():
+    if family == "phimoe":
+        name = name.replace(".gate.weight", ".router.weight")
+    for ending, other in OTHER_NAMES.items():
         if name.endswith(ending):
             return name.removesuffix(ending) + other
     name = name.replace("block_sparse_moe", "mlp")
@@ -182,7 +185,7 @@ def test_training(name: str) -> None:
             continue  # the correction bias has no gradient
         for piece in parameter.pieces():
             part = np.asarray(by_path[parameter.path][piece.at])[..., slice(*piece.columns)]
-            key = in_memory_name(piece.name)
+            key = in_memory_name(piece.name, family)
             squares[key] = squares.get(key, 0.0) + float(np.square(part.astype(np.float64)).sum())
     assert squares.keys() == set(ref["grad_names"].tolist())
     for key, norm in zip(ref["grad_names"].tolist(), ref["grad_norms"], strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jmoe.configs import PRESETS
-from jmoe.layers.loss import cross_entropy
+from jmoe.layers.loss import HeadWeight, cross_entropy
 from jmoe.layers.router import Router, Routing, balance_loss_local
 from jmoe.mesh import path_names
 from jmoe.models.decoder import Decoder
@@ -56,9 +56,8 @@ def gradients(decoder: Decoder, tokens_BS: jax.Array, dtype: Any) -> tuple[Any, 
         model = nnx.merge(graph, params, rest)
         hidden, stats = model(tokens_BS[:, :-1], dtype=dtype, train=True, keep_routing=True)
         weights_T = jnp.full(tokens, 1.0 / tokens, jnp.float32)
-        nll = cross_entropy(
-            hidden.reshape(tokens, -1), model.lm_head().astype(dtype), labels_T, weights_T
-        )
+        head = HeadWeight(model.lm_head().astype(dtype))
+        nll = cross_entropy(hidden.reshape(tokens, -1), head, labels_T, weights_T)
         sizes = (MODEL.num_experts, MODEL.num_experts_per_tok)
         balance = balance_loss_local(stats.probs_sum_E, stats.counts_E, tokens, *sizes)
         return nll + MODEL.router.aux_loss_coef * balance.mean(), stats.routing

@@ -4,6 +4,7 @@ To add a family: write its file, add it to `FAMILIES` (see docs/families.md).
 """
 
 from jmoe.models.families import (
+    bailing_moe,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -16,6 +17,7 @@ from jmoe.models.families import (
     minimax_m2,
     mixtral,
     olmoe,
+    phimoe,
     qwen2_moe,
     qwen3_5_moe_text,
     qwen3_moe,
@@ -42,6 +44,8 @@ FAMILIES: dict[str, Family] = {
         hunyuan_v1_moe,
         qwen3_next,
         qwen3_5_moe_text,
+        phimoe,
+        bailing_moe,
         gpt_moe,
     )
 }

@@ -74,8 +74,6 @@ FAMILY = Family(
         "hidden_act": SupportedValues(("gelu",)),
     },
     tensors={
-        "attention_norm.bias": as_stored_source("input_layernorm.bias"),
-        "feed_forward_norm.bias": as_stored_source("post_attention_layernorm.bias"),
         "mlp.w_up": transposed_source("mlp.up_proj.weight"),
         "mlp.b_up": as_stored_source("mlp.up_proj.bias"),
         "mlp.b_down": as_stored_source("mlp.down_proj.bias"),

@@ -70,10 +70,12 @@ OUTSIDE = {
     "norm.scale": as_stored_source("model.norm.weight"),
     "norm.bias": as_stored_source("model.norm.bias"),
     "head": transposed_source("lm_head.weight"),
+    "head_bias": as_stored_source("lm_head.bias"),
 }
 # Names below model.layers.{layer}; `Family.tensors` overrides them.
 LAYER = {
     "attention_norm.scale": as_stored_source("input_layernorm.weight"),
+    "attention_norm.bias": as_stored_source("input_layernorm.bias"),
     "attention.w_qkv": transposed_source(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
@@ -95,6 +97,7 @@ LAYER = {
     "attention.w_out": transposed_source("self_attn.o_proj.weight"),
     "attention.b_out": as_stored_source("self_attn.o_proj.bias"),
     "feed_forward_norm.scale": as_stored_source("post_attention_layernorm.weight"),
+    "feed_forward_norm.bias": as_stored_source("post_attention_layernorm.bias"),
     "mlp.w_up": transposed_source("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.w_down": transposed_source("mlp.down_proj.weight"),
     "moe.router.kernel": transposed_source("mlp.gate.weight"),

@@ -15,6 +15,5 @@ MISSING_PARTS: dict[str, str] = {
     "qwen3_vl_moe": _IMAGES.format("qwen3_moe"),
     "kimi_k25": _IMAGES.format("kimi_k2"),
     "granitemoehybrid": "Mamba-2 layers in turn with attention",
-    "phimoe": "the sparsemixer router and a bias of the head",
-    "bailing_moe": "tensors query_key_value, of code that transformers does not have",
+    "bailing_hybrid": "Kimi delta attention in turn with latent attention",
 }

@@ -20,6 +20,7 @@ from jmoe.config import STACKS, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import Experts
+from jmoe.layers.loss import HeadWeight
 from jmoe.layers.moe import MoEStats
 from jmoe.mesh import EXPERTS_PATH, is_expert, num_stack_dims, param_specs, path_names
 from jmoe.models.block import ApplyBlock, Block
@@ -148,7 +149,7 @@ class AdaptedDecoder(ShardedDecoder):
         *,
         frozen: PyTree = None,
         **options: PyTree,
-    ) -> tuple[jax.Array, jax.Array, PyTree]:
+    ) -> tuple[jax.Array, HeadWeight, PyTree]:
         """Return what `ShardedDecoder` does for the frozen parameters with adapters added.
 
         params: the adapters. layer_runner: None, as of a `FusedTrainer` without `ReverseScan`.
@@ -226,12 +227,11 @@ class AdaptedDecoder(ShardedDecoder):
         sums = stats.probs_sum_E, stats.z_sum, loss_tokens_of(stats)
         return LayerResults(y_BSD, auxiliary_losses(self.config, *sums), stats)
 
-    def norm_and_head(self, model: FrozenModel, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (the last norm's output [T, D], the output head's weight)."""
+    def norm_and_head(self, model: FrozenModel, x_BSD: jax.Array) -> tuple[jax.Array, HeadWeight]:
+        """Return (the last norm's output [T, D], the output head)."""
         whole = self._merge(model)
         hidden_TD = whole.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
-        head = None if whole.head is None else whole.head[...]
-        return hidden_TD, self.head.weight(whole.embedding[...], head, self.dtype)
+        return hidden_TD, self.head_weight(whole)
 
     # The state of training
 

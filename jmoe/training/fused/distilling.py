@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jmoe.config import TrainConfig, check
-from jmoe.layers.loss import distillation_losses
+from jmoe.layers.loss import HeadWeight, distillation_losses
 from jmoe.mesh import ACCUMULATED_BATCH, REPLICATED
 from jmoe.training.bandwidth import measure_chunk_bytes, read_or_measure_links
 from jmoe.training.fused.step import FusedTrainer, Metrics
@@ -43,9 +43,9 @@ class DistillingTrainer(FusedTrainer):
     """A `FusedTrainer` whose steps fetch a teacher's hidden states and compare logits on the
     device.
 
-    teacher: a function from tokens [B, S] to hidden states [B, S, H]. head_HV: the teacher's output
-    head, so that its logits are hidden @ head. In the metrics, `loss` is the cross-entropy on the
-    text, and `divergence` the KL divergence from the teacher at `distil.temperature`. Raises
+    teacher: a function from tokens [B, S] to hidden states [B, S, H]. head: the teacher's output
+    head, so that its logits are `head.logits(hidden)`. In the metrics, `loss` is the cross-entropy
+    on the text, and `divergence` the KL divergence from the teacher at `distil.temperature`. Raises
     ValueError if the student's output head is split over devices.
     """
 
@@ -54,7 +54,7 @@ class DistillingTrainer(FusedTrainer):
         config: TrainConfig,
         mesh: Mesh,
         teacher: Callable[[np.ndarray], jax.Array],
-        head_HV: jax.Array,
+        head: HeadWeight,
     ) -> None:
         super().__init__(
             config,
@@ -66,23 +66,23 @@ class DistillingTrainer(FusedTrainer):
         constraint = "splits the output head: must be replicated with distil.teacher"
         check(not plan.parallel_head, "comm.embedding", plan.kind, constraint)
         self._teacher = teacher
-        self._head_HV = jax.device_put(head_HV, NamedSharding(mesh, REPLICATED))
+        self._head = jax.device_put(head, NamedSharding(mesh, REPLICATED))
         state = self.state_specs
 
         def step(
-            state_now: TrainState, batch: DistillationBatch, head_HV: jax.Array, full_capacity: bool
+            state_now: TrainState, batch: DistillationBatch, head: HeadWeight, full_capacity: bool
         ) -> PyTree:
             def step_local(
-                state_now: TrainState, batch: DistillationBatch, head_HV: jax.Array
+                state_now: TrainState, batch: DistillationBatch, head: HeadWeight
             ) -> PyTree:
                 return self._step_local(
-                    state_now, batch, full_capacity=full_capacity, teacher_head=head_HV
+                    state_now, batch, full_capacity=full_capacity, teacher_head=head
                 )
 
             split: PyTree = ACCUMULATED_BATCH
             specs = (state, DistillationBatch(split, split), REPLICATED)
             return self.shard_over_mesh(step_local, in_specs=specs, out_specs=(state, REPLICATED))(
-                state_now, batch, head_HV
+                state_now, batch, head
             )
 
         self._taught_step = self._compiled_step(step)
@@ -99,24 +99,22 @@ class DistillingTrainer(FusedTrainer):
         hidden = np.stack([np.asarray(self._teacher(tokens_BS)) for tokens_BS in host_ABS])
         batch = DistillationBatch(tokens_ABS, jax.device_put(hidden, self._place))
         stepped: tuple[TrainState, Metrics] = self._taught_step(
-            state, batch, self._head_HV, full_capacity
+            state, batch, self._head, full_capacity
         )
         return stepped
 
     def token_loss_local(  # type: ignore[override]
         self,
         hidden_TD: jax.Array,
-        head: jax.Array,
+        head: HeadWeight,
         labels_T: jax.Array,
         weights_T: jax.Array,
         micro_batch: DistillationBatch,
         *,
-        teacher_head: jax.Array,
+        teacher_head: HeadWeight,
     ) -> tuple[jax.Array, Metrics]:
         """Return (this device's addend to the loss, (1 - weight) x cross-entropy + weight x
         temperature^2 x divergence; metrics with these two terms, `loss` and `divergence`).
-
-        teacher_head: [H, V].
         """
         distil = self.config.distil
         taught = micro_batch.hidden_ABSH.reshape(labels_T.size, -1), teacher_head

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jmoe.config import TrainConfig
 from jmoe.data.sample_rows import PreferenceRows
+from jmoe.layers.loss import HeadWeight
 from jmoe.layers.preference_loss import (
     PairLosses,
     dpo_losses,
@@ -67,7 +68,7 @@ class PreferenceTrainer(FusedTrainer):
     def token_loss_local(  # type: ignore[override]
         self,
         hidden_TD: jax.Array,
-        head: jax.Array,
+        head: HeadWeight,
         labels_T: jax.Array,
         weights_T: jax.Array,
         micro_batch: PreferenceRows,

@@ -30,6 +30,7 @@ from jmoe.config.cluster import LinksConfig
 from jmoe.data.sample_rows import AnyRows, SampleRows
 from jmoe.layers.context import ContextGroup, split_sequences
 from jmoe.layers.documents import Documents
+from jmoe.layers.loss import HeadWeight
 from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shapes_with_shardings, shardings
 from jmoe.offload.expert_state import ReadExperts
@@ -298,7 +299,7 @@ class FusedTrainer:
     def token_loss_local(
         self,
         hidden_TD: jax.Array,
-        head: jax.Array,
+        head: HeadWeight,
         labels_T: jax.Array,
         weights_T: jax.Array,
         micro_batch: PyTree,
@@ -316,7 +317,7 @@ class FusedTrainer:
 
     def _hidden_states_local(
         self, state: TrainState, tokens_BS: jax.Array, **options: PyTree
-    ) -> tuple[jax.Array, jax.Array, PyTree]:
+    ) -> tuple[jax.Array, HeadWeight, PyTree]:
         """Return (last hidden states, output head, MoE statistics) of this device's tokens."""
         return self.model(
             self.model.with_cast_copies(state.params, state.cast),

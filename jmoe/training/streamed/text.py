@@ -26,6 +26,7 @@ from jmoe.config import STACKS, DataConfig, LayerKind, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.data.sample_rows import SampleRows
 from jmoe.layers.documents import Documents
+from jmoe.layers.loss import HeadWeight
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import LossTokens
 from jmoe.mesh import ALL, BATCH, REPLICATED
@@ -223,12 +224,11 @@ class StreamedDecoder(StreamedModel[TokenMicroBatch]):
 
     # Without gradients
 
-    def _norm_and_head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (the final norm's output [T, D], the output head's weight)."""
+    def _norm_and_head(self, outside: Params, x_BSD: jax.Array) -> tuple[jax.Array, HeadWeight]:
+        """Return (the final norm's output [T, D], the output head)."""
         module = self.modules.outside(self.decoder.cast_params(outside))
         x_TD = module.norm(x_BSD, self.dtype).reshape(-1, x_BSD.shape[-1])
-        head = None if module.head is None else module.head[...]
-        return x_TD, self.decoder.head.weight(module.embedding[...], head, self.dtype)
+        return x_TD, self.decoder.head_weight(module)
 
     def _nll_addend_local(
         self, outside: Params, x_BSD: jax.Array, labels_BS: jax.Array, weights_BS: jax.Array
