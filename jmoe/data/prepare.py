@@ -24,11 +24,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jmoe.config import DataConfig
-from jmoe.data.chat_files import write_chat_files
+from jmoe.data.chat_files import chat_files
+from jmoe.data.output_folder import OutputFolder, open_output_folder
 from jmoe.data.prepared_folder import finish_folder, is_finished
 from jmoe.data.progress import PreparationProgress
 from jmoe.data.record_shards import PLAN
-from jmoe.data.shards import remove_stale_temporaries, replace_content_durably
 from jmoe.data.text_options import add_text_options, data_config
 from jmoe.data.tokenizer import load_tokenizer
 from jmoe.data.unit_writer import MAX_VOCAB_SIZE, write_unit, write_unit_on_one_core
@@ -67,14 +67,17 @@ def prepare(options: argparse.Namespace) -> str:
     ray = None if options.ray is None else connect(options.ray)
     report = PreparationProgress(_say).report
     config = data_config(options)
-    job, units = _make_job(config, options.out, round(options.unit_mb * 1e6), report)
+    job, units = _make_job(
+        config, open_output_folder(options.out), round(options.unit_mb * 1e6), report
+    )
     if is_finished(job, units):
         return f"{options.out}: has been prepared from these inputs; nothing is left to do"
     if ray is not None:
         check_same_everywhere(ray, options.ray, describe_node_environment, job.out, job.key)
-    left = [unit for unit in units if job.read_result(unit) is None]
+    done = job.read_results(units)
+    left = [unit for unit in units if unit not in done]
     if len(left) < len(units):
-        _say(f"{options.out}: {len(units) - len(left)} of {len(units)} units were done before")
+        _say(f"{options.out}: {len(done)} of {len(units)} units were done before")
     begun = time.monotonic()
     results: Iterable[JsonObject]
     if ray is not None:
@@ -97,7 +100,7 @@ def _say(line: str) -> None:
 
 
 def _make_job(
-    config: DataConfig, out: Path, unit_bytes: int, report: Callable[[str, int, int], None]
+    config: DataConfig, out: OutputFolder, unit_bytes: int, report: Callable[[str, int, int], None]
 ) -> tuple[Job, list[Unit]]:
     """Claim the folder `out`; return the job with its units."""
     assert config.tokenizer is not None
@@ -107,17 +110,14 @@ def _make_job(
     tokenizer = load_tokenizer(source, MAX_VOCAB_SIZE, encode_control=encode_control)
     key = job_key(pieces, unit_bytes, config, tokenizer)
     begun = claim_folder(out, key, datetime.now().isoformat())
-    remove_stale_temporaries(out)
-    replace_content_durably(out / TOKENIZER, source.read_bytes())
-    if has_samples:
-        write_chat_files(config, out)
+    files = {TOKENIZER: source.read_bytes(), **(chat_files(config) if has_samples else {})}
+    for name, content in files.items():
+        out.write(name, content)
     all_bytes = sum(piece.size_bytes for piece in pieces)
     job = Job(
-        out=out.resolve(),
-        # the folder's own tokenizer and template, which every node sees
-        config=dataclasses.replace(
-            config, tokenizer=str(out.resolve() / TOKENIZER), chat_template=None
-        ),
+        out=out,
+        tokenizer_files=tuple(files),
+        config=dataclasses.replace(config, chat_template=None),  # it is among the chat files
         has_samples=has_samples,
         held_out_share=min(config.held_out_fraction, config.held_out_bytes / max(1, all_bytes)),
         key=key,
@@ -126,15 +126,18 @@ def _make_job(
     return job, plan_units(pieces, unit_bytes, config)
 
 
-def describe_node_environment(out: Path, key: str) -> dict[str, str]:
+def describe_node_environment(out: OutputFolder, key: str) -> dict[str, str]:
     """Return {name: value} of this node's versions and shared folder, which must be equal on all
     nodes that write shards.
     """
-    plan = out / PLAN
+    try:
+        has_plan = str(key in out.read(PLAN).decode())
+    except (OSError, ValueError) as error:
+        has_plan = str(error)
     return {
         "jmoe": jmoe_version(),
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        f"{out} (a folder shared by all nodes)": str(plan.is_file() and key in plan.read_text()),
+        f"{out} (a folder shared by all nodes)": has_plan,
         **{name: version(name) for name in LIBRARIES},
     }
 
@@ -182,7 +185,7 @@ def _report_and_sum_tokens(
     return tokens
 
 
-def _describe_prepared(out: Path, manifest: JsonObject) -> str:
+def _describe_prepared(out: str, manifest: JsonObject) -> str:
     words = (
         f"{out}: {manifest['tokens']:,} tokens of {manifest['documents']:,} documents in"
         f" {len(manifest['shards']):,} shards, {manifest['held_out_documents']:,} documents held"
@@ -204,7 +207,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "path", nargs="+", help="files, folders, globs, or URLs of object stores (fsspec)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="SHARDS", help="a new folder")
+    parser.add_argument(
+        "--out", required=True, metavar="SHARDS", help="a new folder: a path or a URL (fsspec)"
+    )
     parser.add_argument("--tokenizer", required=True, metavar="FILE", help="a tokenizer.json")
     add_text_options(parser)
     parser.add_argument(

@@ -11,12 +11,13 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from jmoe.data.record_shards import MANIFEST
 from jmoe.data.samples import parse_preference, parse_sample
 from jmoe.data.shards import (
     ShardWriter,
-    replace_content_durably,
+    sample_lengths_path,
     writing_sample_shard,
     writing_shard,
 )
@@ -24,7 +25,6 @@ from jmoe.data.tokenizer import encode_pieces
 from jmoe.data.tokenizing_job import HELD_OUT, HELD_OUT_TEXT
 from jmoe.data.unit_writer import sample_encoder_of, tokenizer_of
 from jmoe.data.work_units import FORMAT, Job, Unit
-from jmoe.memory.direct_io import fsync
 from jmoe.types import JsonObject
 
 BAD_DOCUMENTS = "bad_documents.jsonl"
@@ -33,7 +33,7 @@ COUNTS = ("documents", "held_out_documents", "empty_documents", "bad_documents")
 
 def is_finished(job: Job, units: Sequence[Unit]) -> bool:
     """Return whether the manifest has been written and every unit's shard is still there."""
-    return (job.out / MANIFEST).is_file() and all(map(job.read_result, units))
+    return MANIFEST in job.out.entries() and len(job.read_results(units)) == len(units)
 
 
 def finish_folder(job: Job, units: Sequence[Unit]) -> JsonObject:
@@ -41,18 +41,17 @@ def finish_folder(job: Job, units: Sequence[Unit]) -> JsonObject:
 
     Raises ValueError if nothing is left to train on, or no sample is held out.
     """
-    results = [job.read_result(unit) for unit in units]
-    done = [result for result in results if result is not None]
-    assert len(done) == len(units), "a unit's result has gone"
+    results = job.read_results(units)
+    done = [results[unit] for unit in units]
     bad = [entry for result in done for entry in result["bad"]]
     content = "".join(json.dumps(entry) + "\n" for entry in bad).encode()
-    replace_content_durably(job.out / BAD_DOCUMENTS, content)
+    job.out.write(BAD_DOCUMENTS, content)
     shards = [result["shard"] for result in done if result["shard"]]
     if not shards:
         first = f"; the first: {bad[0]['file']}: {bad[0]['problem']}" if bad else ""
         raise ValueError(
             f"data.path = {job.config.path}: holds no document to train on; {len(bad)} are bad"
-            f" ({job.out / BAD_DOCUMENTS}){first}"
+            f" ({job.out}/{BAD_DOCUMENTS}){first}"
         )
     held_out = [text for result in done for text in result["held_out"]]
     header = _write_held_out(job, held_out)
@@ -69,8 +68,8 @@ def finish_folder(job: Job, units: Sequence[Unit]) -> JsonObject:
             if result["shard"]
         ],
     }
-    fsync(job.out)
-    replace_content_durably(job.out / MANIFEST, json.dumps(manifest, indent=1).encode())
+    job.out.make_durable()
+    job.out.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
 
@@ -84,23 +83,27 @@ def _write_held_out(job: Job, documents: Sequence[str]) -> JsonObject | None:
     """Write the held-out documents: texts, or lines of samples. Return the header of their shard;
     None without any, in which case a run holds out the end of the largest shard.
     """
+    names = [HELD_OUT]
     if job.has_samples:
-        written = _write_held_out_samples(job, documents)
+        write = _write_held_out_samples
         content = "".join(line if line.endswith("\n") else f"{line}\n" for line in documents)
+        names.append(sample_lengths_path(Path(HELD_OUT)).name)
     elif documents:
-        written = _write_held_out_text(job, documents)
+        write = _write_held_out_text
         content = "".join(documents)
     else:
         return None
-    replace_content_durably(job.out / HELD_OUT_TEXT, content.encode())
+    with job.out.staging(names) as folder:
+        written = write(job, documents, folder / HELD_OUT)
+    job.out.write(HELD_OUT_TEXT, content.encode())
     assert written.header is not None
     return dataclasses.asdict(written.header)
 
 
-def _write_held_out_text(job: Job, documents: Sequence[str]) -> ShardWriter:
+def _write_held_out_text(job: Job, documents: Sequence[str], path: Path) -> ShardWriter:
     tokenizer = tokenizer_of(job)
     with writing_shard(
-        job.out / HELD_OUT,
+        path,
         vocab_size=tokenizer.vocab_size,
         eot=tokenizer.eot,
         tokenizer=tokenizer.fingerprint,
@@ -112,7 +115,7 @@ def _write_held_out_text(job: Job, documents: Sequence[str]) -> ShardWriter:
     return shard
 
 
-def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
+def _write_held_out_samples(job: Job, documents: Sequence[str], path: Path) -> ShardWriter:
     encoder = sample_encoder_of(job)
     config = job.config
     assert config.field is not None
@@ -129,7 +132,7 @@ def _write_held_out_samples(job: Job, documents: Sequence[str]) -> ShardWriter:
             " out; raise it, or --held-out-bytes"
         )
     with writing_sample_shard(
-        job.out / HELD_OUT,
+        path,
         vocab_size=encoder.tokenizer.vocab_size,
         eot=encoder.tokenizer.eot,
         tokenizer=encoder.tokenizer.fingerprint,

@@ -160,6 +160,8 @@ def find_text_input(pattern: str, weight: float | None, field: str, report: Repo
         paths = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
         root = Path(os.path.commonpath([p.parent for p in paths])) if paths else path
         what = "no such file or folder, and no file matches it as a glob"
+        if "://" in pattern:
+            what = "only python -m jmoe.data.prepare reads URLs; copy the folder to every node"
     if not paths:
         raise ValueError(f"data.path = {pattern!r}: {what}")
     shards = [p for p in paths if p.suffix in SHARD_SUFFIXES]

@@ -56,7 +56,7 @@ def write_unit(job: Job, unit: Unit) -> JsonObject:
 
     Raises ValueError or OSError naming a file that cannot be read or has changed.
     """
-    result = job.read_result(unit)
+    result = job.read_results([unit]).get(unit)
     if result is None:
         reader = UnitReader(job, unit)
         shard = (
@@ -64,7 +64,7 @@ def write_unit(job: Job, unit: Unit) -> JsonObject:
         )
         result = {"key": job.key, "shard": shard, **reader.counts()}
         content = {**result, "bad": reader.bad, "held_out": reader.held_out}
-        replace_content_durably(job.result_path(unit), json.dumps(content).encode())
+        job.out.write(job.result_name(unit), json.dumps(content).encode())
     return {name: value for name, value in result.items() if name not in ("bad", "held_out")} | {
         "unit_bytes": sum(piece.num_bytes for piece in unit.pieces)
     }
@@ -120,22 +120,25 @@ def _copy_shard_to_job_folder(job: Job, unit: Unit, path: Path) -> JsonObject:
     """Copy a finished shard of this machine to the job's folder; return its entry of the
     manifest.
     """
-    target = job.shard_path(unit, RECORD_SHARD_SUFFIX)
-    entry: JsonObject = {"file": target.name}
+    entry: JsonObject = {"file": job.shard_name(unit, RECORD_SHARD_SUFFIX)}
     if job.has_samples:
-        lengths = job.shard_path(unit, LENGTHS_SUFFIX)
-        replace_content_durably(lengths, sample_lengths_path(path).read_bytes())
-        entry["lengths"] = lengths.name
+        entry["lengths"] = job.shard_name(unit, LENGTHS_SUFFIX)
     shard = open_shard(path)
-    write_as_records(shard, target)
-    return {**entry, "file_bytes": target.stat().st_size, **dataclasses.asdict(shard.header)}
+    with job.out.staging([entry[kind] for kind in ("lengths", "file") if kind in entry]) as folder:
+        if job.has_samples:
+            lengths = sample_lengths_path(path).read_bytes()
+            replace_content_durably(folder / entry["lengths"], lengths)
+        target = folder / entry["file"]
+        write_as_records(shard, target)
+        return {**entry, "file_bytes": target.stat().st_size, **dataclasses.asdict(shard.header)}
 
 
 @functools.lru_cache(1)
 def tokenizer_of(job: Job) -> CorpusTokenizer:
     """Return the job's tokenizer, which a process loads once."""
     control = job.config.control_tokens or job.has_samples
-    return load_tokenizer(job.out / TOKENIZER, MAX_VOCAB_SIZE, encode_control=control)
+    folder = job.out.local_copy(job.tokenizer_files)
+    return load_tokenizer(folder / TOKENIZER, MAX_VOCAB_SIZE, encode_control=control)
 
 
 @functools.lru_cache(1)

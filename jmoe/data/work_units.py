@@ -11,20 +11,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from jmoe.config import DataConfig
 from jmoe.config.checks import check
 from jmoe.data.input_file import InputFile, Report, make_input_file
+from jmoe.data.output_folder import OutputFolder, open_file_system
 from jmoe.data.record_shards import PLAN
 from jmoe.data.sample_encoder import sample_encoding_fingerprint
-from jmoe.data.shards import TEMPORARY, replace_content_durably
 from jmoe.data.text_files import TextInput, begins_with_sample, find_text_input
 from jmoe.data.tokenizer import CorpusTokenizer
 from jmoe.types import JsonObject
@@ -32,6 +29,8 @@ from jmoe.types import JsonObject
 FORMAT = 1  # of the folder; a folder of another version is refused
 UNITS = "units"  # the folder of the units' results
 SPLIT_SUFFIXES = (".jsonl", ".ndjson")
+# of what fsspec says of an object: S3; Google; Azure; servers, local files, memory
+VERSION_FIELDS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -67,38 +66,53 @@ class Unit:
 class Job:
     """A preparation, as every worker gets it.
 
-    config: its tokenizer is the copy in `out`. key: hash of inputs and settings. held_out_share:
-    probability of a document to be held out. begun: the time that chat templates may write.
+    tokenizer_files: names in `out` of the tokenizer and the chat files. key: hash of inputs and
+    settings. held_out_share: probability of a document to be held out. begun: the time that chat
+    templates may write.
     """
 
-    out: Path
+    out: OutputFolder
+    tokenizer_files: tuple[str, ...]
     config: DataConfig
     has_samples: bool
     held_out_share: float
     key: str
     begun: str
 
-    def result_path(self, unit: Unit) -> Path:
-        return self.out / UNITS / f"{unit.number:05d}.json"
+    def result_name(self, unit: Unit) -> str:
+        return f"{UNITS}/{unit.number:05d}.json"
 
-    def shard_path(self, unit: Unit, suffix: str) -> Path:
-        return self.out / f"train-{unit.number:05d}{suffix}"
+    def shard_name(self, unit: Unit, suffix: str) -> str:
+        return f"train-{unit.number:05d}{suffix}"
 
-    def read_result(self, unit: Unit) -> JsonObject | None:
-        """Return the result of a unit that is done; None if it is not, or its shard is missing or
+    def read_results(self, units: Sequence[Unit]) -> dict[Unit, JsonObject]:
+        """Return {unit: result} of the units that are done: not of those whose shard is missing or
         has another size.
         """
-        try:
-            result: JsonObject = json.loads(self.result_path(unit).read_text())
-            done = result["key"] == self.key
-            shard = result["shard"]
-            if shard is not None:
-                path = self.out / shard["file"]
-                done &= path.stat().st_size == shard["file_bytes"]
-                done &= "lengths" not in shard or (self.out / shard["lengths"]).is_file()
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
-        return result if done else None
+        contents = self.out.read_all([self.result_name(unit) for unit in units])
+        results = {}
+        for unit in units:
+            with contextlib.suppress(KeyError, ValueError, TypeError):
+                result: JsonObject = json.loads(contents[self.result_name(unit)])
+                if result["key"] == self.key:
+                    results[unit] = result
+        sizes = self.out.sizes([name for result in results.values() for name in _files_of(result)])
+        return {
+            unit: result
+            for unit, result in results.items()
+            if all(name in sizes for name in _files_of(result))
+            and _has_size(result["shard"], sizes)
+        }
+
+
+def _files_of(result: JsonObject) -> list[str]:
+    """Return the names of the files that a unit's result describes."""
+    shard = result["shard"] or {}
+    return [shard[kind] for kind in ("file", "lengths") if kind in shard]
+
+
+def _has_size(shard: JsonObject | None, sizes: Mapping[str, int]) -> bool:
+    return shard is None or sizes[shard["file"]] == shard["file_bytes"]
 
 
 def find_file_pieces(config: DataConfig, report: Report) -> tuple[list[FilePiece], bool]:
@@ -164,7 +178,7 @@ def _file_version(file: InputFile) -> str:
 
 def _list_remote_objects(pattern: str, number: int) -> list[FilePiece]:
     """Return the objects of a URL: an object, a folder or a glob."""
-    fs, root = _open_file_system(pattern)
+    fs, root = open_file_system(pattern, "data.path")
     try:
         paths = fs.find(root) if fs.isdir(root) else fs.glob(root)
         infos = [fs.info(path) for path in sorted(paths)]
@@ -178,26 +192,17 @@ def _list_remote_objects(pattern: str, number: int) -> list[FilePiece]:
             fs.unstrip_protocol(info["name"]),
             f"{number}/{str(info['name']).removeprefix(base).lstrip('/')}",
             int(info["size"]),
-            str(fs.ukey(info["name"])),
+            _object_version(info),
         )
         for info in infos
     ]
 
 
-def _open_file_system(url: str) -> tuple[Any, str]:
-    """Return (the fsspec file system, the path in it) of a URL."""
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise ValueError(
-            f"data.path = {url!r}: needs fsspec: pip install 'jmoe[ray]', or fsspec and the"
-            " package of the store, such as s3fs or gcsfs"
-        ) from error
-    try:
-        fs, path = url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a store's package is missing, or no such store
-        raise ValueError(f"data.path = {url!r}: {error}") from error
-    return fs, path
+def _object_version(info: JsonObject) -> str:
+    """Return what changes with an object's content: of the fields that a store has, the first that
+    listing and looking up give alike.
+    """
+    return next((str(info[name]).strip('"') for name in VERSION_FIELDS if info.get(name)), "")
 
 
 @contextlib.contextmanager
@@ -212,11 +217,12 @@ def open_piece(piece: FilePiece, field: str) -> Iterator[InputFile]:
         _check_unchanged(piece, file.size_bytes, _file_version(file))
         yield file
         return
-    fs, remote = _open_file_system(piece.location)
+    fs, remote = open_file_system(piece.location, "data.path")
     with tempfile.TemporaryDirectory(prefix="jmoe-object-") as folder:
         path = Path(folder) / Path(remote).name
         try:
-            version = str(fs.ukey(remote))
+            fs.invalidate_cache()  # of listings, which have the version of an earlier time
+            version = _object_version(fs.info(remote))
             fs.get_file(remote, str(path))
         except Exception as error:  # each store has errors of its own
             raise OSError(f"{piece.location}: cannot be read: {error}") from error
@@ -283,44 +289,29 @@ def job_key(
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
-def claim_folder(out: Path, key: str, begun: str) -> str:
+def claim_folder(out: OutputFolder, key: str, begun: str) -> str:
     """Make `out` the folder of the job `key`; return when the job began first.
 
     Raises ValueError if it holds anything but an earlier start of the same job.
     """
-    if not (out / PLAN).is_file():
-        is_new = not out.exists() or (out.is_dir() and all(map(_is_claim_file, out.iterdir())))
-        if not is_new and not (out / PLAN).is_file():  # another process may have written it
+    if PLAN not in (entries := out.entries()):
+        # another process may have written the plan and more meanwhile
+        if not all(map(_is_claim_file, entries)) and PLAN not in out.entries():
             raise ValueError(
                 f"--out = {str(out)!r}: must be a new or empty folder, or one that an earlier start"
                 " of the same preparation left"
             )
-        (out / UNITS).mkdir(parents=True, exist_ok=True)
-        _write_plan(out / PLAN, json.dumps({"key": key, "begun": begun}).encode())
+        out.write_new(PLAN, json.dumps({"key": key, "begun": begun}).encode())
     try:
-        plan = json.loads((out / PLAN).read_text())
+        plan = json.loads(out.read(PLAN))
         claimed_key, begun = str(plan["key"]), str(plan["begun"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{out / PLAN}: is damaged: {error!r}; prepare anew") from error
+        raise ValueError(f"{out}/{PLAN}: is damaged: {error!r}; prepare anew") from error
     if claimed_key != key:
         raise ValueError(f"--out = {str(out)!r}: holds shards made from other inputs or settings")
     return begun
 
 
-def _write_plan(plan: Path, content: bytes) -> None:
-    """Write a plan, unless another process that began at the same time has written one."""
-    new = plan.with_name(f".{plan.name}.{secrets.token_hex(8)}{TEMPORARY}")
-    replace_content_durably(new, content)
-    try:
-        os.link(new, plan)
-    except FileExistsError:
-        return
-    except OSError:  # a file system without links
-        replace_content_durably(plan, content)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _is_claim_file(path: Path) -> bool:
-    """Return whether `claim_folder` of this or another process makes such a file."""
-    return path.name == UNITS or path.name.lstrip(".").startswith(PLAN)
+def _is_claim_file(name: str) -> bool:
+    """Return whether `claim_folder` of this or another process makes a file of this name."""
+    return name.lstrip(".").startswith(PLAN)

@@ -10,6 +10,7 @@ import pytest
 from prepared_shards import run
 from text_corpus import config
 
+from jmoe.data.output_folder import LocalFolder
 from jmoe.data.work_units import claim_folder, find_file_pieces, open_piece, plan_units
 
 
@@ -59,12 +60,12 @@ def test_two_preparations_that_claim_one_folder(tmp_path: Path) -> None:
     """All starts of one preparation take the time of the first; another one is refused."""
     out = tmp_path / "shards"
     with ThreadPoolExecutor(8) as threads:
-        begun = set(threads.map(lambda i: claim_folder(out, "key", str(i)), range(8)))
+        begun = set(threads.map(lambda i: claim_folder(LocalFolder(out), "key", str(i)), range(8)))
     assert len(begun) == 1 and not [path for path in out.iterdir() if path.name.startswith(".")]
 
     def claim(key: str) -> str:
         try:
-            return claim_folder(tmp_path / "other", key, "now")
+            return claim_folder(LocalFolder(tmp_path / "other"), key, "now")
         except ValueError as error:
             return str(error)
 
@@ -73,4 +74,4 @@ def test_two_preparations_that_claim_one_folder(tmp_path: Path) -> None:
     assert answers.count("now") == 1 and sum("holds shards made from" in a for a in answers) == 7
     (out / "plan.json").write_text("{")
     with pytest.raises(ValueError, match=r"plan\.json: is damaged"):
-        claim_folder(out, "key", "now")
+        claim_folder(LocalFolder(out), "key", "now")
