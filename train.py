@@ -389,7 +389,7 @@ def set_up_run(config: TrainConfig, task: Task, stack: contextlib.ExitStack) -> 
     config = choose_expert_sharding(config, unpacked, packing)
     expert_packing = PackingController(config, unpacked, packing)
     _, shape = expert_packing.current_config_and_shape()
-    mesh = make_mesh(shape)
+    mesh = make_mesh(shape, replicas=config.mesh.replicate)
     task.prepare_on_mesh(mesh, stack)
     output_dir, limits = Path(config.output_dir), config.distributed
     total, active = config.model.total_and_active_parameters()

@@ -1,9 +1,10 @@
 """Axis names of the device mesh, and the partition specs of parameters and batches.
 
-The mesh is (data, expert_inter, expert_intra). Tokens are sharded over all three axes. Experts are
-sharded over the last two: expert_inter spans nodes, expert_intra the devices of a node. Over the
-data axis experts are replicated, or each expert's arrays are split. Dense parameters are sharded
-over all three axes (ZeRO-3) or replicated.
+The mesh is (replica, data, expert_inter, expert_intra). Tokens are sharded over all four axes.
+Experts are sharded over the last two: expert_inter spans nodes, expert_intra the devices of a node.
+Over the data axis experts are replicated, or each expert's arrays are split. Dense parameters are
+sharded over the last three axes (ZeRO-3) or replicated. Over the replica axis (`mesh.replicate`)
+all parameters are replicated, except an embedding table that devices split in use.
 """
 
 import hashlib
@@ -19,11 +20,14 @@ from jax.tree_util import KeyPath
 from jmoe.config import STACKS
 from jmoe.types import PyTree
 
+REPLICA = "replica"
 DATA = "data"
 EXPERT_INTER = "expert_inter"
 EXPERT_INTRA = "expert_intra"
 EXPERT = (EXPERT_INTER, EXPERT_INTRA)
-ALL = (DATA, EXPERT_INTER, EXPERT_INTRA)
+SHARDS = (DATA, EXPERT_INTER, EXPERT_INTRA)  # the devices that split the parameters of a replica
+ALL = (REPLICA, *SHARDS)
+EXPERT_COPIES = (REPLICA, DATA)  # the devices whose experts are the same
 PROCESS = "process"  # the axis of `process_mesh`
 
 REPLICATED = PartitionSpec()
@@ -35,9 +39,14 @@ ACCUMULATED_BATCH = PartitionSpec(None, ALL)  # [accumulation steps, batch, ...]
 EXPERTS_PATH = "experts"  # parameters below a node of this name have one slice per expert
 
 
-def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    shape: tuple[int, int, int],
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    replicas: int = 1,
+) -> Mesh:
     """Return a mesh of `shape` = (data, expert_inter, expert_intra); expert_intra varies fastest
-    over `devices`.
+    over `devices`. replicas: the size of the replica axis, which is a part of `shape`'s data.
 
     By default devices are ordered by process. A process then holds contiguous rows of the batch,
     and an expert_intra group stays inside a node if its size divides the node's devices.
@@ -47,7 +56,23 @@ def make_mesh(shape: tuple[int, int, int], devices: Sequence[jax.Device] | None 
         if devices is None
         else list(devices)
     )
-    return Mesh(np.asarray(devices).reshape(shape), ALL, axis_types=(AxisType.Auto,) * 3)
+    sizes = (replicas, shape[0] // replicas, *shape[1:])
+    return Mesh(np.asarray(devices).reshape(sizes), ALL, axis_types=(AxisType.Auto,) * 4)
+
+
+def mesh_shape(mesh: Mesh) -> tuple[int, int, int]:
+    """Return the shape (data, expert_inter, expert_intra) for which `make_mesh` made a mesh."""
+    return num_expert_copies(mesh), mesh.shape[EXPERT_INTER], mesh.shape[EXPERT_INTRA]
+
+
+def num_expert_copies(mesh: Mesh) -> int:
+    """Return the number of devices that have the same experts."""
+    return mesh.shape[REPLICA] * mesh.shape[DATA]
+
+
+def num_shards(mesh: Mesh) -> int:
+    """Return the number of devices that split the parameters of a replica."""
+    return mesh.size // mesh.shape[REPLICA]
 
 
 def first_devices(num_devices: int) -> list[jax.Device]:
@@ -61,8 +86,9 @@ def first_devices(num_devices: int) -> list[jax.Device]:
     return [device for own in taken for device in own]
 
 
-def expert_mesh(num_devices: int) -> Mesh:
-    """Return a mesh of `num_devices` devices, each with its own experts: shape (1, 1, num_devices).
+def expert_mesh(num_devices: int, num_nodes: int = 1) -> Mesh:
+    """Return a mesh of `num_devices` devices, each with its own experts: shape (1, num_nodes,
+    num_devices / num_nodes).
 
     Raises `ValueError` if there are too few devices, or if several processes would not use all of
     theirs.
@@ -74,7 +100,7 @@ def expert_mesh(num_devices: int) -> Mesh:
     fits = num_devices == len(devices) or (jax.process_count() == 1 and num_devices < len(devices))
     if not fits:
         raise ValueError(f"mesh.devices = {num_devices}: {limit}")
-    return make_mesh((1, 1, num_devices), devices[:num_devices])
+    return make_mesh((1, num_nodes, num_devices // num_nodes), devices[:num_devices])
 
 
 def cpu_devices_hint(num_devices: int) -> str:
@@ -117,8 +143,15 @@ def hierarchy(
     axis crosses nodes.
     """
     if hierarchical and (packed or mesh.shape[EXPERT_INTER] > 1) and mesh.shape[EXPERT_INTRA] > 1:
-        return (DATA, EXPERT_INTER), (EXPERT_INTRA,)
+        return (REPLICA, DATA, EXPERT_INTER), (EXPERT_INTRA,)
     return (ALL,)
+
+
+def inside_replicas(hierarchy: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the levels of a `hierarchy` without the replica axis, for collectives of a replica's
+    devices.
+    """
+    return tuple(tuple(axis for axis in axes if axis != REPLICA) for axes in hierarchy)
 
 
 def path_names(path: KeyPath) -> tuple[str, ...]:
@@ -143,8 +176,8 @@ def shard_dim(
     shard_dense: bool,
     fuse_dense: bool = False,
 ) -> int:
-    """Return the dimension in which a dense parameter is sharded over all devices, or -1 if it is
-    not sharded.
+    """Return the dimension in which a dense parameter is sharded over the devices of a replica, or
+    -1 if it is not sharded.
 
     shard_dense: shard dense parameters (ZeRO-3). fuse_dense: also shard norms and biases, which
     share collectives with other parameters.
@@ -198,8 +231,8 @@ def param_specs(
     def spec(path: KeyPath, x: jax.Array) -> PartitionSpec:
         if is_expert(path):
             return expert_spec(path, x.shape, replicas)
-        dim = shard_dim(path, x.shape, mesh.size, shard_dense, fuse_dense)
-        return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, ALL)
+        dim = shard_dim(path, x.shape, num_shards(mesh), shard_dense, fuse_dense)
+        return REPLICATED if dim < 0 else PartitionSpec(*[None] * dim, SHARDS)
 
     return jax.tree_util.tree_map_with_path(spec, params)
 

@@ -45,9 +45,9 @@ MODEL = ModelConfig(
 OPTIMIZER = OptimizerConfig(learning_rate=0.005, warmup_steps=2, eps=1e-3, clip_norm=0.5)
 
 
-def mesh_of(*shape: int) -> Mesh:
+def mesh_of(*shape: int, replicas: int = 1) -> Mesh:
     """Return a mesh of the first of the fake devices."""
-    return make_mesh(shape, jax.devices()[: math.prod(shape)])
+    return make_mesh(shape, jax.devices()[: math.prod(shape)], replicas=replicas)
 
 
 def stored_in(tiers: TiersConfig, folder: Path, **changes: Any) -> TiersConfig:

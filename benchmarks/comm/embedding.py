@@ -119,7 +119,9 @@ def measure_size(
     a: argparse.Namespace, hidden_size: int, mesh: "Mesh", clock: Clock
 ) -> list[JsonObject]:
     """Return one row for every partition."""
-    shape = tuple(mesh.shape.values())
+    from jmoe.mesh import mesh_shape
+
+    shape = mesh_shape(mesh)
     runs = {
         kind: TrainedVariant(train_config(a, kind, hidden_size, shape), mesh) for kind in a.kinds
     }

@@ -418,6 +418,17 @@ def _order_and_rank_of_arrivals(sizes_RL: jax.Array, rows: int) -> tuple[jax.Arr
     return _order_and_rank_by_expert(expert_M, sizes_RL.shape[1])
 
 
+class _Crossing(NamedTuple):
+    """Where a device's rows are in the buffers that cross nodes. num_assignments: of its tokens,
+    of which `dropped` did not fit.
+    """
+
+    src_M: jax.Array
+    slot_TP: jax.Array
+    dropped: jax.Array
+    num_assignments: int
+
+
 @dataclass(frozen=True)
 class PerNodeExchange:
     """The exchange that sends a token's row once to every node with one of its experts (dedup),
@@ -444,13 +455,39 @@ class PerNodeExchange:
         full_capacity: bool = False,
         num_chunks: int = 1,
     ) -> DispatchedTokens:
-        topk_idx_TK, topk_weights_TK, counts_E = chosen
-        (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
-        node_size = counts_E.size // num_nodes  # experts of a node
-        fair_rows = num_tokens * self.nodes_per_token / num_nodes
+        num_tokens, k = chosen.topk_idx_TK.shape
+        fair_rows = num_tokens * self.nodes_per_token / self.num_nodes
         rows = buffer_rows_per_destination(
             fair_rows, num_tokens, self.capacity_factor, full_capacity
         )
+        chunks, there, crossing = self._choices_across(x_TD, chosen, rows, num_chunks)
+        fair_rows = num_tokens * k / self.inside.num_devices
+        by_chunk, device_rows, lost = self._choices_per_chunk(
+            there, len(chunks), fair_rows, full_capacity
+        )
+        crossing = crossing._replace(dropped=crossing.dropped + lost)
+        return self._forward_inside(chunks, by_chunk, device_rows, crossing)
+
+    def dispatch_rows(
+        self, x_TD: jax.Array, chosen: TokenChoices, rows: int, device_rows: int
+    ) -> DispatchedTokens:
+        """Dispatch in one chunk with buffers of `rows` rows for each node, and inside a node of
+        `device_rows` for each device.
+        """
+        chunks, there, crossing = self._choices_across(x_TD, chosen, rows, 1)
+        return self._forward_inside(chunks, [there], device_rows, crossing)
+
+    def _choices_across(
+        self, x_TD: jax.Array, chosen: TokenChoices, rows: int, num_chunks: int
+    ) -> tuple[tuple[jax.Array, ...], TokenChoices, _Crossing]:
+        """Send each row's choices to the nodes of its experts; return (the rows of each chunk,
+        still to be sent, the choices that arrived here, the way back).
+
+        rows: of a buffer per node.
+        """
+        topk_idx_TK, topk_weights_TK, counts_E = chosen
+        (num_tokens, k), num_nodes = topk_idx_TK.shape, self.num_nodes
+        node_size = counts_E.size // num_nodes  # experts of a node
         with jax.named_scope("dispatch"):
             on_TKP = (topk_idx_TK // node_size)[:, :, None] == jnp.arange(
                 num_nodes, dtype=jnp.int32
@@ -474,19 +511,28 @@ class PerNodeExchange:
             weights_MK = mark_saved(weights_MK, "routing").reshape(-1, k)
             idx_MK = mark_saved_residual(idx_MK, "routing").astype(jnp.int32).reshape(-1, k)
         there = TokenChoices.from_topk(idx_MK, weights_MK, node_size)
-        fair_rows = num_tokens * k / self.inside.num_devices
-        expected_rows = -(-num_tokens * k // len(chunks))
-        by_chunk, device_rows, lost = self._choices_per_chunk(
-            there, len(chunks), fair_rows, full_capacity
-        )
+        lost = lost_TKP.sum(dtype=jnp.int32)
+        return chunks, there, _Crossing(src_XPC.reshape(-1), slot_TP, lost, num_tokens * k)
+
+    def _forward_inside(
+        self,
+        chunks: Sequence[jax.Array],
+        by_chunk: Sequence[TokenChoices],
+        device_rows: int,
+        crossing: _Crossing,
+    ) -> DispatchedTokens:
+        """Send the rows of each chunk across nodes, and forward those that arrive to the devices of
+        their experts. device_rows: of a buffer per device.
+        """
+        expected_rows = -(-crossing.num_assignments // len(chunks))
         arrived = []
         for sent_MD, chosen in zip(chunks, by_chunk, strict=True):
             with jax.named_scope("all_to_all_across"):
-                sent_PCD = sent_MD.reshape(num_nodes, -1, sent_MD.shape[1])
+                sent_PCD = sent_MD.reshape(self.num_nodes, -1, sent_MD.shape[1])
                 recv_MD = self.across(sent_PCD).reshape(sent_MD.shape)
             arrived.append(self.inside.dispatch_rows(recv_MD, chosen, device_rows, expected_rows))
-        dropped = sum((part.dropped for part in arrived), lost + lost_TKP.sum(dtype=jnp.int32))
-        handle = [part.handle for part in arrived], src_XPC.reshape(-1), slot_TP
+        dropped = sum((part.dropped for part in arrived), crossing.dropped)
+        handle = [part.handle for part in arrived], crossing.src_M, crossing.slot_TP
         return DispatchedTokens(tuple(part.chunks[0] for part in arrived), dropped, handle)
 
     def _choices_per_chunk(

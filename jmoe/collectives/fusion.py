@@ -162,6 +162,21 @@ def flatten_gradients(
     return jnp.concatenate(rows, axis=1)
 
 
+def add_to_own_row_local(
+    rows_RG: jax.Array, shards: Sequence[jax.Array], hierarchy: Hierarchy
+) -> jax.Array:
+    """Return `flatten_gradients`' result with `shards`, gradients of this device's shards that are
+    reduced already, added to this device's row, so that their reduction adds them once.
+    """
+    if not shards:
+        return rows_RG
+    row: jax.Array | int = 0
+    for axes in reversed(hierarchy):  # rows are ordered by place in the node, then by node
+        row = row * lax.axis_size(axes) + lax.axis_index(axes)
+    own_G = jnp.concatenate([shard.astype(jnp.float32).reshape(-1) for shard in shards])
+    return rows_RG.at[row].add(own_G)
+
+
 def unflatten_gradient_shards(
     row_G: jax.Array, entries: Sequence[ShardInBuffer]
 ) -> list[jax.Array]:

@@ -10,6 +10,7 @@ from jmoe.config.checks import (
     check,
     check_field,
     check_field_types,
+    check_not_negative,
     check_positive,
     check_positive_or_none,
     check_unset,
@@ -24,6 +25,7 @@ Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
 # eplb: replicas of the most loaded until all slots are full, then packed into equal numbers.
 PlacementPolicy = Literal["even", "lina", "eplb"]
 DensePlaces = Literal["replicated", "tensor"]
+EngineExchange = Literal["auto", "flat", "dedup"]
 Speculation = Literal["off", "lookup", "mtp"]
 DRAFT_TOKENS = {"lookup": 5, "mtp": 1}  # default length of a draft, by `speculation`
 
@@ -50,11 +52,22 @@ class EngineMesh:
     # device, which runs them for its own rows of the cache; tensor: sharded over the devices
     # (attention by heads), with partial results summed
     dense: DensePlaces = "replicated"
+    # nodes, each with the same number of neighbouring devices; 0: the hosts of the processes
+    nodes: int = 0
+    # how tokens are sent to the devices of their experts. flat: each choice directly; dedup: a
+    # token once to each node that has one of its experts, and there to its devices; auto: dedup if
+    # that saves a tenth of the rows that cross between nodes
+    exchange: EngineExchange = "auto"
 
     def __post_init__(self) -> None:
         check_field_types(self)
         check_positive(self, "devices", "rebalance_every", "rebalance_window")
         check_positive_or_none(self, "slots_per_device")
+        check_not_negative(self, "nodes")
+        whole = not self.nodes or self.devices % self.nodes == 0
+        check_field(whole, self, "nodes", f"must divide devices = {self.devices}")
+        apart = self.exchange != "dedup" or self.nodes != 1
+        check_field(apart, self, "exchange", "needs several nodes")
         check_field(
             self.dense == "replicated" or self.devices > 1,
             self,
@@ -71,7 +84,7 @@ class EngineMesh:
             check_unset(
                 self,
                 "mesh",
-                ["placement", "slots_per_device"],
+                ["placement", "slots_per_device", "nodes", "exchange"],
                 "with mesh.devices = 1, which has all experts",
             )
         if self.placement != "eplb":

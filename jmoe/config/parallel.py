@@ -40,11 +40,15 @@ class MeshConfig:
     # neighbouring devices, in the order of the mesh, that share each sequence: the context. 0: one,
     # or the fewest with which batch_size reaches all devices
     context: int = 0
+    # copies of the state (torchtitan's data_parallel_replicate_degree), a part of the data axis:
+    # each copy is sharded over the neighbouring devices of one data / replicate-th of the axis, and
+    # gradients are summed over the copies once in a step
+    replicate: int = 1
 
     def __post_init__(self) -> None:
         check_field_types(self)
         check_not_negative(self, "data", "expert_intra", "context")
-        check_positive(self, "expert_inter")
+        check_positive(self, "expert_inter", "replicate")
 
     def resolve_shape(self, num_devices: int, devices_per_host: int) -> tuple[int, int, int]:
         """Return the mesh shape (data, expert_inter, expert_intra) for `num_devices` devices.
@@ -67,6 +71,8 @@ class MeshConfig:
             value,
             f"must multiply to the {num_devices} devices",
         )
+        constraint = f"must divide mesh.data = {data}"
+        check(data % self.replicate == 0, "mesh.replicate", self.replicate, constraint)
         return value
 
 

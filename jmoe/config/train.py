@@ -32,6 +32,7 @@ from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.prometheus import MetricsConfig
+from jmoe.config.replicas import check_may_replicate
 from jmoe.config.router import RouterConfig
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
 
@@ -363,6 +364,7 @@ class TrainConfig:
         self._check_tiers()
         self._check_ragged_exchange()
         check_may_share_sequences(self)
+        check_may_replicate(self)
         check_field(
             self.plan or not self.cluster, self, "cluster", "must be given together with plan"
         )

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import jax
+from jax.sharding import Mesh
 
 from jmoe.cluster.processes import check_same_identity, check_same_options
 from jmoe.config import check
-from jmoe.config.engine import EngineConfig
+from jmoe.config.engine import EngineConfig, EngineMesh
 from jmoe.inference.delta_states import DeltaCache
 from jmoe.inference.kv_cache import cache_value_dtype, empty_caches, table_width
 from jmoe.inference.mesh.runner import MeshRunner, make_mesh_caches, make_mesh_runner
@@ -35,7 +36,7 @@ from jmoe.memory.host_memory import available_bytes
 from jmoe.memory.moesys_counts import record_ranks_factory
 from jmoe.memory.record_layout import RecordLayout
 from jmoe.memory.tiered_store import LinkName, TieredStore
-from jmoe.mesh import expert_mesh
+from jmoe.mesh import EXPERT_INTER, device_counts_of_hosts, expert_mesh
 from jmoe.models.huggingface import family_of
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.quantization import quantized_cache_note
@@ -74,6 +75,18 @@ def open_checkpoint(folder: str | os.PathLike[str], options: EngineConfig) -> La
     return LazyCheckpoint(folder, options.dtype, options.expert_dtype)
 
 
+def make_engine_mesh(on: EngineMesh) -> Mesh:
+    """Return the mesh of an engine's devices, grouped by `mesh.nodes`, or by hosts if that is 0 and
+    all hosts have the same number of devices. Collective: every process must call this.
+    """
+    of_hosts = device_counts_of_hosts() if jax.process_count() > 1 else [on.devices]
+    hosts = len(of_hosts) if len({*of_hosts}) == 1 else 1
+    mesh = expert_mesh(on.devices, on.nodes or hosts)
+    apart = on.exchange != "dedup" or mesh.shape[EXPERT_INTER] > 1
+    check(apart, "mesh.exchange", on.exchange, "needs several hosts, or mesh.nodes")
+    return mesh
+
+
 def _uses_several_devices(options: EngineConfig) -> bool:
     return options.mesh.devices > 1 or jax.process_count() > 1
 
@@ -110,7 +123,7 @@ class LoadedModel(Closing):
             table = (
                 PathTable.load(checkpoint.folder, checkpoint.routing_fingerprint) if paths else None
             )
-            mesh = expert_mesh(options.mesh.devices) if _uses_several_devices(options) else None
+            mesh = make_engine_mesh(options.mesh) if _uses_several_devices(options) else None
             self.memory = plan_engine_memory(checkpoint, options)
             # fewer program sizes on an accelerator: padding is nearly free there, compiling is slow
             ratio = 2 if runs_on_cpu() or mesh is not None else 4

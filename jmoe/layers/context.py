@@ -11,6 +11,7 @@ of a whole sequence.
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax import lax
 
 from jmoe.layers.documents import Documents
 from jmoe.mesh import ALL
+from kernels_pallas.saved import bfloat16_as_uint16
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,9 @@ class ContextGroup:
 
     def gather(self, x_BS: jax.Array) -> jax.Array:
         """Return whole sequences [B, K, ...] of what each device of the group has of them, [B, S,
-        ...]. One all-gather; its gradient is one reduce-scatter.
+        ...]. One all-gather; its gradient is one all-to-all, whose parts are added in float32.
         """
-        with jax.named_scope("context"):
-            ranks = lax.all_gather(x_BS, ALL, axis_index_groups=self.device_groups)
+        ranks = _gather_ranks(x_BS, self)
         first, second = jnp.split(ranks, 2, axis=2)
         chunks = jnp.concatenate([first, second[::-1]])  # [chunks, B, S / 2, ...]
         return jnp.moveaxis(chunks, 0, 1).reshape(x_BS.shape[0], -1, *x_BS.shape[2:])
@@ -102,6 +103,35 @@ class ContextGroup:
             from_above = lax.ppermute(second, ALL, [(b, a) for a, b in pairs])
         is_last = self.rank() == self.size - 1  # whose chunks follow each other
         return jnp.stack([from_below, jnp.where(is_last, first, from_above)], axis=1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_ranks(x: jax.Array, group: ContextGroup) -> jax.Array:
+    """Return [size, ...], the `x` of every device of the group."""
+    with jax.named_scope("context"):
+        return lax.all_gather(x, ALL, axis_index_groups=group.device_groups)
+
+
+def _gather_ranks_fwd(x: jax.Array, group: ContextGroup) -> tuple[jax.Array, None]:
+    return _gather_ranks(x, group), None
+
+
+def _gather_ranks_bwd(group: ContextGroup, _: None, g_ranks: jax.Array) -> tuple[jax.Array]:
+    # a reduce-scatter of as many bytes would round every partial sum to the gradients' dtype
+    with jax.named_scope("context"):
+        parts = lax.all_to_all(
+            bfloat16_as_uint16(g_ranks),
+            ALL,
+            0,
+            0,
+            axis_index_groups=group.device_groups,
+            tiled=True,
+        )
+    parts = lax.bitcast_convert_type(parts, g_ranks.dtype)
+    return (parts.astype(jnp.float32).sum(axis=0).astype(g_ranks.dtype),)
+
+
+_gather_ranks.defvjp(_gather_ranks_fwd, _gather_ranks_bwd)
 
 
 class SplitSequences(NamedTuple):

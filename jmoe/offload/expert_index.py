@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike, NDArray
 
 from jmoe.config import ModelConfig
-from jmoe.mesh import DATA
+from jmoe.mesh import num_expert_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class LocalExperts:
         Devices that differ only in their position on the data axis hold the same experts.
         """
         process, experts, devices, saved = jax.process_index(), [], [], []
-        replicas_by_shard = mesh.devices.reshape(mesh.shape[DATA], -1).T.tolist()
+        replicas_by_shard = mesh.devices.reshape(num_expert_copies(mesh), -1).T.tolist()
         for shard, replicas in enumerate(replicas_by_shard):
             mine = tuple(device for device in replicas if device.process_index == process)
             if not mine:

@@ -170,10 +170,28 @@ def dense_collectives_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig
     reduced = model.dense_parameters * GRADIENT_BYTES
     if not model.shard_dense:
         return 2 * _all_gathers_s(reduced, nodes, model.num_layers, cluster)
-    gathers_s = 2 * _all_gathers_s(gathered, nodes, model.num_layers, cluster)
-    return (
-        gathers_s + _all_gathers_s(reduced, nodes, model.num_layers, cluster)
-    ) * model.micro_batches
+    inside = max(1, nodes // model.copies)  # nodes of a copy of the state
+    gathers_s = 2 * _all_gathers_s(gathered, inside, model.num_layers, cluster)
+    reductions_s = _all_gathers_s(reduced, inside, model.num_layers, cluster)
+    shard_bytes = reduced / model.num_dense_shards
+    per_micro_batch_s = (gathers_s + reductions_s) * model.micro_batches
+    return per_micro_batch_s + _copies_all_reduce_s(model, shard_bytes, nodes, cluster)
+
+
+def _copies_all_reduce_s(
+    model: TrainingSizes, shard_bytes: float, nodes: int, cluster: ClusterConfig
+) -> float:
+    """Return the seconds in which the copies of the state sum their gradients once in a step, of
+    which each device has `shard_bytes`. All devices of a node share its link.
+    """
+    copies, network, per_node = model.copies, cluster.network, cluster.devices_per_node
+    if copies == 1:
+        return 0.0
+    ring_bytes = 2 * shard_bytes * (copies - 1) / copies
+    if nodes == 1:
+        return ring_bytes / network.inside_bytes_per_s
+    hops_s = 2 * _log2_hops(copies) * network.between_latency_s
+    return per_node * ring_bytes / network.between_bytes_per_s + hops_s
 
 
 def _all_gathers_s(
@@ -204,19 +222,34 @@ def expert_all_reduce_s(model: TrainingSizes, nodes: int, cluster: ClusterConfig
     experts that they split, with one ring per device of a group.
 
     A ring of r replicas moves B (r - 1) / r bytes for a gather or a reduce-scatter, twice that for
-    an all-reduce. The min(G, Q) rings of a node share its network link.
+    an all-reduce. The min(G, Q) rings of a node share its network link. Replicas that split their
+    experts, in copies of the state, all-reduce their shards over the copies once.
     """
-    replicas, network = model.replicas, cluster.network
+    parameters = model.num_device_expert_parameters
+    if model.expert_sharding == "none":
+        return _replicas_ring_s(
+            model, model.replicas, 2 * GRADIENT_BYTES * parameters, nodes, cluster
+        )
+    gathers = 1 if model.expert_sharding == "optimizer" else 2  # in every micro-batch
+    bytes_per_parameter = model.micro_batches * (
+        GRADIENT_BYTES + gathers * model.compute_dtype_bytes
+    )
+    shards, of_copy = model.num_expert_shards, max(1, nodes // model.copies)
+    rings_s = _replicas_ring_s(model, shards, bytes_per_parameter * parameters, of_copy, cluster)
+    shard_bytes = GRADIENT_BYTES * parameters / shards
+    return rings_s + _copies_all_reduce_s(model, shard_bytes, nodes, cluster)
+
+
+def _replicas_ring_s(
+    model: TrainingSizes, replicas: int, num_bytes: float, nodes: int, cluster: ClusterConfig
+) -> float:
+    """Return the seconds of rings of `replicas` devices on `nodes` nodes, one ring per device of a
+    group, in each of which `num_bytes` travel to all devices.
+    """
+    network = cluster.network
     if replicas == 1:
         return 0.0
-    bytes_per_parameter = 2 * GRADIENT_BYTES
-    if model.expert_sharding != "none":  # in every micro-batch
-        gathers = 1 if model.expert_sharding == "optimizer" else 2
-        bytes_per_parameter = model.micro_batches * (
-            GRADIENT_BYTES + gathers * model.compute_dtype_bytes
-        )
-    parameters = model.num_device_expert_parameters
-    ring_bytes = bytes_per_parameter * parameters * (replicas - 1) / replicas
+    ring_bytes = num_bytes * (replicas - 1) / replicas
     rings = min(model.num_devices, cluster.devices_per_node)
     if nodes == 1:
         return (

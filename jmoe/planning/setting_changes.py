@@ -45,7 +45,9 @@ def possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[Se
             replace(model, residual_bytes=0, experts_residual_bytes=0, experts_again=False),
             place,
         )
-    if model.replicas > 1 and not place.is_streamed:
+    if model.copies > 1:
+        yield SettingChange("mesh.replicate", 1, replace(model, copies=1), place)
+    if model.replicas > model.copies and not place.is_streamed:
         for sharding in EXPERT_SHARDINGS[EXPERT_SHARDINGS.index(model.expert_sharding) + 1 :]:
             split = replace(model, expert_sharding=sharding)
             yield SettingChange("comm.shard_experts", sharding, split, place)

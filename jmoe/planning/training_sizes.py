@@ -85,7 +85,8 @@ class TrainingSizes:
     loss_chunk_bytes: most bytes of logits that a device has at once. experts_again: experts'
     products are recomputed. max_micro_batches: micro-batches of one sequence per `context` devices.
     packing: expert packing (`comm.packing`), included in num_devices (devices that share the
-    experts) and replicas. chosen_share: measured mean fraction of a device's experts of a layer
+    experts) and replicas. copies: of the state (`mesh.replicate`), each split over a part of the
+    replicas. chosen_share: measured mean fraction of a device's experts of a layer
     that a step's tokens choose; 0: estimated for uniform routing. on_gpu: the devices are GPUs.
     expert_sharding: what replicas split of their experts. context: devices that share a sequence.
     context_bytes: keys and values, with their gradients, that a device sends in a step to those
@@ -124,6 +125,7 @@ class TrainingSizes:
     context_bytes: int = 0
     sequence_length: int = 0
     sequence_bytes: int = 0
+    copies: int = 1
 
     @property
     def layer_activation_bytes(self) -> int:
@@ -158,12 +160,12 @@ class TrainingSizes:
     @property
     def num_dense_shards(self) -> int:
         """Return the number of shards of the dense parameters and their state."""
-        return self.num_all_devices if self.shard_dense else 1
+        return self.num_all_devices // self.copies if self.shard_dense else 1
 
     @property
     def num_expert_shards(self) -> int:
         """Return the number of replicas that split the state of a device's experts."""
-        return 1 if self.expert_sharding == "none" else self.replicas
+        return 1 if self.expert_sharding == "none" else self.replicas // self.copies
 
     @property
     def num_all_expert_parameters(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jmoe.config import MeshConfig, TrainConfig, check
+from jmoe.config import TrainConfig, check
 from jmoe.config.cluster import ClusterConfig, read_links
 from jmoe.config.tiers import TIERS
 from jmoe.planning.cluster import (
@@ -90,12 +90,13 @@ def config_for_nodes(config: TrainConfig, cluster: ClusterConfig, nodes: int) ->
     """
     per_node = cluster.devices_per_node
     devices, intra = nodes * per_node, config.mesh.expert_intra or per_node
-    context = config.mesh.context
-    mesh = MeshConfig(config.mesh.data, config.mesh.expert_inter, intra, context)
+    mesh = dataclasses.replace(config.mesh, expert_intra=intra)
     if cluster.grows == "experts":
         data = max(1, config.mesh.data)
-        mesh = MeshConfig(data, max(1, devices // (data * intra)), intra, context)
-    mesh = MeshConfig(*mesh.resolve_shape(devices, per_node), context)
+        inter = max(1, devices // (data * intra))
+        mesh = dataclasses.replace(mesh, data=data, expert_inter=inter)
+    data, inter, intra = mesh.resolve_shape(devices, per_node)
+    mesh = dataclasses.replace(mesh, data=data, expert_inter=inter, expert_intra=intra)
     batch_size = config.batch_size
     if cluster.batch == "per_node":
         batch_size = batch_size * nodes // cluster.nodes[0]

@@ -77,7 +77,8 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         shard_dense=config.comm.shard_dense,
         chosen_share=config.tiers.chosen_share,
         on_gpu=_has_gpu_memory_size(config),
-        expert_sharding=config.comm.expert_sharding if replicas > 1 else "none",
+        expert_sharding=config.comm.expert_sharding if replicas > mesh.replicate else "none",
+        copies=mesh.replicate,
         context=context,
         context_bytes=_compute_dtype_bytes(config)
         * context_sent_elements(model, config.sequence_length, context)
@@ -436,7 +437,8 @@ def with_chosen_expert_sharding(config: TrainConfig) -> TrainConfig:
         return config
     sharding: ExpertSharding | None = "none"
     on_device = {tiers.experts, tiers.optimizer} <= {"auto", "device"}
-    if replicas > 1 and on_device and config.model.num_moe_layers and config.can_shard_experts:
+    split = replicas > config.mesh.replicate
+    if split and on_device and config.model.num_moe_layers and config.can_shard_experts:
         place = _state_placement(config, "device", "device")
         model, machine = training_sizes(config), described_machine(config)
         sharding = first_fitting_expert_sharding(model, machine, place)

@@ -21,7 +21,7 @@ from jmoe.collectives.schedule import SCHEDULES, chunk_bytes_at
 from jmoe.config import CommConfig, TrainConfig
 from jmoe.config.cluster import LinkConfig, LinksConfig, links_to_toml, read_links
 from jmoe.data.shards import replace_content_durably
-from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED
+from jmoe.mesh import ALL, BATCH, EXPERT, REPLICATED, mesh_shape
 
 PAYLOAD_BYTES = 1 << 20
 LATENCY_BYTES = 256
@@ -78,9 +78,7 @@ def read_or_measure_links(config: TrainConfig, mesh: Mesh) -> LinksConfig | None
     chooses = config.comm.exchange == "auto" and min(mesh.shape[axis] for axis in EXPERT) > 1
     if not chooses or not config.model.num_moe_layers or jax.process_count() == 1:
         return None
-    path = (
-        Path(config.output_dir) / f"links-{'x'.join(str(size) for size in mesh.devices.shape)}.toml"
-    )
+    path = Path(config.output_dir) / f"links-{'x'.join(map(str, mesh_shape(mesh)))}.toml"
     stored = _read_stored_links(path) if jax.process_index() == 0 else np.zeros(NUMBERS, np.float32)
     numbers = multihost_utils.broadcast_one_to_all(stored)
     if numbers[0] > 0:

@@ -21,7 +21,7 @@ from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import TrainConfig
 from jmoe.config.parallel import ExchangeKind
 from jmoe.data.shards import replace_content_durably
-from jmoe.mesh import BATCH, DATA, EXPERT
+from jmoe.mesh import BATCH, EXPERT, mesh_shape, num_expert_copies
 from jmoe.planning.exchange import MIN_SAVING, plan_exchange
 from jmoe.training.bandwidth import time_on_slowest_process_s
 
@@ -53,7 +53,7 @@ def may_choose_ragged(config: TrainConfig, mesh: Mesh) -> bool:
     """Return whether `comm.exchange = auto` lets a ragged exchange compete: between GPUs of one
     process, in a dropless run whose experts are on the devices.
     """
-    groups = mesh.devices.reshape(mesh.shape[DATA], -1)
+    groups = mesh.devices.reshape(num_expert_copies(mesh), -1)
     one_process = all(len({device.process_index for device in group}) == 1 for group in groups)
     return (
         config.comm.exchange == "auto"
@@ -83,7 +83,7 @@ def _read_or_measure_exchange_times(config: TrainConfig, mesh: Mesh) -> Exchange
     """Return the times that an earlier start stored in the output folder; measure them
     otherwise.
     """
-    shape = "x".join(str(size) for size in mesh.devices.shape)
+    shape = "x".join(map(str, mesh_shape(mesh)))
     path = Path(config.output_dir) / f"exchange-{shape}.json"
     stored = np.zeros(2, np.float32)
     if jax.process_index() == 0 and config.output_dir:

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jmoe.cluster.coordinator import result_from_rank_0
 from jmoe.collectives.exchange import TokenChoices
 from jmoe.collectives.planned_exchange import trace_dispatch_all_to_alls
-from jmoe.config import MeshConfig, TrainConfig
+from jmoe.config import TrainConfig
 from jmoe.config.parallel import largest_packing, packed_shape
 from jmoe.mesh import ALL, EXPERT, REPLICATED, split_over
 from jmoe.planning.expert_packing import (
@@ -82,7 +82,7 @@ class PackingController:
             or largest_packing(shape) == 1
         )
         data, inter, intra = shape
-        mesh = MeshConfig(data, inter, intra, config.mesh.context)
+        mesh = dataclasses.replace(config.mesh, data=data, expert_inter=inter, expert_intra=intra)
         self._config = dataclasses.replace(config, mesh=mesh)
         # read now, while the devices' memory is still empty
         self._machine = None if self.done else described_machine(with_device_bytes(config))
@@ -196,7 +196,8 @@ def choose_expert_sharding(
     shape: (data, expert_inter, expert_intra) of the mesh at packing 1. packing: the initial
     packing.
     """
-    mesh = MeshConfig(*shape, config.mesh.context)
+    data, inter, intra = shape
+    mesh = dataclasses.replace(config.mesh, data=data, expert_inter=inter, expert_intra=intra)
     on_mesh = dataclasses.replace(config.with_packing(packing), mesh=mesh)
     if config.can_shard_experts:
         on_mesh = with_device_bytes(on_mesh)

@@ -24,7 +24,7 @@ from jmoe.collectives.fusion import (
     unflatten_gradient_shards,
 )
 from jmoe.config import STACKS, LayerKind
-from jmoe.mesh import DATA, is_expert, path_names
+from jmoe.mesh import EXPERT_COPIES, REPLICA, is_expert, path_names
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.sharded_model import ShardedModel, names_in_layer
 from jmoe.types import PyTree
@@ -35,23 +35,23 @@ def reduce_gradients_local(
 ) -> PyTree:
     """Return `grads` summed over the devices that hold the same parameter.
 
-    Parameters sharded over all devices, and experts split over the data axis, are left as they are:
-    the transpose of their gather has summed their gradients already. already_reduced: top-level
-    names whose gradients are reduced already.
+    The transpose of a gather has summed the gradients of sharded parameters, and of experts split
+    over the data axis, inside a replica already; here the replicas' sums are added.
+    already_reduced: top-level names whose gradients are reduced already.
     """
-    mesh = model.mesh
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
-    sums, everywhere = {}, {}
+    sums, everywhere, of_replicas = {}, {}, {}
     for i, (path, g) in enumerate(leaves):
-        if path_names(path)[0] in already_reduced or model.is_data_split_expert(path):
+        if path_names(path)[0] in already_reduced or model.num_copies(path) == 1:
             sums[i] = g
+        elif model.is_data_split_expert(path) or model.is_fully_sharded(names_in_layer(path)):
+            of_replicas[i] = g
         elif is_expert(path):
-            sums[i] = lax.psum(g.astype(jnp.float32), DATA) if mesh.shape[DATA] > 1 else g
-        elif model.is_fully_sharded(names_in_layer(path)) or mesh.size == 1:
-            sums[i] = g
+            sums[i] = lax.psum(g.astype(jnp.float32), EXPERT_COPIES)
         else:
             everywhere[i] = g
     sums |= all_reduce_local(everywhere, model.hierarchy)
+    sums |= all_reduce_local(of_replicas, ((REPLICA,),))
     return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
@@ -69,10 +69,7 @@ def squared_norms_local(grads: PyTree, model: ShardedModel) -> dict[str, jax.Arr
         square = jnp.square(g.astype(jnp.float32)).sum(
             axis=tuple(range(1, g.ndim)) if stacked else None
         )
-        if is_expert(path):
-            square = square / (1 if model.is_data_split_expert(path) else model.mesh.shape[DATA])
-        elif not model.is_fully_sharded(names_in_layer(path)):
-            square = square / model.mesh.size
+        square = square / model.num_copies(path)
         sums[name] = sums[name] + square if name in sums else square
     return sums
 

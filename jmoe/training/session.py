@@ -118,7 +118,7 @@ class Session:
             )
             if self.expert_packing.packing != before:
                 config, shape = self.expert_packing.current_config_and_shape()
-                self.mesh = make_mesh(shape)
+                self.mesh = make_mesh(shape, replicas=config.mesh.replicate)
                 trainer = make_trainer(config, self.mesh)
                 assert isinstance(trainer, FusedTrainer)
                 state = move_state(state, self.trainer, trainer)

@@ -28,7 +28,10 @@ from jmoe.mesh import (
     ALL,
     DATA,
     EXPERT,
+    REPLICA,
     is_expert,
+    num_expert_copies,
+    num_shards,
     path_names,
     shardings,
     split_over,
@@ -113,18 +116,21 @@ class ShardedDecoder(ShardedModel):
 
     @property
     def needs_layer_all_reduce(self) -> bool:
-        """True if some layer's gradient needs an all-reduce instead of a reduce-scatter."""
+        """True if some layer's gradient needs an all-reduce, instead of or after a
+        reduce-scatter.
+        """
         leaves = jax.tree_util.tree_leaves_with_path(
             {name: self.shapes.get(name) for name in STACKS.values()}
         )
-        replicas = self.mesh.shape[DATA] > 1
+        if self.mesh.shape[REPLICA] > 1:
+            return True
         whole = (
             not self.is_fully_sharded(path_names(path)[1:])
             for path, _ in leaves
             if not is_expert(path)
         )
         summed = (is_expert(path) and not self.is_data_split_expert(path) for path, _ in leaves)
-        return any(whole) or (replicas and any(summed))
+        return any(whole) or (num_expert_copies(self.mesh) > 1 and any(summed))
 
     @property
     def casts_once_per_step(self) -> bool:
@@ -171,7 +177,7 @@ class ShardedDecoder(ShardedModel):
         (of replicas or earlier accumulation steps) to theirs.
         """
         alone = layer_runner is None or (
-            self.mesh.shape[DATA] == 1 and self.config.gradient_accumulation_steps == 1
+            num_expert_copies(self.mesh) == 1 and self.config.gradient_accumulation_steps == 1
         )
 
         def cast_weight(path: KeyPath, w: jax.Array) -> jax.Array:
@@ -191,6 +197,11 @@ class ShardedDecoder(ShardedModel):
         if layers is not None and layers.moe.exchange_plan.num_devices > 1:
             notes.append(
                 f"{layers.moe.exchange_plan.kind} exchange: {layers.moe.exchange_plan.reason}"
+            )
+        if self.mesh.shape[REPLICA] > 1:
+            notes.append(
+                f"{self.mesh.shape[REPLICA]} replicas of the state, each split over"
+                f" {num_shards(self.mesh)} devices (mesh.replicate)"
             )
         if self._expert_shard_dims:
             notes.append(
@@ -219,15 +230,16 @@ class ShardedDecoder(ShardedModel):
                 self.buffer_layout(stack, stacked=True),
                 self.expert_buffer_entries(stack),
             )
-            return LayerBuffers(stack, dense, experts, self.hierarchy)
+            return LayerBuffers(stack, dense, experts, self.shard_hierarchy)
 
         return ReverseScan(
             buffers_of,
-            self.hierarchy,
+            self.shard_hierarchy,
             self.comm_schedule,
             comm.bucket_bytes,
             limit_bytes,
             keeps_experts=comm.expert_sharding == "optimizer",
+            replica_axes=(REPLICA,) if self.mesh.shape[REPLICA] > 1 else (),
         )
 
     def __call__(

@@ -24,10 +24,14 @@ from jmoe.config import STACKS, TrainConfig
 from jmoe.mesh import (
     ALL,
     DATA,
+    REPLICA,
     REPLICATED,
+    SHARDS,
     expert_shard_dim,
     hierarchy,
+    inside_replicas,
     is_expert,
+    num_shards,
     num_stack_dims,
     param_specs,
     path_names,
@@ -58,6 +62,8 @@ class ShardedModel(ABC):
         self.dtype = jnp.dtype(config.compute_dtype)
         packed = config.mesh.expert_inter > 1 and config.comm.initial_packing > 1
         self.hierarchy = hierarchy(mesh, config.comm.hierarchical, packed=packed)
+        # of the collectives that gather and reduce sharded parameters
+        self.shard_hierarchy = inside_replicas(self.hierarchy)
         self.fused = config.comm.shard_dense and config.comm.fuse_dense and mesh.size > 1
         self.abstract: PyTree = nnx.eval_shape(self.build_model)
         self._graph, params, bias = split_parameters(self.abstract)
@@ -68,7 +74,8 @@ class ShardedModel(ABC):
             self.shapes, mesh, config.comm.shard_dense, self.fused, shard_experts=shard_experts
         )
         self.specs |= {name: split_over(ALL, dim) for name, dim in split.items()}
-        # path inside a layer -> dimension split over all devices
+        # path inside a layer -> dimension split over the devices of a replica, or over all devices
+        # (`split`)
         self._shard_dims = dict(self._fully_sharded_params())
         # path inside a layer -> dimension in which the data axis splits an array of experts
         self._expert_shard_dims = dict(self._data_split_experts()) if shard_experts else {}
@@ -87,12 +94,12 @@ class ShardedModel(ABC):
     # Where parameters lie
 
     def _fully_sharded_params(self) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Yield (path inside its layer, split dimension) of each parameter split over all
-        devices.
+        """Yield (path inside its layer, split dimension) of each parameter split over the devices
+        of a replica, or of `split`.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.shapes):
             dim = shard_dim(
-                path, leaf.shape, self.mesh.size, self.config.comm.shard_dense, self.fused
+                path, leaf.shape, num_shards(self.mesh), self.config.comm.shard_dense, self.fused
             )
             if dim >= 0:
                 yield names_in_layer(path), dim - num_stack_dims(path)
@@ -114,8 +121,19 @@ class ShardedModel(ABC):
         return names_in_layer(path) in self._expert_shard_dims
 
     def is_fully_sharded(self, names: tuple[str, ...]) -> bool:
-        """Return whether a parameter is split over all devices. names: its path inside a layer."""
+        """Return whether a parameter is split over the devices of a replica, or over all devices.
+        names: its path inside a layer.
+        """
         return names in self._shard_dims
+
+    def num_copies(self, path: KeyPath) -> int:
+        """Return the number of devices that hold the same elements of the parameter at `path`."""
+        names, replicas = names_in_layer(path), self.mesh.shape[REPLICA]
+        if is_expert(path):
+            return replicas * (1 if self.is_data_split_expert(path) else self.mesh.shape[DATA])
+        if names[0] in self._split:
+            return 1
+        return replicas if self.is_fully_sharded(names) else self.mesh.size
 
     def _compute_dtype(self, names: tuple[str, ...], ndim: int) -> DTypeLike:
         """Return the compute dtype of a parameter. names: its path. ndim: of one layer, or of one
@@ -197,11 +215,13 @@ class ShardedModel(ABC):
         in_use = jax.tree_util.tree_map_with_path(self._cast_or_gather, tree)
         shards, outside_buffer = layout.split(tree)[0], layout.split(in_use)[1]
         if shards and self.fused:
-            unsharded = gather_parameters_fused_local(shards, tuple(layout.entries), self.hierarchy)
+            unsharded = gather_parameters_fused_local(
+                shards, tuple(layout.entries), self.shard_hierarchy
+            )
         else:
             pairs = zip(shards, layout.entries, strict=True)
             unsharded = [
-                gather_parameter_local(w, entry.dim, entry.dtype, ALL) for w, entry in pairs
+                gather_parameter_local(w, entry.dim, entry.dtype, SHARDS) for w, entry in pairs
             ]
         return layout.join(unsharded, outside_buffer)
 

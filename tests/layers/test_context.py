@@ -39,3 +39,22 @@ def test_positions_gathered_and_ends() -> None:
     np.testing.assert_array_equal(there[:4].max(axis=0), np.arange(LENGTH))
     positions = np.concatenate([np.arange(n) for n in (3, 9, 4)])
     np.testing.assert_array_equal(in_document, positions[own])
+
+
+def test_gradients_of_what_is_gathered_are_rounded_once() -> None:
+    """256 + 1 + 1 + 1 is 260 in bfloat16; added one by one in bfloat16 it stays 256."""
+    over_all = PartitionSpec(ALL)
+
+    def local(x_BS: jax.Array) -> jax.Array:
+        def weighted(x_BS: jax.Array) -> jax.Array:
+            weight = jnp.where(GROUP.rank() == 0, 256.0, 1.0).astype(jnp.bfloat16)
+            return (GROUP.gather(x_BS) * weight).astype(jnp.float32).sum()
+
+        return jax.grad(weighted)(x_BS)
+
+    run = jax.shard_map(
+        local, mesh=mesh_of(2, 2, 2), in_specs=over_all, out_specs=over_all, check_vma=False
+    )
+    gradient = jax.jit(run)(jnp.ones((8, LENGTH // 4), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), 260.0)

@@ -637,7 +637,8 @@ def test_bad_inputs() -> None:
     with pytest.raises(ValueError, match=r"num_experts = 6: must be a multiple of 4 devices"):
         MoELayer(config_of(num_experts=6), over(mesh), rngs=nnx.Rngs(0))
     with pytest.raises(
-        ValueError, match=r"'model'.* is not an axis of \('data', 'expert_inter', 'expert_intra'\)"
+        ValueError,
+        match=r"'model'.* is not an axis of \('replica', 'data', 'expert_inter', 'expert",
     ):
         ExpertParallel(mesh, ("model",))
     with pytest.raises(ValueError, match=r"num_chunks = 0: must be greater than 0"):

@@ -50,7 +50,9 @@ def test_processes_with_the_same_experts_save_them_in_turn(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], processes: list[int], own: list[Any]
 ) -> None:
     devices: Any = [SimpleNamespace(process_index=number) for number in processes]
-    mesh: Any = SimpleNamespace(devices=np.array(devices).reshape(shape), shape={"data": shape[0]})
+    mesh: Any = SimpleNamespace(
+        devices=np.array(devices).reshape(shape), shape={"replica": 1, "data": shape[0]}
+    )
     saved = []
     for number, experts in enumerate(own):
         monkeypatch.setattr(jax, "process_index", lambda number=number: number)

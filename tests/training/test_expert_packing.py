@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmoe.config import CheckpointConfig, CommConfig, MachineConfig, TrainConfig
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH, make_mesh, mesh_shape
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.training import expert_packing
 from jmoe.training.expert_packing import (
@@ -108,9 +108,7 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
             if after is not trainer:
                 state = move_state(state, trainer, after)
             trainer = after
-            meshes.append(
-                (number, tuple(trainer.model.mesh.shape.values()), decision.experts_per_device)
-            )
+            meshes.append((number, mesh_shape(trainer.model.mesh), decision.experts_per_device))
         state, loss = step(trainer, state, number)
         losses.append(loss)
         controller.note_step(

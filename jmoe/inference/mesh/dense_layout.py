@@ -40,9 +40,9 @@ from jmoe.inference.cached_layers import UNSHARDED, Arrays, DenseLayerRunner
 from jmoe.inference.kv_cache import BLOCK
 from jmoe.inference.scheduler import ROWS_RATIO, ChunkGroup, bucket_sizes, smallest_bucket
 from jmoe.layers.embedding import lookup_row_block_local
-from jmoe.mesh import BATCH, EXPERT_INTRA, HEADS, REPLICATED
+from jmoe.mesh import BATCH, EXPERT, HEADS, REPLICATED
 
-AXES = (EXPERT_INTRA,)
+AXES = EXPERT
 
 
 class MeshBatch(NamedTuple):
@@ -64,7 +64,20 @@ def all_gather_local(x: jax.Array) -> jax.Array:
 
     Sends bits, as XLA:CPU would send bfloat16 as float32.
     """
-    return all_gather_rows_local(x, AXES)
+    return _transpose_devices(all_gather_rows_local(x, AXES), EXPERT[::-1])
+
+
+def _transpose_devices(x_M: jax.Array, axes: tuple[str, str]) -> jax.Array:
+    """Return x [M, ...], whose M / N rows of every device are ordered by the devices' indices on
+    `axes`, with the order of the axes swapped.
+
+    Devices are numbered by (node, place in the node); the collectives of `collectives/rows.py`
+    order rows by (place, node).
+    """
+    slow, fast = (lax.axis_size(axis) for axis in axes)
+    if slow == 1 or fast == 1:
+        return x_M
+    return x_M.reshape(slow, fast, -1, *x_M.shape[1:]).swapaxes(0, 1).reshape(x_M.shape)
 
 
 def broadcast_from_local(x: jax.Array, is_source: jax.Array) -> jax.Array:
@@ -74,7 +87,7 @@ def broadcast_from_local(x: jax.Array, is_source: jax.Array) -> jax.Array:
     """
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     whole = lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
-    sent = lax.psum(jnp.where(is_source, whole, jnp.zeros_like(whole)), EXPERT_INTRA)
+    sent = lax.psum(jnp.where(is_source, whole, jnp.zeros_like(whole)), EXPERT)
     return lax.bitcast_convert_type(sent.astype(bits), x.dtype)
 
 
@@ -238,7 +251,7 @@ class HeadLayout(RowLayout):
         at_Q = jnp.arange(q, dtype=jnp.int32) * c + _last_token_index(
             positions_QC, self.num_table_positions
         )
-        own_Q = at_Q - lax.axis_index(EXPERT_INTRA) * x_tD.shape[0]
+        own_Q = at_Q - lax.axis_index(EXPERT) * x_tD.shape[0]
         here_Q = (own_Q >= 0) & (own_Q < x_tD.shape[0])
         return broadcast_from_local(x_tD[jnp.where(here_Q, own_Q, 0)], here_Q[:, None])
 
@@ -275,9 +288,8 @@ class ShardedDenseLayerRunner(DenseLayerRunner):
 
         table_VD: this device's block.
         """
-        return lookup_row_block_local(
-            table_VD, jnp.pad(tokens_QC.reshape(-1), (0, self._num_padding_tokens)), dtype, AXES
-        )
+        tokens_M = jnp.pad(tokens_QC.reshape(-1), (0, self._num_padding_tokens))
+        return lookup_row_block_local(table_VD, _transpose_devices(tokens_M, EXPERT), dtype, AXES)
 
     def device_positions(self, positions_QC: jax.Array) -> jax.Array:
         all_T = jnp.pad(
@@ -286,7 +298,7 @@ class ShardedDenseLayerRunner(DenseLayerRunner):
             constant_values=self.num_table_positions,
         )
         size = all_T.size // self.num_devices
-        return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT_INTRA) * size, size)
+        return lax.dynamic_slice_in_dim(all_T, lax.axis_index(EXPERT) * size, size)
 
     def apply(self, layer: Callable[[jax.Array], jax.Array], h_tD: jax.Array) -> jax.Array:
         """Return a layer's output for this device's tokens, float32 [t, D], summed over the
@@ -295,9 +307,8 @@ class ShardedDenseLayerRunner(DenseLayerRunner):
         Partial outputs are sent in the dtype of `h_tD` and added in float32.
         """
         part_TD = layer(all_gather_local(h_tD)[: self.num_tokens])
-        return reduce_scatter_rows_local(
-            jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._num_padding_tokens), (0, 0))), AXES
-        )
+        part_MD = jnp.pad(part_TD.astype(h_tD.dtype), ((0, self._num_padding_tokens), (0, 0)))
+        return reduce_scatter_rows_local(_transpose_devices(part_MD, EXPERT), AXES)
 
 
 def _last_token_index(positions_PC: jax.Array, num_table_positions: int) -> jax.Array:

@@ -27,7 +27,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jmoe.collectives.all_to_all import make_all_to_all
-from jmoe.collectives.exchange import PerDeviceExchange, TokenChoices
+from jmoe.collectives.exchange import (
+    DispatchedTokens,
+    Exchange,
+    PerDeviceExchange,
+    PerNodeExchange,
+    TokenChoices,
+)
 from jmoe.collectives.ragged import RaggedExchange
 from jmoe.inference.cached_layers import (
     Arrays,
@@ -40,7 +46,7 @@ from jmoe.inference.kv_cache import KVCache, LayerCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
 from jmoe.layers.slot_experts import ExpertInputs, grouped_mlp_from_slots
-from jmoe.mesh import BATCH, EXPERT_INTRA, REPLICATED
+from jmoe.mesh import BATCH, EXPERT, REPLICATED
 from jmoe.models.block import add_residual
 from jmoe.models.functional import ModuleStructure
 from jmoe.offload.slot_arrays import as_mlp_weights
@@ -66,15 +72,18 @@ class ExchangeShape(NamedTuple):
     """Static sizes of a step's exchange of tokens and of the experts' program.
 
     rows: rows of a device's receive buffer if ragged, else of the buffer for each source and
-        destination.
+        destination: a device, or a node if device_rows is set.
     slots_per_device: experts of the layer that a device has slots for.
     ragged: use a ragged all-to-all instead of padded buffers.
+    device_rows: send a token once to each node of its experts (dedup), and inside the node by
+        buffers of this many rows for each source and destination; 0: send directly.
     """
 
     rows: int
     slots_per_device: int
     activation: str
     ragged: bool = False
+    device_rows: int = 0
 
 
 def _shard_map(
@@ -148,7 +157,7 @@ def attend_and_route_on_mesh(
         )
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
-        return x_PCD, cache, GateOutput(y, lax.all_gather(y.idx_TK, EXPERT_INTRA, tiled=True))
+        return x_PCD, cache, GateOutput(y, lax.all_gather(y.idx_TK, EXPERT, tiled=True))
 
     gate_spec: PyTree = GateOutput(BATCH, REPLICATED)  # type: ignore[arg-type]
     out_specs = BATCH, layout.cache, gate_spec if routed else BATCH
@@ -188,9 +197,7 @@ def experts_on_mesh(
     ) -> jax.Array:
         (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
         num_physical, num_experts = num_devices * exchange.slots_per_device, replica_EC.shape[0]
-        token_T = lax.axis_index(EXPERT_INTRA) * num_tokens + jnp.arange(
-            num_tokens, dtype=jnp.int32
-        )
+        token_T = lax.axis_index(EXPERT) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
         real_TK = routed.idx_TK < num_experts
         turn_TK = replica_EC.at[routed.idx_TK, token_T[:, None] % replica_EC.shape[1]].get(
             mode="clip"
@@ -199,11 +206,8 @@ def experts_on_mesh(
         numbers = jnp.arange(num_physical, dtype=jnp.int32)
         counts = (physical_TK[:, :, None] == numbers).sum(axis=(0, 1), dtype=jnp.int32)
         weights_TK = jnp.where(real_TK, routed.weights_TK, 0.0)
-        sent: RaggedExchange | PerDeviceExchange = RaggedExchange(EXPERT_INTRA, num_devices)
-        if not exchange.ragged:
-            sent = PerDeviceExchange(make_all_to_all((EXPERT_INTRA,)), num_devices, None)
         chosen = TokenChoices(physical_TK, weights_TK, counts)
-        there = sent.dispatch_rows(routed.h_TD, chosen, exchange.rows, num_tokens * k)
+        sent, there = _dispatch_local(mesh, exchange, routed.h_TD, chosen)
         batched_rows = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
         if mesh.devices.flat[0].platform == "cpu":
             batched_rows = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
@@ -223,6 +227,24 @@ def experts_on_mesh(
         routed, replica_EC, weights, table_NS
     )
     return y_TD
+
+
+def _dispatch_local(
+    mesh: Mesh, exchange: ExchangeShape, h_TD: jax.Array, chosen: TokenChoices
+) -> tuple[Exchange | RaggedExchange, DispatchedTokens]:
+    """Return (the exchange, this device's tokens on the devices of their experts)."""
+    if exchange.device_rows:
+        nodes, per_node = (mesh.shape[axis] for axis in EXPERT)
+        inside = PerDeviceExchange(make_all_to_all(EXPERT[1:]), per_node, None)
+        # its buffers have the sizes of `exchange`, so that it needs no expected number of nodes
+        dedup = PerNodeExchange(make_all_to_all(EXPERT[:1]), inside, nodes, 0.0, None)
+        return dedup, dedup.dispatch_rows(h_TD, chosen, exchange.rows, exchange.device_rows)
+    flat = (
+        RaggedExchange(EXPERT, mesh.size)
+        if exchange.ragged
+        else PerDeviceExchange(make_all_to_all(EXPERT), mesh.size, None)
+    )
+    return flat, flat.dispatch_rows(h_TD, chosen, exchange.rows, chosen.topk_idx_TK.size)
 
 
 def _run_slot_experts_local(
@@ -320,7 +342,7 @@ def logits_on_mesh(
 
     def gather_logits_local(arrays: Arrays, x_MD: jax.Array, place_Q: jax.Array) -> jax.Array:
         logits_Qv = structure.merge(layout.local_weights(arrays)).logits(x_MD[place_Q])
-        return lax.all_gather(logits_Qv, EXPERT_INTRA, axis=1, tiled=True)[:, :vocab_size]
+        return lax.all_gather(logits_Qv, EXPERT, axis=1, tiled=True)[:, :vocab_size]
 
     sharded = _shard_map(
         layout.mesh, gather_logits_local, (layout.weights, REPLICATED, REPLICATED), REPLICATED
@@ -341,7 +363,7 @@ def copy_cache_blocks_on_mesh(
     """
 
     def copy_cache_blocks_local(cache: KVCache, at_W4: jax.Array, count: jax.Array) -> KVCache:
-        n = lax.axis_index(EXPERT_INTRA)
+        n = lax.axis_index(EXPERT)
 
         def copy_block(i: jax.Array, x: jax.Array) -> jax.Array:
             at = at_W4[i]

@@ -20,7 +20,6 @@ L layers with experts
 W blocks of a table
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,10 +35,16 @@ from jax.sharding import Mesh, NamedSharding
 from jmoe.collectives.ragged import supports_ragged_exchange
 from jmoe.config import ModelConfig
 from jmoe.config.engine import EngineConfig
+from jmoe.config.parallel import ExchangeKind
 from jmoe.inference.cached_layers import Arrays, Hidden
 from jmoe.inference.kv_cache import LayerCache, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.layer_programs import logits_at_tokens, logits_of_row
 from jmoe.inference.mesh.dense_layout import HeadLayout, MeshBatch, RowLayout
+from jmoe.inference.mesh.exchange_rows import (
+    buffer_row_counts,
+    choose_exchange,
+    dedup_row_counts,
+)
 from jmoe.inference.mesh.expert_placer import ExpertPlacer, SwapCosts
 from jmoe.inference.mesh.lockstep import Leader, call_on_all_ranks
 from jmoe.inference.mesh.programs import (
@@ -57,18 +62,15 @@ from jmoe.inference.mesh.programs import (
 )
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.runner import RECENT_STEPS
-from jmoe.inference.scheduler import ChunkGroup, smallest_bucket
+from jmoe.inference.scheduler import ChunkGroup
 from jmoe.layers.experts import SLOT_MULTIPLE
-from jmoe.mesh import BATCH, REPLICATED, put_sharded
+from jmoe.mesh import BATCH, EXPERT_INTER, REPLICATED, put_sharded
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tensor_parallel import per_device_config
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
 from jmoe.planning.placement import Placement
 
-BUFFER_FACTORS = (1.25, 1.5, 2.0, 4.0, 8.0, 16.0)  # rows of a buffer / an even share of them
-# if all rows are at most this many, there is one size of buffers: smaller ones would save little
-FEW_ROWS = 64
 TIMED_RUNS = 3
 PlacedModule = tuple[ModuleStructure, Arrays]
 
@@ -113,14 +115,16 @@ class MeshRunner:
         experts: MeshExperts,
         placer: ExpertPlacer,
         caches: Sequence[LayerCache],
+        exchange: ExchangeKind = "flat",
     ) -> None:
         """Take modules and caches that are placed as `layout` says.
 
-        modules: `EmbedAndHead`, then the layers.
+        modules: `EmbedAndHead`, then the layers. exchange: dedup sends a token once to a node.
         """
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
-        self.ragged = supports_ragged_exchange(self.mesh.devices.flat[0])
+        self.dedup = exchange == "dedup"
+        self.ragged = not self.dedup and supports_ragged_exchange(self.mesh.devices.flat[0])
         self.leader: Leader | None = None  # rank 0's connection to other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # [step][layer]
@@ -356,14 +360,26 @@ class MeshRunner:
         out = []
         with self.residency.locked_operands(moe_layer) as operands:
             for gate, idx_TK in zip(gates, chosen, strict=True):
-                for rows in _buffer_row_counts(placement, idx_TK, self.ragged):
+                for rows, device_rows in self._buffer_rows(placement, idx_TK):
                     exchange = ExchangeShape(
-                        rows, placement.slots_per_device, self.config.hidden_act, self.ragged
+                        rows,
+                        placement.slots_per_device,
+                        self.config.hidden_act,
+                        self.ragged,
+                        device_rows,
                     )
                     y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, *operands)
                 out.append(y_TD)
         self._held = out
         return out
+
+    def _buffer_rows(self, placement: Placement, idx_TK: np.ndarray) -> Sequence[tuple[int, int]]:
+        """Return [the numbers of rows of `ExchangeShape`, device_rows 0 if tokens go to devices
+        directly]; all sizes for pure padding. idx_TK: as for `buffer_row_counts`.
+        """
+        if self.dedup:
+            return dedup_row_counts(placement, idx_TK, self.mesh.shape[EXPERT_INTER])
+        return [(rows, 0) for rows in buffer_row_counts(placement, idx_TK, self.ragged)]
 
     def _release_last_layer(self) -> None:
         """Release the slots of the layer whose experts ran last, once they have finished."""
@@ -371,27 +387,6 @@ class MeshRunner:
             jax.block_until_ready(self._held)
             self.residency.release()
         self._held = None
-
-
-def _buffer_row_counts(placement: Placement, idx_TK: np.ndarray, ragged: bool) -> Sequence[int]:
-    """Return [rows of the smallest buffer size that fits the exchange]; all sizes for pure padding.
-
-    idx_TK: choices of all devices' tokens, in the order of the devices.
-    ragged: a buffer holds all that a device receives; otherwise the rows of one source and
-        destination.
-    """
-    num_devices, (num_tokens, k) = placement.num_devices, idx_TK.shape
-    mine = num_tokens // num_devices
-    everything, fair = (num_tokens * k, mine * k) if ragged else (mine * k, mine * k / num_devices)
-    sizes = {everything}
-    if everything > FEW_ROWS:
-        sizes.update(min(everything, math.ceil(factor * fair)) for factor in BUFFER_FACTORS)
-    token, choice = np.nonzero(idx_TK < placement.num_experts)
-    if not token.size:
-        return sorted(sizes)
-    device = placement.replica_of_tokens(token, idx_TK[token, choice]) // placement.slots_per_device
-    sent = np.bincount(device if ragged else token // mine * num_devices + device)
-    return [smallest_bucket(int(np.max(sent)), tuple(sorted(sizes)))]
 
 
 def make_mesh_runner(
@@ -415,7 +410,8 @@ def make_mesh_runner(
     placer = ExpertPlacer(
         options.mesh, experts, config.num_experts_per_tok, options.estimator is not None, table
     )
-    return MeshRunner(config, layout, modules, experts, placer, caches)
+    exchange = choose_exchange(config, options.mesh, mesh.shape[EXPERT_INTER])
+    return MeshRunner(config, layout, modules, experts, placer, caches, exchange)
 
 
 def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[LayerCache]:

@@ -18,7 +18,7 @@ from jax.tree_util import KeyPath
 from jmoe.collectives.fusion import ShardInBuffer, flatten_shards, unflatten_gradient_shards
 from jmoe.config import LayerKind
 from jmoe.layers.router import RouterBias
-from jmoe.mesh import DATA, is_expert
+from jmoe.mesh import EXPERT_COPIES, is_expert
 from jmoe.training.fused.layer_buffers import LayerBuffers
 from jmoe.types import PyTree
 
@@ -85,9 +85,9 @@ class UnbufferedParams:
         def reduced_over(path: KeyPath, variable: PyTree) -> str:
             if isinstance(variable, RouterBias) or not reduces:
                 return "none"
-            return (
-                "all" if not is_expert(path) else "replicas" if lax.axis_size(DATA) > 1 else "none"
-            )
+            if not is_expert(path):
+                return "all"
+            return "replicas" if lax.axis_size(EXPERT_COPIES) > 1 else "none"
 
         sums = layers.split(
             jax.tree_util.tree_map_with_path(reduced_over, state, is_leaf=is_nnx_variable)

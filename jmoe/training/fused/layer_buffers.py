@@ -1,5 +1,5 @@
 """The flat buffers in which a layer's parameters travel in a `ReverseScan`: one for dense
-parameters, split over all devices, and one for experts, split over the data axis.
+parameters, split over the devices of a replica, and one for experts, split over the data axis.
 
 Legend:
 R devices among which a buffer is split
@@ -28,7 +28,7 @@ from jmoe.collectives.fusion import (
 from jmoe.mesh import DATA
 from jmoe.types import PyTree
 
-REPLICAS: Hierarchy = ((DATA,),)  # the devices that hold the same experts
+EXPERT_SHARDS: Hierarchy = ((DATA,),)  # the devices that split an array of experts
 
 
 class BufferPair(NamedTuple):
@@ -68,7 +68,7 @@ class LayerBuffers:
         self._dense, self.num_layers = dense, dense.num_layers
         self._experts = BufferLayout(dense.split(state)[1], expert_entries)
         self._entries = dense.entries, self._experts.entries
-        self._hierarchies = hierarchy, REPLICAS
+        self._hierarchies = hierarchy, EXPERT_SHARDS
 
     def split(self, tree: PyTree) -> ParamsByBuffer:
         """Return the leaves of a tree like the layer's parameters."""

@@ -32,6 +32,7 @@ from jax import lax
 
 from jmoe.collectives.fusion import (
     Hierarchy,
+    add_to_own_row_local,
     all_gather_buffer_local,
     all_reduce_buffer_local,
     axis_names,
@@ -60,7 +61,7 @@ from jmoe.training.fused.gradient_buckets import (
     set_layer_at,
 )
 from jmoe.training.fused.layer_buffers import (
-    REPLICAS,
+    EXPERT_SHARDS,
     BufferPair,
     MakeBuffers,
     ParamsByBuffer,
@@ -129,12 +130,14 @@ class ReverseScan:
     schedule: CollectiveSchedule
     bucket_bytes: int  # float32 gradients that one reduction sums; 0: one layer's
     chunk_bytes: int  # of one collective, see `collectives.schedule`
-    # Whether gradients outside the flat buffer are summed over devices. False in all accumulation
-    # steps but the last, which sums them once for all.
+    # Whether gradients outside the flat buffers are summed over devices, and those of the buffers
+    # over replicas. False in all accumulation steps but the last, which sums them once for all.
     reduces: bool = True
     summed: PyTree = None  # the earlier accumulation steps' gradients, by kind, to add to
     # Whether gathered experts are residuals of the forward pass, instead of being gathered again.
     keeps_experts: bool = False
+    # The axis over which the devices of `hierarchy` have replicas (`mesh.replicate`); () if none.
+    replica_axes: tuple[str, ...] = ()
 
     # Work: the gathers and reductions that `interleave_collectives` places
 
@@ -172,7 +175,7 @@ class ReverseScan:
         if rows_C is None:
             return []
         dense = self.all_gathers_by_chunk(rows_C.dense)
-        return dense + self.all_gathers_by_chunk(rows_C.experts, REPLICAS)
+        return dense + self.all_gathers_by_chunk(rows_C.experts, EXPERT_SHARDS)
 
     def join_gathered_pair(self, gathered: list[jax.Array], rows_C: BufferPair) -> BufferPair:
         """Return both of a layer's buffers [R, C] from the results of
@@ -181,7 +184,7 @@ class ReverseScan:
         num_dense = len(self._gather_chunk_ranges(rows_C.dense, self.hierarchy))
         return BufferPair(
             self.join_gathered_chunks(gathered[:num_dense], rows_C.dense),
-            self.join_gathered_chunks(gathered[num_dense:], rows_C.experts, REPLICAS),
+            self.join_gathered_chunks(gathered[num_dense:], rows_C.experts, EXPERT_SHARDS),
         )
 
     def gather_pair(self, rows_C: BufferPair) -> BufferPair:
@@ -189,14 +192,15 @@ class ReverseScan:
         with jax.named_scope("gather"):
             return BufferPair(
                 all_gather_buffer_local(rows_C.dense, self.hierarchy),
-                all_gather_buffer_local(rows_C.experts, REPLICAS),
+                all_gather_buffer_local(rows_C.experts, EXPERT_SHARDS),
             )
 
     def reduce_scatters_by_chunk(
         self, rows_RG: jax.Array, hierarchy: Hierarchy | None = None
     ) -> list[Work]:
-        """Return the reduce-scatters of `rows_RG` over the devices of `hierarchy` (None: all), one
-        per chunk of columns; their results concatenate to this device's row [G].
+        """Return the reduce-scatters of `rows_RG` over the devices of `hierarchy` (None: those of a
+        replica), each followed by an all-reduce over replicas, one per chunk of columns; their
+        results concatenate to this device's row [G].
         """
         limits = [
             limit
@@ -206,7 +210,13 @@ class ReverseScan:
         chunks = cut_ranges(
             rows_RG.shape[1], 4 * rows_RG.shape[0], min(limits, default=rows_RG.nbytes)
         )
-        reduce = partial(reduce_scatter_buffer_local, hierarchy=hierarchy or self.hierarchy)
+        hierarchy = hierarchy or self.hierarchy
+        replica_axes = self.replica_axes if self.reduces else ()
+
+        def reduce(rows_RG: jax.Array) -> jax.Array:
+            row_G = reduce_scatter_buffer_local(rows_RG, hierarchy)
+            return lax.psum(row_G, replica_axes) if replica_axes else row_G
+
         return [ColumnWork("reduce", reduce, rows_RG, *chunk) for chunk in chunks]
 
     def all_reduces_by_chunk(self, row_G: jax.Array, hierarchy: Hierarchy) -> list[Work]:
@@ -223,9 +233,13 @@ class ReverseScan:
         reduce = partial(all_reduce_buffer_local, hierarchy=hierarchy)
         return [ColumnWork("all_reduce", reduce, row_G, *chunk) for chunk in chunks]
 
+    def across_replicas(self, hierarchy: Hierarchy) -> Hierarchy:
+        """Return `hierarchy` with the replica axis in its slowest level."""
+        return (self.replica_axes + hierarchy[0], *hierarchy[1:])
+
     @property
     def axis_names(self) -> tuple[str, ...]:
-        return axis_names(self.hierarchy)
+        return axis_names(self.across_replicas(self.hierarchy))
 
     def __call__(
         self,
@@ -298,9 +312,13 @@ class _BoundReverseScan:
         )
         return [
             self.config.reduce_scatters_by_chunk(joined.dense_rows),
-            self.config.reduce_scatters_by_chunk(joined.expert_rows, REPLICAS),
-            self.config.all_reduces_by_chunk(joined.replicated, self.config.hierarchy),
-            self.config.all_reduces_by_chunk(joined.experts, REPLICAS),
+            self.config.reduce_scatters_by_chunk(joined.expert_rows, EXPERT_SHARDS),
+            self.config.all_reduces_by_chunk(
+                joined.replicated, self.config.across_replicas(self.config.hierarchy)
+            ),
+            self.config.all_reduces_by_chunk(
+                joined.experts, self.config.across_replicas(EXPERT_SHARDS)
+            ),
         ]
 
     def _store_reduced(
@@ -518,10 +536,6 @@ class _BoundReverseScan:
         gradients = {}
         for kind, layers in self.kinds.items():
             dense, experts = layers.unflatten_gradient_stack(state.sums[kind])
-            if saved.summed is not None:
-                earlier = layers.split(saved.summed[kind])
-                dense = jax.tree.map(jnp.add, dense, earlier.dense)
-                experts = jax.tree.map(jnp.add, experts, earlier.experts)
             gradients[kind] = layers.join(ParamsByBuffer(dense, experts, state.others[kind]))
         return gradients
 
@@ -605,8 +619,12 @@ class _BoundReverseScan:
             state, [list(itertools.islice(done, len(works))) for works in reductions]
         )
         if saved.summed is not None:
-            earlier = layer_slice(self.kinds[kind].split(saved.summed[kind]).others, index)
-            gradients = jax.tree.map(jnp.add, gradients, earlier)
+            earlier = layer_slice(self.kinds[kind].split(saved.summed[kind]), index)
+            gradients = jax.tree.map(jnp.add, gradients, earlier.others)
+            rows = BufferPair(
+                add_to_own_row_local(rows.dense, earlier.dense, self.config.hierarchy),
+                add_to_own_row_local(rows.experts, earlier.experts, EXPERT_SHARDS),
+            )
         own = self.outside_buffer[kind]
         others = state.others | {
             kind: own.store_needing_no_reduction(state.others[kind], index, gradients)

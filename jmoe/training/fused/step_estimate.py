@@ -165,7 +165,8 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
     """
     hosts, each = hosts_and_devices_per_host(config)
     devices = ahead_of_time.abstract_gpu_devices(target, hosts, each)
-    mesh = make_mesh(config.checked_mesh_shape(len(devices), each), devices)
+    shape = config.checked_mesh_shape(len(devices), each)
+    mesh = make_mesh(shape, devices, replicas=config.mesh.replicate)
     links = read_links(Path(config.comm.links)) if config.comm.links else None
     trainer, parts = FusedTrainer(config, mesh, links=links), config.gradient_accumulation_steps
     context, sequences = config.devices_per_sequence(len(devices)), config.batch_size // parts

@@ -54,6 +54,7 @@ COMPRESSED: dict[str, dict[str, Any]] = {
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "even": {},
     "tensor": {"dense": "tensor"},
+    "dedup": {"nodes": 2},
     "ring": {},
     "nvme": {},
     "wrong": {"placement": "lina", "slots_per_device": 3},

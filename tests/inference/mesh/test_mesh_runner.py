@@ -15,11 +15,10 @@ from tiny_engines import CHECKPOINTS, tiny_engine
 
 from jmoe.config.engine import EngineMesh, Policy
 from jmoe.inference.engine import Engine
-from jmoe.inference.mesh.runner import MeshRunner, _buffer_row_counts
+from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import placements_to_segments
-from jmoe.planning.placement import placement_from_slots
 from tests.compiled import compilations
 from tests.damage import flip
 from tests.inference.mesh.mesh_ranks import COMPRESSED
@@ -185,7 +184,9 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
             and answer["reused_tokens"] == expected.reused_tokens
         )
         assert_logprobs(answer["logprobs"], expected.logprobs)
-        assert name == "tensor" or answer["logprobs"] == found["even"]["logprobs"]  # bit for bit
+        assert (
+            name in ("tensor", "dedup") or answer["logprobs"] == found["even"]["logprobs"]
+        )  # bit for bit
         assert answer["tokens_per_expert"] == use.tolist()
     assert found["wrong"]["estimates"] >= found["wrong"]["replans"] > 0
     # phase one makes room for the wrong ones
@@ -284,29 +285,6 @@ def test_wrong_estimates_change_nothing_but_time() -> None:
         assert stats.waited_s > 0 and stats.planning_s > 0
 
 
-def test_buffers_hold_the_largest_part_and_little_more() -> None:
-    """What each of two devices sends to each: sizes are those that padding compiles, one where
-    rows are few.
-    """
-    even = placement_from_slots(np.arange(4).reshape(2, 2), np.ones(4))
-    choices = {
-        "none": np.full((128, 2), 4),
-        "even": np.tile([0, 2], (128, 1)),
-        "all to one": np.tile([0, 1], (128, 1)),
-    }
-    # at most 92 of 128 to one device
-    uneven = np.concatenate([choices["even"][:100], choices["all to one"][:28]])
-    for choice, padded, ragged in [
-        (choices["none"], [80, 96, 128], [160, 192, 256]),
-        (choices["even"], [80], [160]),
-        (uneven, [96], [160]),  # the busier device gets 156 in all
-        (choices["all to one"], [128], [256]),
-        (choices["none"][:32], [32], [64]),
-    ]:
-        assert list(_buffer_row_counts(even, choice, ragged=False)) == padded
-        assert list(_buffer_row_counts(even, choice, ragged=True)) == ragged
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["even", "lina"])
 def test_a_ragged_exchange_gives_the_same_tokens(
@@ -323,6 +301,39 @@ def test_a_ragged_exchange_gives_the_same_tokens(
     assert_logprobs(answer.logprobs, expected.logprobs)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "options"),
+    [
+        (2, {}),
+        pytest.param(8, {}, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {"placement": "lina", "slots_per_device": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(4, {"dense": "tensor", "devices": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_cross_once_to_a_node_give_the_tokens_of_one_device(
+    one_device: tuple[str, Traffic, np.ndarray],
+    nodes: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`auto` takes dedup on several nodes; nothing is compiled after the programs of all sizes."""
+    monkeypatch.setattr("jmoe.inference.mesh.exchange_rows.FEW_ROWS", 0)
+    name, expected, use = one_device
+    with on_mesh(name, **{"devices": DEVICES, "nodes": nodes} | options) as engine:
+        assert runner_of(engine).dedup
+        engine.compile_all_programs()
+        with compilations() as compiled:
+            answer = traffic(engine)
+        assert engine.tokens_per_expert().tolist() == use.tolist()
+    assert answer.tokens == expected.tokens and answer.reused_tokens == expected.reused_tokens
+    assert_logprobs(answer.logprobs, expected.logprobs)
+    assert compiled == []
+
+
 @pytest.mark.slow
 def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows on each of two devices, prefixes that cross from one to the other; nothing is
@@ -330,7 +341,7 @@ def test_rows_of_several_sequences_on_a_device(monkeypatch: pytest.MonkeyPatch) 
 
     Buffers have several sizes, however small they are.
     """
-    monkeypatch.setattr("jmoe.inference.mesh.runner.FEW_ROWS", 0)
+    monkeypatch.setattr("jmoe.inference.mesh.exchange_rows.FEW_ROWS", 0)
     with tiny_engine("mixtral", max_batch=8, policy="resident") as engine:
         expected = traffic(engine)
     options = {"placement": "eplb", "slots_per_device": 3, "rebalance_every": 2}
@@ -374,6 +385,10 @@ def test_costs_are_measured_and_decide() -> None:
             "mesh.slots_per_device = 5: must be at most 4",
         ),
         ({"mesh": EngineMesh(devices=2), "estimator": "paths"}, "no such file; make one with"),
+        (
+            {"mesh": EngineMesh(devices=2, exchange="dedup")},
+            "mesh.exchange = 'dedup': needs several hosts, or mesh.nodes",
+        ),
         (
             {"mesh": EngineMesh(devices=8, dense="tensor"), "max_batch": 8},
             (

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jmoe.config import CommConfig, LoraConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jmoe.configs import PRESETS
-from jmoe.mesh import make_mesh
+from jmoe.mesh import make_mesh, mesh_shape
 from jmoe.models.huggingface import family_of, model_config
 from jmoe.models.peft_files import AdapterFolder, read_adapter_folder
 from jmoe.models.pretrained import read_config
@@ -61,7 +61,7 @@ def run(
     name: str, mesh: Mesh, steps: int, context: int = 0, **options: object
 ) -> tuple[AdapterTrainer, TrainState, list[float]]:
     own = adapter_of(name, "first")
-    spread = MeshConfig(*mesh.shape.values(), context)
+    spread = MeshConfig(*mesh_shape(mesh), context)
     trainer = AdapterTrainer(config_of(name, own.lora, mesh=spread, **options), mesh)
     state, losses = start(trainer, own), []
     with np.load(LORA / name / "expected.npz") as expected:

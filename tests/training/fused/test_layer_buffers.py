@@ -1,5 +1,6 @@
-"""Experts that the data axis splits (`comm.shard_experts`): no number changes, a device holds its
-share, and a checkpoint of one layout restores under every other.
+"""Experts that the data axis splits (`comm.shard_experts`) and copies of the state
+(`mesh.replicate`): no number changes, a device holds its share, and a checkpoint of one layout
+restores under every other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CONFIG = TrainConfig(
     num_steps=50,
     compute_dtype="float32",
 )
-# mesh, and what differs from CommConfig
+# mesh, and what differs from CommConfig; `replicate` of the mesh
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "whole experts": ((2, 1, 2), {}),
     "optimizer": ((2, 2, 1), {"shard_experts": "optimizer"}),
@@ -48,13 +49,27 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"shard_experts": "weights", "shard_dense": False, "bucket_bytes": 20_000},
     ),
     "weights, three levels": ((2, 2, 2), {"shard_experts": "weights", "exchange": "dedup"}),
+    "copies": ((4, 1, 2), {"replicate": 4}),
+    "copies, experts split": ((4, 1, 2), {"replicate": 2, "shard_experts": "weights"}),
+    "copies over nodes": (
+        (4, 2, 1),
+        {"replicate": 2, "shard_experts": "optimizer", "embedding": "replicated"},
+    ),
+    "copies, gathered one by one": (
+        (4, 1, 1),
+        {"replicate": 2, "fuse_dense": False, "schedule": "none"},
+    ),
 }
 
 
 @functools.cache
-def trainer_of(shape: tuple[int, int, int], accumulation: int = 1, **comm: Any) -> FusedTrainer:
+def trainer_of(
+    shape: tuple[int, int, int], accumulation: int = 1, replicate: int = 1, **comm: Any
+) -> FusedTrainer:
     config = dataclasses.replace(CONFIG, gradient_accumulation_steps=accumulation)
-    return FusedTrainer(spread_over(config, *shape, **comm), mesh_of(*shape))
+    config = spread_over(config, *shape, **comm)
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, replicate=replicate))
+    return FusedTrainer(config, mesh_of(*shape, replicas=replicate))
 
 
 def train(trainer: FusedTrainer, steps: int) -> tuple[list[dict[str, Any]], TrainState]:
@@ -81,6 +96,26 @@ def test_a_device_holds_its_share_of_the_experts() -> None:
         for (path, leaf), other in zip(leaves, others, strict=True):
             own, full = (np.prod(s.sharding.shard_shape(s.shape)) for s in (leaf, other))
             assert own * (2 if is_expert(path) else 1) == full, path
+
+
+def test_a_device_holds_its_share_of_a_copy() -> None:
+    """Two copies over eight devices: four devices split dense parameters, and experts; all eight
+    the embedding.
+    """
+    state = trainer_of((4, 1, 2), replicate=2, shard_experts="weights").state_shape
+    for part in ("params", "m", "v"):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part)):
+            own, full = np.prod(leaf.sharding.shard_shape(leaf.shape)), np.prod(leaf.shape)
+            all_split = is_expert(path) and leaf.ndim > 3
+            split = 8 if "embedding" in str(path) else 4
+            assert own == full // split or (own == full and not all_split), path
+
+
+def test_copies_of_the_state_change_no_number() -> None:
+    """Nor do accumulation steps, after the last of which alone the copies add their gradients."""
+    one, _ = train(trainer_of(ONE, 2), 2)
+    copies, _ = train(trainer_of((4, 1, 1), 2, replicate=2, shard_experts="weights"), 2)
+    assert_trees_close(copies, one, 1e-5)
 
 
 def test_weights_gathered_a_layer_ahead_change_no_number() -> None:
