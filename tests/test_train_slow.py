@@ -83,6 +83,29 @@ def test_killed_again_and_again(
     assert unfinished(output_dir) == set()
 
 
+@pytest.mark.parametrize("option", [("kind", "muon"), ("moments", "8bit")], ids="=".join)
+def test_another_optimizer_is_killed_and_goes_on_to_the_bit(
+    runs: TrainRuns, tmp_path: Path, start_python: Start, option: tuple[str, str]
+) -> None:
+    """On four devices; the options cannot change afterwards, and the plan counts the moments."""
+    own = (f"--optimizer.{option[0]}", option[1], "--num-steps", 30)
+    mesh = ("--mesh.expert-inter", 2, "--mesh.expert-intra", 2)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    screen = runs.finish(whole, *own, *mesh, devices=4)
+    assert "AdamW with float32 moments" in screen
+    process = start_python(
+        runs.command(killed, *own, *mesh), tmp_path / "log", runs.environment(devices=4)
+    )
+    process.wait_until(lambda: len(losses(killed)) >= 14)
+    process.kill_now()
+    newest = committed(killed)[-1]
+    said = runs.fail(killed, "--num-steps", 30, *mesh, devices=4)
+    assert f"optimizer.{option[0]}: {option[1]!r} -> " in said
+    runs.finish(killed, *own, *mesh, devices=4)
+    assert resumes(killed) == [newest]
+    assert set(losses(killed)) == set(losses(whole))
+
+
 def test_process_count_changes(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Two processes, then four, then one on one device: the losses of one process with all
     devices.

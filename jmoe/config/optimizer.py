@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jmoe.config.checks import (
     check,
@@ -15,11 +15,14 @@ from jmoe.config.checks import (
     check_unset,
 )
 
+AnyTrainConfig = Any  # `config.train` and `config.vision`, which import this module
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay, and a learning rate with warm-up, then cosine, constant,
-    or constant with a linear decay at the end ("wsd").
+    """AdamW with decoupled weight decay, or Muon for the matrices of layers and AdamW for the rest;
+    and a learning rate with warm-up, then cosine, constant, or constant with a linear decay at the
+    end ("wsd").
 
     Norms, biases and router biases are not decayed.
     """
@@ -35,16 +38,27 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # global norm; 0: no clip
+    # muon: attention, MLPs and experts by Muon; embeddings, head, routers, norms by AdamW
+    kind: Literal["adamw", "muon"] = "adamw"
+    # adamw: how the moments of the layers' matrices are kept. 8bit: codes, with a float32 scale for
+    # each 256 of them
+    moments: Literal["float32", "8bit"] = "float32"
+    momentum: float = 0.95  # of Muon
 
     def __post_init__(self) -> None:
         check_field_types(self)
         check_positive(self, "learning_rate", "eps")
         check_not_negative(self, "warmup_steps", "decay_steps", "weight_decay", "clip_norm")
         check_steps_within_limit(self, "warmup_steps", "decay_steps")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             check_field(
                 0 <= getattr(self, name) < 1, self, f"optimizer.{name}", "must be in [0, 1)"
             )
+        if self.kind == "muon":
+            one = "must be float32 with optimizer.kind = 'muon', which keeps one moment of a matrix"
+            check_field(self.moments == "float32", self, "optimizer.moments", one)
+        else:
+            check_unset(self, "optimizer", ["momentum"], "with optimizer.kind = 'adamw'")
         fraction = self.final_learning_rate_fraction
         check(
             0 <= fraction <= 1,
@@ -67,3 +81,13 @@ class OptimizerConfig:
         fits = not self.decay_steps or self.warmup_steps + self.decay_steps <= num_steps
         words = f"must not exceed num_steps {num_steps} - optimizer.warmup_steps"
         check_field(fits, self, "optimizer.decay_steps", f"{words} {self.warmup_steps}")
+
+
+def check_may_change_optimizer(config: AnyTrainConfig, reasons: dict[str, bool]) -> None:
+    """Raise ValueError if one of the reasons holds and the optimizer is another than AdamW with
+    float32 moments. reasons: {end of a message: whether it holds}.
+    """
+    for why, holds in reasons.items():
+        for name, only in (("kind", "adamw"), ("moments", "float32")):
+            fits = not holds or getattr(config.optimizer, name) == only
+            check_field(fits, config.optimizer, f"optimizer.{name}", f"must be {only} {why}")

@@ -29,7 +29,7 @@ from jmoe.config.dpo import DpoConfig
 from jmoe.config.linear_attention import check_may_train_linear_attention
 from jmoe.config.lora import LoraConfig
 from jmoe.config.model import ModelConfig, Remat
-from jmoe.config.optimizer import OptimizerConfig
+from jmoe.config.optimizer import OptimizerConfig, check_may_change_optimizer
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
 from jmoe.config.prometheus import MetricsConfig
 from jmoe.config.replicas import check_may_replicate
@@ -379,6 +379,14 @@ class TrainConfig:
         check_may_train_linear_attention(self)
         self._check_dpo()
         self._check_yarn()
+        check_may_change_optimizer(
+            self,
+            {
+                _offloaded_phrase(self.tiers): not self.tiers.all_on_device,
+                "with lora.rank": self.lora.rank is not None,
+                f"with comm.packing = {self.comm.packing!r}": self.comm.packing != 1,
+            },
+        )
         if self.train or self.freeze:
             self._check_patterns()
         span = self.profile.traced_steps()

@@ -22,6 +22,7 @@ from jmoe.config.checks import (
 )
 from jmoe.config.layers import LayerKind
 from jmoe.config.model import ModelConfig
+from jmoe.config.optimizer import check_may_change_optimizer
 from jmoe.config.train import TrainConfig
 
 LayoutKind = Literal["even", "elastic"]
@@ -357,6 +358,7 @@ class VisionTrainConfig(TrainConfig):
             check_unset(
                 self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps"
             )
+        check_may_change_optimizer(self, {"for images": True})
         self._check_image_tiers()
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")

@@ -81,7 +81,7 @@ def saved_parameters(
     params = without_experts(shape.params) if experts else shape.params
     but = [
         *expert_array_names(names),
-        *(name for name in names if name.startswith(("m.", "v.", "loss_scale."))),
+        *(name for name in names if name.startswith(("m.", "v.", "scales.", "loss_scale."))),
     ]
     state, _, _ = checkpoints.restore(
         step, TrainState(params, {}, {}, shape.router_bias, shape.step), skipped_arrays=but

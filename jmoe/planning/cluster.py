@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from jmoe.config.cluster import ClusterConfig, NetworkConfig
 from jmoe.planning.exchange import ONE_HOP, ExchangePlan, Traffic, exchange_traffic
+from jmoe.planning.state_bytes import saved_bytes_per_parameter
 from jmoe.planning.training import TrainingPlan
 from jmoe.planning.training_sizes import TrainingSizes
 
-SAVED_BYTES = 12  # per parameter in a checkpoint: weight and two moments
 GRADIENT_BYTES = 4  # per parameter, where gradients are summed
 
 
@@ -96,7 +96,7 @@ def plan_cluster(
         all_to_all_s(training, exchanged, cluster),
         context_s(model, cluster),
         dense_collectives_s(model, nodes, cluster) + expert_all_reduce_s(model, nodes, cluster),
-        SAVED_BYTES * (model.dense_parameters + model.num_all_expert_parameters),
+        int(sum(_checkpoint_bytes(model))),
         checkpoint_write_s(model, nodes, training.machine.link_bytes_per_s, cluster),
     )
 
@@ -268,20 +268,23 @@ def checkpoint_write_s(
     """Return the seconds until a checkpoint is on the shared disk, limited by the disk, the busiest
     node's link, or a device's link to its host.
     """
-    dense, experts = (
-        SAVED_BYTES * model.dense_parameters,
-        SAVED_BYTES * model.num_all_expert_parameters,
-    )
+    dense, experts = _checkpoint_bytes(model)
     # one group writes the experts
     group_nodes = max(1, model.num_devices // cluster.devices_per_node)
     of_node = dense / (nodes if model.shard_dense else 1) + experts / group_nodes
-    own_experts = model.num_device_expert_parameters / model.num_expert_shards
-    of_device = dense / model.num_dense_shards + SAVED_BYTES * own_experts
+    of_device = dense / model.num_dense_shards
+    of_device += experts / model.num_devices / model.num_expert_shards
     return max(
         (dense + experts) / cluster.storage.write_bytes_per_s,
         of_node / cluster.network.between_bytes_per_s,
         of_device / link_bytes_per_s,
     )
+
+
+def _checkpoint_bytes(model: TrainingSizes) -> tuple[float, float]:
+    """Return the bytes in a checkpoint of the parameters outside of experts, and of all experts."""
+    dense_bytes, expert_bytes = saved_bytes_per_parameter(model)
+    return dense_bytes * model.dense_parameters, expert_bytes * model.num_all_expert_parameters
 
 
 def describe_bandwidths(network: NetworkConfig) -> str:

@@ -61,7 +61,8 @@ def possible_changes(model: TrainingSizes, place: StatePlacement) -> Iterator[Se
     yield from _context_changes(model, place)
     if model.packing > 1:
         yield SettingChange("comm.packing", model.packing // 2, _with_half_packing(model), place)
-    yield from _tier_setting_changes(model, place)
+    if model.any_tier:
+        yield from _tier_setting_changes(model, place)
     if place.checkpoints > LEAST_CHECKPOINTS:
         fewer = replace(place, checkpoints=LEAST_CHECKPOINTS)
         yield SettingChange("checkpoint.keep", LEAST_CHECKPOINTS, model, fewer)

@@ -22,12 +22,22 @@ def save_copy_bytes(model: TrainingSizes, place: StatePlacement) -> int:
     """Return the bytes of host memory that a save needs per device: a copy of its arrays, and a few
     expert records at a time if experts are streamed.
     """
-    dense = 12 * model.dense_parameters // model.num_dense_shards
-    return dense + 12 * (
+    dense_bytes, expert_bytes = saved_bytes_per_parameter(model)
+    experts = (
         SAVED_AT_ONCE * model.parameters_per_expert
         if place.is_streamed
         else model.num_device_expert_parameters // model.num_expert_shards
     )
+    return int(dense_bytes * model.dense_parameters) // model.num_dense_shards + int(
+        expert_bytes * experts
+    )
+
+
+def saved_bytes_per_parameter(model: TrainingSizes) -> tuple[float, float]:
+    """Return the bytes in a checkpoint per parameter outside of experts, and of experts: the weight
+    and its moments.
+    """
+    return WEIGHT_BYTES + model.dense_moment_bytes, WEIGHT_BYTES + model.expert_moment_bytes
 
 
 def summed_gradient_bytes_per_parameter(model: TrainingSizes, place: StatePlacement) -> int:
@@ -45,7 +55,7 @@ def resident_expert_rows(
     """
     sharded = model.num_device_expert_parameters // model.num_expert_shards
     yield "device", "experts: weights", 4 * sharded
-    yield "device", "experts: moments", 8 * sharded
+    yield "device", "experts: moments", int(model.expert_moment_bytes * sharded)
     gradient_bytes = summed_bytes_per_parameter + (
         model.compute_dtype_bytes if model.casts_all_experts_at_once else WEIGHT_BYTES
     )

@@ -237,7 +237,9 @@ class TrainingPlan:
         passes = zip(self.expert_products_by_pass, self.dense_products_by_pass, strict=True)
         flops = (experts * expert_flops + dense * dense_flops for experts, dense in passes)
         forward, back = (n / model.num_devices / machine.flops for n in flops)
-        return forward + updated_bytes / machine.memory_bytes_per_s, back
+        update_s = updated_bytes / machine.memory_bytes_per_s
+        update_s += model.update_flops / model.num_devices / machine.flops
+        return forward + update_s, back
 
     @property
     def transfers_s_by_pass(self) -> tuple[float, float]:
@@ -392,11 +394,12 @@ def _state_rows(plan: TrainingPlan) -> Iterator[tuple[Tier, str, int]]:
     """Yield (tier, kind of state, bytes), see `TrainingPlan.rows`; some with 0 bytes."""
     model, place = plan.model, plan.placement
     devices, per_host = model.num_devices, model.devices_per_host
-    dense_bytes = 4 * WEIGHT_BYTES + summed_gradient_bytes_per_parameter(model, place)
+    dense_bytes = 2 * WEIGHT_BYTES + model.dense_moment_bytes
+    dense_bytes += summed_gradient_bytes_per_parameter(model, place)
     yield (
         "device",
         "dense weights, moments, gradients",
-        dense_bytes * model.dense_parameters // model.num_dense_shards,
+        int(dense_bytes * model.dense_parameters) // model.num_dense_shards,
     )
     if model.num_dense_shards > 1:  # the current layer and the next, with their gradients
         layer_bytes = 2 * (model.compute_dtype_bytes + 4)

@@ -92,6 +92,9 @@ class TrainingSizes:
     context_bytes: keys and values, with their gradients, that a device sends in a step to those
     that share its sequences. sequence_length: of sequences that devices can share, else 0.
     sequence_bytes: in use on a device by the attention of one sequence that it shares.
+    dense_moment_bytes, expert_moment_bytes: of the optimizer's moments, per parameter.
+    update_flops: FLOPs of one optimizer step of all parameters. any_tier: the optimizer can run on
+    experts on other tiers.
     """
 
     num_layers: int
@@ -126,6 +129,10 @@ class TrainingSizes:
     sequence_length: int = 0
     sequence_bytes: int = 0
     copies: int = 1
+    dense_moment_bytes: float = 2 * WEIGHT_BYTES
+    expert_moment_bytes: float = 2 * WEIGHT_BYTES
+    update_flops: float = 0.0
+    any_tier: bool = True
 
     @property
     def layer_activation_bytes(self) -> int:

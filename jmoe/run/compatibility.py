@@ -69,7 +69,9 @@ NOTED = {
     "distil.weight": "from here on",
     **dict.fromkeys((f"model.{name}" for name in TRAINING_ONLY), "from here on"),
     "model.router.aux_loss_coef": "from here on",
-    **dict.fromkeys((f"optimizer.{name}" for name in ("beta1", "beta2", "eps")), "from here on"),
+    **dict.fromkeys(
+        (f"optimizer.{name}" for name in ("beta1", "beta2", "eps", "momentum")), "from here on"
+    ),
     "optimizer.clip_norm": "from here on",
     "optimizer.learning_rate": "from here on",
     "optimizer.schedule": "from here on",

@@ -25,7 +25,9 @@ from jmoe.config.tiers import Tier, Update
 from jmoe.layers.experts import up_projection_columns
 from jmoe.layers.loss import logits_bytes
 from jmoe.memory.host_memory import available_bytes
+from jmoe.models.pretrained import abstract_decoder
 from jmoe.offload.expert_state import ExpertStats
+from jmoe.optim.moments import moment_bytes, muon_flops
 from jmoe.planning.exchange import receive_buffer_rows
 from jmoe.planning.expert_packing import MemoryShortfall
 from jmoe.planning.first_fitting import first_fitting_expert_sharding, first_fitting_plan
@@ -88,6 +90,35 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
         * config.sequence_length
         * (context_elements_in_use(model, devices * replicas) // (devices * replicas)),
         **activations._asdict(),
+        **_optimizer_sizes(config)._asdict(),
+    )
+
+
+class _OptimizerSizes(NamedTuple):
+    """The fields of `TrainingSizes` that the optimizer decides, by default those of AdamW with
+    float32 moments.
+    """
+
+    dense_moment_bytes: float = 8.0
+    expert_moment_bytes: float = 8.0
+    update_flops: float = 0.0
+    any_tier: bool = True
+
+
+def _optimizer_sizes(config: TrainConfig) -> _OptimizerSizes:
+    """Return the sizes of the run's optimizer."""
+    optimizer, model = config.optimizer, config.model
+    if optimizer.kind == "adamw" and optimizer.moments == "float32":
+        return _OptimizerSizes()
+    shapes = abstract_decoder(model)[2]
+    total = model.total_and_active_parameters()[0]
+    experts = model.num_moe_layers * model.num_experts * model.parameters_per_expert
+    dense_bytes, expert_bytes = moment_bytes(optimizer, shapes)
+    return _OptimizerSizes(
+        dense_bytes / (total - experts),
+        expert_bytes / experts if experts else 0.0,
+        muon_flops(optimizer, shapes),
+        any_tier=False,
     )
 
 

@@ -255,6 +255,7 @@ def _state_at_step_0(
         take_copies(shape.router_bias),
         step,
         scaling,
+        scales=make_zeros(shape.scales),
     )
 
 

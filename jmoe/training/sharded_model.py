@@ -42,6 +42,7 @@ from jmoe.mesh import (
 )
 from jmoe.models.functional import split_parameters
 from jmoe.optim.loss_scale import LossScale, initial_loss_scale
+from jmoe.optim.moments import initial_moments, moment_specs
 from jmoe.training.state import TrainState
 from jmoe.training.trained_parts import trained_subtree
 from jmoe.types import PyTree
@@ -242,8 +243,9 @@ class ShardedModel(ABC):
         bias = jax.tree.map(lambda _: REPLICATED, self._bias_shapes)
         step: PyTree = REPLICATED
         scaling = None if self.config.compute_dtype != "float16" else LossScale(step, step)
-        moments = trained_subtree(self.config, self.specs)
-        return TrainState(self.specs, moments, moments, bias, step, scaling)
+        shapes, specs = (trained_subtree(self.config, tree) for tree in (self.shapes, self.specs))
+        m, v, scales = moment_specs(self.config.optimizer, shapes, specs, self.mesh)
+        return TrainState(self.specs, m, v, bias, step, scaling, scales=scales)
 
     def initial_saved_state(self) -> TrainState:
         """Return the state of step 0 in the layout of a checkpoint."""
@@ -251,8 +253,9 @@ class ShardedModel(ABC):
         state = TrainState.at_step_0(
             nnx.to_pure_dict(params), nnx.to_pure_dict(bias), initial_loss_scale(self.config)
         )
-        m, v = (trained_subtree(self.config, tree) for tree in (state.m, state.v))
-        return replace(state, m=m, v=v)
+        trained = trained_subtree(self.config, state.params)
+        m, v, scales = initial_moments(self.config.optimizer, trained)
+        return replace(state, m=m, v=v, scales=scales)
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0 in the layout used by training; by default the layout of a

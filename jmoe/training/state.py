@@ -30,15 +30,16 @@ Batch = tuple[jax.Array, jax.Array]  # held-out tokens [B, S + 1], and their tar
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The training state: nested dicts of float32 arrays, except `step` (int32 scalar), `cast` and
-    `frozen`.
+    """The training state: nested dicts of float32 arrays, except `step` (int32 scalar), `cast`,
+    `frozen` and moments in 8 bits.
 
-    m, v: AdamW's moments, trees like `params` without the parameters that `train` and `freeze`
-    leave out. router_bias: the routers' load-balancing biases. loss_scale: None unless the run
-    computes in float16. cast: copies of stacked weights in their compute dtype
-    (`ShardedDecoder.cast_copies`), never part of a checkpoint. frozen: parameters that are not
-    trained, in their compute dtype; None unless the run trains adapters, which are then `params`.
-    Never part of a checkpoint.
+    m, v: the optimizer's moments, trees like `params` without the parameters that `train` and
+    `freeze` leave out; v also lacks those that Muon updates. router_bias: the routers'
+    load-balancing biases. loss_scale: None unless the run computes in float16. cast: copies of
+    stacked weights in their compute dtype (`ShardedDecoder.cast_copies`), never part of a
+    checkpoint. frozen: parameters that are not trained, in their compute dtype; None unless the run
+    trains adapters, which are then `params`. Never part of a checkpoint. scales: of moments in 8
+    bits (`optim.moments.Moments`); None without such moments.
     """
 
     params: PyTree
@@ -49,6 +50,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     cast: tuple[jax.Array, ...] = ()
     frozen: PyTree = None
+    scales: PyTree = None
 
     @classmethod
     def at_step_0(

@@ -6,6 +6,7 @@ Legend: N MoE layers, E experts.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,11 +21,12 @@ from jmoe.config import ModelConfig, TrainConfig
 from jmoe.layers.moe import MoEStats
 from jmoe.layers.router import LossTokens, balance_loss_local, updated_bias
 from jmoe.mesh import ALL, REPLICATED, path_names
-from jmoe.optim.adamw import OptimizerStepScalars, adamw_update, has_weight_decay
+from jmoe.optim.adamw import OptimizerStepScalars
 from jmoe.optim.learning_rate import learning_rate_schedule
 from jmoe.optim.loss_scale import MIN_LOSS_SCALE, undo_loss_scale
+from jmoe.training.parameter_update import update_parameters
 from jmoe.training.state import TrainState
-from jmoe.training.trained_parts import is_trained, replace_subtree, subtree_like
+from jmoe.training.trained_parts import is_trained
 from jmoe.types import PyTree
 
 T = TypeVar("T")
@@ -130,13 +132,14 @@ def finish_step(
     grads: PyTree,
     squares: dict[str, jax.Array],
     metrics: dict[str, jax.Array],
+    specs: PyTree = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Clip gradients, update parameters and router biases, and complete the metrics; return (state,
     metrics).
 
     grads: like `state.m`, this device's shards, reduced over devices. squares: squared global
     norms of the gradients, by name. metrics: summed over devices, including `loss` and, with router
-    biases, `counts` [N, E].
+    biases, `counts` [N, E]. specs: see `update_parameters`.
 
     `metrics["ok"]` is False if the loss or the norm is not finite or a buffer overflowed; the
     returned state is then unchanged except for its loss scale. In float16 `grads` and `squares` are
@@ -160,15 +163,7 @@ def finish_step(
     lr = jnp.asarray(schedule(state.step.astype(jnp.float32)), jnp.float32)
     now = OptimizerStepScalars(lr, state.step, clip, ok)
     with jax.named_scope("optimizer"):
-        trained = subtree_like(state.params, state.m)
-        leaves, tree = jax.tree_util.tree_flatten_with_path(trained)
-        old = zip(
-            leaves, *(jax.tree.leaves(part) for part in (state.m, state.v, grads)), strict=True
-        )
-        step = partial(adamw_update, config=config.optimizer, step_scalars=now)
-        new = [step(w, m, v, g, decay=has_weight_decay(path, w)) for (path, w), m, v, g in old]
-        params, m, v = (jax.tree.unflatten(tree, part) for part in zip(*new, strict=True))
-        params = replace_subtree(state.params, params)
+        state = update_parameters(config, state, grads, now, specs)
     speed = config.model.router.bias_update_speed
 
     def update_bias(path: KeyPath, bias: jax.Array) -> jax.Array:
@@ -191,7 +186,7 @@ def finish_step(
         metrics |= {"loss_scale": loss_scale.scale, "skipped": skipped}
         loss_scale = loss_scale.next_scale(ok, skipped, config.loss_scale)
     step_now = state.step + ok.astype(jnp.int32)
-    stepped = TrainState(params, m, v, bias, step_now, loss_scale, frozen=state.frozen)
+    stepped = replace(state, router_bias=bias, step=step_now, loss_scale=loss_scale, cast=())
     return stepped, metrics
 
 

@@ -73,6 +73,9 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "data.mask_documents": (True, {"distil.teacher": "teacher"}),
         "mesh.context": (2, ON_HOST),
         "mesh.replicate": (2, ON_HOST),
+        "optimizer.kind": ("muon", ON_HOST),
+        "optimizer.moments": ("8bit", ON_HOST),
+        "optimizer.momentum": (0.9, {}),
         "optimizer.decay_steps": (5, {}),
         "optimizer.final_learning_rate_fraction": (0.5, {"optimizer.schedule": "constant"}),
         "loss_scale.initial": (8, {}),
@@ -132,6 +135,8 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "data.prefetch_batches": (9, {}),
         "evaluation.sample_tokens": (5, {}),
         "distil.teacher": ("teacher", {}),
+        "optimizer.kind": ("muon", {}),
+        "optimizer.moments": ("8bit", {}),
         "native": ("on", {}),
         "yarn_factor": (2.0, {"init_from": "run"}),
         "mesh.context": (2, {}),
@@ -249,7 +254,7 @@ COUNTS: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("data.held_out_fraction", "data.held_out_bytes"), "every run holds text out"
         ),
-        "optimizer.": "AdamW updates every run",
+        "optimizer.": "AdamW updates every run, and Muon's parameters that are no matrices",
         "mesh.": "every run has a mesh, which must multiply to its devices",
         **dict.fromkeys(("comm.exchange", "comm.schedule", "comm.embedding"), NO_TRAFFIC),
         **dict.fromkeys(("comm.hierarchical", "comm.shard_dense", "comm.fuse_dense"), NO_TRAFFIC),

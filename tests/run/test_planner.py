@@ -42,6 +42,25 @@ def test_parameters_add_up(name: str) -> None:
     assert total - active == inactive
 
 
+@pytest.mark.parametrize(("option", "low", "high"), [("muon", 4, 8), ("8bit", 2.03, 8)])
+def test_moments_of_another_optimizer_are_planned(option: str, low: float, high: float) -> None:
+    """Experts by the matrix alone, other parameters between; no advice to move them to a tier."""
+    changed = {"kind": "muon"} if option == "muon" else {"moments": "8bit"}
+    optimizer = dataclasses.replace(TINY.optimizer, **changed)
+    machine = MachineConfig(device_bytes=1_000_000)
+    config = dataclasses.replace(TINY, optimizer=optimizer, machine=machine)
+    model = training_sizes(config)
+    assert model.expert_moment_bytes == pytest.approx(low, rel=0.01)
+    assert low < model.dense_moment_bytes < high
+    plan = training_plan(config)
+    rows = {kind: size for _, kind, size in plan.rows}
+    assert rows["experts: moments"] == pytest.approx(
+        low * model.num_all_expert_parameters, rel=0.01
+    )
+    assert (plan.step_s() > training_plan(TINY).step_s()) == (option == "muon")
+    assert plan.lacking_bytes and not any("tiers." in line for line in plan.advice())
+
+
 def test_auto_becomes_a_tier(tmp_path: Path) -> None:
     def run(**machine: int) -> TrainConfig:
         path = str(tmp_path / "not" / "there")

@@ -35,6 +35,7 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.mesh import ACCUMULATED_BATCH, ALL, BATCH, REPLICATED, shapes_with_shardings, shardings
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.optim.loss_scale import LossScale, scale_loss, undo_loss_scale
+from jmoe.optim.moments import describe_moments
 from jmoe.training.fused.reverse_scan import ReverseScan
 from jmoe.training.gradient_reduction import reduce_gradients_local, squared_norms_local
 from jmoe.training.native import trace_natively_if
@@ -51,6 +52,7 @@ from jmoe.training.trained_parts import (
     check_train_and_freeze_patterns,
     describe_trained_and_frozen,
     subtree_like,
+    trained_subtree,
 )
 from jmoe.training.update import (
     auxiliary_losses,
@@ -93,7 +95,11 @@ class FusedTrainer:
         size = config.devices_per_sequence(mesh.size)
         self._context = ContextGroup(size, mesh.size) if size > 1 else None
         self.saved_shape = self.full_shape = model.saved_shape
-        self.notes = [*model.notes, *describe_trained_and_frozen(config, model.shapes)]
+        self.notes = [
+            *model.notes,
+            *describe_trained_and_frozen(config, model.shapes),
+            *describe_moments(config.optimizer, trained_subtree(config, model.shapes)),
+        ]
         sharded = self.shard_over_mesh
         copies = jax.eval_shape(model.cast_copies, model.state_shape.params)
         on_one: PyTree = tuple(REPLICATED for _ in copies)
@@ -158,7 +164,7 @@ class FusedTrainer:
             metrics = sum_over_mesh(num_devices, metrics)
         grads = subtree_like(grads, state.m)
         squares = sum_over_mesh(num_devices, squared_norms_local(grads, self.model))
-        state, metrics = finish_step(self.config, state, grads, squares, metrics)
+        state, metrics = finish_step(self.config, state, grads, squares, metrics, self.model.specs)
         return self.refresh_cast_copies(state), metrics
 
     def refresh_cast_copies(self, state: TrainState) -> TrainState:
