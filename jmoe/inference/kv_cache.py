@@ -223,7 +223,8 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
     q_PCHd, k_PCGd, v_PCGe, expand, _ = new
     masks: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks_H}
     sizes, value_dim = (q_PCHd.dtype, q_PCHd.shape[3], v_PCGe.shape[3]), v_PCGe.shape[3]
-    is_native = cache.k_NGLd.dtype == stored_dtype(q_PCHd.dtype) and uses_native_attention(*sizes)
+    known = (stored_dtype(q_PCHd.dtype), jnp.uint8)  # uint8: FP8
+    is_native = cache.k_NGLd.dtype in known and uses_native_attention(*sizes)
     if expand is None and context is None and is_native:
         caches = (cache.k_NGLd, cache.v_NGLe)
         out_PCHe, k_NGLd, v_NGLe = cached_attention(

@@ -126,7 +126,8 @@ def cached_attention(
     """Write the step's keys and values into the caches in place; return (attention [P, C, H, e],
     both caches).
 
-    new: q_PCHd, k_PCGd, v_PCGe. caches: k_NGLd, v_NGLe, bfloat16 as uint16 bits, with L = 128;
+    new: q_PCHd, k_PCGd, v_PCGe. caches: k_NGLd, v_NGLe, with L = 128, bfloat16 as
+    uint16 bits, FP8 as uint8 codes (`cached_values.py`);
     v_NGLe is None if the values are the first e dimensions of the keys.
     blocks_PW: the blocks of each sequence: position i is in block i // L of its row. Blocks to
     which the step writes are in one row alone, except for padding. A token attends to the positions

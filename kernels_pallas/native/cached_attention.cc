@@ -43,13 +43,14 @@ struct Head {
 int64_t end_of_block(int64_t position, int64_t last) { return std::min(last, position / kBlock * kBlock + kBlock - 1); }
 
 // What the new tokens of one row have to do with one key head. Query i is that of a token and of a head of the group.
-template <class T>
+// T: of queries and results. S: of the cache, T or e4m3.
+template <class T, class S>
 struct HeadOfRow {
   Shape s;
   const T *q, *k_new, *v_new;  // of the first token
   const int32_t* positions;
   const float* sinks;          // of the group's heads, or null
-  Head<T> keys, values;
+  Head<S> keys, values;
   T* out;
 
   int64_t queries() const { return s.C * s.group(); }
@@ -57,7 +58,7 @@ struct HeadOfRow {
   int32_t position(int64_t i) const { return positions[i / s.group()]; }
 };
 
-template <class T>
+template <class T, class S>
 struct Call {
   Shape s;
   const T *q, *k, *v;
@@ -65,10 +66,11 @@ struct Call {
   int64_t window;  // negative: none
   const float* sinks;
   float scale;
-  T *out, *k_cache, *v_cache;  // v_cache: k_cache where values are part of keys
+  T* out;
+  S *k_cache, *v_cache;  // v_cache: k_cache where values are part of keys
 
   int64_t heads() const { return s.P * s.G; }
-  HeadOfRow<T> head(int64_t i) const {
+  HeadOfRow<T, S> head(int64_t i) const {
     const int64_t p = i / s.G, g = i % s.G, token = p * s.C, first = token * s.H + g * s.group();
     const int32_t* table = tables + p * s.width();
     return {s,
@@ -83,24 +85,32 @@ struct Call {
   }
 };
 
+template <class T, class S>
+void put_all(const T* from, int64_t count, S* to) {
+  if constexpr (std::is_same_v<T, S>)
+    std::memcpy(to, from, count * sizeof(T));
+  else
+    for (int64_t n = 0; n < count; n++) to[n] = S::round(from[n]);
+}
+
 // Writes the keys and values of the new tokens into the cache; returns the positions that the row has.
-template <class T>
-int64_t write(const HeadOfRow<T>& h) {
+template <class T, class S>
+int64_t write(const HeadOfRow<T, S>& h) {
   const Shape& s = h.s;
   int64_t longest = 0;
   for (int64_t c = 0; c < s.C; c++) {
     const int64_t at = h.positions[c];
     if (at >= s.S) continue;
-    std::memcpy(h.keys.at(at), h.k_new + c * s.G * s.d, s.d * sizeof(T));
-    if (s.value_row == s.e) std::memcpy(h.values.at(at), h.v_new + c * s.G * s.e, s.e * sizeof(T));
+    put_all(h.k_new + c * s.G * s.d, s.d, h.keys.at(at));
+    if (s.value_row == s.e) put_all(h.v_new + c * s.G * s.e, s.e, h.values.at(at));
     longest = std::max(longest, at + 1);
   }
   return longest;
 }
 
 // Softmax over the positions that a query sees, then values, query by query: for a few heads in a group.
-template <class T>
-void attend_one_by_one(const HeadOfRow<T>& h, int64_t window, float scale) {
+template <class T, class S>
+void attend_one_by_one(const HeadOfRow<T, S>& h, int64_t window, float scale) {
   thread_local std::vector<float> scratch;
   const Shape& s = h.s;
   const float* sinks = h.sinks;
@@ -122,7 +132,7 @@ void attend_one_by_one(const HeadOfRow<T>& h, int64_t window, float scale) {
       widen(h.q + (c * s.H + r) * s.d, s.d, wide);
       float top = sinks ? sinks[r] : -std::numeric_limits<float>::infinity();
       for (int64_t i = first; i <= at;) {
-        const T* key = h.keys.at(i);
+        const S* key = h.keys.at(i);
         for (const int64_t last = end_of_block(i, at); i <= last; i++, key += s.d) {
           float score;
           dots<1, 1>(key, s.d, wide, s.d, &score, 1);
@@ -140,7 +150,7 @@ void attend_one_by_one(const HeadOfRow<T>& h, int64_t window, float scale) {
       }
       for (; i <= at; i++) total += weights[i] = std::exp(weights[i] - top);
       for (i = first; i <= at;) {
-        const T* value = h.values.at(i);
+        const S* value = h.values.at(i);
         for (const int64_t last = end_of_block(i, at); i <= last; i++, value += s.e) {
           int64_t n = 0;
           for (; n + kLanes <= s.e; n += kLanes)
@@ -154,6 +164,7 @@ void attend_one_by_one(const HeadOfRow<T>& h, int64_t window, float scale) {
 }
 
 constexpr int64_t kFewTokens = 32;
+constexpr int64_t kManyHeads = 4;  // of a group, for which keys are read and decoded once for all
 constexpr int64_t kSplit = 512;  // keys of a part that is a task by itself where tasks are few
 constexpr int64_t kFewQueries = 64, kManyQueries = 128, kManyTokens = 64;  // of a task
 constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
@@ -189,8 +200,8 @@ struct Softmax {
 };
 
 // Writes the results of the queries from `begin` on; sinks, which have no value, take part here.
-template <class T>
-void finish(const HeadOfRow<T>& h, int64_t begin, const Softmax& from) {
+template <class T, class S>
+void finish(const HeadOfRow<T, S>& h, int64_t begin, const Softmax& from) {
   for (int64_t i = 0; i < from.count; i++) {
     T* to = h.out + h.place(begin + i) * h.s.e;
     float part = 0;  // of padding
@@ -214,14 +225,14 @@ bool in_pairs(const Shape& s) {
 
 // Queries [begin, begin + count) of a head: scores and weights of some keys are [keys, queries], so that keys are
 // read as they lie, once for all queries.
-template <class T>
+template <class T, class S>
 class Queries {
  public:
-  Queries(const Call<T>& call, const HeadOfRow<T>& head, int64_t begin, int64_t count)
+  Queries(const Call<T, S>& call, const HeadOfRow<T, S>& head, int64_t begin, int64_t count)
       : window_(call.window), scale_(call.scale), h_(head), begin_(begin), count_(count), width_(in_lanes(count)) {
     const Shape& s = h_.s;
     static thread_local Scratch memory;
-    memory.begin(width_ * (s.d + 2 * kKeys + 3) + kKeys * s.d + kKeys / 2 * kPanel);
+    memory.begin(width_ * (s.d + 2 * kKeys + 3) + kKeys * (s.d + std::max(s.d, s.value_row)) + kKeys / 2 * kPanel);
     packed_ = memory.take<uint32_t>(width_ * s.d);
     scores_ = memory.take<float>(kKeys * width_);
     weights_ = memory.take<uint32_t>(kKeys * width_);
@@ -230,6 +241,7 @@ class Queries {
     kept_ = memory.take<float>(width_);
     wide_ = memory.take<float>(kKeys * s.d);
     strip_ = memory.take<uint32_t>(kKeys / 2 * kPanel);
+    decoded_ = memory.take<T>(kKeys * std::max(s.d, s.value_row));
     first_ = s.S;
     for (int64_t i = 0; i < width_; i++) {
       const int32_t at = i < count_ ? h_.position(begin_ + i) : s.S;
@@ -255,6 +267,18 @@ class Queries {
   }
 
  private:
+  // Numbers of the cache as T, until the next call
+  const T* decoded(const S* from, int64_t count) {
+    if constexpr (std::is_same_v<T, S>) {
+      return from;
+    } else {
+      int64_t n = 0;
+      for (; n + kLanes <= count; n += kLanes) put(floats(from + n), decoded_ + n);
+      for (; n < count; n++) put(float(from[n]), decoded_ + n);
+      return decoded_;
+    }
+  }
+
   const bfloat16* narrow(const T* x) const { return reinterpret_cast<const bfloat16*>(x); }
 
   // Queries as columns of a right operand, in pairs or as floats
@@ -273,10 +297,10 @@ class Queries {
 
   void score(int64_t key, int64_t keys) {
     const int64_t d = h_.s.d;
-    const T* from = h_.keys.at(key);
+    const S* from = h_.keys.at(key);
     if (in_pairs<T>(h_.s)) {
       const Right columns{packed_, d / 2, width_};
-      return multiply(Left{as_words(narrow(from)), d / 2, 1}, keys, columns, d / 2, scores_, width_);
+      return multiply(Left{as_words(narrow(decoded(from, keys * d))), d / 2, 1}, keys, columns, d / 2, scores_, width_);
     }
     widen(from, keys * d, wide_);
     const Matrix<float> columns{reinterpret_cast<const float*>(packed_), d, width_};
@@ -317,7 +341,7 @@ class Queries {
 
   void add_values(int64_t key, int64_t keys, Softmax& to) {
     const Shape& s = h_.s;
-    const T* from = h_.values.at(key);
+    const T* from = decoded(h_.values.at(key), keys * s.value_row);
     if (!in_pairs<T>(s)) {
       float* by_query = reinterpret_cast<float*>(weights_);  // [queries, keys]
       for (int64_t n = 0; n < keys; n++)
@@ -348,10 +372,11 @@ class Queries {
 
   int64_t window_;
   float scale_;
-  HeadOfRow<T> h_;
+  HeadOfRow<T, S> h_;
   int64_t begin_, count_, width_, first_, end_ = 0;
   uint32_t *packed_, *weights_, *strip_;
   float *scores_, *kept_, *wide_;
+  T* decoded_;
   int32_t *last_, *before_;
 };
 
@@ -365,8 +390,8 @@ struct Runs {
 };
 
 // For many tokens: runs of queries are tasks, the last of each row first.
-template <class T>
-void attend_to_blocks(const Call<T>& call) {
+template <class T, class C>
+void attend_to_blocks(const Call<T, C>& call) {
   const Shape& s = call.s;
   const Runs runs(s.C * s.group(), std::min(kManyQueries, kManyTokens * s.group()));
   const int64_t count = call.heads() * runs.per_head;
@@ -375,7 +400,7 @@ void attend_to_blocks(const Call<T>& call) {
     static thread_local std::vector<float> memory;
     const int64_t at = i % call.heads() * runs.per_head + runs.per_head - 1 - i / call.heads();
     memory.resize(Softmax::size(runs.count(at), s.e));
-    Queries<T> queries(call, call.head(runs.head(at)), runs.begin(at), runs.count(at));
+    Queries<T, C> queries(call, call.head(runs.head(at)), runs.begin(at), runs.count(at));
     Softmax sums(memory.data(), runs.count(at), s.e);
     sums.clear();
     queries.attend(0, s.S, sums);
@@ -386,8 +411,8 @@ void attend_to_blocks(const Call<T>& call) {
 
 // For few tokens with many heads in a group: keys are added up in parts, each by itself, so that they can be tasks too.
 // The parts are the same whatever other tokens and threads there are.
-template <class T>
-void attend_to_parts(const Call<T>& call) {
+template <class T, class C>
+void attend_to_parts(const Call<T, C>& call) {
   constexpr int64_t kMostBytes = 64 << 20;  // of parts that wait to be added
   const Shape& s = call.s;
   const Runs runs(s.C * s.group(), kFewQueries);
@@ -402,17 +427,17 @@ void attend_to_parts(const Call<T>& call) {
   if (apart) partial.resize(count * parts * size);
   float* all_parts = partial.data();
 
-  auto part_of = [&](Queries<T>& queries, int64_t part, Softmax sums) {
+  auto part_of = [&](Queries<T, C>& queries, int64_t part, Softmax sums) {
     sums.clear();
     queries.attend(part * kSplit, (part + 1) * kSplit, sums);
     return sums;
   };
   auto queries_of = [&](int64_t run) {
-    return Queries<T>(call, call.head(runs.head(run)), runs.begin(run), runs.count(run));
+    return Queries<T, C>(call, call.head(runs.head(run)), runs.begin(run), runs.count(run));
   };
   Phase write_all(int(call.heads()), [&](int i) { write(call.head(i)); });
   Phase attend_parts(apart ? int(count * parts) : 0, [&](int i) {
-    Queries<T> queries = queries_of(i / parts);
+    Queries<T, C> queries = queries_of(i / parts);
     part_of(queries, i % parts, Softmax(all_parts + i * size, runs.count(i / parts), s.e));
   });
   Phase add_parts(int(count), [&](int run) {
@@ -424,7 +449,7 @@ void attend_to_parts(const Call<T>& call) {
     if (apart) {
       for (int64_t part = 0; part < parts; part++) total.add(sums_at(all_parts + (run * parts + part) * size));
     } else {
-      Queries<T> queries = queries_of(run);
+      Queries<T, C> queries = queries_of(run);
       for (int64_t part = 0; part < parts; part++) total.add(part_of(queries, part, sums_at(memory.data() + size)));
     }
     finish(call.head(runs.head(run)), runs.begin(run), total);
@@ -432,11 +457,11 @@ void attend_to_parts(const Call<T>& call) {
   Pool::get().run({&write_all, &attend_parts, &add_parts});
 }
 
-template <class T>
-void attend(const Call<T>& call) {
+template <class T, class C>
+void attend(const Call<T, C>& call) {
   const Shape& s = call.s;
   if (in_pairs<T>(s) && s.P * s.C > kFewTokens) return attend_to_blocks(call);
-  if (s.value_row != s.e) return attend_to_parts(call);
+  if (s.value_row != s.e || s.group() >= kManyHeads) return attend_to_parts(call);
   Phase all(int(call.heads()), [&](int i) { attend_one_by_one(call.head(i), call.window, call.scale); });
   Pool::get().run({&all});
 }
@@ -454,13 +479,19 @@ ffi::Error attend(const Inputs& in, ffi::AnyBuffer out, ffi::AnyBuffer k_cache, 
   const Shape s{dims[0], dims[1], dims[2], dims[3], e, in.k.dimensions()[2], S, value_row};
   if (k_cache.dimensions()[2] != kBlock)
     return ffi::Error::InvalidArgument("attention: a block must have 128 positions");
-  auto call = [&]<class T>(T*) {
-    attend(Call<T>{
+  auto call_with = [&]<class T, class C>(T*, C*) {
+    attend(Call<T, C>{
         s, static_cast<const T*>(in.q.untyped_data()), static_cast<const T*>(in.k.untyped_data()),
         static_cast<const T*>(in.v.untyped_data()), in.tables.typed_data(), in.positions.typed_data(),
         in.window.element_count() ? *in.window.typed_data() : -1,
         in.sinks.element_count() ? in.sinks.typed_data() : nullptr, scale, static_cast<T*>(out.untyped_data()),
-        static_cast<T*>(k_cache.untyped_data()), static_cast<T*>(v_cache.untyped_data())});
+        static_cast<C*>(k_cache.untyped_data()), static_cast<C*>(v_cache.untyped_data())});
+  };
+  auto call = [&]<class T>(T* none) {
+    if (k_cache.element_type() == ffi::U8)
+      call_with(none, (e4m3*)nullptr);
+    else
+      call_with(none, none);
   };
   if (in.q.element_type() == ffi::F32)
     call((float*)nullptr);

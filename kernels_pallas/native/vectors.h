@@ -131,6 +131,33 @@ struct bfloat16 {
 inline Floats floats(const float* from) { return load<Floats>(from); }
 inline Floats floats(const bfloat16* from) { return (Floats)(words(load<Halves>(from)) << 16); }
 
+// FP8 of four bits of exponent and three of mantissa, as kernels_pallas/cached_values.py rounds to it and reads it.
+inline Floats e4m3_floats(const Bytes& x) {
+  const Ints is_nan = (Ints)(words(x) & 0x7f) == 0x7f;
+  return is_nan ? splat(NAN) : e4m3_over_256(x) * 256.0f;
+}
+
+struct e4m3 {
+  uint8_t bits;
+  operator float() const { return e4m3_floats(Bytes{} + bits)[0]; }
+  static e4m3 round(float x) {  // to nearest, ties to even; 448 beyond it, NaN for what is not finite
+    uint32_t word;
+    std::memcpy(&word, &x, 4);
+    const uint8_t sign = word >> 24 & 0x80;
+    const uint32_t size = word & 0x7fffffff, limited = size < 0x43e00000 ? size : 0x43e00000;
+    if (size >= 0x7f800000) return {uint8_t(sign | 0x7f)};
+    if (limited >= 0x3c800000)  // 2^-6, the smallest with a leading one
+      return {uint8_t(sign | (((limited + 0x7ffff + (limited >> 20 & 1)) >> 20) - (120 << 3)))};
+    float small;
+    std::memcpy(&small, &limited, 4);
+    small += 16384.0f;  // from here on numbers differ by 2^-9, the smallest of all
+    std::memcpy(&word, &small, 4);
+    return {uint8_t(sign | (word & 0xf))};
+  }
+};
+
+inline Floats floats(const e4m3* from) { return e4m3_floats(load<Bytes>(from)); }
+
 // Two numbers of bfloat16 in the bits of a float: processors with AVX512-BF16 multiply and add both at once, and take
 // subnormal ones as zeros.
 struct Pair {
