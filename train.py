@@ -463,7 +463,8 @@ def run_training(config: TrainConfig) -> bool:
         data = task.read_data(setup)
         stack.push(exit_callback(data.batches.close))
         trainer = task.make_trainer(setup, data)
-        stack.push(exit_callback(trainer.close))
+        run: Session | None = None  # its trainer may be replaced
+        stack.push(exit_callback(lambda: (trainer if run is None else run.trainer).close()))
         for note in trainer.notes:
             print_on_rank_0(note)
         run = task.make_session(setup, data, trainer, *open_checkpoints(setup, trainer))

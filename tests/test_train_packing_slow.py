@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.command_line import parse_train
+from jmoe.configs import PRESETS
+from jmoe.run.planner import training_plan
 from tests.train_runs import (
     ENDLESS,
     Start,
@@ -32,8 +35,14 @@ if __name__ == "__main__":
     reexec_with_env()
     import train
     from jmoe.training import expert_packing
-    expert_packing.time_exchange_and_experts = lambda trainer, state: (2.0, 1.0)
+    expert_packing.time_exchange_and_experts = lambda trainer: (2.0, 1.0)
     train.main(sys.argv[1:])
+"""
+SLOW_OFFLOADED = """
+    note_step = expert_packing.PackingController.note_step
+    def note_slow_step(self, seconds, *, compiled):
+        note_step(self, (10 if self.is_offloaded else 1) * seconds, compiled=compiled)
+    expert_packing.PackingController.note_step = note_slow_step
 """
 
 
@@ -45,6 +54,14 @@ class OnASlowNetwork(TrainRuns):
         self.__dict__["shards"] = runs.shards
         program.write_text(SLOW_NETWORK.format(root=str(Path(__file__).resolve().parent.parent)))
         self._program = program
+
+    def make_slow_when_offloaded(self) -> None:
+        """Let the controller believe that steps with experts in host memory take ten times as
+        long.
+        """
+        self._program.write_text(
+            self._program.read_text().replace("    train.main", SLOW_OFFLOADED + "    train.main")
+        )
 
     def command(
         self, output_dir: Path, *options: object, data: Path | None = None
@@ -95,5 +112,64 @@ def test_fake_devices_of_one_process(runs: TrainRuns, tmp_path: Path) -> None:
     assert "comm.packing = auto: 1 experts a device" in screen
     assert "packing before step 10: all-to-all " in screen
     assert packings(tmp_path / "auto")[0][0] == 10
+    expected = dict(losses(tmp_path / "alone"))
+    assert dict(losses(tmp_path / "auto")) == pytest.approx(expected, rel=1e-5, abs=0)
+
+
+def device_bytes_for_packing_1(command: list[str | Path], mesh: tuple[object, ...]) -> int:
+    """Device memory that holds the experts of packing 1 and not those of packing 2."""
+    config = parse_train([*map(str, command[1:]), *map(str, mesh), "--mesh.data", "1"], PRESETS)
+    need = [
+        training_plan(config.with_packing(packing)).bytes_on_tier("device") for packing in (1, 2)
+    ]
+    return sum(need) * 5 // 9  # a tenth of a device stays free
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_packed_experts_leave_the_devices_and_survive_a_kill(
+    runs: TrainRuns, tmp_path: Path, start_python: Start, tier: str
+) -> None:
+    """From the devices to host memory, and from NVMe to NVMe, by themselves; resumed there."""
+    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), ("--mesh.expert-intra", 2)
+    reference, output_dir = tmp_path / "reference", tmp_path / "run"
+    machine = ("--machine.host-bytes", 10**13, "--machine.nvme-bytes", 10**13)
+    size = device_bytes_for_packing_1(runs.command(reference), (*mesh, *machine))
+    options = (*mesh, *machine, "--machine.device-bytes", size if tier == "device" else 10**12)
+    if tier != "device":
+        options += ("--tiers.experts", tier, "--tiers.optimizer", tier)
+    auto = (*options, "--comm.packing", "auto", "--checkpoint.every-steps", 6)
+    pair = slow.start(start_python, output_dir, 2, *ENDLESS, *auto)
+    pair[0].wait_until(lambda: 12 in committed(output_dir))
+    for process in pair:
+        process.kill()
+    for process in pair:
+        process.wait(60)
+    (event,) = (e for e in records(output_dir) if e.get("event") == "packing" and e["step"] == 10)
+    assert (event["experts_per_device"], event["tier"]) == (8, "host" if tier == "device" else tier)
+    begin = committed(output_dir)[-1]
+    end = ("--num-steps", begin + 8)
+    run_split(slow, start_python, output_dir, 2, 1, *end, *auto)
+    assert "comm.packing = auto: 8 experts a device" in (output_dir / "rank-2-0").read_text()
+    assert resumes(output_dir) == [begin]
+    (summary,) = (e for e in records(output_dir) if e.get("event") == "tiers")
+    assert summary["to_device_bytes"] > 0
+    run_split(runs, start_python, reference, 2, 1, *end, *mesh)
+    assert dict(losses(output_dir)) == pytest.approx(dict(losses(reference)), rel=1e-5, abs=0)
+
+
+def test_slower_packed_experts_return_from_host_memory(runs: TrainRuns, tmp_path: Path) -> None:
+    """Steps with experts in host memory are made to seem slow: the run goes back to its devices."""
+    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), ("--mesh.expert-intra", 2)
+    slow.make_slow_when_offloaded()
+    machine = ("--machine.host-bytes", 10**13)
+    size = device_bytes_for_packing_1(runs.command(tmp_path), (*mesh, *machine))
+    options = (*mesh, *machine, "--machine.device-bytes", size, *STEPS)
+    slow.finish(tmp_path / "auto", *options, "--comm.packing", "auto", devices=2)
+    runs.finish(tmp_path / "alone", *options, devices=2)
+    events = [e for e in records(tmp_path / "auto") if e.get("event") == "packing"]
+    assert [(e["step"], e["experts_per_device"], e["tier"]) for e in events] == [
+        (10, 8, "host"),
+        (14, 4, "device"),
+    ]
     expected = dict(losses(tmp_path / "alone"))
     assert dict(losses(tmp_path / "auto")) == pytest.approx(expected, rel=1e-5, abs=0)

@@ -23,9 +23,10 @@ last, over the number of layers.
 order, ddp: one rank a node. `all_to_all_s`: in the mean, an exchange of the backward pass is
 done so long after its input could be known (`comm/trace.py`), waiting included; `all_to_alls_s`:
 all of a step, which `ratio_all_to_alls` compares. `busy_share`: the part of the time of all-to-alls
-in which rank 0 computed. `slowdown`: quantiles of an exchange's seconds over the median of the same
-exchange in the order `fixed`, which has all-reduces after the last of them. `link_s`:
-what the link alone takes for the bytes of a step; a row with
+in which rank 0 computed. `queue_resting_s`, `queue_inverted_s`: what a queue that starts
+collectives at run time could save at most (`trace.queue_gain`). `slowdown`: quantiles of an
+exchange's seconds over the median of the same exchange in the order `fixed`, which has all-reduces
+after the last of them. `link_s`: what the link alone takes for the bytes of a step; a row with
 --rates 0 and the same --chunk-bytes says what the rest takes.
 """
 
@@ -212,6 +213,7 @@ class Run:
         self.ops = trace.operations(self.step.as_text())
         self.exchanges: list[list[trace.Exchange]] = []
         self.busy: list[float] = []
+        self.gains: list[trace.QueueGain] = []
         self.parts: list[dict[str, float]] = []
         self.layers: list[dict[str, float]] = []
 
@@ -237,6 +239,7 @@ class Run:
             if ordering:
                 self.exchanges.append(trace.exchanges(found, self.ops))
                 self.busy.append(trace.busy_share(found, self.ops))
+                self.gains.append(trace.queue_gain(found, self.ops))
         self.losses.append(float(self.metrics["loss"]))
         assert self.metrics["ok"]
 
@@ -320,4 +323,6 @@ def exchange_figures(run: Run, references: dict[str, Run]) -> JsonObject:
             for name, other in references.items()
         },
         "busy_share": median(run.busy, 3),
+        "queue_resting_s": median(gain.resting_s for gain in run.gains),
+        "queue_inverted_s": median(gain.inverted_s for gain in run.gains),
     }

@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
@@ -256,6 +256,65 @@ def layers_s(found: list[Span], ops: dict[str, Op]) -> dict[str, float]:
     return result
 
 
+class QueueGain(NamedTuple):
+    """The most that a queue which starts collectives at run time could save of a step's seconds.
+
+    resting_s: no collective runs, though one that runs later has its input. inverted_s: all-to-alls
+    whose input is known wait for other collectives that begin after that.
+    """
+
+    resting_s: float
+    inverted_s: float
+
+
+def queue_gain(found: list[Span], ops: dict[str, Op]) -> QueueGain:
+    """Return the bound on what a run-time queue could save of a traced step.
+
+    Such a queue differs from a static order only in what the link carries next. It saves nothing
+    while a collective that it would not have started later is under way, since none can be
+    interrupted.
+    """
+    begun = _spans_by_name(found)
+    runs = [span for span in found if ops[span.name].kind in COLLECTIVES]
+    ready = [_ready_ns(span, begun, ops) for span in runs]
+    waiting = _merged(
+        Span(known, run.begin_ns, "")
+        for known, run in zip(ready, runs, strict=True)
+        if known < run.begin_ns
+    )
+    resting_s = union_s(waiting, waiting) - union_s(runs, waiting)
+    late = [
+        [
+            other
+            for other in runs
+            if ops[other.name].kind != "all-to-all" and known <= other.begin_ns < run.begin_ns
+        ]
+        for known, run in zip(ready, runs, strict=True)
+        if ops[run.name].kind == "all-to-all"
+    ]
+    inverted = _merged(span for some in late for span in some)
+    return QueueGain(resting_s, union_s(inverted, inverted))
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return disjoint spans that cover the same time, sorted."""
+    result: list[Span] = []
+    for span in sorted(spans):
+        if result and span.begin_ns <= result[-1].end_ns:
+            end_ns = max(result[-1].end_ns, span.end_ns)
+            result[-1] = result[-1]._replace(end_ns=end_ns)
+        else:
+            result.append(span)
+    return result
+
+
+def _spans_by_name(found: list[Span]) -> dict[str, list[Span]]:
+    begun: dict[str, list[Span]] = {}
+    for span in found:
+        begun.setdefault(span.name, []).append(span)
+    return begun
+
+
 def _sources(name: str, ops: dict[str, Op]) -> list[tuple[str, bool]]:
     """Return (operation read, whether in the loop's previous round), through tuples and loops."""
     op = ops[name]
@@ -309,9 +368,7 @@ def exchanges(found: list[Span], ops: dict[str, Op]) -> list[Exchange]:
     runs = [
         s for s in found if ops[s.name].kind == "all-to-all" and "transpose" in ops[s.name].scopes
     ]
-    begun: dict[str, list[Span]] = {}
-    for span in found:
-        begun.setdefault(span.name, []).append(span)
+    begun = _spans_by_name(found)
     result = []
     for _, group in itertools.groupby(runs, lambda s: scope(s).endswith("back")):
         moved = list(group)

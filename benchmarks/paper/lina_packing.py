@@ -157,7 +157,7 @@ def control(config: TrainConfig, packed: dict[int, Packed]) -> Controlled:
         begun = time.perf_counter()
         if controller.is_packing_choice_due(len(steps)):
             before = controller.packing
-            decision, _ = controller.measure_and_choose_packing(len(steps), now.trainer, now.state)
+            decision, _ = controller.measure_and_choose_packing(len(steps), now.trainer)
             decisions.append(f"step {len(steps)}: {decision.reason}")
             if controller.packing != before:
                 after = packed[controller.packing].second_training()
@@ -199,7 +199,7 @@ def measure_shape(
         for _, run in runs:
             run.time(clock)
     measured = {
-        p: max_over_processes(list(time_exchange_and_experts(run.trainer, run.state)))
+        p: max_over_processes(list(time_exchange_and_experts(run.trainer)))
         for p, run in packed.items()
     }
     busy_s = multihost_utils.process_allgather(np.array([run.busy_s for _, run in runs])).sum(

@@ -408,13 +408,6 @@ class TrainConfig:
             self.comm.shard_experts,
             f"must be none {_offloaded_phrase(self.tiers)}",
         )
-        stays = self.comm.packing != "auto" or not self.tiers.any_off_device
-        check(
-            stays,
-            "comm.packing",
-            self.comm.packing,
-            f"must be a number {_offloaded_phrase(self.tiers)}",
-        )
 
     def _check_ragged_exchange(self) -> None:
         if self.comm.exchange != "ragged":

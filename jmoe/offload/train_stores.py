@@ -322,9 +322,10 @@ class ExpertStores:
         return written + self.records.progress_counters()
 
     def close(self) -> None:
-        """Wait for the save under way, and unlock the folders."""
+        """Wait for the save under way, unlock the folders, and drop the records in host memory."""
         with self._open_stores:
             self.records.close()
+        self.records.memory.clear()
 
 
 def _copying_filler(store: VersionStore, indices: Collection[int]) -> Fill:

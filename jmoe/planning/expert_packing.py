@@ -18,13 +18,21 @@ SLOWER = 1.01  # factor by which a step must be slower than with half the expert
 
 @dataclass(frozen=True)
 class MemoryShortfall:
-    """Bytes that a device and its host lack for twice the experts per device; 0: they fit.
+    """Bytes that a device and its host lack for an expert packing; 0: it fits.
 
-    lacking_bytes: with experts on the device. offloaded_lacking_bytes: with experts in host memory.
+    lacking_bytes: with experts on the tiers that the configuration names. offloaded_lacking_bytes:
+    with experts in host memory. refused: why the run's experts cannot move to host memory; "": they
+    can.
     """
 
     lacking_bytes: int = 0
     offloaded_lacking_bytes: int = 0
+    refused: str = ""
+
+    @property
+    def must_offload(self) -> bool:
+        """Whether the packing fits with experts in host memory and not without."""
+        return self.lacking_bytes > 0 and not self.offloaded_lacking_bytes and not self.refused
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ def decide_packing(
 
     all_to_all_s, ffn_s: forward seconds of one layer's dispatch all-to-alls, and of its experts,
     with `experts_per_device`. most_experts: the most that the mesh allows. shortfall: bytes lacking
-    for twice the experts; None means unlimited memory. step_s: measured seconds of a whole step, by
+    for twice the experts, which move to host memory if they fit there alone; None means unlimited
+    memory. step_s: measured seconds of a whole step, by
     experts per device.
 
     Lina doubles while the FFN is shorter than the all-to-all. Unlike Lina, this function also
@@ -98,11 +107,14 @@ def decide_packing(
         )
     if 2 * now > most_experts:
         return decision_with_times(now, True, f"the mesh allows no more than {_experts_text(now)}")
-    if shortfall is not None and shortfall.lacking_bytes > 0:
-        return decision_with_times(
-            now, True, f"it stays at {_experts_text(now)}: {_shortfall_text(shortfall)}"
-        )
-    return decision_with_times(2 * now, False, f"{_experts_text(2 * now)} from now on")
+    if shortfall is None or not shortfall.lacking_bytes:
+        return decision_with_times(2 * now, False, f"{_experts_text(2 * now)} from now on")
+    if shortfall.must_offload:
+        lacking = f"devices lack {_gigabytes(shortfall.lacking_bytes)} for them"
+        why = f"{_experts_text(2 * now)} from now on, in host memory: {lacking}"
+        return decision_with_times(2 * now, False, why)
+    stays = f"it stays at {_experts_text(now)}: {_shortfall_text(shortfall)}"
+    return decision_with_times(now, True, stays)
 
 
 def _experts_text(count: int) -> str:
@@ -110,8 +122,13 @@ def _experts_text(count: int) -> str:
 
 
 def _shortfall_text(shortfall: MemoryShortfall) -> str:
-    lacking = f"twice as many need {shortfall.lacking_bytes / 1e9:.2f} GB more memory than there is"
-    if shortfall.offloaded_lacking_bytes > 0:
-        short = f"{shortfall.offloaded_lacking_bytes / 1e9:.2f} GB"
-        return f"{lacking}, and with experts in host memory {short} would be lacking"
-    return f"{lacking}; with experts in host memory (tiers.experts = host) they would fit"
+    needed = _gigabytes(shortfall.lacking_bytes)
+    lacking = f"twice as many need {needed} more memory than there is"
+    if shortfall.refused:
+        return f"{lacking}; {shortfall.refused}"
+    short = _gigabytes(shortfall.offloaded_lacking_bytes)
+    return f"{lacking}, and with experts in host memory {short} would be lacking"
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

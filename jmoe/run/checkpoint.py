@@ -85,18 +85,12 @@ class Checkpoints:
         records: RecordCheckpoints | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        pins = records is not None and bool(records.stores)
-        check(
-            not pins or config.keep > 1,
-            "checkpoint.keep",
-            config.keep,
-            "must be greater than 1 with records",
-        )
-        self.directory = Path(directory).absolute()
-        self._kept, self._records = config.num_kept_checkpoints, records
+        self.directory, self._config = Path(directory).absolute(), config
+        self._kept = config.num_kept_checkpoints
+        self._manager: ocp.CheckpointManager | None = None
+        self.replace_records(records)
         self._without_records: set[int] = set()  # steps skipped by `latest_step`
         self._timeout_s = max(1, int(timeout_s))
-        self._manager: ocp.CheckpointManager | None = None
         self._commit: threading.Thread | None = None
         self._error: BaseException | None = None
         self._step = -1  # the step being saved, or saved last
@@ -110,6 +104,16 @@ class Checkpoints:
         # devices.
         named = set(range(jax.process_count())) if jax.process_count() > 1 else None
         self._processes = ocp.options.MultiprocessingOptions(active_processes=named)
+
+    def replace_records(self, records: RecordCheckpoints | None) -> None:
+        """Save and restore the expert records of another trainer of the run from now on. Call this
+        after `close`, or before the first save.
+        """
+        assert self._manager is None, "the checkpoints of the records before are still open"
+        pins = records is not None and bool(records.stores)
+        constraint = "must be greater than 1 with records"
+        check(not pins or self._config.keep > 1, "checkpoint.keep", self._config.keep, constraint)
+        self._records: RecordCheckpoints | None = records
 
     def __enter__(self) -> Checkpoints:
         return self

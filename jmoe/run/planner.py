@@ -397,18 +397,35 @@ def training_plan(config: TrainConfig) -> TrainingPlan:
     return plan_training(model, place, described_machine(config))
 
 
+def with_experts_in_host_memory(config: TrainConfig) -> TrainConfig:
+    """Return the run with experts and optimizer state in host memory, updated where the planner
+    predicts the faster step. Raises `ValueError` if another option needs them on the device.
+    """
+    tiers = dataclasses.replace(config.tiers, experts="host", optimizer="host", update="auto")
+    comm = dataclasses.replace(config.comm, shard_experts="none")
+    return with_chosen_tiers(dataclasses.replace(config, tiers=tiers, comm=comm))
+
+
 def packing_shortfall(config: TrainConfig, machine: Machine) -> MemoryShortfall:
     """Return the bytes that all tiers of `machine` together lack for a run with this
-    configuration's expert packing: with experts and optimizer on the device, and with experts,
+    configuration's expert packing: on the tiers that the configuration names, and with experts,
     optimizer and gradients in host memory; 0 if it fits.
     """
-    model = training_sizes(config)
-    host = dataclasses.replace(_state_placement(config, "host", "host"), gradients="host")
-    plans = [
-        plan_training(model, place, machine)
-        for place in (_state_placement(config, "device", "device"), host)
-    ]
-    return MemoryShortfall(*(sum(plan.lacking_bytes.values()) for plan in plans))
+
+    def lacking_bytes(run: TrainConfig) -> int:
+        experts, optimizer = run.tiers.experts, run.tiers.optimizer
+        assert experts != "auto" and optimizer != "auto"
+        place = _state_placement(run, experts, optimizer)
+        return sum(plan_training(training_sizes(run), place, machine).lacking_bytes.values())
+
+    own_bytes = lacking_bytes(config)
+    if config.tiers.any_off_device:
+        where = f"tiers.experts = {config.tiers.experts!r} is off the device already"
+        return MemoryShortfall(own_bytes, refused=where)
+    try:
+        return MemoryShortfall(own_bytes, lacking_bytes(with_experts_in_host_memory(config)))
+    except ValueError as error:
+        return MemoryShortfall(own_bytes, refused=f"experts cannot move to host memory: {error}")
 
 
 def packing_summary(config: TrainConfig) -> str:
@@ -421,13 +438,17 @@ def packing_summary(config: TrainConfig) -> str:
     line = f"packing: {first * alone} experts a device, mesh {packed_shape(full, first)}"
     if config.comm.packing != "auto":
         return f"{line} (comm.packing = {first})"
-    on, fits = described_machine(config), 1
-    while (
-        fits < largest_packing(full)
-        and not packing_shortfall(config.with_packing(2 * fits), on).lacking_bytes
-    ):
+    on, fits, on_device = described_machine(config), 1, 1
+    while fits < largest_packing(full):
+        shortfall = packing_shortfall(config.with_packing(2 * fits), on)
+        if shortfall.lacking_bytes and not shortfall.must_offload:
+            break
         fits *= 2
-    return f"{line} at first; memory and mesh allow up to {fits * alone} (comm.packing = auto)"
+        on_device = on_device if shortfall.must_offload else fits
+    moved = f", more than {on_device * alone} in host memory" if on_device < fits else ""
+    return (
+        f"{line} at first; memory and mesh allow up to {fits * alone}{moved} (comm.packing = auto)"
+    )
 
 
 def with_chosen_tiers(config: TrainConfig) -> TrainConfig:

@@ -111,7 +111,8 @@ class RunMetrics:
             "gauge", "save_seconds", "Time for which the last save kept the steps waiting."
         )
         self._define_metric("gauge", "restarts", "Restarts of the run so far.")
-        if not config.tiers.all_on_device and config.lora.rank is None:
+        may_offload = not config.tiers.all_on_device or config.comm.packing == "auto"
+        if may_offload and config.lora.rank is None:
             self._define_metric(
                 "gauge",
                 "tier_hit_rate",

@@ -10,6 +10,7 @@ Legend: L experts of a device, M rows (token-expert pairs), D hidden.
 import dataclasses
 import time
 from collections.abc import Callable
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -37,8 +38,12 @@ from jmoe.planning.expert_packing import (
 )
 from jmoe.planning.training_sizes import EXPERT_SHARDINGS
 from jmoe.run.checkpoint import Checkpoints
-from jmoe.run.planner import described_machine, packing_shortfall, with_chosen_expert_sharding
-from jmoe.training.fused.step import FusedTrainer
+from jmoe.run.planner import (
+    described_machine,
+    packing_shortfall,
+    with_chosen_expert_sharding,
+    with_experts_in_host_memory,
+)
 from jmoe.training.sharded_decoder import ShardedDecoder
 from jmoe.training.state import TrainState, experts_of
 from jmoe.training.trainer import Trainer
@@ -67,6 +72,12 @@ def initial_packing(config: TrainConfig, num_devices: int, devices_per_host: int
     return min(saved, largest_packing(config.mesh.resolve_shape(num_devices, devices_per_host)))
 
 
+class MeasuredTrainer(Protocol):
+    """A `Trainer` whose layers `time_exchange_and_experts` can time."""
+
+    model: ShardedDecoder
+
+
 class PackingController:
     """Decides how many experts each device holds; every process reaches the same decision.
 
@@ -85,7 +96,7 @@ class PackingController:
         mesh = dataclasses.replace(config.mesh, data=data, expert_inter=inter, expert_intra=intra)
         self._config = dataclasses.replace(config, mesh=mesh)
         # read now, while the devices' memory is still empty
-        self._machine = None if self.done else described_machine(with_device_bytes(config))
+        self._shortfalls = {} if self.done else self._measure_shortfalls()
         # both since the last decision; _seconds leaves out steps that compiled
         self._steps, self._seconds = 0, list[float]()
         self._step_s: dict[int, float] = {}  # seconds of a step, by experts per device
@@ -109,10 +120,21 @@ class PackingController:
         )
 
     def current_config_and_shape(self) -> tuple[TrainConfig, tuple[int, int, int]]:
-        """Return the configuration and the mesh shape for the current packing."""
-        return self._config.with_packing(self.packing), packed_shape(
-            self._unpacked_mesh_shape, self.packing
-        )
+        """Return the configuration and the mesh shape for the current packing; the configuration
+        has the experts in host memory if they fit nowhere else.
+        """
+        config = self._config.with_packing(self.packing)
+        if self.is_offloaded:
+            config = with_experts_in_host_memory(config)
+        return config, packed_shape(self._unpacked_mesh_shape, self.packing)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether experts are in host memory because the devices cannot hold the current
+        packing's.
+        """
+        shortfall = self._shortfalls.get(self.packing)
+        return shortfall is not None and shortfall.must_offload
 
     def note_step(self, seconds: float, *, compiled: bool) -> None:
         """Record the seconds of a step, unless packing is settled. A step that compiled is counted
@@ -132,7 +154,7 @@ class PackingController:
         return not self.done and is_packing_decided_at(step) and self._steps >= EVERY_STEPS
 
     def measure_and_choose_packing(
-        self, step: int, trainer: FusedTrainer, state: TrainState
+        self, step: int, trainer: MeasuredTrainer
     ) -> tuple[PackingDecision, dict[str, float]]:
         """Measure, choose the packing for the steps from `step` on, and return (decision, measured
         seconds by name).
@@ -140,15 +162,8 @@ class PackingController:
         Every process must call this: measurements are collectives, and each number is the maximum
         over processes.
         """
-        shortfall = self._shortfall_at_double_packing()
-        own = [
-            *time_exchange_and_experts(trainer, state),
-            median(self._seconds[1 - EVERY_STEPS :] or [0.0]),
-        ]
-        *measured, lacking_bytes, offloaded_bytes = max_over_processes(
-            [*own, shortfall.lacking_bytes, shortfall.offloaded_lacking_bytes]
-        )
-        all_to_all_s, ffn_s, step_s = measured
+        own = median(self._seconds[1 - EVERY_STEPS :] or [0.0])
+        all_to_all_s, ffn_s, step_s = max_over_processes([*time_exchange_and_experts(trainer), own])
         if step_s:
             self._step_s[self.experts_per_device] = step_s
         decision = decide_packing(
@@ -158,21 +173,38 @@ class PackingController:
             step=step,
             most_experts=largest_packing(self._unpacked_mesh_shape)
             * self._unpacked_experts_per_device,
-            shortfall=MemoryShortfall(int(lacking_bytes), int(offloaded_bytes)),
+            shortfall=self._shortfalls.get(2 * self.packing),
             step_s=self._step_s,
         )
         self.packing = decision.experts_per_device // self._unpacked_experts_per_device
         self.done, self._steps, self._seconds = decision.done, 0, []
         return decision, {"all_to_all_s": all_to_all_s, "ffn_s": ffn_s, "step_s": step_s}
 
-    def _shortfall_at_double_packing(self) -> MemoryShortfall:
-        """Return the bytes that memory lacks with twice the current packing; 0 if the packing is
-        the largest.
+    def _measure_shortfalls(self) -> dict[int, MemoryShortfall]:
+        """Return the bytes that memory lacks by packing, for every packing above 1 that the mesh
+        allows; the same on every process.
         """
-        assert self._machine is not None
-        if self.packing == largest_packing(self._unpacked_mesh_shape):
-            return MemoryShortfall()
-        return packing_shortfall(self._config.with_packing(2 * self.packing), self._machine)
+        machine = described_machine(with_device_bytes(self._config))
+        packings = takewhile(
+            lambda packing: packing <= largest_packing(self._unpacked_mesh_shape),
+            (2**power for power in count(1)),
+        )
+        own = {
+            packing: packing_shortfall(self._config.with_packing(packing), machine)
+            for packing in packings
+        }
+        lacking = max_over_processes(
+            [
+                float(value)
+                for shortfall in own.values()
+                for value in (shortfall.lacking_bytes, shortfall.offloaded_lacking_bytes)
+            ]
+        )
+        pairs = zip(own.items(), lacking[::2], lacking[1::2], strict=True)
+        return {
+            packing: MemoryShortfall(int(device), int(host), shortfall.refused)
+            for (packing, shortfall), device, host in pairs
+        }
 
 
 def with_device_bytes(config: TrainConfig) -> TrainConfig:
@@ -256,12 +288,13 @@ def move_state(
 # Measuring
 
 
-def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple[float, float]:
+def time_exchange_and_experts(trainer: MeasuredTrainer) -> tuple[float, float]:
     """Return the forward seconds of (one layer's dispatch all-to-alls, one layer's experts), with
     tokens spread evenly over experts.
 
     Both are timed in programs of their own, without the work that a training step overlaps with
-    them. The all-to-alls take 0 if each device holds all experts. Every process must call this.
+    them, and with experts on the device. The all-to-alls take 0 if each device holds all experts.
+    Every process must call this.
     """
     model = trainer.model
     layer: Any = model.abstract.moe_layers.moe
@@ -278,7 +311,7 @@ def time_exchange_and_experts(trainer: FusedTrainer, state: TrainState) -> tuple
     sent_s = (
         _time_all_to_alls_s(model, layer, shapes) if layer.exchange_plan.num_devices > 1 else 0.0
     )
-    return sent_s, _time_experts_s(model, layer, shapes, state)
+    return sent_s, _time_experts_s(model, layer, shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,15 +353,17 @@ def _time_all_to_alls_s(model: ShardedDecoder, layer: Any, sizes: _MoELayerSizes
     return _median_call_s(program, jax.jit(make_zeros, out_shardings=NamedSharding(mesh, split))())
 
 
-def _time_experts_s(
-    model: ShardedDecoder, layer: Any, sizes: _MoELayerSizes, state: TrainState
-) -> float:
+def _time_experts_s(model: ShardedDecoder, layer: Any, sizes: _MoELayerSizes) -> float:
     """Return the forward seconds of a layer's experts, a median, with tokens spread evenly."""
     rows, mesh, split = sizes.tokens * sizes.top_k, model.mesh, split_over(ALL)
     graph, structure = nnx.split(layer.experts)
-    # one layer, so that no more is gathered from replicas that split the experts
+    # of one layer; the state has none if experts are streamed
     place = NamedSharding(mesh, split_over(EXPERT, 1))
-    first_layer = jax.jit(lambda tree: jax.tree.map(lambda w: w[:1], tree), out_shardings=place)
+    shapes = jax.tree.map(lambda w: (1, *w.shape[1:]), experts_of(model.shapes))
+    make_experts = jax.jit(
+        lambda: {name: jnp.full(shape, 0.01, jnp.float32) for name, shape in shapes.items()},
+        out_shardings=place,
+    )
     local = model.config.model.num_experts // layer.exchange_plan.num_devices
 
     def run_experts_local(experts: PyTree, x_MD: jax.Array) -> jax.Array:
@@ -350,7 +385,7 @@ def _time_experts_s(
     )
     return _median_call_s(
         program,
-        first_layer(experts_of(state.params)),
+        make_experts(),
         jax.jit(make_ones, out_shardings=NamedSharding(mesh, split))(),
     )
 

@@ -35,6 +35,7 @@ from jmoe.training.finetune import ignored_training_options, load_pretrained_sta
 from jmoe.training.fused.step import FusedTrainer
 from jmoe.training.resume import restore_checkpoint
 from jmoe.training.state import TrainState
+from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.training.trainer import LanguageTrainer, Trainer, make_trainer
 from jmoe.types import JsonObject, PyTree
 
@@ -108,21 +109,14 @@ class Session:
         Every process must call this. Replaces `mesh` and `trainer` after a move.
         """
         if not self.expert_packing.is_packing_choice_due(step) or not isinstance(
-            self.trainer, FusedTrainer
+            self.trainer, FusedTrainer | StreamedTrainer
         ):
             return state
         begun, before = time.perf_counter(), self.expert_packing.packing
         with self.watchdog.waiting_for("expert packing before step", step):
-            decision, measured = self.expert_packing.measure_and_choose_packing(
-                step, self.trainer, state
-            )
-            if self.expert_packing.packing != before:
-                config, shape = self.expert_packing.current_config_and_shape()
-                self.mesh = make_mesh(shape, replicas=config.mesh.replicate)
-                trainer = make_trainer(config, self.mesh)
-                assert isinstance(trainer, FusedTrainer)
-                state = move_state(state, self.trainer, trainer)
-                self.trainer = trainer
+            decision, measured = self.expert_packing.measure_and_choose_packing(step, self.trainer)
+        if self.expert_packing.packing != before:
+            state = self._move_experts(step, state, self.trainer)
         print_on_rank_0(
             f"packing before step {step}: {decision.reason} ({time.perf_counter() - begun:.1f} s)"
         )
@@ -130,9 +124,42 @@ class Session:
             values = {
                 "experts_per_device": decision.experts_per_device,
                 "packing": self.expert_packing.packing,
+                "tier": self.trainer.config.tiers.experts,
                 **measured,
             }
             self.log.write_event("packing", step, **values, reason=decision.reason)
+        return state
+
+    def _move_experts(
+        self, step: int, state: TrainState, before: FusedTrainer | StreamedTrainer
+    ) -> TrainState:
+        """Return `state` for the trainer of the controller's packing, which replaces `trainer`.
+
+        Between trainers that keep all experts on the devices, arrays move from mesh to mesh.
+        Otherwise the state moves through the checkpoint of `step`.
+        """
+        config, shape = self.expert_packing.current_config_and_shape()
+        self.mesh = mesh = make_mesh(shape, replicas=config.mesh.replicate)
+        if isinstance(before, FusedTrainer) and config.tiers.all_on_device:
+            with self.watchdog.waiting_for("another expert packing before step", step):
+                after = make_trainer(config, mesh)
+                assert isinstance(after, FusedTrainer)
+                state = move_state(state, before, after)
+                self.trainer = after
+            return state
+        self.save(step, state)
+        self.checkpoints.close()
+        for array in jax.tree.leaves(state):
+            array.delete()
+        before.close()
+        self.trainer = trainer = make_trainer(config, mesh, self.folder.run_name)
+        self.checkpoints.replace_records(trainer.records)
+        with self.watchdog.waiting_for(
+            "moving experts before step", step, progress=trainer.progress_counters
+        ):
+            state, _ = restore_checkpoint(trainer, self.checkpoints, step)
+        for note in trainer.notes:
+            print_on_rank_0(note)
         return state
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
@@ -372,7 +399,9 @@ class Session:
         totals = {} if stats is None else tier_totals(stats)
         if self.log is None:
             return
-        tiers_text = summarize_and_log_tiers(self.config, totals, self.log) if totals else ""
+        tiers_text = (
+            summarize_and_log_tiers(self.trainer.config, totals, self.log) if totals else ""
+        )
         with status("drawing the report", print_on_rank_0):
             self.draw_report()
         unigram, xz = unigram_and_xz_bits_per_byte(corpus)

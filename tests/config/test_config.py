@@ -676,18 +676,10 @@ def test_the_most_packing() -> None:
     assert packed_shape((1, 6, 2), 4) == (4, 3, 1)
 
 
-def test_packing_that_changes_is_refused_with_tiers() -> None:
-    words = (
-        "comm.packing = 'auto': must be a number with experts on other tiers (tiers.experts ="
-        " 'host' and tiers.opt"
-    )
-    tiers = TiersConfig(experts="host", optimizer="host")
-    with pytest.raises(ValueError, match=re.escape(words)):
-        TrainConfig(comm=CommConfig(packing="auto"), tiers=tiers)
-    undecided = TiersConfig(experts="auto", optimizer="auto")  # the planner's to choose
-    config = TrainConfig(comm=CommConfig(packing="auto"), tiers=undecided)
-    with pytest.raises(ValueError, match=re.escape(words)):
-        dataclasses.replace(config, tiers=tiers)
+def test_packing_that_changes_is_allowed_with_tiers() -> None:
+    tiers = TiersConfig(experts="nvme", optimizer="nvme")
+    config = TrainConfig(comm=CommConfig(packing="auto"), tiers=tiers)
+    assert config.with_packing(4).tiers == tiers
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "comm.links": ("links.toml", {"comm.exchange": "flat"}),
         "comm.chunk_bytes": (1 << 20, {"comm.schedule": "priority"}),
         "comm.bucket_bytes": (1 << 20, {"comm.schedule": "none", "comm.fuse_dense": False}),
-        "comm.packing": ("auto", ON_HOST),
+        "comm.packing": ("auto", {"distil.teacher": "teacher"}),
         "comm.shard_experts": ("weights", ON_HOST),
         "checkpoint.memory_dir": ("/dev/shm", ON_HOST),
         "checkpoint.memory_every_steps": (5, {}),

@@ -72,9 +72,18 @@ def test_the_steps_of_lina() -> None:
             0.01,
             2,
             {"shortfall": MemoryShortfall(10**9)},
+            4,
+            False,
+            "4 experts a device from now on, in host memory: devices lack 1.00 GB for them",
+        ),
+        (
+            0.02,
+            0.01,
+            2,
+            {"shortfall": MemoryShortfall(10**9, refused="snapshots need the device")},
             2,
             True,
-            "1.00 GB more memory than there is; with experts in host",
+            "need 1.00 GB more memory than there is; snapshots need the device",
         ),
         (
             0.02,
@@ -131,7 +140,9 @@ def test_bad_numbers(
 
 
 seconds = st.floats(0, 10)
-shortfalls = st.builds(MemoryShortfall, st.integers(0, 10), st.integers(0, 10))
+shortfalls = st.builds(
+    MemoryShortfall, st.integers(0, 10), st.integers(0, 10), st.sampled_from(["", "no"])
+)
 
 
 @given(seconds, seconds, st.integers(0, 4), st.integers(0, 4), st.integers(0, 40), shortfalls)
@@ -146,7 +157,10 @@ def test_it_doubles_only_where_it_may(
     )
     doubled = decision.experts_per_device > 2**now
     assert doubled == (
-        is_packing_decided_at(step) and a > f and above > 0 and not shortfall.lacking_bytes
+        is_packing_decided_at(step)
+        and a > f
+        and above > 0
+        and (not shortfall.lacking_bytes or shortfall.must_offload)
     )
     assert decision.done == (is_packing_decided_at(step) and not doubled)
 

@@ -102,7 +102,7 @@ def test_a_run_that_packs_and_goes_back_has_the_losses_of_one_that_does_not(
     state = trainer.init()
     for number in range(STEPS):
         if controller.is_packing_choice_due(number):
-            decision, measured = controller.measure_and_choose_packing(number, trainer, state)
+            decision, measured = controller.measure_and_choose_packing(number, trainer)
             assert measured.keys() == {"all_to_all_s", "ffn_s", "step_s"}
             after = trainer_at(controller)
             if after is not trainer:
@@ -148,30 +148,47 @@ def test_what_is_measured(comm: dict[str, Any]) -> None:
     trainer = trainer_of(
         config, PackingController(config, SHAPE, packed).current_config_and_shape()[1]
     )
-    sent_s, experts_s = time_exchange_and_experts(trainer, trainer.init())
+    sent_s, experts_s = time_exchange_and_experts(trainer)
     assert experts_s > 0 and (sent_s > 0) == (packed == 1)
 
 
 @pytest.mark.parametrize(
-    ("device_bytes", "words"),
+    ("device_bytes", "options", "words"),
     [
-        (320_000, "with experts in host memory (tiers.experts = host) they would fit"),
-        (250_000, "would be lacking"),
+        (320_000, {"memory_dir": "/dev/shm"}, "; experts cannot move to host memory: checkpoint."),
+        (250_000, {}, "would be lacking"),
     ],
 )
 def test_memory_that_forbids_is_named(
-    monkeypatch: pytest.MonkeyPatch, device_bytes: int, words: str
+    monkeypatch: pytest.MonkeyPatch, device_bytes: int, options: dict[str, Any], words: str
 ) -> None:
     times(monkeypatch, 0.02, 0.01)
+    config = config_of(packing="auto")
     small = MachineConfig(device_bytes=device_bytes, host_bytes=10**12)
-    controller = PackingController(
-        dataclasses.replace(config_of(packing="auto"), machine=small), SHAPE, 1
-    )
+    saving = dataclasses.replace(config.checkpoint, **options)
+    config = dataclasses.replace(config, machine=small, checkpoint=saving)
+    controller = PackingController(config, SHAPE, 1)
     trainer = trainer_of(config_of(packing=1), SHAPE)
-    decision, _ = controller.measure_and_choose_packing(10, trainer, trainer.state_shape)
+    decision, _ = controller.measure_and_choose_packing(10, trainer)
     assert (decision.experts_per_device, decision.done) == (2, True)
     assert "it stays at 2 experts a device: twice as many need " in decision.reason
     assert words in decision.reason
+
+
+def test_experts_that_exceed_the_devices_move_to_host_memory_and_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times(monkeypatch, 0.02, 0.01)
+    small = MachineConfig(device_bytes=320_000, host_bytes=10**12)
+    config = dataclasses.replace(config_of(packing="auto"), machine=small)
+    controller = PackingController(config, SHAPE, 1)
+    trainer, tiers = trainer_of(config_of(packing=1), SHAPE), []
+    for number, step_s in ((10, 1.0), (14, 2.0)):
+        controller.note_step(step_s, compiled=False)
+        decision, _ = controller.measure_and_choose_packing(number, trainer)
+        tiers.append(controller.current_config_and_shape()[0].tiers.experts)
+        assert controller.is_offloaded == ("in host memory" in decision.reason)
+    assert tiers == ["host", "device"] and controller.done
 
 
 def test_when_it_decides() -> None:
