@@ -322,7 +322,7 @@ def prepare_text_data(
             keep,
         )
         try:
-            corpus = prepare_corpus(config.data, config.model.vocab_size, cache, role)
+            corpus = prepare_corpus(config.data, config.text_vocab_size, cache, role)
         except TextChangedError:
             raise_if_checkpoint_has_other_data(config, resolved)
             raise
@@ -333,6 +333,8 @@ def prepare_text_data(
         files = replace_chat_files(files, config.data, corpus.shard_folders)
         why = "must not be set with samples, such as chats, in data.path: it takes text alone"
         check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
+        encoder = config.model.bidirectional
+        check(not encoder, "model.bidirectional", encoder, why)
         why = (
             "must be False with samples, such as chats, in data.path: data.pack_samples masks them"
         )

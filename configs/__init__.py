@@ -4,6 +4,7 @@ family.
 
 from jmoe.config import TrainConfig
 from jmoe.configs.ablations import tiny_buckets, tiny_flat, tiny_replicated, tiny_unfused
+from jmoe.configs.bert import bert_moe
 from jmoe.configs.fine_tune import fine_tune, fine_tune_dpo, fine_tune_lora
 from jmoe.configs.gpt_moe import (
     gpt_175b,
@@ -44,6 +45,10 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "gpt-moe-32e": ("MoESys Table 2: 52.6B parameters, 32 experts, top-1", gpt_moe_32e),
     "gpt-moe-64e": ("MoESys Table 2: 104.1B parameters, 64 experts, top-1", gpt_moe_64e),
     "gpt-moe-128e": ("MoESys Table 2: 207.2B parameters, 128 experts, top-1", gpt_moe_128e),
+    "bert-moe": (
+        "BERT-Base with 16 experts in every layer: an encoder, on masked tokens",
+        bert_moe,
+    ),
     "gpt-175b": ("MoESys Table 1: 174.6B parameters, dense, on 128 devices", gpt_175b),
     "tiny-replicated": ("ablation: dense parameters on every device", tiny_replicated),
     "tiny-unfused": ("ablation: a collective for every dense parameter", tiny_unfused),

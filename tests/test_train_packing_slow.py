@@ -116,9 +116,17 @@ def test_fake_devices_of_one_process(runs: TrainRuns, tmp_path: Path) -> None:
     assert dict(losses(tmp_path / "auto")) == pytest.approx(expected, rel=1e-5, abs=0)
 
 
+# of so few tokens that experts take most of the devices' memory
+LARGE_EXPERTS = (
+    *("--model.moe-intermediate-size", 512, "--batch-size", 4, "--sequence-length", 16),
+    *("--mesh.expert-intra", 2),
+)
+
+
 def device_bytes_for_packing_1(command: list[str | Path], mesh: tuple[object, ...]) -> int:
     """Device memory that holds the experts of packing 1 and not those of packing 2."""
-    config = parse_train([*map(str, command[1:]), *map(str, mesh), "--mesh.data", "1"], PRESETS)
+    options = (*mesh, "--mesh.data", 1, "--machine.device-bytes", 10**12)
+    config = parse_train([*map(str, command[1:]), *map(str, options)], PRESETS)
     need = [
         training_plan(config.with_packing(packing)).bytes_on_tier("device") for packing in (1, 2)
     ]
@@ -130,16 +138,17 @@ def test_packed_experts_leave_the_devices_and_survive_a_kill(
     runs: TrainRuns, tmp_path: Path, start_python: Start, tier: str
 ) -> None:
     """From the devices to host memory, and from NVMe to NVMe, by themselves; resumed there."""
-    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), ("--mesh.expert-intra", 2)
+    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), LARGE_EXPERTS
     reference, output_dir = tmp_path / "reference", tmp_path / "run"
     machine = ("--machine.host-bytes", 10**13, "--machine.nvme-bytes", 10**13)
     size = device_bytes_for_packing_1(runs.command(reference), (*mesh, *machine))
     options = (*mesh, *machine, "--machine.device-bytes", size if tier == "device" else 10**12)
     if tier != "device":
         options += ("--tiers.experts", tier, "--tiers.optimizer", tier)
+    options += ("--evaluation.no-at-start",)
     auto = (*options, "--comm.packing", "auto", "--checkpoint.every-steps", 6)
     pair = slow.start(start_python, output_dir, 2, *ENDLESS, *auto)
-    pair[0].wait_until(lambda: 12 in committed(output_dir))
+    pair[0].wait_until(lambda: 12 in committed(output_dir), 600)
     for process in pair:
         process.kill()
     for process in pair:
@@ -151,7 +160,7 @@ def test_packed_experts_leave_the_devices_and_survive_a_kill(
     run_split(slow, start_python, output_dir, 2, 1, *end, *auto)
     assert "comm.packing = auto: 8 experts a device" in (output_dir / "rank-2-0").read_text()
     assert resumes(output_dir) == [begin]
-    (summary,) = (e for e in records(output_dir) if e.get("event") == "tiers")
+    (summary, *_) = (e for e in records(output_dir) if e.get("event") == "tiers")
     assert summary["to_device_bytes"] > 0
     run_split(runs, start_python, reference, 2, 1, *end, *mesh)
     assert dict(losses(output_dir)) == pytest.approx(dict(losses(reference)), rel=1e-5, abs=0)
@@ -159,7 +168,7 @@ def test_packed_experts_leave_the_devices_and_survive_a_kill(
 
 def test_slower_packed_experts_return_from_host_memory(runs: TrainRuns, tmp_path: Path) -> None:
     """Steps with experts in host memory are made to seem slow: the run goes back to its devices."""
-    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), ("--mesh.expert-intra", 2)
+    slow, mesh = OnASlowNetwork(runs, tmp_path / "slow_network.py"), LARGE_EXPERTS
     slow.make_slow_when_offloaded()
     machine = ("--machine.host-bytes", 10**13)
     size = device_bytes_for_packing_1(runs.command(tmp_path), (*mesh, *machine))

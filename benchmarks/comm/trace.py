@@ -347,9 +347,9 @@ def _known_before(name: str, ops: dict[str, Op]) -> set[tuple[str, bool]]:
                 if not before or not earlier
             ]
     here = {at for at, before in behind if not before}
-    late = {at for at in here if re.search(r"\border\b|all_to_all", ops[at].scopes)} | set(
-        ops[name].inputs
-    )
+    late = {at for at in here if re.search(r"\border\b|all_to_all", ops[at].scopes)}
+    if ops[name].kind == "all-to-all":  # whose input belongs to the sending
+        late |= set(ops[name].inputs)
     while more := {at for at in here - late if late.intersection(ops[at].inputs)}:
         late |= more
     wanted = {(at, before) for at, before in behind if before or at not in late or ops[at].native}

@@ -11,10 +11,13 @@ as the task's path through the super-network, with its own optimizer; the models
 devices by load, and nothing crosses them.
 
 speeds: contestants take `--turns` turns of `--turn` steps, timed from a barrier to a barrier,
-reading images included. wide: the same with layers three times as wide, where experts are more of
-the work, in turns of WIDE_STEPS steps. accuracies: super-network and dense models learn for
-`--steps` steps with the same schedule; every `--check` steps they are evaluated on held-out images,
-on a machine that may do other things too. equal_quality, of each task: after how many steps and
+reading images included. paper_batches: the same with eight times the images, which are the paper's
+1,024 a step. wide: with layers three times as wide, where experts are more of the work, in turns of
+WIDE_STEPS steps. parts_s: of a step, traced on rank 0, by what runs; other_collectives counts where
+nothing else does, so it is how long the device waits for what all devices share. accuracies:
+super-network and dense models learn for `--steps` steps with the same schedule; every `--check`
+steps they are evaluated on held-out images, on a machine that may do other things too.
+equal_quality, of each task: after how many steps and
 images the super-network is within `--tolerance` of what the dense model reaches in the end (null:
 never); and after how many either reaches `both`, the best accuracy that both have reached.
 state: bytes of parameters and optimizer on the device. peak: with what the largest step needs
@@ -37,10 +40,13 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks.comm import trace
 from benchmarks.lib import report
 from benchmarks.lib.engine_ranks import pin_to_one_core
 from benchmarks.lib.ranks import Clock, add_rank_options, run_ranks
@@ -54,7 +60,10 @@ from jmoe.deploy.extract import path_model_config
 from jmoe.planning.elastic import TaskLayout, plan_layout
 
 WIDE_STEPS = 4
+PAPER_STEPS = 8
+PAPER_BATCHES = 8  # times the images of ufo-tiny
 PARTS = ("speeds", "accuracies")
+TRACED_STEPS = 3
 EVALUATION_IMAGES = 256  # on a device at once
 PAPER = [
     {"system": "MoESys", "images_per_s": 697, "gpus": 32},
@@ -91,6 +100,15 @@ def config_of(a: argparse.Namespace) -> VisionTrainConfig:
     warmup = min(ufo_tiny.optimizer.warmup_steps, a.steps // 2)
     optimizer = dataclasses.replace(ufo_tiny.optimizer, warmup_steps=warmup)
     return dataclasses.replace(ufo_tiny, layout="elastic", num_steps=a.steps, optimizer=optimizer)
+
+
+def with_paper_batches(config: VisionTrainConfig) -> VisionTrainConfig:
+    """Return the configuration with the paper's 512, 256, 128 and 128 images a step."""
+    tasks = {
+        name: dataclasses.replace(task, batch_size=PAPER_BATCHES * task.batch_size)
+        for name, task in config.tasks.items()
+    }
+    return dataclasses.replace(config, tasks=tasks)
 
 
 def dense_config(config: VisionTrainConfig, name: str) -> VisionTrainConfig:
@@ -156,8 +174,9 @@ class Training:
             )
         return list(map(float, sums_3A[1] / sums_3A[2]))
 
-    def bytes_on_device(self) -> tuple[int, int]:
-        """Return the bytes of the state on this device, and those that a step adds."""
+    @cached_property
+    def compiled(self) -> Any:
+        """The compiled step."""
         import jax
 
         batch = (
@@ -165,11 +184,25 @@ class Training:
             if len(self.tasks) == 1
             else None
         )
+        batch = batch or jax.tree.map(self.put, next(self.batches))
+        return self.trainer.step.lower(self.state, batch, full_capacity=True).compile()
+
+    def bytes_on_device(self) -> tuple[int, int]:
+        """Return the bytes of the state on this device, and those that a step adds."""
+        import jax
+
         leaves = jax.tree.leaves((self.state.params, self.state.m, self.state.v))
         state_bytes = sum(leaf.addressable_data(0).nbytes for leaf in leaves)
-        batch = batch or jax.tree.map(self.put, next(self.batches))
-        compiled = self.trainer.step.lower(self.state, batch, full_capacity=True).compile()
-        return state_bytes, int(compiled.memory_analysis().temp_size_in_bytes)
+        return state_bytes, int(self.compiled.memory_analysis().temp_size_in_bytes)
+
+    def parts_s(self) -> dict[str, float]:
+        """Return the seconds of a step by part, the median of TRACED_STEPS; on rank 0."""
+        ops, parts = trace.operations(self.compiled.as_text()), []
+        for _ in range(TRACED_STEPS):
+            with trace.recording(ops, "jit_step") as found:
+                self.step()
+            parts.append(trace.parts_s(found, ops))
+        return {name: report.median(part[name] for part in parts) for name in parts[0]}
 
 
 class Contestant:
@@ -208,7 +241,21 @@ class Contestant:
         """Return the seconds of all turns but the first, which compiles."""
         return self.seconds[1:]
 
-    def row(self, turn: int, elastic: "Contestant") -> JsonObject:
+    def parts_s(self, rank: int) -> dict[str, float]:
+        """Return the seconds of a step of all networks by part, on rank 0; {} on others, which take
+        the same steps.
+        """
+        total = dict[str, float]()
+        for training in self.own:
+            if rank == 0:
+                for name, seconds in training.parts_s().items():
+                    total[name] = round(total.get(name, 0.0) + seconds, 4)
+            else:
+                for _ in range(TRACED_STEPS):
+                    training.step()
+        return total
+
+    def row(self, turn: int, elastic: "Contestant", rank: int) -> JsonObject:
         """Return the contestant's figures."""
         sizes = [training.bytes_on_device() for training in self.own]
         own = [
@@ -225,6 +272,7 @@ class Contestant:
             "speed_up_of_super_network": report.ratio(self.steady, elastic.steady),
             "state_bytes_by_device": state,
             "peak_bytes_by_device": peak,
+            "parts_s": self.parts_s(rank),
             "all_turn_s": [round(s, 3) for s in self.seconds],
         }
 
@@ -278,12 +326,14 @@ def measure(a: argparse.Namespace) -> JsonObject:
     config, result = config_of(a), JsonObject()
     if "speeds" in a.parts:
         wide = dataclasses.replace(config, model=dataclasses.replace(config.model, **MODEL))
-        for name, contest, steps in (("rows", config, a.turn), ("wide", wide, WIDE_STEPS)):
+        contests = [("rows", config, a.turn), ("wide", wide, WIDE_STEPS)]
+        contests.append(("paper_batches", with_paper_batches(config), min(a.turn, PAPER_STEPS)))
+        for name, contest, steps in contests:
             runs = contestants(contest, a.rank, mesh)
             for _ in range(1 + a.turns):
                 for run in runs:
                     run.take(clock, steps)
-            result[name] = [run.row(steps, runs[0]) for run in runs]
+            result[name] = [run.row(steps, runs[0], a.rank) for run in runs]
     if "accuracies" in a.parts:
         result |= learned(contestants(config, a.rank, mesh), clock, a)
     return result

@@ -12,6 +12,7 @@ from jmoe.config.linear_attention import LINEAR_ATTENTION as LINEAR_ATTENTION
 from jmoe.config.linear_attention import LINEAR_SIZES as LINEAR_SIZES
 from jmoe.config.lora import LORA_TARGETS as LORA_TARGETS
 from jmoe.config.lora import LoraConfig as LoraConfig
+from jmoe.config.masking import MaskingConfig as MaskingConfig
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
 from jmoe.config.model import ROUTER_TRAINING_ONLY as ROUTER_TRAINING_ONLY
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY

@@ -15,7 +15,7 @@ def _refusals(config: TrainConfig) -> list[str]:
         "with experts on other tiers": config.tiers.any_off_device,
         "with distil.teacher": bool(config.distil.teacher),
         "with dpo.beta": config.dpo.beta is not None,
-        "for image tasks": not config.model.is_causal,
+        "with attention in both directions": not config.model.is_causal,
         "with linear_attention in model.layer_types": config.model.has_linear_attention,
     }
     return [why for why, holds in reasons.items() if holds]

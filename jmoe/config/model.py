@@ -104,6 +104,8 @@ class ModelConfig:
     qk_nope_head_dim: int = 0  # latent attention: part of a query or key without position
     qk_rope_head_dim: int = 0  # latent attention: rotated part, its key shared by all heads
     v_head_dim: int = 0  # latent attention
+    # every token attends to all tokens of its sequence (BERT); trained on masked tokens
+    bidirectional: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     head_bias: bool = False  # logits = hidden @ head + bias (Phi-3.5-MoE)
@@ -180,7 +182,7 @@ class ModelConfig:
     @property
     def is_causal(self) -> bool:
         """Whether a token attends only to itself and earlier tokens."""
-        return True
+        return not self.bidirectional
 
     @property
     def dim_per_head(self) -> int:
@@ -361,7 +363,7 @@ class ModelConfig:
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the model FLOPs of one trained token: 6 per active matrix parameter, plus
-        causal attention, plus three products with the state of a gated delta network.
+        attention, plus three products with the state of a gated delta network.
         """
         _, active = self.total_and_active_parameters()
         lookup = self.vocab_size * self.hidden_size if not self.tie_word_embeddings else 0
@@ -370,7 +372,8 @@ class ModelConfig:
         )
         value_dim = self.v_head_dim if self.kv_lora_rank is not None else self.dim_per_head
         heads, dims = self.num_attention_heads, self.dim_per_head + value_dim
-        attention = 3 * self.num_attention_layers * heads * dims * sequence_length
+        seen = sequence_length * (1 if self.is_causal else 2)  # keys of two queries
+        attention = 3 * self.num_attention_layers * heads * dims * seen
         state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
         linear = 18 * (self.num_hidden_layers - self.num_attention_layers) * state
         return 6.0 * (active - lookup) + attention + linear

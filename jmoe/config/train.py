@@ -28,6 +28,7 @@ from jmoe.config.distil import DistilConfig
 from jmoe.config.dpo import DpoConfig
 from jmoe.config.linear_attention import check_may_train_linear_attention
 from jmoe.config.lora import LoraConfig
+from jmoe.config.masking import MaskingConfig, check_may_train_bidirectional
 from jmoe.config.model import ModelConfig, Remat
 from jmoe.config.optimizer import OptimizerConfig, check_may_change_optimizer
 from jmoe.config.parallel import SPLIT_SIZES, CommConfig, MeshConfig, packed_shape
@@ -313,6 +314,7 @@ class TrainConfig:
     distil: DistilConfig = field(default_factory=DistilConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     # patterns of the parameters that are trained, such as experts or attention.w_*; empty: all
     train: tuple[str, ...] = ()
@@ -377,6 +379,7 @@ class TrainConfig:
         self._check_teacher()
         self._check_lora()
         check_may_train_linear_attention(self)
+        check_may_train_bidirectional(self)
         self._check_dpo()
         self._check_yarn()
         check_may_change_optimizer(
@@ -651,6 +654,13 @@ class TrainConfig:
                 constraint,
             )
         return shape
+
+    @property
+    def text_vocab_size(self) -> int:
+        """Exclusive upper bound of the ids of the text: with masked tokens the vocabulary's last
+        id is the mask's.
+        """
+        return self.model.vocab_size - self.model.bidirectional
 
     def with_packing(self, packing: int) -> TrainConfig:
         """Return a copy with `packing` times as many experts per device."""

@@ -79,6 +79,9 @@ class VisionModelConfig(ModelConfig):
             self.router.aux_loss_coef,
             "must be 0 for images; use kind = 'sigmoid'",
         )
+        check_field(
+            not self.bidirectional, self, "bidirectional", "must be False for images, which are so"
+        )
         jitter = self.router.jitter_noise
         check(jitter == 0, "router.jitter_noise", jitter, "must be 0 for images")
 

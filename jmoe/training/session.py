@@ -271,7 +271,8 @@ class Session:
         )
         with self.watchdog.waiting_for("evaluation after step", step), doing:
             loss = held_out_loss(self.trainer, state, self.corpus, self.config, self.mesh)
-        known = bool(self.corpus.held_out_bytes)
+        # the loss on masked tokens says nothing of bytes
+        known = bool(self.corpus.held_out_bytes) and self.config.model.is_causal
         bits = self.corpus.bits_per_byte(loss) if known else float("nan")
         per_byte = f", {bits:.4f} bits per byte" if known else ""
         print_on_rank_0(
@@ -404,7 +405,9 @@ class Session:
         )
         with status("drawing the report", print_on_rank_0):
             self.draw_report()
-        unigram, xz = unigram_and_xz_bits_per_byte(corpus)
+        unigram = xz = float("nan")
+        if self.config.model.is_causal:
+            unigram, xz = unigram_and_xz_bits_per_byte(corpus)
         if 0 < len(corpus.held_out_bytes) < COMPARABLE_BYTES:
             print_on_rank_0(
                 f"held-out text: {len(corpus.held_out_bytes):,} bytes, too few to compare with xz"

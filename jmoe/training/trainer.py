@@ -16,7 +16,7 @@ from jmoe.memory.record_checkpoint import RecordCheckpoints
 from jmoe.offload.expert_state import ReadExperts
 from jmoe.training.bandwidth import measure_chunk_bytes, read_or_measure_links
 from jmoe.training.exchange_choice import with_faster_exchange
-from jmoe.training.fused.step import FusedTrainer
+from jmoe.training.fused.masking import fused_trainer_class
 from jmoe.training.state import Batch, TrainState
 from jmoe.training.streamed.step import StreamedTrainer
 from jmoe.types import PyTree
@@ -116,7 +116,7 @@ def make_trainer(config: TrainConfig, mesh: Mesh, run: str = "run") -> LanguageT
     links = read_or_measure_links(config, mesh)
     if config.tiers.all_on_device:
         config, notes = with_faster_exchange(config, mesh)
-        trainer = FusedTrainer(config, mesh, chunk_bytes, links)
+        trainer = fused_trainer_class(config)(config, mesh, chunk_bytes, links)
         trainer.notes = [*notes, *trainer.notes]
         return trainer
     return StreamedTrainer(config, mesh, chunk_bytes, run, links)

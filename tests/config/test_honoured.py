@@ -90,6 +90,9 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "checkpoint.memory_every_steps": (5, {}),
         "evaluation.sample_temperature": (0.5, {"evaluation.sample_tokens": 0}),
         "metrics.host": ("127.0.0.1", {}),
+        "masking.share": (0.3, {}),
+        "masking.as_mask": (0.5, {}),
+        "masking.as_random": (0.2, {}),
         "dpo.beta": (0.1, {"init_from": ""}),
         "dpo.label_smoothing": (0.1, {}),
         "lora.rank": (4, {"init_from": ""}),
@@ -155,6 +158,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "elastic.replan_every_steps": (5, {}),
         "elastic.max_imbalance": (1.5, {}),
         "model.learn_paths": (True, {}),
+        "model.bidirectional": (True, {}),
         "model.kv_lora_rank": (4, {}),
         "model.sliding_window": (4, {}),
         "model.attention_sinks": (True, {}),
@@ -231,6 +235,7 @@ COUNTS: dict[str, dict[str, str]] = {
             ("model.sliding_window", "model.layer_types", "model.attention_sinks"), SHAPE
         ),
         "model.kv_lora_rank": "latent attention, instead of the ordinary kind",
+        "model.bidirectional": "the mask of every attention, and what the run learns",
         "model.rope_theta": (
             "the angles of rotary positions; models with learned ones have it in their files as"
             " well"

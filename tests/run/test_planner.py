@@ -255,7 +255,7 @@ def test_packing_that_does_not_fit_is_advised_against() -> None:
         "packing: 1 experts a device, mesh (1, 2, 4) at first; memory and mesh allow up to {}"
         " (comm.packing = auto)"
     )
-    assert packing_summary(packed("auto", fits)) == allowed.format("8, more than 2 in host memory")
+    assert packing_summary(packed("auto", fits)) == allowed.format("4, more than 2 in host memory")
     assert packing_summary(packed("auto")) == allowed.format(8)
 
 

@@ -54,8 +54,8 @@ TABLES = (
         "utilisation with experts packed; memory",
         "GPU utilisation 66.2 to 83.4 %, 62.3 to 78.2, 63.5 to 82.5; peak memory 72.1 to 100 %, "
         "83.8 to 100, 74.3 to 94.2",
-        "no: processor time over wall time and cores, in place of GPUs; experts that exceed the "
-        "device are a choice of tiers, not of packing",
+        "no: processor time over wall time and cores, in place of GPUs; packed experts that exceed "
+        "the devices move to host memory by themselves (tests/test_train_packing_slow.py)",
         "lina-packing",
         words.utilisation_text,
     ),
@@ -72,7 +72,8 @@ TABLES = (
         "Table 6",
         "other data and models: 95th percentile over the ideal time",
         "BERT on two kinds of reviews 1.08 and 1.11, T5 on two languages 1.04 and 1.08",
-        f"the same ratio for other data; models are decoders, jmoe has no encoders; {TWO_DEVICES}",
+        f"the same ratio for other data; the models are decoders, since the engine runs no "
+        f"encoders, which can only be trained; {TWO_DEVICES}",
         "lina-inference",
         words.generality_text,
     ),

@@ -28,7 +28,7 @@ from jmoe.collectives.schedule import compiler_options
 from jmoe.config import STACKS, TrainConfig
 from jmoe.config.cluster import LinksConfig
 from jmoe.data.sample_rows import AnyRows, SampleRows
-from jmoe.layers.context import ContextGroup, split_sequences
+from jmoe.layers.context import ContextGroup, SplitSequences, split_sequences
 from jmoe.layers.documents import Documents
 from jmoe.layers.loss import HeadWeight
 from jmoe.memory.record_checkpoint import RecordCheckpoints
@@ -257,7 +257,7 @@ class FusedTrainer:
         `ShardedDecoder.__call__`. totals: of the step's `SampleRows`. constants: `frozen` of
         the state if it is not None, and keyword arguments of `token_loss_local`.
         """
-        config, tokens_BS = self.config, jax.tree.leaves(micro_batch)[0]
+        config = self.config
         num_tokens: jax.Array | int = (
             tokens_per_accumulation_step(config) * config.gradient_accumulation_steps
         )
@@ -273,7 +273,7 @@ class FusedTrainer:
         options["split"] = split = split_of(micro_batch, config.data, self._context)
         if "frozen" in constants:
             options["frozen"] = constants.pop("frozen")
-        inputs_BS, targets_BS = inputs_and_targets(tokens_BS, split)
+        inputs_BS, targets_BS, shares_BS = self.examples_local(micro_batch, split)
         hidden, head, stats = self.model(
             params, router_bias, inputs_BS, layer_runner, remat=config.remat, **options
         )
@@ -281,6 +281,8 @@ class FusedTrainer:
         with jax.named_scope("loss"):
             if weights_T is None:
                 weights_T = jnp.full(labels_T.shape, 1.0 / num_tokens, jnp.float32)
+            if shares_BS is not None:
+                weights_T = weights_T * shares_BS.reshape(-1)
             weights_T = scale_loss(weights_T, loss_scale)
             hidden_TD = hidden.reshape(-1, hidden.shape[-1])
             loss, terms = self.token_loss_local(
@@ -301,6 +303,14 @@ class FusedTrainer:
             "dropped": stats.dropped,
         }
         return loss + scale_loss(balance + z, loss_scale), lax.stop_gradient(metrics)
+
+    def examples_local(
+        self, micro_batch: PyTree, split: SplitSequences | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Return (inputs, targets) [B, S] of a micro-batch, and what multiplies the weight of each
+        target, None for 1. `MaskedTrainer` overrides this.
+        """
+        return *inputs_and_targets(jax.tree.leaves(micro_batch)[0], split), None
 
     def token_loss_local(
         self,

@@ -21,7 +21,7 @@ from jmoe.planning.hlo import parse_hlo
 from jmoe.run import ahead_of_time
 from jmoe.run.planner import with_chosen_expert_sharding
 from jmoe.runtime import gpu_memory_fraction
-from jmoe.training.fused.step import FusedTrainer
+from jmoe.training.fused.masking import fused_trainer_class
 
 MOST_COSTLY = 5  # kernels that a report lists
 
@@ -168,7 +168,10 @@ def lower_step(config: TrainConfig, target: str) -> jax.stages.Lowered:
     shape = config.checked_mesh_shape(len(devices), each)
     mesh = make_mesh(shape, devices, replicas=config.mesh.replicate)
     links = read_links(Path(config.comm.links)) if config.comm.links else None
-    trainer, parts = FusedTrainer(config, mesh, links=links), config.gradient_accumulation_steps
+    trainer, parts = (
+        fused_trainer_class(config)(config, mesh, links=links),
+        config.gradient_accumulation_steps,
+    )
     context, sequences = config.devices_per_sequence(len(devices)), config.batch_size // parts
     tokens_of_row = config.sequence_length // context + (1 if context == 1 else 2)
     sizes = parts, sequences * context, tokens_of_row
