@@ -7,7 +7,8 @@ is one program; with experts in host memory it is a program for each part of a l
 layer and micro-batch by micro-batch. Each program's time is estimated as `train.py --estimate`
 does. The seconds of link and host memory are the planner's (`train.py --plan`): a pass takes the
 longest of the three. Left out: what the host does between programs, and memory kinds (what is in
-host memory is no argument). argument_bytes, temporary_bytes: of a program by itself.
+host memory is no argument). argument_bytes, temporary_bytes: of a program by itself. --plan: the
+planner's seconds of computing, too.
 """
 
 if __name__ == "__main__":
@@ -36,8 +37,10 @@ import jax.numpy as jnp
 from benchmarks.lib import ahead_of_time, gpu, report
 from benchmarks.lib.report import JsonObject
 from benchmarks.offload import retention
+from benchmarks.offload.machines import SHARE_OF_PEAK
 from benchmarks.offload.session import add_model_options
 from jmoe.config import STACKS, MachineConfig, TrainConfig
+from jmoe.config.tiers import ACCELERATORS
 from jmoe.mesh import make_mesh
 from jmoe.offload.slot_arrays import put_records
 from jmoe.offload.weight_staging import MOST_EXPERTS
@@ -60,6 +63,8 @@ from jmoe.training.streamed.text import StreamedDecoder
 
 # of a host with one H100: its link, and eight channels of DDR5
 HOST = MachineConfig(accelerator="h100", link_bytes_per_s=5e10, host_memory_bytes_per_s=2e11)
+PLANNED_HOST_MEMORY = (2e11, 4e11)  # of --plan
+H100_FLOPS = ACCELERATORS["h100"].flops
 FORWARD = ("unstack", "split", "unsharded", "embed", "route", "add_experts")
 OF_LAYER = ("route", "add_experts", "moe_gradients")  # run once a layer and micro-batch
 OF_MICRO_BATCH = ("split", "embed", "loss_gradients", "embed_gradients")
@@ -72,6 +77,9 @@ def parse() -> argparse.Namespace:
     retention.add_options(parser)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--rounds", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--plan", action="store_true", help="the planner's figures alone; nothing is compiled"
+    )
     parser.set_defaults(cache=0.25, batch_size=1)
     given = parser.parse_args(gpu.FULL["retention"].split())
     return parser.parse_args(namespace=given)
@@ -202,8 +210,28 @@ def retained(device_s: float, computing_s: tuple[float, float], plan: TrainingPl
     return figures
 
 
+def planned_rows(a: argparse.Namespace) -> list[JsonObject]:
+    """Return the planner's figures, by bytes/s of the host's memory and tokens of a step."""
+    rows = []
+    for bytes_per_s in PLANNED_HOST_MEMORY:
+        on = replace(HOST, flops=SHARE_OF_PEAK * H100_FLOPS, host_memory_bytes_per_s=bytes_per_s)
+        for tokens in a.tokens:
+            device, host = (
+                training_plan(
+                    replace(retention.config_at(a, Path("records"), place, tokens), machine=on)
+                )
+                for place in retention.PLACES
+            )
+            found = retained(device.step_s(), host.compute_s_by_pass, host)
+            rows.append({"host_memory_gb_per_s": bytes_per_s / 1e9, "tokens": tokens} | found)
+    return rows
+
+
 def main() -> None:
     a = parse()
+    if a.plan:
+        report.finish({"rows": planned_rows(a)})
+        return
     if ahead_of_time.skip_without_cuda_libraries():
         return
     (device,) = ahead_of_time.abstract_gpu_devices(HOST.accelerator)

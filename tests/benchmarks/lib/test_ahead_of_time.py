@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from benchmarks import ROOT
 from benchmarks.lib.ahead_of_time import Programs
 from benchmarks.lib.published import tiny_config
 from benchmarks.offload import retention, retention_aot
@@ -71,3 +72,14 @@ def test_retention(programs: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(config, machine=MachineConfig(accelerator="h100", host_memory_bytes_per_s=1e3))
     found = retention_aot.retained(2.0, (1.0, 1.0), training_plan(slow))
     assert found["host_step_s"] == pytest.approx(sum(found["host_memory_s"]), abs=1e-3)
+
+
+def test_the_docs_have_the_planned_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = ["8192", "16384", "32768", "65536", "131072"]
+    monkeypatch.setattr("sys.argv", ["retention_aot.py", "--plan", "--tokens", *tokens])
+    rows = retention_aot.planned_rows(retention_aot.parse())
+    page = (ROOT / "docs" / "offloading.md").read_text()
+    for gb_per_s in (200, 400):
+        kept = [row["retention"] for row in rows if row["host_memory_gb_per_s"] == gb_per_s]
+        cells = " | ".join(f"{100 * share:.0f} %" for share in kept)
+        assert f"| {gb_per_s} GB/s | {cells} |" in page
