@@ -24,6 +24,7 @@ from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
 from jmoe.layers.rotary import apply_rotary, rotary_frequencies_and_scale
+from jmoe.layers.rotated_heads import norm_and_rotate
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, log_once, target_device
@@ -409,9 +410,18 @@ class Attention(nnx.Module):
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
         length: tokens of a sequence, on which frequencies may depend; None: as configured.
+
+        On a GPU a kernel norms and rotates; its reason for a case that it does not support is
+        logged once.
         """
         qkv, gate = self._split_gate(self._project_qkv(x_BSD))
-        return *self._normed_and_rotated(qkv, positions, length), gate
+        plain = partial(self._normed_and_rotated, qkv, positions, length)
+        if target_device().platform != "gpu" or self.config.position != "rope":
+            return *plain(), gate
+        options = self.config, (self.q_norm, self.k_norm), self.rope_scaling_at(length)
+        by_kernel = partial(norm_and_rotate, *options, qkv, positions)
+        candidates = ("triton", by_kernel), ("xla", plain)
+        return *first_supported("norms and rotation of queries and keys", candidates), gate
 
     def _project_qkv(self, x_BSD: jax.Array) -> jax.Array:
         """Return queries, keys and values of all heads side by side, in x's dtype."""

@@ -92,6 +92,25 @@ def rotary_frequencies_and_scale(
     return theta ** (-np.arange(half, dtype=np.float32) / half), 1.0
 
 
+def cosines_and_sines(
+    positions: jax.Array, dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return float32 cosines and sines [..., dim / 2] of the angles by which `apply_rotary` rotates
+    the pairs of a head at `positions` [...], times the `rotary_scale` of `scaling`.
+    """
+    half = dim // 2
+    frequency = (
+        theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        if scaling is None
+        else jnp.asarray(rotary_frequencies(dim, theta, scaling))
+    )
+    angle = positions.astype(jnp.float32)[..., None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None and scaling.rotary_scale != 1.0:
+        cos, sin = cos * scaling.rotary_scale, sin * scaling.rotary_scale
+    return cos, sin
+
+
 def apply_rotary(
     x_BSHd: jax.Array,
     positions: jax.Array,
@@ -108,16 +127,8 @@ def apply_rotary(
     `rotary_scale`. interleave: the pairs are (x[2i], x[2i + 1]) (DeepSeek); the result holds the
     first members of all pairs, then the second.
     """
-    half = x_BSHd.shape[-1] // 2
-    frequency = (
-        theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        if scaling is None
-        else jnp.asarray(rotary_frequencies(2 * half, theta, scaling))
-    )
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # [S, 1, d/2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if scaling is not None and scaling.rotary_scale != 1.0:
-        cos, sin = cos * scaling.rotary_scale, sin * scaling.rotary_scale
+    cos, sin = cosines_and_sines(positions, x_BSHd.shape[-1], theta, scaling)
+    cos, sin = cos[..., None, :], sin[..., None, :]  # the same for all heads
     x = x_BSHd.astype(jnp.float32)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleave else jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHd.dtype)

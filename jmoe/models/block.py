@@ -282,6 +282,9 @@ class ApplyBlock:
     remat: selects the residuals that are saved; see `saved_residual_names`.
     prepare: changes the merged block, from what `gather` takes too; None changes nothing.
     options: keyword arguments of `Block.__call__`.
+    in_loop: whether a loop over layers runs the layer. Elsewhere XLA would merge what the backward
+        pass computes again with the forward pass and save it, which a barrier prevents that the
+        layer's weights do not pass.
     """
 
     graphs: Mapping[LayerKind, nnx.GraphDef["Block"]]
@@ -289,6 +292,7 @@ class ApplyBlock:
     remat: Remat
     options: Mapping[str, Any]
     prepare: Callable[[Block, PyTree], None] | None = None
+    in_loop: bool = True
 
     def __call__(
         self,
@@ -307,6 +311,7 @@ class ApplyBlock:
             return block(x_BSD, window, key=key, **self.options)
 
         policy = jax.checkpoint_policies.save_only_these_names(*saved_residual_names(self.remat))
-        block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=False)
+        prevent_cse = False if self.in_loop else (False, False, True)
+        block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=prevent_cse)
         y_BSD, stats = block(state, key, x_BSD)
         return y_BSD, stats

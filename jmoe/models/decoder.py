@@ -11,7 +11,7 @@ N layers with experts
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -31,8 +31,12 @@ from jmoe.layers.moe import ExpertParallel, MoEStats
 from jmoe.layers.norm import Norm
 from jmoe.models.block import ApplyBlock, Block
 from jmoe.models.layer_patterns import LayerPattern, LayerRun, find_patterns
+from jmoe.models.unstacking import layers_of_stack
 from jmoe.types import PyTree
+from kernels_pallas.implementations import target_device
 from kernels_pallas.matmul import dot
+
+MOST_LAYERS_WITHOUT_LOOP = 8  # of a program for a GPU
 
 
 class StackedLayers(NamedTuple):
@@ -99,6 +103,34 @@ def _apply_layer(
     return apply_block(run.kind, layer.params, layer.keys, run.window, x_BSD)
 
 
+def runs_without_loops(patterns: Sequence[LayerPattern]) -> bool:
+    """Return whether `scan_layers` runs these layers without loops: few layers on a GPU.
+
+    A loop writes every residual to a stack that it has filled with zeros, and reads it from there;
+    without it, no residual is copied. The time to compile grows with the number of layers.
+    """
+    num_layers = sum(len(pattern.layers) for pattern in patterns)
+    return num_layers <= MOST_LAYERS_WITHOUT_LOOP and target_device().platform == "gpu"
+
+
+def _apply_layers_in_order(
+    patterns: Sequence[LayerPattern],
+    apply_block: ApplyBlock,
+    inputs: LayerInputs,
+    x_BSD: jax.Array,
+) -> tuple[jax.Array, MoEStats | None]:
+    """Return the result of `scan_layers`, by a program that has the operations of every layer."""
+    params = {kind: layers_of_stack(stack.params) for kind, stack in inputs.items()}
+    stats: list[PyTree] = []
+    for layer in (layer for pattern in patterns for layer in pattern.layers):
+        keys = inputs[layer.kind].keys
+        key = None if keys is None else keys[layer.number]
+        own = params[layer.kind][layer.number]
+        x_BSD, ys = apply_block(layer.kind, own, key, layer.window, x_BSD)
+        stats += [ys] if layer.kind in TOKEN_ROUTED else []
+    return x_BSD, jax.tree.map(lambda *ys: jnp.stack(ys), *stats) if stats else None
+
+
 def scan_layers(
     patterns: Sequence[LayerPattern],
     apply_block: ApplyBlock,
@@ -107,8 +139,11 @@ def scan_layers(
 ) -> tuple[jax.Array, MoEStats | None]:
     """Return (x after all layers [B, S, D], routing statistics with a leading [N], or None).
 
-    Uses one scan for each pattern, and an inner scan for runs of several layers.
+    Uses one scan for each pattern, and an inner scan for runs of several layers; no scan if
+    `runs_without_loops`.
     """
+    if runs_without_loops(patterns):
+        return _apply_layers_in_order(patterns, replace(apply_block, in_loop=False), inputs, x_BSD)
     stats: list[MoEStats] = []
     for pattern in patterns:
         runs = pattern.runs()

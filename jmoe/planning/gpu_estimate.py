@@ -51,7 +51,10 @@ SHARES = {
     "combine_splits in Triton": ReachedFractions(0.8),
 }
 TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
-PASSES_IN_TRITON = ("add_and_norm", "choose_experts", "activation_gradients")
+PASSES_IN_TRITON = (
+    *("add_and_norm", "choose_experts", "activation_gradients"),
+    *("rotated_heads", "rotated_heads_gradients"),
+)
 # Product rates of other dtypes relative to bfloat16, on data-centre GPUs. float32 means TF32;
 # exact float32 (XLA's highest precision) runs without tensor cores, at 67 of 989 TFLOP/s
 # on an H100, by its data sheet.
@@ -370,7 +373,8 @@ class _ModuleEstimator:
             return self.add_computation_s(
                 self.module.called_computation(operation, "to_apply", "calls"), times
             )
-        if kind in _FREE or kind.endswith("-done"):
+        allocates = operation.attribute("custom_call_target") == "AllocateBuffer"
+        if kind in _FREE or kind.endswith("-done") or allocates:
             return 0.0
         work = self._operation_work(computation, operation)
         share, rates = SHARES[work.kind], self.rates

@@ -25,6 +25,7 @@ from jmoe.layers.attention import (
     flash_attention,
     full_attention,
 )
+from jmoe.layers.rotated_heads import norm_and_rotate
 from jmoe.models.block import SAVED
 from kernels_pallas import implementations
 from kernels_pallas.implementations import trace_for_device
@@ -379,6 +380,36 @@ def test_a_gpu_without_a_kernel_for_the_case_says_so_once(
     (record,) = caplog.records
     assert f"attention: cudnn does not support this case ({why}" in record.message
     assert record.message.endswith("; xla is used")
+
+
+@pytest.mark.parametrize("changes", [{"qk_norm": "full"}, {"clip_qkv": 1.0}], ids=str)
+def test_the_kernel_of_norms_and_rotation(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs on a GPU, once a pass, where it supports the options; the log says once where not."""
+    implementations.log_once.cache_clear()
+    options: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, **changes}
+    attention = Attention(ModelConfig(hidden_size=32, **options), 0.1, rngs=nnx.Rngs(0))
+
+    def loss(x_BSD: jax.Array) -> jax.Array:
+        q, k, v, _ = attention.project(x_BSD, jnp.arange(8))
+        return (q * k * v).astype(jnp.float32).sum()
+
+    x_BSD = jax.ShapeDtypeStruct((2, 8, 32), jnp.bfloat16)
+    with trace_for_device(gpu("9.0")), caplog.at_level(logging.WARNING):
+        texts = [str(jax.make_jaxpr(jax.grad(loss))(x_BSD)) for _ in range(2)]
+    is_supported = "clip_qkv" not in changes
+    for text in texts:
+        assert ("name=rotated_heads_kernel" in text) == is_supported
+        assert ("name=rotated_heads_gradients_kernel" in text) == is_supported
+    assert [r.message.count("clipped queries") for r in caplog.records] == [1] * (not is_supported)
+    implementations.log_once.cache_clear()
+    qkv = jnp.ones((1, 8, 96), jnp.float32)
+    inputs = attention.config, (attention.q_norm, attention.k_norm), None, qkv, jnp.arange(8)
+    if is_supported:
+        by_xla = attention._normed_and_rotated(qkv, jnp.arange(8))
+        for ours, expected in zip(norm_and_rotate(*inputs, interpret=True), by_xla, strict=True):
+            assert_near(ours, expected, 1e-5)
 
 
 def test_no_block_outside_the_window_is_computed() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import jax
@@ -21,7 +22,10 @@ from jmoe.config import ModelConfig, Remat, RouterConfig, YarnConfig
 from jmoe.layers.rotary import rotary_frequencies
 from jmoe.layers.router import route
 from jmoe.mesh import is_expert
+from jmoe.models import decoder
 from jmoe.models.decoder import Decoder, DecoderExecution
+from jmoe.models.layer_patterns import find_patterns
+from jmoe.types import PyTree
 
 B, S = 2, 20
 TINY = {
@@ -378,6 +382,36 @@ def test_remat_changes_nothing() -> None:
         for r in get_args(Remat)
     ]
     assert products[0] < products[1] < products[2]  # more and more are computed again
+
+
+def test_layers_without_loops_equal_those_of_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(**OPTIONS["everything"])
+    graph, state = build(config)
+    tokens_BS = tokens_of(config)
+
+    def loss(state: nnx.State, remat: Remat, unrolled: bool) -> tuple[jax.Array, PyTree]:
+        monkeypatch.setattr(decoder, "runs_without_loops", lambda patterns: unrolled)
+        hidden, stats = nnx.merge(graph, state)(tokens_BS, execution=DecoderExecution(remat=remat))
+        return jnp.square(hidden).sum(), stats
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
+    remats: tuple[Remat, ...] = ("none", "layer")
+    for remat in remats:
+        scanned, unrolled = (step(state, remat, way) for way in (False, True))
+        for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+    loops, fewer = (step.trace(state, "none", way).jaxpr for way in (False, True))
+    assert str(loops).count("scan[") > str(fewer).count("scan[")
+
+
+@pytest.mark.parametrize(("layers", "unrolled"), [(8, True), (9, False)])
+def test_few_layers_run_without_loops_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, layers: int, unrolled: bool
+) -> None:
+    patterns = find_patterns(config_of(num_hidden_layers=layers).layers)
+    assert not decoder.runs_without_loops(patterns)
+    monkeypatch.setattr(decoder, "target_device", lambda: SimpleNamespace(platform="gpu"))
+    assert decoder.runs_without_loops(patterns) == unrolled
 
 
 def test_statistics_have_a_layer_dimension() -> None:

@@ -246,6 +246,11 @@ def test_an_unknown_kernel_is_noted() -> None:
     assert found.notes == ("a kernel is priced by its bytes alone: their_kernel",)
 
 
+def test_an_allocation_launches_nothing() -> None:
+    found = estimate('  %y = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"\n')
+    assert not found.kernels and not found.notes and found.seconds == 0
+
+
 def test_a_collective_hides_behind_what_is_computed_beside_it() -> None:
     found = estimate(
         "  %big = bf16[8192,8192]{1,0} parameter(0)\n  %x = f32[1000000]{0} parameter(1)\n  %sent ="
