@@ -116,7 +116,7 @@ def answers(engine: Engine) -> list[list[int]]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"policy": "experts", "device_bytes": 20_000, "native": "on", "kv_cache_dtype": "fp8"},
+            {"policy": "experts", "device_bytes": 30_000, "native": "on", "kv_cache_dtype": "fp8"},
             marks=pytest.mark.slow,
         ),
     ],
