@@ -326,8 +326,10 @@ def measure(a: argparse.Namespace) -> JsonObject:
     config, result = config_of(a), JsonObject()
     if "speeds" in a.parts:
         wide = dataclasses.replace(config, model=dataclasses.replace(config.model, **MODEL))
-        contests = [("rows", config, a.turn), ("wide", wide, WIDE_STEPS)]
-        contests.append(("paper_batches", with_paper_batches(config), min(a.turn, PAPER_STEPS)))
+        contests = [("rows", config, a.turn)]
+        if not a.quick:  # the same programs with other sizes
+            contests.append(("wide", wide, WIDE_STEPS))
+            contests.append(("paper_batches", with_paper_batches(config), PAPER_STEPS))
         for name, contest, steps in contests:
             runs = contestants(contest, a.rank, mesh)
             for _ in range(1 + a.turns):
