@@ -262,8 +262,8 @@ SECTIONS = (
         "a super-network of image tasks",
         "697 against 425 images/s of PyTorch 1.10, 45 GB, 18 % less memory (32 A100)",
         "no: PyTorch 1.10 does not exist for Python 3.11; the baselines are tasks that are not "
-        "balanced, and a dense model a task, which shares and exchanges nothing; of a traced step of "
-        "the super-network most is exchange and waiting for the other device",
+        "balanced, and a dense model a task, which shares and exchanges nothing; of a traced step "
+        "of the super-network most is exchange and waiting for the other device",
         "moesys-ufo",
         words.ufo_text,
     ),
