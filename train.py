@@ -48,6 +48,7 @@ from jmoe.data.loader import train_batches
 from jmoe.data.progress import PreparationProgress
 from jmoe.data.tokenizing_job import TextChangedError
 from jmoe.deploy.model_folder import merge_in_subprocess
+from jmoe.deploy.upcycle import with_upcycled_model
 from jmoe.inference.teacher import Teacher, teacher_fingerprint
 from jmoe.mesh import device_counts_of_hosts, make_mesh
 from jmoe.models.tokenizer_file import TOKENIZER
@@ -193,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
         and is_run_folder(Path(config.init_from).expanduser())
     ):
         merge_in_subprocess(config.init_from, "init_from")
-    config = with_pretrained_model(config)
+    config = with_pretrained_model(with_upcycled_model(config))
     if config.cluster:
         cluster = read_cluster(Path(config.cluster))
         rows = cluster_rows(config, cluster)

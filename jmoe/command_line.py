@@ -65,6 +65,10 @@ UNLIMITED = 2**31  # sequences that wait
 INIT_FROM, DATA = "--init-from", "--data.path"
 ROPE_SCALING, ROPE_FACTOR = "--model.rope-scaling", "--model.rope-factor"
 EXPERTS, OPTIMIZER = "--tiers.experts", "--tiers.optimizer"
+UPCYCLED = {
+    "--model.num-experts": "--upcycle.num-experts",
+    "--model.num-experts-per-tok": "--upcycle.num-experts-per-tok",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +187,7 @@ def parse_train(
             f"{program_name()}: no preset is named {name!r}.{hint} Presets: {', '.join(presets)}"
         )
     line, preset = presets[name]
-    options = _with_yarn_factor(arguments[1:])
+    options = _with_upcycled_experts(_with_yarn_factor(arguments[1:]), preset.init_from)
     options_set = dict(_iterate_options(options))
     _reject_other_trainers_names(options_set)
     if preset.init_from and not {"-h", "--help"} & {*options}:
@@ -217,16 +221,32 @@ def _with_yarn_factor(options: Sequence[str]) -> list[str]:
             f"{program_name()}: {ROPE_SCALING} = {values[0]!r}: must be yarn, and have"
             f" {ROPE_FACTOR} F beside it"
         )
+    return [*_without(options, ROPE_SCALING, ROPE_FACTOR), "--yarn-factor", values[1]]
+
+
+def _with_upcycled_experts(options: Sequence[str], init_from: str) -> list[str]:
+    """Return the options with `--upcycle.num-experts N` in place of `--model.num-experts N`, and
+    likewise for the experts per token, if they or the preset have `init_from`.
+    """
+    options_set, left = dict(_iterate_options(options)), list(options)
+    for name, own in UPCYCLED.items():
+        if (init_from or INIT_FROM in options_set) and name in options_set:
+            left = [*_without(left, name), own, options_set[name]]
+    return left
+
+
+def _without(options: Sequence[str], *names: str) -> list[str]:
+    """Return the options but for those of these names and their values."""
     kept, skipped = list[str](), False
     for option in options:
         name, equals, _ = option.partition("=")
-        if name.replace("_", "-") in (ROPE_SCALING, ROPE_FACTOR):
+        if name.replace("_", "-") in names:
             skipped = not equals
         elif skipped:
             skipped = False
         else:
             kept.append(option)
-    return [*kept, "--yarn-factor", values[1]]
+    return kept
 
 
 def _require_model_and_data(name: str, options_set: Iterable[str]) -> None:

@@ -267,3 +267,17 @@ def test_commands_of_pages_have_options_of_their_program(
             assert not left, f"{page.name}: {program} has no {sorted(left)}"
             count += 1
     assert count > 40
+
+
+def test_experts_of_a_dense_model_have_two_names() -> None:
+    """With --init-from, whose model has none; without it they are the model's own."""
+    start = ["fine-tune", "--init-from", "dense", "--data.path", "chats.jsonl"]
+    config = parse_train(
+        [*start, "--model.num-experts=8", "--model.num_experts_per_tok", "3"], PRESETS
+    )
+    assert config == parse_train(
+        [*start, "--upcycle.num-experts", "8", "--upcycle.num-experts-per-tok", "3"], PRESETS
+    )
+    assert (config.upcycle.num_experts, config.upcycle.num_experts_per_tok) == (8, 3)
+    plain = parse_train(["tiny", "--model.num-experts", "16"], PRESETS)
+    assert plain.model.num_experts == 16 and plain.upcycle.num_experts is None

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.deploy.upcycle import main as upcycle
 from tests.chat_models import say, write_chat_tokenizer, write_jsonl
+from tests.deploy.test_upcycle import write_dense
 from tests.train_runs import (
     ENDLESS,
     SHORT,
@@ -342,3 +344,33 @@ def test_preferences(
     write_jsonl(pairs, preferences[:30] + [preferences[0] | {"rejected": ""}])
     refused = run_python(command(tmp_path / "bad"), env=runs.environment())
     assert f"{pairs}:31: rejected: is empty" in refused.stderr
+
+
+@pytest.mark.slow
+def test_experts_of_a_dense_model(runs: TrainRuns, tmp_path: Path, run_python: Run) -> None:
+    """A run makes them, as jmoe.deploy.upcycle does, and a later start goes on with them; another
+    number of experts and a model that has some are refused.
+    """
+    dense, made, tuned = tmp_path / "dense", tmp_path / "made", tmp_path / "tuned"
+    write_dense(dense, vocab_size=512)
+
+    def train(model: Path, out: Path, *options: str) -> Any:
+        start = ("train.py", "tiny", *SHORT, "--init-from", model, "--data.path", runs.shards)
+        command = (*start, "--optimizer.learning-rate", "0.01", "--output-dir", out, *options)
+        return run_python(command, env=runs.environment())
+
+    done = train(dense, tuned, "--num-steps", "2", "--model.num-experts", "4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    saved = json.loads((tuned / "config.json").read_text())
+    assert saved["model"]["num_experts"] == 4 and saved["init_from"] == str(tuned / "upcycled")
+    upcycle([str(dense), str(made), "--num-experts", "4"])
+    beside = train(made, tmp_path / "beside", "--num-steps", "2")
+    assert beside.returncode == 0, beside.stderr[-3000:]
+    assert losses(tuned) == losses(tmp_path / "beside")
+    again = train(dense, tuned, "--num-steps", "3", "--model.num-experts", "4")
+    assert "resuming from step 2" in again.stdout, again.stderr[-3000:]
+    other = train(dense, tuned, "--num-steps", "4", "--model.num-experts", "8")
+    assert other.returncode == 1 and "num_experts: 4 -> 8" in other.stderr
+    sparse = train(made, tmp_path / "none", "--model.num-experts", "8")
+    assert "model_type = 'qwen3_moe': must be a dense model" in sparse.stderr
+    assert not (tmp_path / "none").exists()

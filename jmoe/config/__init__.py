@@ -44,6 +44,7 @@ from jmoe.config.train import LossScaleConfig as LossScaleConfig
 from jmoe.config.train import ProfileConfig as ProfileConfig
 from jmoe.config.train import TrainConfig as TrainConfig
 from jmoe.config.train import describe_differences as describe_differences
+from jmoe.config.upcycle import UpcycleConfig as UpcycleConfig
 from jmoe.config.vision import TaskConfig as TaskConfig
 from jmoe.config.vision import VisionModelConfig as VisionModelConfig
 from jmoe.config.vision import VisionTrainConfig as VisionTrainConfig

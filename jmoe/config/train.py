@@ -36,6 +36,7 @@ from jmoe.config.prometheus import MetricsConfig
 from jmoe.config.replicas import check_may_replicate
 from jmoe.config.router import RouterConfig
 from jmoe.config.tiers import EstimatedGpu, MachineConfig, TiersConfig
+from jmoe.config.upcycle import UpcycleConfig, check_may_upcycle
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 TrainOn = Literal["answers", "last_answer", "all"]
@@ -315,6 +316,7 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
+    upcycle: UpcycleConfig = field(default_factory=UpcycleConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     # patterns of the parameters that are trained, such as experts or attention.w_*; empty: all
     train: tuple[str, ...] = ()
@@ -324,8 +326,8 @@ class TrainConfig:
     batch_size: int = 8  # sequences a step, all devices and accumulation steps together
     sequence_length: int = 256
     gradient_accumulation_steps: int = 1
-    # master weights and optimizer state are always float32; with float16 the loss is scaled, see
-    # loss_scale
+    # master weights are always float32, and optimizer state unless optimizer.moments = 8bit; with
+    # float16 the loss is scaled, see loss_scale
     compute_dtype: Dtype = "bfloat16"
     # on a CPU with AVX512-BF16, run parts of a bfloat16 step with C++ operations, which are
     # compiled once per machine; with tiers.update = "host" any CPU updates experts with them. auto:
@@ -382,6 +384,7 @@ class TrainConfig:
         check_may_train_bidirectional(self)
         self._check_dpo()
         self._check_yarn()
+        check_may_upcycle(self)
         check_may_change_optimizer(
             self,
             {

@@ -362,6 +362,7 @@ class VisionTrainConfig(TrainConfig):
                 self.elastic, "elastic", ["max_imbalance"], "without elastic.replan_every_steps"
             )
         check_may_change_optimizer(self, {"for images": True})
+        check_unset(self.upcycle, "upcycle", ["num_experts"], "for images")
         self._check_image_tiers()
         wide = self.compute_dtype != "float16"
         check_field(wide, self, "compute_dtype", "must be float32 or bfloat16 for images")

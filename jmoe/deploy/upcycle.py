@@ -7,7 +7,10 @@ upcycling, arXiv 2212.05055).
 """
 
 import argparse
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.config import ModelConfig, check
+from jmoe.config import ModelConfig, TrainConfig, check
 from jmoe.deploy.cut import check_empty_or_new, copy_files, creating_folder
+from jmoe.memory.record_store import folder_lock
 from jmoe.models.huggingface import model_config
 from jmoe.models.pretrained import abstract_decoder, read_config, write_pretrained
+from jmoe.models.safetensors_io import weights_identity
 from jmoe.models.tokenizer_file import TOKENIZER, companion_file_names
+from jmoe.models.weight_files import read_weight_headers
 from jmoe.models.weights import Names, StoredExperts, load_arrays
 from jmoe.runtime import end_at_once_on_interrupt
+from jmoe.training.finetune import pretrained_folder
 from jmoe.types import JsonObject
 
 # model_type of a dense model -> of the models with experts whose attention is the same
@@ -32,6 +39,9 @@ DENSE_FAMILIES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"
 # the family in which dense layers have the names of all `DENSE_FAMILIES`
 NAMES_OF_DENSE_LAYERS = "qwen3_moe"
 BIASES = ("attention_bias", "mlp_bias")  # fields of parts that the models with experts lack
+UPCYCLED = "upcycled"  # in a run's output folder: the model with experts that it starts from
+ORIGIN = "upcycled.json"  # in that model's folder: what it was made of
+LOCK, LOCK_LIMIT_S = "upcycle.lock", 3600.0  # another process may be writing a large model
 _NOT_KEPT = (*BIASES, "architectures", "model_type", "pretraining_tp", "layer_types")
 
 
@@ -74,6 +84,52 @@ def upcycle(dense: Path, out: Path, num_experts: int, num_experts_per_tok: int, 
         if (dense / TOKENIZER).is_file():
             shutil.copyfile(dense / TOKENIZER, partly / TOKENIZER)
         copy_files(dense, partly, companion_file_names(dense))
+        origin = _origin(dense, num_experts, num_experts_per_tok, seed)
+        (partly / ORIGIN).write_text(json.dumps(origin))
+
+
+def _origin(dense: Path, num_experts: int, num_experts_per_tok: int, seed: int) -> JsonObject:
+    """Return what a model with experts was made of, as `ORIGIN` holds it."""
+    weights = weights_identity(read_weight_headers(dense))
+    experts = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
+    return {"dense": weights, **experts, "seed": seed}
+
+
+def with_upcycled_model(config: TrainConfig) -> TrainConfig:
+    """Return the run with `init_from` as the model with experts in its output folder; it is made
+    there, in a separate process, unless an earlier start or another process of the run did that.
+
+    JAX stays uninitialised in this process, which may still have to join a distributed run. Raises
+    ValueError if the model there was made of another one, or with other options.
+    """
+    own = config.upcycle
+    if own.num_experts is None:
+        return config
+    dense, made = pretrained_folder(config.init_from), Path(config.output_dir) / UPCYCLED
+    numbers = own.num_experts, own.num_experts_per_tok, config.seed
+    upcycled_fields(read_config(dense), *numbers[:2])
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with folder_lock(made.parent, LOCK_LIMIT_S, LOCK):
+        if not (made / ORIGIN).is_file():
+            _upcycle_in_subprocess(dense, made, *numbers)
+    origin, now = json.loads((made / ORIGIN).read_text()), _origin(dense, *numbers)
+    differ = [f"{name}: {origin[name]} -> {now[name]}" for name in now if origin[name] != now[name]]
+    anew = f"{made} was made of another model (then -> now): {'; '.join(differ)}"
+    check(not differ, "init_from", config.init_from, f"{anew}; another output_dir starts anew")
+    return replace(config, init_from=str(made))
+
+
+def _upcycle_in_subprocess(
+    dense: Path, made: Path, num_experts: int, num_experts_per_tok: int, seed: int
+) -> None:
+    options = {"num-experts": num_experts, "num-experts-per-tok": num_experts_per_tok}
+    command = [sys.executable, "-m", "jmoe.deploy.upcycle", str(dense), str(made)]
+    command += [f"--{name}={value}" for name, value in (options | {"seed": seed}).items()]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # the caller uses the accelerators
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"upcycling ended with {done.returncode}"]
+        raise ValueError(f"init_from = {str(dense)!r}: {lines[-1].removeprefix('upcycle: ')}")
 
 
 def _with_experts(

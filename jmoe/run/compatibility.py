@@ -197,6 +197,8 @@ def check_and_list_differences(saved: JsonObject, now: JsonObject) -> list[str]:
             "tasks": {name: _with_defaults(own, task) for name, own in saved["tasks"].items()}
         }
     noted = dict(NOTED)
+    if now.get("upcycle", {}).get("num_experts") is not None:
+        noted["init_from"] = "the checkpoint has the experts already"
     if FINGERPRINT in saved and FINGERPRINT in now:
         noted |= NOTED_WITH_FINGERPRINT
     changed = {line.partition(":")[0]: line for line in describe_differences(saved, now)}

@@ -24,9 +24,10 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
 
 
-def write_dense(folder: Path) -> np.ndarray:
+def write_dense(folder: Path, vocab_size: int = SIZES["vocab_size"]) -> np.ndarray:
     """Write a dense model of the family qwen3; return its hidden states for TOKENS."""
-    moe = ModelConfig(**SIZES, **HEADS, qk_norm="head", num_experts=2, num_experts_per_tok=2)
+    sizes = SIZES | {"vocab_size": vocab_size}
+    moe = ModelConfig(**sizes, **HEADS, qk_norm="head", num_experts=2, num_experts_per_tok=2)
     config = dataclasses.replace(moe, num_experts=0, moe_intermediate_size=48)
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     fields = hf_config(dataclasses.replace(moe, moe_intermediate_size=48))
