@@ -17,7 +17,7 @@ def test_fifty_steps_with_another_exchange_at_every_start(
     runs: TrainRuns, tmp_path: Path, start_python: Start
 ) -> None:
     """Four processes send ragged rows and are killed; two processes of two devices each pad, with
-    each token once a node; two replicas of the experts send ragged rows; one process pads.
+    each token once a node; two copies of the whole state send ragged rows; one process pads.
     """
     reference, output_dir = tmp_path / "reference", tmp_path / "run"
     runs.finish(reference, "--num-steps", STEPS, *ONCE)
@@ -33,8 +33,8 @@ def test_fifty_steps_with_another_exchange_at_every_start(
     assert "ragged exchange: " in (output_dir / "rank-4-0").read_text()
     dedup = ("--comm.exchange", "dedup")
     run_split(runs, start_python, output_dir, 2, 2, "--num-steps", 22, *ONCE, *NODES, *dedup)
-    replicas = ("--mesh.data", 2, "--mesh.expert-intra", 2)
-    run_split(runs, start_python, output_dir, 4, 1, "--num-steps", 36, *ONCE, *replicas, *ragged)
+    copies = ("--mesh.data", 2, "--mesh.expert-intra", 2, "--mesh.replicate", 2)
+    run_split(runs, start_python, output_dir, 4, 1, "--num-steps", 36, *ONCE, *copies, *ragged)
     flat = (*NODES, "--comm.exchange", "flat")
     runs.finish(output_dir, "--num-steps", STEPS, *ONCE, *flat, devices=4)
     assert resumes(output_dir) == [begin, 22, 36]

@@ -79,6 +79,14 @@ def on_64_gpus(
     )
 
 
+def in_micro_batches(replicas: int) -> TrainConfig:
+    """Return OLMoE's run on eight hosts that each have all experts, with four micro-batches of a
+    sequence of 4,096 tokens a device, and this many copies of the state.
+    """
+    run = replace(on_one_gpu("olmoe", 16, 256, 4096), remat="layer", gradient_accumulation_steps=4)
+    return replace(run, mesh=MeshConfig(data=8, expert_intra=8, replicate=replicas))
+
+
 def with_experts_over_64_gpus(model: str, layers: int) -> TrainConfig:
     """Return the run of a published model whose experts are sharded over eight hosts of eight
     devices, with a sequence of 4,096 tokens a device.
@@ -118,7 +126,12 @@ SHAPES = {
         "mixtral-8x7b", "weights", "none"
     ),
     "qwen3-30b-a3b, 64 devices, weights split": on_64_gpus("qwen3-30b-a3b", "weights"),
+    "olmoe, 64 devices, four micro-batches": in_micro_batches(1),
+    "olmoe, 64 devices, four micro-batches, a copy on each host": in_micro_batches(8),
     "deepseek-v3, 64 devices": with_experts_over_64_gpus("deepseek-v3", 16),
+    "deepseek-v3, 64 devices, pipelined": replace(
+        with_experts_over_64_gpus("deepseek-v3", 16), comm=CommConfig(schedule="pipelined")
+    ),
     "gpt-moe-64e, 64 devices": PRESETS["gpt-moe-64e"][1],
 }
 
@@ -160,7 +173,11 @@ def row_of(name: str, step: StepEstimate) -> JsonObject:
     run, gpu, planned = step.config, step.gpu, planned_bytes(step.config)
     collectives = {}
     if step.num_devices > GPUS_PER_NODE:
-        collectives = {"collectives": [str(each) for each in gpu.communication]}
+        away_gb = sum(each.away_bytes for each in gpu.communication) / 1e9
+        collectives = {
+            "between_nodes_gb": round(away_gb, 2),
+            "collectives": [str(each) for each in gpu.communication],
+        }
     return {
         "shape": name,
         "gpu": run.estimate,
@@ -213,6 +230,7 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
             "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "
             "may change: gpt-moe-8e 82.4, olmoe 707.1, pipelined 645.1, mixtral 872.8, qwen3 529.2",
+            "between_nodes_gb: what a GPU sends to other hosts",
             "64 devices: eight hosts of eight. mixtral and qwen3 have a replica of all experts on "
             "each host, deepseek-v3 and gpt-moe-64e have the experts over all hosts. Four "
             "collectives may be in flight, and expert products count where collectives are placed; "

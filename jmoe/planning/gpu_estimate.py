@@ -133,7 +133,7 @@ class GpuKernel:
 @dataclass(frozen=True)
 class Communication:
     """All collectives of one kind and group size. hidden_s: part of `seconds` that overlaps with
-    computation.
+    computation. away_bytes: part of `sent_bytes` that leaves the device's node.
     """
 
     name: str
@@ -141,6 +141,7 @@ class Communication:
     sent_bytes: float = 0.0
     seconds: float = 0.0
     hidden_s: float = 0.0
+    away_bytes: float = 0.0
 
     def __str__(self) -> str:
         sizes = f"{self.launches:6,} x {self.sent_bytes / 1e9:9.2f} GB sent"
@@ -234,7 +235,7 @@ def join_estimates(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate
         for each in part.communication:
             sums = {
                 key: times * getattr(each, key)
-                for key in ("launches", "sent_bytes", "seconds", "hidden_s")
+                for key in ("launches", "sent_bytes", "seconds", "hidden_s", "away_bytes")
             }
             communication.append(replace(each, name=f"{program}: {each.name}", **sums))
         notes |= dict.fromkeys(part.notes)
@@ -329,10 +330,15 @@ class _ModuleEstimator:
                     self.notes[
                         f"a collective of unknown devices is not priced: {operation.name}"
                     ] = None
-                seconds = collective.duration_s(self.rates.links, self.rates.devices_per_node)
+                per_node = self.rates.devices_per_node
+                seconds = collective.duration_s(self.rates.links, per_node)
                 self._add_communication(
                     Communication(
-                        collective.label, times, times * collective.sent_bytes, times * seconds
+                        collective.label,
+                        times,
+                        times * collective.sent_bytes,
+                        times * seconds,
+                        away_bytes=times * collective.away_bytes(per_node),
                     )
                 )
                 queue.enqueue(operation.name, collective.label, seconds)
@@ -354,6 +360,7 @@ class _ModuleEstimator:
             old.sent_bytes + added.sent_bytes,
             old.seconds + added.seconds,
             old.hidden_s + added.hidden_s,
+            old.away_bytes + added.away_bytes,
         )
 
     def _add_operation_s(

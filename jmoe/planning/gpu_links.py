@@ -57,21 +57,31 @@ class Collective:
             return self.held_bytes
         return self.held_bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
-    def duration_s(self, links: NetworkConfig, devices_per_node: int) -> float:
-        """Return the seconds of the collective alone: the longer of the traffic inside nodes and
-        between nodes, plus a latency.
+    def _num_local(self, devices_per_node: int) -> int:
+        """Return how many devices of a group are on its first device's node."""
+        nodes = [device // devices_per_node for device in (self.groups or ((0,),))[0]]
+        return nodes.count(nodes[0])
+
+    def away_bytes(self, devices_per_node: int) -> float:
+        """Return the bytes that each device sends to other nodes.
 
         In a ring, bytes leave a node once for all of its devices; in an all-to-all, each device
         sends to every remote peer.
         """
-        group = self.groups[0] if self.groups else (0,)
-        n = len(group)
-        local = sum(device // devices_per_node == group[0] // devices_per_node for device in group)
+        n, local = len((self.groups or ((0,),))[0]), self._num_local(devices_per_node)
         if n == 1:
             return 0.0
         away_bytes = self.sent_bytes * (n - local) / (n - 1)
-        if self.kind not in _ALL_TO_ALLS:
-            away_bytes /= local
+        return away_bytes if self.kind in _ALL_TO_ALLS else away_bytes / local
+
+    def duration_s(self, links: NetworkConfig, devices_per_node: int) -> float:
+        """Return the seconds of the collective alone: the longer of the traffic inside nodes and
+        between nodes, plus a latency.
+        """
+        n, local = len((self.groups or ((0,),))[0]), self._num_local(devices_per_node)
+        if n == 1:
+            return 0.0
+        away_bytes = self.away_bytes(devices_per_node)
         inside_s = (self.sent_bytes - away_bytes) / links.inside_bytes_per_s
         latency_s = links.inside_latency_s if local == n else links.between_latency_s
         return max(inside_s, away_bytes / links.between_bytes_per_s) + latency_s

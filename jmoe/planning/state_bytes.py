@@ -64,6 +64,10 @@ def resident_expert_rows(
     if model.expert_sharding == "optimizer":
         kept = model.compute_dtype_bytes * model.num_device_expert_parameters
         yield "device", "experts: weights gathered for a step", kept
+    if model.expert_sharding == "weights" and model.num_expert_shards > 1:
+        # `LayerBuffers.flatten_stack` casts the shards of all layers before the first gather
+        rows_bytes = model.compute_dtype_bytes * sharded
+        yield "device", "experts: shards in the dtype in which they are gathered", rows_bytes
     if model.casts_all_experts_at_once:
         copied = model.num_device_expert_parameters + (
             model.dense_parameters if model.num_all_devices == 1 else 0

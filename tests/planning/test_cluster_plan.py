@@ -100,6 +100,25 @@ def test_gradients_of_experts_are_summed_over_their_replicas() -> None:
     )
 
 
+def test_copies_of_the_state_sum_their_shards_once() -> None:
+    """Two copies on two nodes of four: gathers cross two nodes, half of 800 bytes a micro-batch; a
+    device then all-reduces a quarter of 400 bytes with one other, and both of a node share its
+    link.
+    """
+    two = replace(MODEL, replicas=4, copies=2)
+    assert two.num_dense_shards == 4
+    gathers_s = 0.4 + 800 / 2 / 2e3
+    assert dense_collectives_s(two, 4, CLUSTER) == pytest.approx(gathers_s + 2 * 100 / 2e3)
+    again = replace(two, micro_batches=3)
+    assert dense_collectives_s(again, 4, CLUSTER) == pytest.approx(3 * gathers_s + 2 * 100 / 2e3)
+    on_each = replace(MODEL, replicas=4, copies=4)  # nothing is gathered between nodes
+    assert dense_collectives_s(on_each, 4, CLUSTER) == pytest.approx(0.4 + 2 * 200 * 1.5 / 2e3)
+    # 30 parameters of experts: gathered twice in 16 bits and reduced by two replicas, then summed
+    split = replace(two, expert_sharding="weights")
+    rings_s, sums_s = 2 * 240 / 2 / 2e3, 2 * 60 / 2e3
+    assert expert_all_reduce_s(split, 4, CLUSTER) == pytest.approx(rings_s + sums_s)
+
+
 def test_all_to_alls_take_the_links_that_there_are() -> None:
     """A device's 32 tokens: 16 rows of 10 bytes to the other one, there and back, and back
     again; 8 bytes of sizes.

@@ -51,6 +51,9 @@ def test_inside_a_node_and_between() -> None:
         8e6 / 50e9
     )
     ring = Collective("all-reduce", (TWO_NODES,), 16e6)
+    # in the ring a node sends once for its eight devices, each of which passes 30 MB on
+    assert ring.away_bytes(8) == pytest.approx(30e6 * 8 / 15 / 8) and ring.away_bytes(16) == 0
+    assert Collective("all-to-all", (TWO_NODES,), 16e6).away_bytes(8) == pytest.approx(8e6)
     away = ring.sent_bytes * 8 / 15 / 8
     assert ring.duration_s(LINKS, 8) == pytest.approx(
         max(away / 50e9, (ring.sent_bytes - away) / 400e9)

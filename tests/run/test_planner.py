@@ -9,6 +9,7 @@ import pytest
 from jmoe.config import CommConfig, MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.configs import PRESETS
+from jmoe.planning.setting_changes import possible_changes
 from jmoe.run.metrics import REQUIRED, MetricsLog, peak_flops_per_s, read_events
 from jmoe.run.planner import (
     context_sent_elements,
@@ -291,6 +292,25 @@ def test_experts_over_the_data_axis_have_the_bytes_of_the_formula(
     assert experts == 32 * 8 * 3 * 4096 * 14336
     assert state == pytest.approx(each * experts / 8 + dense / 4, rel=1e-6)
     assert round(state / 1e9, 1) == gb
+
+
+def test_a_copy_on_each_host_has_the_state_of_eight_devices() -> None:
+    """Experts are then whole in each host, and a dense parameter takes 16 bytes of eight devices
+    instead of 64; `auto` splits nothing, and one copy is among the changes that save memory.
+    """
+    config = on_64_gpus(10**12, shard_experts="none")
+    copies = dataclasses.replace(config, mesh=MeshConfig(8, 1, 8, replicate=8))
+    one, eight = (
+        {kind: size for tier, kind, size in training_plan(each).rows if tier == "device"}
+        for each in (config, copies)
+    )
+    dense = "dense weights, moments, gradients"
+    assert eight.pop(dense) == pytest.approx(8 * one.pop(dense), rel=1e-6) and eight == one
+    auto = dataclasses.replace(copies, comm=CommConfig())
+    assert with_chosen_tiers(auto).comm.shard_experts == "none"
+    plan = training_plan(copies)
+    changes = {change.setting: change for change in possible_changes(plan.model, plan.placement)}
+    assert changes["mesh.replicate"].model.copies == 1
 
 
 def test_auto_splits_experts_if_they_do_not_fit_otherwise() -> None:
