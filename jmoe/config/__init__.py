@@ -14,6 +14,7 @@ from jmoe.config.lora import LORA_TARGETS as LORA_TARGETS
 from jmoe.config.lora import LoraConfig as LoraConfig
 from jmoe.config.masking import MaskingConfig as MaskingConfig
 from jmoe.config.model import MODEL_LIMITS as MODEL_LIMITS
+from jmoe.config.model import NO_WINDOW as NO_WINDOW
 from jmoe.config.model import ROUTER_TRAINING_ONLY as ROUTER_TRAINING_ONLY
 from jmoe.config.model import TRAINING_ONLY as TRAINING_ONLY
 from jmoe.config.model import ModelConfig as ModelConfig

@@ -9,6 +9,7 @@ from typing import Any
 from jmoe.config.checks import (
     check,
     check_field,
+    check_not_negative,
     check_positive,
     check_positive_or_none,
     check_unset,
@@ -17,7 +18,8 @@ from jmoe.config.linear_attention import LINEAR_ATTENTION, check_linear_attentio
 from jmoe.config.masking import check_bidirectional
 
 ModelConfig = Any  # `config.model`, which imports this module
-LAYER_TYPES = ("sliding_attention", "full_attention", LINEAR_ATTENTION)
+CHUNKED_ATTENTION = "chunked_attention"  # of `ModelConfig.layer_types`
+LAYER_TYPES = ("sliding_attention", "full_attention", CHUNKED_ATTENTION, LINEAR_ATTENTION)
 
 
 def check_attention(config: ModelConfig) -> None:
@@ -30,6 +32,7 @@ def check_attention(config: ModelConfig) -> None:
         f"must divide num_attention_heads = {heads}",
     )
     _check_windows(config)
+    _check_chunks(config)
     check_linear_attention(config)
     check_bidirectional(config)
     check_positive_or_none(config, "clip_qkv")
@@ -87,6 +90,24 @@ def _check_windows(config: ModelConfig) -> None:
         None,
         "is needed by layer_types",
     )
+
+
+def _check_chunks(config: ModelConfig) -> None:
+    if not config.has_chunked_attention:
+        names = ["attention_chunk_size", "attn_scale", "floor_scale"]
+        check_unset(config, "", names, "without chunked_attention in layer_types")
+        return
+    size = config.attention_chunk_size
+    check(size is not None, "attention_chunk_size", size, "is needed by layer_types")
+    check_positive(config, "attention_chunk_size", "floor_scale")
+    check_not_negative(config, "attn_scale")
+    unset: dict[str, object] = {"sliding_window": None, "kv_lora_rank": None}
+    unset |= {"position": "rope", "attention_sinks": False}
+    words = "is not supported beside chunked_attention in layer_types"
+    for name, value in unset.items():
+        check_field(getattr(config, name) == value, config, name, words)
+    linear = LINEAR_ATTENTION in config.layer_types
+    check(not linear, "layer_types", config.layer_types, f"has {LINEAR_ATTENTION}, which {words}")
 
 
 def _check_latent_attention(config: ModelConfig) -> None:

@@ -17,6 +17,7 @@ def _refusals(config: TrainConfig) -> list[str]:
         "with dpo.beta": config.dpo.beta is not None,
         "with attention in both directions": not config.model.is_causal,
         "with linear_attention in model.layer_types": config.model.has_linear_attention,
+        "with chunked_attention in model.layer_types": config.model.has_chunked_attention,
     }
     return [why for why, holds in reasons.items() if holds]
 

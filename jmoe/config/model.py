@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from jmoe.config.attention import check_attention
+from jmoe.config.attention import CHUNKED_ATTENTION, check_attention
 from jmoe.config.checks import (
     check,
     check_field,
@@ -44,6 +44,7 @@ MODEL_LIMITS = {
     ),
     "vocab_size": 1 << 24,
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), NO_WINDOW),
+    "attention_chunk_size": NO_WINDOW - 1,
 }
 
 
@@ -79,9 +80,15 @@ class ModelConfig:
     rope_interleave: bool = False
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that is rotated, the first
     sliding_window: int | None = None  # a token sees this many: itself and those before it
-    # sliding_attention, full_attention or linear_attention (a gated delta network) per layer;
-    # empty: all alike
+    # sliding_attention, full_attention, chunked_attention or linear_attention (a gated delta
+    # network) per layer; empty: all alike
     layer_types: tuple[str, ...] = ()
+    # chunked_attention (Llama 4): a token sees the earlier ones of its chunk of this many; beside
+    # it, layers of full_attention have no rotary positions, and their queries are multiplied by
+    # 1 + attn_scale log(1 + floor((position + 1) / floor_scale))
+    attention_chunk_size: int | None = None
+    attn_scale: float = 0.0
+    floor_scale: int = 8192
     linear_num_key_heads: int = 0  # gated delta networks: heads of queries and keys
     linear_num_value_heads: int = 0  # gated delta networks: heads of values, a multiple of these
     linear_key_head_dim: int = 0  # gated delta networks
@@ -93,8 +100,9 @@ class ModelConfig:
     # attention's output is multiplied by sigmoid(x @ gate), before its projection (Qwen3-Next)
     attention_gate: bool = False
     attention_sinks: bool = False  # one learned logit per head in every softmax (gpt-oss)
-    # per head (Qwen3), per head after rotation (Hunyuan), or over all heads (OLMoE)
-    qk_norm: Literal["none", "head", "rotated_head", "full"] = "none"
+    # per head (Qwen3), per head after rotation (Hunyuan), the same without a scale in layers with
+    # rotary positions (Llama 4: rotated_l2), or over all heads (OLMoE)
+    qk_norm: Literal["none", "head", "rotated_head", "rotated_l2", "full"] = "none"
     # bounds of every query, key and value, after qk_norm and before rotation (OLMoE)
     clip_qkv: float | None = None
     attention_bias: bool = False  # q, k, v and the output
@@ -243,6 +251,11 @@ class ModelConfig:
         """Whether some layer is a gated delta network."""
         return LINEAR_ATTENTION in self.layer_types
 
+    @property
+    def has_chunked_attention(self) -> bool:
+        """Whether some layer attends within chunks; those of full attention have no positions."""
+        return CHUNKED_ATTENTION in self.layer_types
+
     def check_no_linear_attention(self, program: str) -> None:
         """Raise ValueError if some layer is a gated delta network, which `program` does not
         support.
@@ -265,7 +278,13 @@ class ModelConfig:
         """Return the layers in the order of the forward pass."""
         types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
         full = None if self.sliding_window is None else NO_WINDOW
-        windows = [self.sliding_window if t == "sliding_attention" else full for t in types]
+        if self.has_chunked_attention:
+            full = NO_WINDOW
+        sizes = {
+            "sliding_attention": self.sliding_window,
+            CHUNKED_ATTENTION: self.attention_chunk_size,
+        }
+        windows = [sizes.get(kind, full) for kind in types]
         return layer_table(self.layer_kinds, windows)
 
     @property
@@ -311,7 +330,7 @@ class ModelConfig:
             q, kv = heads * dh, self.num_key_value_heads * dh
             bias = (q + 2 * kv) * (self.attention_bias or self.qkv_bias) + d * self.attention_bias
             by_head = dict.fromkeys(("head", "rotated_head"), 2 * dh)
-            qk_norm = {"none": 0, **by_head, "full": q + kv}[self.qk_norm]
+            qk_norm = {**by_head, "full": q + kv}.get(self.qk_norm, 0)
             gate = d * q * self.attention_gate
             sinks = heads * self.attention_sinks
             return d * (q + 2 * kv) + gate + q * d + bias + qk_norm + sinks

@@ -74,7 +74,8 @@ class Llama3RopeConfig(RopeScaling):
 
     Pairs that turn more than `high_freq_factor` times within `original_max_position_embeddings`
     positions keep their frequency, those that turn less than `low_freq_factor` times have it
-    divided by `factor`. Between the two, the frequency is linear in the number of turns.
+    divided by `factor`. Between the two, the frequency is linear in the number of turns; Llama 4
+    has equal ones.
     """
 
     factor: float
@@ -88,10 +89,10 @@ class Llama3RopeConfig(RopeScaling):
         check_positive(self, "factor", "original_max_position_embeddings")
         check_positive(self, "low_freq_factor", "high_freq_factor")
         check_field(
-            self.low_freq_factor < self.high_freq_factor,
+            self.low_freq_factor <= self.high_freq_factor,
             self,
             "low_freq_factor",
-            f"must be less than high_freq_factor {self.high_freq_factor}",
+            f"must not exceed high_freq_factor {self.high_freq_factor}",
         )
 
     def max_positions(self, limit: int) -> int:

@@ -26,6 +26,7 @@ RouterKind = Literal[
     "sigmoid",
     "group_limited",
     "sparsemixer",
+    "input_weighted",
 ]
 
 
@@ -41,7 +42,8 @@ class RouterRules:
     best `topk_group` of `n_group` groups, which are ranked by the sum of this many of their best
     scores; 0: among all experts. may_drop_second: `second_expert_policy` may be random.
     masks_distant_logits: the weight of a choice is its probability among the experts not yet
-    chosen whose logit is near the largest, see `RouterConfig.mask_distance`.
+    chosen whose logit is near the largest, see `RouterConfig.mask_distance`. weighs_inputs: the
+    weight multiplies the input of a token's expert instead of its output.
     """
 
     scores: str
@@ -51,6 +53,7 @@ class RouterRules:
     limits_groups: int = 0
     may_drop_second: bool = False
     masks_distant_logits: bool = False
+    weighs_inputs: bool = False
 
 
 ROUTERS: dict[RouterKind, RouterRules] = {
@@ -64,6 +67,9 @@ ROUTERS: dict[RouterKind, RouterRules] = {
     "sparsemixer": RouterRules(
         "logits", num_experts_per_tok=2, normalizes=False, masks_distant_logits=True
     ),
+    "input_weighted": RouterRules(
+        "sigmoid", num_experts_per_tok=1, normalizes=False, weighs_inputs=True
+    ),
 }
 
 
@@ -76,7 +82,8 @@ class RouterConfig:
     (ERNIE 4.5); `softmax_group_limited` top-k of a softmax inside the best `topk_group` of
     `n_group` groups of experts (DeepSeek-V2); `sigmoid` sigmoid scores with loss-free bias
     balancing (DeepSeek-V3); `group_limited` the same inside the best groups; `sparsemixer` top-2 of
-    the logits, each weighted by a softmax over the experts near it (Phi-3.5-MoE).
+    the logits, each weighted by a softmax over the experts near it (Phi-3.5-MoE); `input_weighted`
+    top-1 of sigmoid scores, which multiply the expert's input (Llama 4).
     """
 
     kind: RouterKind = "softmax"

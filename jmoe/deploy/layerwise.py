@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jmoe.layers.router import weigh_inputs
 from jmoe.models.block import Block, add_residual, causal_attention_fn
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -64,8 +65,11 @@ def _attend_and_route(
         return (block.apply_dense(x_BSD, causal_attention_fn(window), jnp.float32),)
     x_BSD = block.attend(x_BSD, causal_attention_fn(window), jnp.float32)
     h_TD, routing = block.route(x_BSD, jnp.float32)
+    shared_TD = block.shared_output(h_TD)
+    assert block.moe is not None
+    h_TD, routing = weigh_inputs(h_TD, routing, block.moe.config.router)
     return (
-        add_residual(x_BSD, block.shared_output(h_TD)),
+        add_residual(x_BSD, shared_TD),
         h_TD,
         routing.topk_idx_TK,
         routing.topk_weights_TK,

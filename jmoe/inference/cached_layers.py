@@ -29,6 +29,7 @@ from jmoe.layers.attention import CacheInputs
 from jmoe.layers.embedding import lookup
 from jmoe.layers.gated_delta import GatedDeltaNet
 from jmoe.layers.low_rank import LayerAdapters
+from jmoe.layers.router import weigh_inputs
 from jmoe.layers.slot_experts import ExpertInputs
 from jmoe.models.block import AttentionModule, Block, add_residual
 from jmoe.models.functional import ModuleStructure
@@ -107,7 +108,11 @@ class CachedAttention:
             return out_PCHe
 
         out_PCD: jax.Array = attention.attend_to_cache(
-            x_PCD, positions_PC, write_and_attend_to_layer, with_output_bias=with_output_bias
+            x_PCD,
+            positions_PC,
+            write_and_attend_to_layer,
+            window=window,
+            with_output_bias=with_output_bias,
         )
         return out_PCD.reshape(h_PCD.shape)
 
@@ -204,7 +209,9 @@ def _attend_and_route_in_xla(
         if block.shared_expert is None
         else layer_runner.apply(block.shared_output, h_TD)
     )
-    return x_PCD, cached.cache, ExpertInputs(h_TD, idx_TK, routing.topk_weights_TK, shared_TD)
+    assert block.moe is not None
+    in_TD, routing = weigh_inputs(h_TD, routing, block.moe.config.router)
+    return x_PCD, cached.cache, ExpertInputs(in_TD, idx_TK, routing.topk_weights_TK, shared_TD)
 
 
 def embed_local(

@@ -100,6 +100,8 @@ def _check_kernels_support(block: Block) -> None:
             raise NotImplementedError("LayerNorm, or norms over several devices")
     if block.moe is not None and type(block.moe.router) is not Router:
         raise NotImplementedError(f"a router of type {type(block.moe.router).__name__}")
+    if block.moe is not None and block.moe.config.router.rules.weighs_inputs:
+        raise NotImplementedError("weights of the experts' inputs")
 
 
 def _norm_operands(norm: Norm) -> tuple[jax.Array, float]:

@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jmoe.config import ModelConfig, RopeScaling
+from jmoe.config import NO_WINDOW, ModelConfig, RopeScaling
+from jmoe.layers.chunked_attention import (
+    Window,
+    chunk_numbers,
+    queries_without_positions,
+    select_by_window,
+    unscaled_rms_norm,
+)
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
@@ -403,20 +410,26 @@ class Attention(nnx.Module):
         return scaling if length is None or scaling is None else scaling.at_length(length)
 
     def project(
-        self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
+        self,
+        x_BSD: jax.Array,
+        positions: jax.Array,
+        length: int | None = None,
+        window: Window = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Return (queries [B, S, H, d], keys [B, S, G, d], values [B, S, G, d], the gate's input
         [B, S, H, d] or None) in x's dtype.
 
         positions: [S] or [B, S], the positions to which queries and keys are rotated.
         length: tokens of a sequence, on which frequencies may depend; None: as configured.
+        window: of the layer, on which positions depend in a model with chunks.
 
         On a GPU a kernel norms and rotates; its reason for a case that it does not support is
         logged once.
         """
         qkv, gate = self._split_gate(self._project_qkv(x_BSD))
-        plain = partial(self._normed_and_rotated, qkv, positions, length)
-        if target_device().platform != "gpu" or self.config.position != "rope":
+        plain = partial(self._normed_and_rotated, qkv, positions, length, window)
+        by_xla = self.config.position != "rope" or self.config.has_chunked_attention
+        if target_device().platform != "gpu" or by_xla:
             return *plain(), gate
         options = self.config, (self.q_norm, self.k_norm), self.rope_scaling_at(length)
         by_kernel = partial(norm_and_rotate, *options, qkv, positions)
@@ -439,7 +452,11 @@ class Attention(nnx.Module):
         return jnp.concatenate([q.reshape(*q.shape[:-2], -1), kv], axis=-1), gate
 
     def _normed_and_rotated(
-        self, qkv: jax.Array, positions: jax.Array, length: int | None = None
+        self,
+        qkv: jax.Array,
+        positions: jax.Array,
+        length: int | None = None,
+        window: Window = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values by head, from those of all heads side by side."""
         config, dtype = self.config, qkv.dtype
@@ -454,10 +471,16 @@ class Attention(nnx.Module):
         q, k, v = (y.reshape(*y.shape[:-1], -1, dh) for y in (q, k, v))
         if config.qk_norm == "head":
             q, k = self._normed_heads(q, k)
+        full = q, k
         if config.position == "rope":
             q, k = (self._rotated(x, positions, length) for x in (q, k))
         if config.qk_norm == "rotated_head":
             q, k = self._normed_heads(q, k)
+        if config.qk_norm == "rotated_l2":
+            q, k = (unscaled_rms_norm(x, config.norm_eps) for x in (q, k))
+        if config.has_chunked_attention:
+            full = queries_without_positions(full[0], positions, config), full[1]
+            q, k = select_by_window(window, full, (q, k))
         return q, k, v
 
     def _normed_heads(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -500,16 +523,18 @@ class Attention(nnx.Module):
         positions_BS: jax.Array,
         attend: Callable[[CacheInputs], jax.Array],
         *,
+        window: Window = None,
         with_output_bias: bool = True,
     ) -> jax.Array:
         """Return float32 [B, S, D]: the tokens' attention to a KV cache.
 
         attend: a function that writes the tokens' keys and values to the cache, and returns the
             weighted sums of values [B, S, H, e].
+        window: of the layer; see `project`.
         with_output_bias: False if the caller adds `b_out`.
         """
         qkv, gate = self._split_gate(self._project_qkv(x_BSD))
-        new = self._normed_and_rotated(qkv, positions_BS)
+        new = self._normed_and_rotated(qkv, positions_BS, window=window)
 
         def write(*cached: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             # the kernel adds the bias; XLA drops whichever product nobody reads
@@ -518,6 +543,10 @@ class Attention(nnx.Module):
 
         heads = attend(CacheInputs(*new, write=write))
         return self.output(heads, gate, with_bias=with_output_bias)
+
+    def _has_chunks(self, window: int, length: int) -> bool:
+        """Return whether a layer of this window attends within several chunks of a sequence."""
+        return self.config.has_chunked_attention and window != NO_WINDOW and window < length
 
     def _rotate_and_write(
         self,
@@ -540,8 +569,10 @@ class Attention(nnx.Module):
         rotated = config.position == "rope"
         if rotated and (config.rotary_dim != config.dim_per_head or config.rope_interleave):
             raise NotImplementedError("rotary positions of a part of a head, or interleaved")
-        if config.qk_norm == "rotated_head":
+        if config.qk_norm.startswith("rotated"):
             raise NotImplementedError("norms of queries and keys after their rotation")
+        if config.has_chunked_attention:
+            raise NotImplementedError("layers without positions")
         if any(norm is not None and (norm.axes or norm.bias is not None) for norm in norms):
             raise NotImplementedError("norms over the heads of several devices")
         # the kernel takes a norm over all heads of one head for a norm of each, which clips first
@@ -570,11 +601,14 @@ class Attention(nnx.Module):
         """
         in_order = jnp.arange(x_BSD.shape[1])
         positions = in_order if documents is None else documents.positions()
-        q, k, v, gate = self.project(x_BSD, positions, x_BSD.shape[1])
+        q, k, v, gate = self.project(x_BSD, positions, x_BSD.shape[1], window)
         if not self.config.is_causal:
             return self.output(full_attention(q, k, v, scale=self.scale), gate)
         sinks_H = None if self.sinks is None else self.sinks[...]
         numbers_BS = None if documents is None else documents.number_BS
+        if window is not None and self._has_chunks(window, x_BSD.shape[1]):
+            shape = x_BSD.shape[0], x_BSD.shape[1]
+            numbers_BS = chunk_numbers(positions, numbers_BS, shape, window)
         options: dict[str, Any] = {"scale": self.scale, "window": window}
         options["documents_BS"] = numbers_BS
         return self.output(causal_attention(q, k, v, sinks_H=sinks_H, **options), gate)

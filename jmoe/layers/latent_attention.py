@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jmoe.config import ModelConfig
 from jmoe.layers.attention import Attention, CacheInputs
+from jmoe.layers.chunked_attention import Window
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
 from jmoe.layers.rotary import apply_rotary
@@ -142,7 +143,11 @@ class LatentAttention(Attention):
         )
 
     def project(
-        self, x_BSD: jax.Array, positions: jax.Array, length: int | None = None
+        self,
+        x_BSD: jax.Array,
+        positions: jax.Array,
+        length: int | None = None,
+        window: Window = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
         """Return (queries [B, S, H, d], keys [B, S, H, d], values [B, S, H, v], None for no gate).
 
@@ -158,6 +163,7 @@ class LatentAttention(Attention):
         positions_BS: jax.Array,
         attend: Callable[[CacheInputs], jax.Array],
         *,
+        window: Window = None,
         with_output_bias: bool = True,
     ) -> jax.Array:
         """Return float32 [B, S, D]: the tokens' attention to a cache of latents, which holds l

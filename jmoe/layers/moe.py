@@ -33,7 +33,7 @@ from jmoe.collectives.ragged_rounds import RoundsExchange, RunExperts
 from jmoe.config import MoEConfig, RouterConfig, check
 from jmoe.config.parallel import ExchangeChoice
 from jmoe.layers.experts import Experts
-from jmoe.layers.router import LossTokens, Router, Routing, balance_loss_local
+from jmoe.layers.router import LossTokens, Router, Routing, balance_loss_local, weigh_inputs
 from jmoe.mesh import (
     EXPERTS_PATH,
     find_explicit_mesh,
@@ -411,6 +411,7 @@ class MoELayer(nnx.Module):
         assignment is dropped.
         """
         masked = routing.loss_tokens is not None
+        x_TD, routing = weigh_inputs(x_TD, routing, self.config.router)
         return dispatch_local(
             x_TD,
             routing,
@@ -456,8 +457,7 @@ class MoELayer(nnx.Module):
             x_TD = jnp.where(token_mask_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
         routing = self.route(x_TD, key=key, train=train, token_mask_T=token_mask_T)
         y_TD, dispatched = moe(
-            x_TD,
-            routing,
+            *weigh_inputs(x_TD, routing, self.config.router),
             self.experts,
             self._exchange_for(masked=token_mask_T is not None),
             full_capacity=full_capacity,

@@ -57,7 +57,7 @@ def _llama3_frequencies(dim: int, theta: float, llama3: Llama3RopeConfig) -> np.
     plain = _plain_frequencies(dim, theta)
     turns = llama3.original_max_position_embeddings * plain / (2 * math.pi)
     low, high = llama3.low_freq_factor, llama3.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / (high - low), 0, 1) if low < high else turns >= low
     return plain * kept + plain / llama3.factor * (1 - kept)
 
 

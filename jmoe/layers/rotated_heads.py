@@ -32,7 +32,7 @@ def norm_and_rotate(
         raise NotImplementedError("no rotary positions")
     if config.rotary_dim != d or config.rope_interleave:
         raise NotImplementedError("rotary positions of a part of a head, or interleaved")
-    if config.qk_norm == "rotated_head":
+    if config.qk_norm.startswith("rotated"):
         raise NotImplementedError("norms of queries and keys after their rotation")
     if config.clip_qkv is not None:
         raise NotImplementedError("clipped queries, keys and values")

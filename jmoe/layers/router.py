@@ -10,7 +10,7 @@ Legend: T local tokens, D hidden, E experts, K chosen experts per token, G group
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -111,6 +111,8 @@ def route(
     - `sparsemixer` (Phi-3.5-MoE, arXiv:2409.12136): the two largest logits. The weight of each is
       its probability in a softmax over the experts whose logit is near it (`mask_distance`); the
       first is left out for the second. Training draws no experts at random.
+    - `input_weighted` (Llama 4): K = 1, weight s, by which `weigh_inputs` multiplies the expert's
+      input.
 
     With `norm_topk_prob` the weights, but for `switch`, `gshard` and `sparsemixer`, are divided by
     their sum. No kind divides for K = 1: all weights would be 1 and the router would get no
@@ -168,6 +170,19 @@ def route(
     return Routing(
         idx_TK, weights_TK, counts_E, *sums, logits_TE=logits_TE, loss_tokens=loss_tokens
     )
+
+
+def weigh_inputs(
+    x_TD: jax.Array, routing: Routing, config: RouterConfig
+) -> tuple[jax.Array, Routing]:
+    """Return (the experts' input, their routing): x times each token's weight, and weights of 1,
+    for a router that weighs inputs; otherwise the arguments.
+    """
+    if not config.rules.weighs_inputs:
+        return x_TD, routing
+    weighed_TD = (x_TD.astype(jnp.float32) * routing.topk_weights_TK).astype(x_TD.dtype)
+    is_expert_TK = routing.topk_idx_TK < routing.counts_E.size
+    return weighed_TD, replace(routing, topk_weights_TK=is_expert_TK.astype(jnp.float32))
 
 
 def _count_choices(idx_TK: jax.Array, num_experts: int) -> jax.Array:

@@ -84,7 +84,7 @@ def _decoder_normal_form(config: ModelConfig) -> JsonObject:
         "layer_kinds": config.layer_kinds,
         "router": _router_normal_form(config.router, config.num_experts_per_tok),
     }
-    if config.sliding_window is None:
+    if config.sliding_window is None and not config.has_chunked_attention:
         del values["layer_types"]
     if "dense" not in config.layer_kinds:
         del values["intermediate_size"]

@@ -252,10 +252,11 @@ class LazyCheckpoint(Closing):
     @property
     def max_positions(self) -> int:
         """The maximum number of tokens of a sequence, including positions that `rope_scaling`
-        adds.
+        adds. Caches hold one chunk of a model whose attention has chunks.
         """
         limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
-        return limit if scaling is None else scaling.max_positions(limit)
+        limit = limit if scaling is None else scaling.max_positions(limit)
+        return min(limit, self.config.attention_chunk_size or limit)
 
     def fix_sequence_length(self, length: int) -> str:
         """Choose the form of positions whose frequencies depend on the length: that of sequences
@@ -276,7 +277,7 @@ class LazyCheckpoint(Closing):
         The default is less if the model has fewer positions; engines raise it where memory allows
         (`resolve_sequence_length`). Raises ValueError if `asked` exceeds the model's positions.
         """
-        limit = self.max_positions
+        limit, chunk = self.max_positions, self.config.attention_chunk_size
         if asked is None:
             return min(DEFAULT_MAX_SEQ_LEN, limit)
         check(
@@ -285,9 +286,10 @@ class LazyCheckpoint(Closing):
             asked,
             "must be at least 2, a token of prompt and one of output",
         )
-        check(
-            asked <= limit, "max_seq_len", asked, f"must not exceed the model's {limit} positions"
-        )
+        what = f"model's {limit} positions"
+        if limit == chunk:
+            what = f"{limit} positions of a chunk (attention_chunk_size)"
+        check(asked <= limit, "max_seq_len", asked, f"must not exceed the {what}")
         return asked
 
     @property

@@ -130,6 +130,9 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "model.router.second_expert_policy": ("random", {}),
         "model.router.n_group": (2, {}),
         "model.router.mask_distance": (0.5, {}),
+        "model.attention_chunk_size": (16, {}),
+        "model.attn_scale": (0.5, {}),
+        "model.floor_scale": (16, {}),
         "model.router.bias_update_speed": (0.01, {}),
     },
     "images": {

@@ -85,8 +85,8 @@ def test_longest_sequences(scaling: RopeScaling, positions: int) -> None:
         ("llama3", LLAMA3 | {"low_freq_factor": 0.0}, "low_freq_factor = 0.0: must be greater"),
         (
             "llama3",
-            LLAMA3 | {"low_freq_factor": 4.0},
-            "low_freq_factor = 4.0: must be less than high_freq_factor 4.0",
+            LLAMA3 | {"low_freq_factor": 5.0},
+            "low_freq_factor = 5.0: must not exceed high_freq_factor 4.0",
         ),
         ("dynamic", DYNAMIC | {"factor": 0.0}, "factor = 0.0: must be greater than 0"),
         ("ntk_alpha", {"alpha": -1.0}, "alpha = -1.0: must be greater than 0"),

@@ -44,7 +44,7 @@ FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3_yarn", "g
 FAMILIES += ["qwen3_next", "qwen3_5_moe_text"]
 SLOW = ["dots1", "minimax_m2", "deepseek_v2", "deepseek_v2_lite", "ernie4_5_moe", "granitemoe"]
 SLOW += ["hunyuan_v1_moe", "qwen3_moe_longrope", "phimoe"]
-SLOW += ["bailing_moe", "bailing_moe_v1"]
+SLOW += ["bailing_moe", "bailing_moe_v1", "llama4_text"]
 NEAR_TIE = 5e-4
 POLICIES: dict[str, dict[str, Any]] = {
     "ring": {"policy": "ring", "ring_slots": 1},

@@ -14,6 +14,7 @@ from jmoe.models.families import (
     gpt_oss,
     granitemoe,
     hunyuan_v1_moe,
+    llama4_text,
     minimax_m2,
     mixtral,
     olmoe,
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_5_moe_text,
         phimoe,
         bailing_moe,
+        llama4_text,
         gpt_moe,
     )
 }

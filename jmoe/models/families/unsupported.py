@@ -5,7 +5,7 @@ _IMAGES = "the encoder of images; its language model is supported once saved alo
 
 # {model_type: what its layers have and jmoe's have not}
 MISSING_PARTS: dict[str, str] = {
-    "llama4": "attention in chunks, layers without positions and router weights on expert inputs",
+    "llama4": _IMAGES.format("llama4_text"),
     "qwen3_5_moe": _IMAGES.format("qwen3_5_moe_text"),
     "deepseek_v32": _INDEXER,
     "deepseek_v4": f"{_INDEXER}, compressed keys and hyper-connections",

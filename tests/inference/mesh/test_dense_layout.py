@@ -24,7 +24,7 @@ from tests.inference.mesh.mesh_traffic import (
 FLOAT_BYTES = 4
 OTHERS = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn")
 OTHERS += ("granitemoe", "hunyuan_v1_moe", "qwen3_moe_longrope", "phimoe")
-OTHERS += ("bailing_moe",)
+OTHERS += ("bailing_moe", "llama4_text")
 
 
 @pytest.fixture(
