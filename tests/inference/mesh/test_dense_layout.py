@@ -105,5 +105,6 @@ def split_bytes(config: ModelConfig, devices: int) -> int:
         attention += (q + g) * dim * (config.qk_norm == "full")
     dense = config.layer_kinds.count("dense") * 3 * d * config.intermediate_size // devices
     shared = config.num_moe_layers * 3 * d * config.shared_expert_intermediate_size // devices
-    vocabulary = (1 if config.tie_word_embeddings else 2) * d * -(-config.vocab_size // devices)
+    rows = (1 if config.tie_word_embeddings else 2) * d + config.head_bias
+    vocabulary = rows * -(-config.vocab_size // devices)
     return FLOAT_BYTES * (config.num_hidden_layers * attention + dense + shared + vocabulary)
