@@ -226,6 +226,8 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "before the router's weights multiplied the experts' activations and the loss had a "
             "kernel, on 2026-11-28: olmoe 94.8 ms and 50.35 GB, with 16,384 tokens 156.8 ms and "
             "54.16 GB, mixtral 117.5 ms, qwen3 100.6 ms",
+            "with loops over layers and without a kernel for norms and rotation: olmoe with 16,384 "
+            "tokens 152.1 ms in 984 launches and 51.75 GB; the other rows of one GPU are of then",
             "8 devices: the experts over all of them, remat = layer, routing as even as it can be; "
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
             "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "
