@@ -35,9 +35,10 @@ from jmoe.planning.training_sizes import (
 
 RUNTIME_BYTES = 600_000_000  # Python, JAX and compiled programs, in host memory
 PASSES = 3  # products of a weight with a token: one forward, two backward
-# memory traffic of a parameter's update: 28 bytes by AdamW, 24 to and from its records
-UPDATE_BYTES = 52
-# the same on the host, without gradient and copies: weight and moments are read and written
+# memory traffic of a parameter's update: weight, gradient and moments are read, all but the
+# gradient written
+ADAMW_BYTES = 28
+# the same on the host, without gradient and copies
 HOST_ADAMW_BYTES = 24
 
 
@@ -164,6 +165,16 @@ class TrainingPlan:
         return 1 - min(1.0, self.placement.device_layers / self.model.num_layers)
 
     @property
+    def device_update_bytes(self) -> int:
+        """Return the bytes that a device's memory moves per parameter of an expert that the device
+        updates: those of AdamW, and those of weights and moments that come from another tier and
+        return to it.
+        """
+        place = self.placement
+        of_records = 2 * (place.experts != "device") + 4 * (place.optimizer != "device")
+        return ADAMW_BYTES + WEIGHT_BYTES * of_records
+
+    @property
     def host_bytes_by_pass(self) -> tuple[float, float]:
         """Return the bytes that the host's memory moves per parameter of a chosen expert if the
         host updates it, (forward, backward).
@@ -227,9 +238,9 @@ class TrainingPlan:
         expert_flops = 2 * model.parameters_per_expert * choices
         dense_flops = model.dense_flops / PASSES
         num_active = model.num_layers * model.active_experts
-        updated_bytes = UPDATE_BYTES * model.dense_parameters / model.num_dense_shards
+        updated_bytes = ADAMW_BYTES * model.dense_parameters / model.num_dense_shards
         if self.placement.update == "device":
-            of_experts = UPDATE_BYTES * num_active * model.parameters_per_expert
+            of_experts = self.device_update_bytes * num_active * model.parameters_per_expert
             updated_bytes += of_experts / model.num_expert_shards
         elif machine.shared:  # the host's cores are those that compute
             of_parameter = sum(self.host_bytes_by_pass)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from jmoe.config.tiers import TIERS
+from jmoe.config.tiers import TIERS, Tier, Update
 from jmoe.planning.first_fitting import first_fitting_plan
 from jmoe.planning.setting_changes import possible_changes
 from jmoe.planning.training import TrainingPlan, plan_training
@@ -158,6 +158,28 @@ def test_an_update_on_the_host() -> None:
     shared = plan_training(MODEL, in_host_memory, replace(slow, shared=True))
     assert shared.expert_transfer_s_by_pass == (0, 0)  # the cores that compute update as well
     assert there.compute_s_by_pass[0] > shared.compute_s_by_pass[0] > here.compute_s_by_pass[0]
+
+
+def test_records_are_copied_where_they_are_streamed() -> None:
+    """AdamW moves 28 bytes per parameter; the record of weights 8 more, that of moments 16, and
+    neither does if it stays on the device. Parameters outside the experts have no records.
+    """
+    dense, of_experts = MODEL.dense_parameters, 16 * 64 * 10**6
+
+    def moved_bytes(experts: Tier, optimizer: Tier, update: Update = "device") -> float:
+        place = replace(NVME, experts=experts, optimizer=optimizer, update=update)
+        slow, fast = (
+            plan_training(MODEL, place, replace(MACHINE, memory_bytes_per_s=rate))
+            for rate in (1.0, 1e30)
+        )
+        return slow.compute_s_by_pass[0] - fast.compute_s_by_pass[0]
+
+    assert moved_bytes("device", "device") == pytest.approx(28 * (dense + of_experts))
+    assert moved_bytes("device", "host") == pytest.approx(28 * dense + (28 + 16) * of_experts)
+    for optimizer in ("host", "nvme"):
+        streamed = moved_bytes("host", optimizer)
+        assert streamed == pytest.approx(28 * dense + (28 + 24) * of_experts)
+    assert moved_bytes("host", "host", update="host") == pytest.approx(28 * dense)
 
 
 def test_a_smaller_batch_is_expected_to_choose_a_smaller_share() -> None:
