@@ -148,7 +148,7 @@ def test_an_update_on_the_host() -> None:
     in_host_memory = replace(
         NVME, experts="host", optimizer="host", gradients="host", update="host"
     )
-    assert here.host_bytes_by_pass == (24 + 4 + 4, 3 * 4 + 8 * again)
+    assert here.host_bytes_by_pass == pytest.approx((24 + 4 + 4, 3 * 4 + 8 * again))
     slow = replace(MACHINE, host_memory_bytes_per_s=32e6)  # a second for an update
     plan = plan_training(replace(MODEL, devices_per_host=4), in_host_memory, slow)
     backward_s = 4 * (12 + 8 * again) / 32
@@ -156,7 +156,7 @@ def test_an_update_on_the_host() -> None:
     assert there.compute_s_by_pass[0] > here.compute_s_by_pass[0]
     assert there.compute_s_by_pass[1] == here.compute_s_by_pass[1]
     shared = plan_training(MODEL, in_host_memory, replace(slow, shared=True))
-    assert shared.expert_transfer_s_by_pass == (0, 0)  # the cores that compute update as well
+    assert not any(shared.expert_transfer_s_by_pass)  # the cores that compute update as well
     assert there.compute_s_by_pass[0] > shared.compute_s_by_pass[0] > here.compute_s_by_pass[0]
 
 
