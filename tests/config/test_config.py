@@ -151,7 +151,7 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (
         ModelConfig,
         {"qk_norm": "yes"},
-        wrong("qk_norm", "yes", "must be one of none, head, rotated_head, full"),
+        wrong("qk_norm", "yes", "must be one of none, head, rotated_head, rotated_l2, full"),
     ),
     (
         ModelConfig,

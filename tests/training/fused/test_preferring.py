@@ -22,6 +22,7 @@ from jmoe.training.finetune import load_pretrained_state, with_pretrained_model
 from jmoe.training.fused.adapting import ADAPTERS
 from jmoe.training.fused.preferring import PreferenceTrainer, make_preference_trainer
 from jmoe.training.state import TrainState
+from tests.arrays import differing
 from tests.model_configs import CHECKPOINTS, mesh_of
 
 DPO = CHECKPOINTS.parent / "dpo"  # made by tests/fixtures/make_dpo.py
@@ -40,7 +41,12 @@ def expected_of(name: str) -> dict[str, Any]:
 def config_of(name: str, **options: Any) -> TrainConfig:
     """As make_dpo.py's runs: no balance loss, no decay, no clipping."""
     plain = {"warmup_steps": 0, "eps": 1e-4, "weight_decay": 0.0, "clip_norm": 0.0}
-    options = {"batch_size": len(ROWS), "sequence_length": S, "compute_dtype": "float32"} | options
+    options = {
+        "batch_size": len(ROWS),
+        "sequence_length": S,
+        "compute_dtype": "float32",
+        "optimizer": OptimizerConfig(2e-3, "constant", **plain),
+    } | options
     data = dataclasses.replace(PRESETS["tiny"][1].data, path=("pairs.jsonl",))
     config = with_pretrained_model(
         dataclasses.replace(
@@ -48,7 +54,6 @@ def config_of(name: str, **options: Any) -> TrainConfig:
             init_from=str(CHECKPOINTS / name),
             data=data,
             dpo=DpoConfig(beta=0.5, label_smoothing=0.1),
-            optimizer=OptimizerConfig(2e-3, "constant", **plain),
             num_steps=4,
             **options,
         )
@@ -218,3 +223,17 @@ def test_adapters_over_compressed_experts() -> None:
         state, metrics = trainer.step(state, batch)
         margins.append(float(metrics["reward_margin"]))
     assert abs(margins[0]) < 1e-4 < 1e-3 < margins[1]
+
+
+@pytest.mark.slow
+def test_muon() -> None:
+    """The loss falls from AdamW's first one, to other experts than AdamW's."""
+    adamw = dataclasses.replace(config_of("mixtral").optimizer, learning_rate=1e-3)
+    muon = dataclasses.replace(adamw, kind="muon")
+    expected, plain = train("mixtral", mesh_of(1, 1, 2), 2, optimizer=adamw)
+    state, metrics = train("mixtral", mesh_of(1, 1, 2), 2, optimizer=muon)
+    assert metrics[0]["loss"] == plain[0]["loss"]
+    assert metrics[1]["loss"] < metrics[0]["loss"]
+    experts, of_adamw = (s.params["moe_layers"]["moe"]["experts"] for s in (state, expected))
+    for name, w in experts.items():
+        assert differing({name: w}, {name: of_adamw[name]}) != []
