@@ -175,8 +175,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(capsys.readouterr().out)
     assert said["loads"] and said["loaded"]["experts_in_memory"] == "fp8"
     assert said["loaded"]["plan"]["policy"] == "resident"
-    assert main([str(write_config(tmp_path, model_type="phimoe"))]) == 1
-    assert "refused: model_type = 'phimoe'" in capsys.readouterr().out
+    assert main([str(write_config(tmp_path, model_type="jamba"))]) == 1
+    assert "refused: model_type = 'jamba'" in capsys.readouterr().out
     for option in ("--machine.host-bytes", "--devices"):
         with pytest.raises(ValueError, match=f"{option}: needs --machine.accelerator"):
             main([str(folder), option, "2"])

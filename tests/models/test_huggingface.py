@@ -808,7 +808,7 @@ def test_quantizations_that_change_nothing_more(changes: dict[str, Any]) -> None
         ("gpt_oss", {"sliding_window": None}, "sliding_window = None: is needed by layer_types"),
         (
             "gpt_oss",
-            {"layer_types": ["chunked_attention"] * 3},
+            {"layer_types": ["local_attention"] * 3},
             "layer_types = .*: must each be one of",
         ),
     ],
