@@ -120,6 +120,7 @@ def check_bodies(server: HttpProcess, path: str, bodies: list[dict[str, Any]], f
     assert reader.worst_s < WORST_S
 
 
+@pytest.mark.slow  # test_agent_attacks.py has large schemas
 def test_a_schema(server: HttpProcess) -> None:
     check_schema(server, "nested counts", 1, n=2, max_tokens=2)
 
@@ -198,7 +199,7 @@ def check_templates(server: HttpProcess, kinds: list[str]) -> None:
     assert process.memory_info().rss < before_bytes + (160 << 20)
 
 
-@pytest.mark.slow  # test_a_schema has the same of schemas
+@pytest.mark.slow
 def test_a_template(server: HttpProcess) -> None:
     check_templates(server, ["nested"])
 
