@@ -55,7 +55,7 @@ def _most_likely_and_hidden(
 
 
 class _Rows(NamedTuple):
-    """What the layer runs for a group, as host arrays.
+    """The prediction layer's input for a group of sequences, as host arrays.
 
     sequences: those that get a draft, by row. positions_P: of each row's last token, for the rows
         that get a draft; S for the others.
