@@ -214,6 +214,7 @@ def test_signals_save_and_resume(
     ] == []
 
 
+@pytest.mark.slow  # signals at any step are quick, above
 def test_ctrl_c_at_once(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Before the first step one ends the run where it stands, a second one anywhere, inside the
     compiler too.
@@ -515,6 +516,7 @@ def _tmpfs(folder: Path, size_bytes: int) -> Iterator[None]:
         subprocess.run(("umount", "-l", str(folder)), check=True, timeout=240)
 
 
+@pytest.mark.slow  # tests/run/test_checkpoint.py fills a disk within a process
 def test_full_disk(runs: TrainRuns, tmp_path: Path) -> None:
     """The checkpoints' file system fills up: a clear error, the older checkpoint restorable, and
     no steps lost.

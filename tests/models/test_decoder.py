@@ -384,7 +384,10 @@ def test_remat_changes_nothing() -> None:
     assert products[0] < products[1] < products[2]  # more and more are computed again
 
 
-def test_layers_without_loops_equal_those_of_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("remat", ["layer", pytest.param("none", marks=pytest.mark.slow)])
+def test_layers_without_loops_equal_those_of_the_scan(
+    monkeypatch: pytest.MonkeyPatch, remat: Remat
+) -> None:
     config = config_of(**OPTIONS["everything"])
     graph, state = build(config)
     tokens_BS = tokens_of(config)
@@ -395,12 +398,10 @@ def test_layers_without_loops_equal_those_of_the_scan(monkeypatch: pytest.Monkey
         return jnp.square(hidden).sum(), stats
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
-    remats: tuple[Remat, ...] = ("none", "layer")
-    for remat in remats:
-        scanned, unrolled = (step(state, remat, way) for way in (False, True))
-        for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
-    loops, fewer = (step.trace(state, "none", way).jaxpr for way in (False, True))
+    scanned, unrolled = (step(state, remat, way) for way in (False, True))
+    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(unrolled), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
+    loops, fewer = (step.trace(state, remat, way).jaxpr for way in (False, True))
     assert str(loops).count("scan[") > str(fewer).count("scan[")
 
 

@@ -210,8 +210,23 @@ LARGE: dict[str, Callable[[Route], dict[str, Any]]] = {
 }
 
 
-@ALL_ROUTES
-@pytest.mark.parametrize("name", LARGE)
+# tokenized, or scanned, in seconds: one route does it quickly enough
+SLOW_TEXTS = {"descriptions of 10 MB", "a schema of 10 MB", "a long message"}
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        pytest.param(
+            route,
+            name,
+            id=f"{route.path}-{name}",
+            marks=[pytest.mark.slow] * (name in SLOW_TEXTS and route is not ROUTES[0]),
+        )
+        for route in ROUTES
+        for name in LARGE
+    ],
+)
 def test_requests(server: HttpProcess, route: Route, name: str) -> None:
     """Refused in a few words, before work that grows with them."""
     body = route.body("agent", **LARGE[name](route))

@@ -172,6 +172,7 @@ def test_bytes_of_the_compiled_step_are_the_plans(model: ModelConfig) -> None:
 MASKED = DataConfig(mask_documents=True)
 
 
+@pytest.mark.slow  # test_sample_batch.py has documents on two devices
 def test_documents_on_two_groups_of_two_devices() -> None:
     """Documents, a window, experts over two devices and replicas: losses, metrics, the updated
     state, the held-out loss and next-token logits.
