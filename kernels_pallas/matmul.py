@@ -109,3 +109,58 @@ def _matmul_bwd(
 
 
 matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _bfloat16_parts(x: jax.Array) -> list[jax.Array]:
+    """Return three bfloat16 arrays whose sum is the float32 x, the largest first."""
+    parts = []
+    for _ in range(3):
+        # not a cast there and back, which XLA may leave out
+        part = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
+
+
+def _sum_of_parts(y: jax.Array) -> jax.Array:
+    """Return the sum of the three thirds of y's columns, the smallest first."""
+    first, second, third = jnp.split(y, 3, axis=-1)
+    return first + (second + third)
+
+
+def matmul_by_parts(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return float32 x @ w for bfloat16 x [M, K] and float32 w [K, N], by products of bfloat16: a
+    GPU has no fast float32 product, and x is not widened in memory.
+
+    w is split into three bfloat16 parts, whose products with x are exact in float32: the result
+    differs from the float32 product by the order of sums. So does the gradient of w; that of x,
+    bfloat16, leaves out products below 2^-16 of the largest.
+    """
+    # in `shard_map` a custom gradient's operands must vary over the same axes
+    axes = [jax.typeof(operand).manual_axis_type.varying for operand in (x, w)]
+    x = lax.pcast(x, tuple(axes[1] - axes[0]), to="varying")
+    return _matmul_by_parts(x, lax.pcast(w, tuple(axes[0] - axes[1]), to="varying"))
+
+
+@jax.custom_vjp
+def _matmul_by_parts(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _sum_of_parts(dot(x, jnp.concatenate(_bfloat16_parts(w), axis=-1)))
+
+
+def _matmul_by_parts_fwd(
+    x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _matmul_by_parts(x, w), (x, w)
+
+
+def _matmul_by_parts_bwd(
+    residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
+    (g1, g2, g3), (w1, w2, _) = _bfloat16_parts(g), _bfloat16_parts(w)
+    columns = (jnp.concatenate(parts, axis=-1) for parts in ((g1, g1, g2), (w1, w2, w1)))
+    dx = dot(*columns, b_transposed=True).astype(x.dtype)
+    return dx, _sum_of_parts(dot(transposed(x), jnp.concatenate((g1, g2, g3), axis=-1)))
+
+
+_matmul_by_parts.defvjp(_matmul_by_parts_fwd, _matmul_by_parts_bwd)

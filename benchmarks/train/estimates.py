@@ -101,6 +101,7 @@ SHAPES = {
     "olmoe, 32,768 tokens": on_one_gpu("olmoe", 6, 16),
     "mixtral": on_one_gpu("mixtral", 2, 4),
     "qwen3": on_one_gpu("qwen3", 4, 4),
+    "qwen3, 8 layers": on_one_gpu("qwen3", 8, 4),
     "gpt-oss": on_one_gpu("gpt-oss", 6, 4),
     "deepseek-lite": on_one_gpu("deepseek-lite", 4, 4),
     "olmoe, 8,192 positions": on_one_gpu("olmoe", 6, 1, 8192),

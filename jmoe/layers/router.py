@@ -22,7 +22,8 @@ from jax.nn.initializers import Initializer, normal
 
 from jmoe.config import RouterConfig, check, check_routing
 from jmoe.layers.low_rank import AdaptedParam
-from kernels_pallas.matmul import dot
+from kernels_pallas.implementations import target_device
+from kernels_pallas.matmul import dot, matmul_by_parts
 from kernels_pallas.native import few_row_matmul, uses_native_inference
 from kernels_pallas.native import top_k_indices as native_top_k_indices
 
@@ -412,6 +413,21 @@ def updated_bias(bias_E: jax.Array, load_E: jax.Array, speed: float | jax.Array)
     return bias_E + jnp.asarray(speed, bias_E.dtype) * direction_E.astype(bias_E.dtype)
 
 
+# of fewer tokens, splitting the kernel takes longer than the float32 product
+MIN_TOKENS_BY_PARTS = 512
+
+
+def _router_logits(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
+    """Return the float32 product of a router, in the form that is fastest on the platform."""
+    if uses_native_inference():
+        return few_row_matmul(x_TD.astype(jnp.float32), kernel_DE)
+    kernel_DE = kernel_DE.astype(jnp.float32)
+    by_parts = x_TD.dtype == jnp.bfloat16 and x_TD.shape[0] >= MIN_TOKENS_BY_PARTS
+    if by_parts and target_device().platform == "gpu":
+        return matmul_by_parts(x_TD, kernel_DE)
+    return dot(x_TD.astype(jnp.float32), kernel_DE)
+
+
 class Router(nnx.Module):
     """Linear router: logits = x @ kernel (+ bias), then `route`.
 
@@ -465,22 +481,18 @@ class Router(nnx.Module):
         kernel_DE = self.kernel[...]
         ok = x_TD.ndim == 2 and x_TD.shape[1] == kernel_DE.shape[0]
         check(ok, "x_TD.shape", x_TD.shape, f"must be [tokens, hidden_size = {kernel_DE.shape[0]}]")
-        x_TD = x_TD.astype(jnp.float32)
         jitter, policy = self.config.jitter_noise, self.config.second_expert_policy
         if train and self.config.draws_random_numbers and key is None:
             draws = f"jitter_noise = {jitter}" if jitter else f"second_expert_policy = {policy!r}"
             raise ValueError(f"key = None: is needed in training with {draws}")
         if train and jitter > 0:
             assert key is not None
-            x_TD = x_TD * jax.random.uniform(
+            x_TD = x_TD.astype(jnp.float32) * jax.random.uniform(
                 key, x_TD.shape, jnp.float32, 1.0 - jitter, 1.0 + jitter
             )
-        native = uses_native_inference()
-        logits_TE = (
-            few_row_matmul(x_TD, kernel_DE) if native else dot(x_TD, kernel_DE.astype(jnp.float32))
-        )
+        logits_TE = _router_logits(x_TD, kernel_DE)
         if isinstance(self.kernel, AdaptedParam):
-            logits_TE = logits_TE + self.kernel.product_change(x_TD)
+            logits_TE = logits_TE + self.kernel.product_change(x_TD.astype(jnp.float32))
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)
         bias_E = None if self.e_score_correction_bias is None else self.e_score_correction_bias[...]

@@ -55,13 +55,18 @@ SAVED = (
 )
 
 
-def saved_residual_names(remat: Remat) -> tuple[str, ...]:
+def saved_residual_names(remat: Remat, in_loop: bool = True) -> tuple[str, ...]:
     """Return the names of the residuals that the backward pass does not recompute, for a `remat`
     setting.
+
+    in_loop: as for `ApplyBlock`. Outside a loop a residual costs no copy, and the experts' gathered
+    rows are saved too.
     """
     if remat == "layer":
         return ()
-    return SAVED if remat == "none" else tuple(name for name in SAVED if name != "expert_up")
+    if remat == "experts":
+        return tuple(name for name in SAVED if name != "expert_up")
+    return SAVED if in_loop else (*SAVED, "dispatched_rows")
 
 
 def causal_attention_fn(
@@ -310,7 +315,8 @@ class ApplyBlock:
                 self.prepare(block, state)
             return block(x_BSD, window, key=key, **self.options)
 
-        policy = jax.checkpoint_policies.save_only_these_names(*saved_residual_names(self.remat))
+        names = saved_residual_names(self.remat, self.in_loop)
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
         prevent_cse = False if self.in_loop else (False, False, True)
         block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=prevent_cse)
         y_BSD, stats = block(state, key, x_BSD)

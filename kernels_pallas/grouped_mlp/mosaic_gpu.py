@@ -10,6 +10,7 @@ from kernels_pallas.grouped_mlp.by_matmul import (
     grouped_mlp_in_slots_by_matmul,
 )
 from kernels_pallas.grouped_mlp.reference import MLPWeights, ProductChange
+from kernels_pallas.saved import mark_saved
 from kernels_pallas.token_permute import RowMap, dispatch
 
 HOPPER = Implementation(mosaic_gpu.grouped_matmul, mosaic_gpu.weight_gradient)
@@ -31,11 +32,11 @@ def grouped_mlp(
 
     rows: the rows are gathered into memory here. A product that reads rows by index would copy each
     row once per tile of its columns, 128 bytes at a time; no measurement shows that to be faster
-    than writing the rows once.
+    than writing the rows once. A rematerialization policy may save them as `dispatched_rows`.
     """
     del batched_rows_per_group
     if rows is not None:
-        x_ND = dispatch(x_ND, rows.src_M, rows.row_TK, rows.complete)
+        x_ND = mark_saved(dispatch(x_ND, rows.src_M, rows.row_TK, rows.complete), "dispatched_rows")
     return grouped_mlp_by_matmul(
         matmul, x_ND, group_sizes_L, weights, activation=activation, scale_N=scale_N
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.matmul import dot, matmul, transposed
+from kernels_pallas.matmul import dot, matmul, matmul_by_parts, transposed
 from tests.arrays import assert_close
 
 M, K, N = 24, 40, 16
@@ -107,3 +107,19 @@ def test_matmul_in_a_scan_under_remat(dtype: Any) -> None:
         expected.insert(0, xs[i].T @ g / 8)
         g = g @ w64[i].T / 8
     assert_close(dw, np.stack(expected), 1e-5 if dtype == jnp.float32 else 3e-2)
+
+
+def test_products_by_parts_are_float32_products() -> None:
+    """Values and the weight's gradient to the last digits of float32, which one bfloat16 part would
+    miss by 2^-9, and x's gradient to those of bfloat16.
+    """
+    rng = np.random.default_rng(0)
+    x, x64 = rounded(rng, (M, K), jnp.bfloat16)
+    w, w64 = rounded(rng, (K, N), jnp.float32)
+    g, g64 = rounded(rng, (M, N), jnp.float32)
+    y, pull = jax.vjp(jax.jit(matmul_by_parts), x, w)
+    dx, dw = pull(g)
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    assert_close(y, x64 @ w64, 3e-7)
+    assert_close(dw, flip(x64) @ g64, 3e-7)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), g64 @ flip(w64), rtol=2**-8, atol=2**-14)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import jax
@@ -27,6 +28,7 @@ from jmoe.layers.router import (
     top_k_indices,
     updated_bias,
 )
+from tests.arrays import assert_close
 
 T, D, E = 96, 24, 16
 CASES = {
@@ -575,6 +577,38 @@ def test_bad_shapes() -> None:
         route(jnp.zeros((T, E)), 1, RouterConfig(), jnp.zeros(E))
     with pytest.raises(ValueError, match=r"counts_global_E.shape"):
         balance_loss_local(jnp.zeros(E), jnp.zeros(E - 1, jnp.int32), T, E, 2)
+
+
+def test_a_gpu_routes_bfloat16_tokens_by_float32_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens' logits and gradients, by products of bfloat16, are those of a CPU."""
+    config = RouterConfig()
+    router = Router(D, E, 2, config, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(router)
+    many = router_module.MIN_TOKENS_BY_PARTS
+    x_TD = jnp.asarray(np.random.default_rng(0).normal(size=(many, D)), jnp.bfloat16)
+
+    def loss(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        routing = nnx.merge(graph, state)(x_TD)
+        return (routing.topk_weights_TK**2).sum() + routing.z_sum, routing.logits_TE
+
+    def results() -> list[np.ndarray]:
+        (_, logits_TE), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(state, x_TD)
+        leaves = [logits_TE, *jax.tree.leaves(grads)]
+        return [np.asarray(leaf, np.float32) for leaf in leaves]
+
+    expected = results()
+    gpu = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(router_module, "target_device", lambda: gpu)
+    by_parts, used = router_module.matmul_by_parts, []
+
+    def counted(x: jax.Array, w: jax.Array) -> jax.Array:
+        used.append(x.shape)
+        return by_parts(x, w)
+
+    monkeypatch.setattr(router_module, "matmul_by_parts", counted)
+    for ours, theirs, rtol in zip(results(), expected, (1e-6, 1e-6, 2**-7), strict=True):
+        assert_close(ours, theirs, rtol)
+    assert used == [(many, D)]
 
 
 def test_choices_are_gathered_alike_on_every_platform() -> None:
