@@ -133,9 +133,6 @@ SHAPES = {
         with_experts_over_64_gpus("deepseek-v3", 16), comm=CommConfig(schedule="pipelined")
     ),
     "gpt-moe-64e, 64 devices": PRESETS["gpt-moe-64e"][1],
-    "gpt-moe-128e, 64 devices": replace(
-        PRESETS["gpt-moe-128e"][1], mesh=MeshConfig(expert_inter=8, expert_intra=8)
-    ),
     "gpt-175b, 64 devices": replace(
         PRESETS["gpt-175b"][1], mesh=MeshConfig(data=64), batch_size=256
     ),

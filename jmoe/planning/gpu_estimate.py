@@ -51,6 +51,13 @@ SHARES = {
     "gather_sum in Triton": ReachedFractions(0.86),
     "paged_attention in Triton": ReachedFractions(0.8, 0.5),
     "combine_splits in Triton": ReachedFractions(0.8),
+    "range_attention in Triton": ReachedFractions(0.8, 0.5),
+}
+# {kernel of attention to ranges of keys: products of a query's and of a value's size for a score}
+RANGE_ATTENTION = {
+    "range_attention": (1, 1),
+    "range_attention_query_gradient": (2, 1),
+    "range_attention_key_gradient": (2, 2),
 }
 TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
 PASSES_IN_TRITON = (
@@ -516,6 +523,8 @@ class _ModuleEstimator:
         kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
         if kernel and kernel[1] == "paged_attention":
             return _paged_attention_work(operation, arrays, self.facts)
+        if kernel and kernel[1] in RANGE_ATTENTION:
+            return _range_attention_work(kernel[1], operation, arrays)
         if kernel and kernel[1] == "rotate_and_write":  # moves one token of the cache it is given
             moved = 2 * arrays[0].num_bytes
             return _KernelWork("rotate_and_write in Triton", scope, "pass", moved)
@@ -605,6 +614,23 @@ def _paged_attention_work(
     moved = queries.num_bytes + operation.num_bytes + num_rows * attended * of_position
     name = "paged_attention in Triton"
     return _KernelWork(name, operation.scope, name, moved, flops, queries.dtype)
+
+
+def _range_attention_work(
+    name: str, operation: HloOperation, arrays: list[HloArray]
+) -> _KernelWork:
+    """Return the work of attention to ranges of keys, as if each row were one document: ranges are
+    data, which the module does not show. arrays: ranges (2), queries [B, S, H, d], keys [B, C, G,
+    d], values [B, C, G, e], ...
+    """
+    queries, keys, values = arrays[2:5]
+    batch, num_queries, num_heads, key_dim = queries.shape
+    num_keys, of_key, of_value = keys.shape[1], *RANGE_ATTENTION[name]
+    scores = batch * num_heads * num_queries * (num_keys - min(num_keys, num_queries) / 2)
+    flops = 2.0 * scores * (of_key * key_dim + of_value * values.shape[-1])
+    moved = operation.num_bytes + sum(array.num_bytes for array in arrays)
+    kind = "range_attention in Triton"
+    return _KernelWork(f"{name} in Triton", operation.scope, kind, moved, flops, queries.dtype)
 
 
 def _attention_flops(operation: HloOperation, arrays: list[HloArray]) -> float:

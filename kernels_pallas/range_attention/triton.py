@@ -99,12 +99,12 @@ def range_attention_gradient(
 def _choose_blocks(q_BSHd: jax.Array, v_BCGe: jax.Array) -> BlockSizes:
     """Return the rows of a tile of queries, the `columns` of a tile of keys, and launch settings.
 
-    FlashAttention's sizes for heads of up to 128; half of them for larger heads, for float32, and
-    on GPUs with 99 KiB of shared memory.
+    FlashAttention's sizes for heads of up to 128; half of them for larger heads and on GPUs with
+    99 KiB of shared memory; few rows for float32, whose products are unrolled.
     """
     largest = max(q_BSHd.shape[-1], v_BCGe.shape[-1])
     if q_BSHd.dtype == jnp.float32:
-        return BlockSizes(32, 32, num_warps=4, num_stages=1)
+        return _float32_blocks(largest)
     if largest > 128 or _has_small_memory():
         return BlockSizes(64, 32, num_warps=4, num_stages=2)
     return BlockSizes(128, 64, num_warps=8, num_stages=2)
@@ -116,10 +116,15 @@ def _choose_gradient_blocks(q_BSHd: jax.Array, v_BCGe: jax.Array) -> BlockSizes:
     """
     largest = max(q_BSHd.shape[-1], v_BCGe.shape[-1])
     if q_BSHd.dtype == jnp.float32:
-        return BlockSizes(32, 32, num_warps=4, num_stages=1)
+        return _float32_blocks(largest)
     if largest > 128 or _has_small_memory():
         return BlockSizes(32, 32, num_warps=4, num_stages=1)
     return BlockSizes(64, 64, num_warps=8, num_stages=2)
+
+
+def _float32_blocks(largest_head: int) -> BlockSizes:
+    size = 32 if largest_head <= 128 else 16
+    return BlockSizes(size, size, num_warps=4, num_stages=1)
 
 
 def _has_small_memory() -> bool:
@@ -236,18 +241,8 @@ class _QueryGradient(_RangeKernel):
 
     __name__ = "range_attention_query_gradient_kernel"
 
-    def __call__(
-        self,
-        first: Ref,
-        end: Ref,
-        q: Ref,
-        k: Ref,
-        v: Ref,
-        do: Ref,
-        lse: Ref,
-        delta: Ref,
-        dq: Ref,
-    ) -> None:
+    def __call__(self, first: Ref, end: Ref, q: Ref, k: Ref, v: Ref, *refs: Ref) -> None:
+        do, lse, delta, dq = refs
         (_, s, h, d), (_, c, g, _), keys = q.shape, k.shape, self.blocks.columns
         batch, head, at = _query_tile(h, self.blocks.rows)
         of_head, of_group = (batch, head), (batch, head // (h // g))
@@ -279,19 +274,8 @@ class _KeyGradient(_RangeKernel):
 
     __name__ = "range_attention_key_gradient_kernel"
 
-    def __call__(
-        self,
-        first: Ref,
-        end: Ref,
-        q: Ref,
-        k: Ref,
-        v: Ref,
-        do: Ref,
-        lse: Ref,
-        delta: Ref,
-        dk: Ref,
-        dv: Ref,
-    ) -> None:
+    def __call__(self, first: Ref, end: Ref, q: Ref, k: Ref, v: Ref, *refs: Ref) -> None:
+        do, lse, delta, dk, dv = refs
         (_, s, h, d), (_, _, g, e), rows = q.shape, v.shape, self.blocks.rows
         batch, group, heads = pl.program_id(0) // g, pl.program_id(0) % g, h // g
         key = index_range(pl.program_id(1) * self.blocks.columns, self.blocks.columns)

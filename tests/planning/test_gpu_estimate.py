@@ -200,6 +200,29 @@ def test_attention_over_a_cache_reads_what_rows_attend_to() -> None:
         assert kernel.num_bytes == pytest.approx(2 * 2 * 8 * 64 + out + cached)
 
 
+def test_attention_to_ranges_of_keys_as_if_rows_were_one_document() -> None:
+    meta = (
+        'custom_call_target="__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/attention/NAME_kernel/pallas_call"}'
+    )
+    call = (
+        "  %f = s32[2,512]{1,0} parameter(0)\n  %n = s32[2,512]{1,0} parameter(1)\n"
+        "  %q = bf16[2,512,8,192]{3,2,1,0} parameter(2)\n"
+        "  %k = bf16[2,512,2,192]{3,2,1,0} parameter(3)\n"
+        "  %v = bf16[2,512,2,128]{3,2,1,0} parameter(4)\n"
+        f"  %o = bf16[2,512,8,128]{{3,2,1,0}} custom-call(%f, %n, %q, %k, %v), {meta}\n"
+    )
+    for name, per_score in (
+        ("range_attention", 192 + 128),
+        ("range_attention_query_gradient", 2 * 192 + 128),
+        ("range_attention_key_gradient", 2 * (192 + 128)),
+    ):
+        found = estimate(call.replace("NAME", name))
+        (kernel,) = found.kernels
+        assert kernel.name == f"{name} in Triton" and not found.notes
+        assert kernel.flops == 2 * 2 * 8 * 512 * 256 * per_score
+
+
 @pytest.mark.parametrize(
     ("window", "scores"),
     [(0, 512 * 512 / 2), (128, 128 * 512 - 128 * 128 / 2), (4096, 512 * 512 / 2)],
