@@ -238,12 +238,38 @@ def attention_programs(target: str) -> Iterator[tuple[str, Callable[..., object]
         yield "deepseek", partial(attention_and_gradients, None), operands
 
 
+def document_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
+    """Yield (name, function, operands) of attention with gradients in rows of several documents:
+    OLMoE's, gpt-oss' and DeepSeek's heads, and the largest in float32.
+    """
+    of = lambda *sizes: jax.ShapeDtypeStruct((4, 2048, *sizes), jnp.bfloat16)  # noqa: E731
+    exact = jax.ShapeDtypeStruct((4, 2048, 4, 256), jnp.float32)
+    numbers, sinks = (
+        jax.ShapeDtypeStruct(sizes, dtype)
+        for sizes, dtype in (((4, 2048), jnp.int32), ((64,), jnp.float32))
+    )
+    heads: dict[str, tuple[int | None, Operands]] = {
+        "olmoe": (None, (of(16, 128), of(16, 128), of(16, 128), None)),
+        "gpt-oss, window = 128": (128, (of(64, 64), of(8, 64), of(8, 64), sinks)),
+        "deepseek": (None, (of(16, 192), of(16, 192), of(16, 128), None)),
+        "float32": (None, (exact, exact, exact, None)),
+    }
+    for name, (window, operands) in heads.items():
+        yield name, partial(attention_and_gradients, window), (*operands, numbers)
+
+
 def attention_and_gradients(
-    window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, sinks_H: jax.Array | None
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks_H: jax.Array | None,
+    documents_BS: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return causal attention and all of its gradients."""
+    options: dict[str, Any] = {"window": window, "documents_BS": documents_BS}
     o_BSHe, vjp = jax.vjp(
-        lambda q, k, v, sinks_H: causal_attention(q, k, v, sinks_H=sinks_H, window=window),
+        lambda q, k, v, sinks_H: causal_attention(q, k, v, sinks_H=sinks_H, **options),
         *(q, k, v, sinks_H),
     )
     return o_BSHe, *vjp(o_BSHe)
@@ -399,6 +425,7 @@ def main() -> None:
         (device,) = ahead_of_time.abstract_gpu_devices(target)
         implementation: Name = "mosaic_gpu" if target == "h200" else "triton"
         chosen = [("attention", each) for each in attention_programs(target)]
+        chosen += [("attention within documents", each) for each in document_programs()]
         chosen += [("attention over a cache", each) for each in cache_programs()]
         chosen += [("layers of few tokens", each) for each in few_token_programs()]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]

@@ -134,6 +134,9 @@ SHAPES = {
         with_experts_over_64_gpus("deepseek-v3", 16), comm=CommConfig(schedule="pipelined")
     ),
     "gpt-moe-64e, 64 devices": PRESETS["gpt-moe-64e"][1],
+    "gpt-175b, 64 devices": replace(
+        PRESETS["gpt-175b"][1], mesh=MeshConfig(data=64), batch_size=256
+    ),
 }
 
 OTHERS_RUN = "olmoe"  # what GPUs other than an H100 are estimated for
@@ -171,8 +174,14 @@ def kernel_text(kernel: GpuKernel) -> str:
 
 def row_of(name: str, step: StepEstimate) -> JsonObject:
     """Return a step's estimate, and its bytes beside the planner's."""
-    run, gpu, planned = step.config, step.gpu, planned_bytes(step.config)
-    collectives = {}
+    run, gpu = step.config, step.gpu
+    planned, collectives = {}, {}
+    if run.model.num_moe_layers:  # `--plan` refuses dense models
+        num_bytes = planned_bytes(run)
+        planned = {
+            "planned_gb": round(num_bytes / 1e9, 2),
+            "planned_of_compiled": round(num_bytes / step.memory.num_bytes, 3),
+        }
     if step.num_devices > GPUS_PER_NODE:
         away_gb = sum(each.away_bytes for each in gpu.communication) / 1e9
         collectives = {
@@ -192,9 +201,8 @@ def row_of(name: str, step: StepEstimate) -> JsonObject:
         "moved_gb": round(gpu.num_bytes / 1e9, 1),
         "computed_tflop": round(gpu.flops / 1e12, 1),
         "communication_ms": round(1e3 * gpu.exposed_s, 1),
-        "planned_gb": round(planned / 1e9, 2),
         "compiled_gb": round(step.memory.num_bytes / 1e9, 2),
-        "planned_of_compiled": round(planned / step.memory.num_bytes, 3),
+        **planned,
         **collectives,
         "slowest": [kernel_text(kernel) for kernel in gpu.kernels[:5]],
         "date": f"{date.today()}",

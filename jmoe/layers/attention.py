@@ -1,8 +1,8 @@
 """Causal grouped-query attention with rotary positions, sliding windows and sinks.
 
-`models/block.py` and the engine call `Attention`; image models use it without a causal mask. Three
-implementations compute causal attention: cuDNN's flash attention (GPU), a native kernel (CPU) and
-blocked XLA.
+`models/block.py` and the engine call `Attention`; image models use it without a causal mask. Four
+implementations compute causal attention: on a GPU cuDNN's flash attention, or a kernel in Triton
+for rows of several documents; a native kernel (CPU); and blocked XLA.
 
 Legend: B batch, S sequence, H query heads, G key/value heads, R = H / G query heads per group, d
 size of a query or key head, e size of a value head, Q query rows of a block, C keys that a block
@@ -27,13 +27,14 @@ from jmoe.layers.chunked_attention import (
     select_by_window,
     unscaled_rms_norm,
 )
-from jmoe.layers.documents import Documents
+from jmoe.layers.documents import Documents, first_tokens
 from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.norm import Norm
 from jmoe.layers.rotary import apply_rotary, rotary_frequencies_and_scale
 from jmoe.layers.rotated_heads import norm_and_rotate
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
+from kernels_pallas import range_attention as ranged
 from kernels_pallas.implementations import first_supported, log_once, target_device
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import mark_saved, mark_saved_residual
@@ -213,12 +214,14 @@ class FlashKernel(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def flash_attention(
     q_BSHd: jax.Array,
-    k_BSGd: jax.Array,
-    v_BSGe: jax.Array,
+    k_BSGd: PyTree,
+    v_BSGe: PyTree,
     sinks_H: jax.Array | None,
     kernel: FlashKernel,
 ) -> jax.Array:
     """Return causal attention [B, S, H, e] by a kernel that knows no sinks.
+
+    k_BSGd, v_BSGe: arrays, or trees with arrays that the kernel takes besides.
 
     With a sink, a query's log-sum-exp becomes log(exp(lse) + exp(sink)), and its output is scaled
     by exp(lse) / (exp(lse) + exp(sink)). A flash kernel's gradient computes probabilities from the
@@ -230,8 +233,8 @@ def flash_attention(
 
 def _flash_fwd(
     q_BSHd: jax.Array,
-    k_BSGd: jax.Array,
-    v_BSGe: jax.Array,
+    k_BSGd: PyTree,
+    v_BSGe: PyTree,
     sinks_H: jax.Array | None,
     kernel: FlashKernel,
 ) -> PyTree:
@@ -273,22 +276,58 @@ def _cudnn_attention(
     *,
     scale: float,
     window: int | None,
-    documents_BS: jax.Array | None,
 ) -> jax.Array:
-    """Return `causal_attention` by cuDNN; raises NotImplementedError for operands that it has no
-    kernel for.
+    """Return `causal_attention` of one document a row by cuDNN; raises NotImplementedError for
+    operands that it has no kernel for.
     """
-    if documents_BS is not None:
-        raise NotImplementedError(
-            "several documents in a row; data.mask_documents = False or data.pack_samples = False"
-            " avoids such rows"
-        )
     cudnn.check_attention_supported(q_BSHd, k_BSGd, v_BSGe)
     kernel = FlashKernel(
         partial(cudnn.attention, scale=scale, window=window),
         partial(cudnn.attention_gradient, scale=scale, window=window),
     )
     return flash_attention(q_BSHd, k_BSGd, v_BSGe, sinks_H, kernel)
+
+
+def _triton_attention(
+    q_BSHd: jax.Array,
+    k_BSGd: jax.Array,
+    v_BSGe: jax.Array,
+    sinks_H: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    documents_BS: jax.Array,
+) -> jax.Array:
+    """Return `causal_attention` of rows of several documents by a kernel in Triton; raises
+    NotImplementedError for operands that it does not support.
+    """
+    ranged.check_supported(q_BSHd, k_BSGd, v_BSGe)
+    keys = k_BSGd, ranges_of_documents(documents_BS, window)
+    return flash_attention(q_BSHd, keys, v_BSGe, sinks_H, ranges_kernel(scale))
+
+
+def ranges_of_documents(documents_BS: jax.Array, window: int | None) -> ranged.KeyRanges:
+    """Return the keys that queries see: those of their document up to their own, in the window."""
+    index_S = jnp.arange(documents_BS.shape[1], dtype=jnp.int32)
+    first_BS = first_tokens(documents_BS)
+    if window is not None:
+        first_BS = jnp.maximum(first_BS, index_S - window + 1)
+    return ranged.KeyRanges(first_BS, jnp.broadcast_to(index_S + 1, first_BS.shape))
+
+
+def ranges_kernel(scale: float, interpret: bool = False) -> FlashKernel:
+    """Return attention to ranges of keys, whose operands are (q, (k, `KeyRanges`), v)."""
+    options: dict[str, Any] = {"scale": scale, "interpret": interpret}
+
+    def forward(q: jax.Array, keys: PyTree, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ranged.range_attention(q, keys[0], v, keys[1], **options)
+
+    def gradient(operands: PyTree, results: PyTree, do: jax.Array) -> PyTree:
+        q, (k, ranges), v = operands
+        dq, dk, dv = ranged.range_attention_gradient((q, k, v), results, do, ranges, **options)
+        return dq, (dk, None), dv
+
+    return FlashKernel(forward, gradient)
 
 
 def causal_attention(
@@ -304,8 +343,9 @@ def causal_attention(
     """Return softmax(scale q k^T) v under a causal mask, [B, S, H, e] in q's dtype.
 
     The native CPU kernel runs where the trace allows it (`native.allow_native_training`), without
-    sinks, windows and documents. On a GPU cuDNN's flash attention runs, whose reason for a case
-    that it does not support is logged once. All else runs as blocked XLA.
+    sinks, windows and documents. On a GPU cuDNN's flash attention runs, or a kernel in Triton if
+    rows hold several documents; their reason for a case that they do not support is logged once.
+    All else runs as blocked XLA.
 
     scale: None for d^-0.5. sinks_H: per head the logit of a key without a value. window: the number
     of keys that a query sees, itself included. documents_BS: int32, equal for the tokens of one
@@ -326,12 +366,19 @@ def causal_attention(
             partial(native.causal_attention_gradient, scale=scale),
         )
         return flash_attention(*operands, None, kernel)
-    options: dict[str, Any] = {"scale": scale, "window": window, "documents_BS": documents_BS}
-    blocked = partial(blocked_attention, *operands, sinks_H=sinks_H, **options)
+    options: dict[str, Any] = {"scale": scale, "window": window}
+    blocked = partial(
+        blocked_attention, *operands, sinks_H=sinks_H, documents_BS=documents_BS, **options
+    )
     if target_device().platform != "gpu":
         return blocked()
-    by_cudnn = partial(_cudnn_attention, *operands, sinks_H, **options)
-    return first_supported("attention", (("cudnn", by_cudnn), ("xla", blocked)))
+    kernel: tuple[str, Callable[[], jax.Array]]
+    if documents_BS is None:
+        kernel = "cudnn", partial(_cudnn_attention, *operands, sinks_H, **options)
+    else:
+        by_triton = partial(_triton_attention, documents_BS=documents_BS)
+        kernel = "triton", partial(by_triton, *operands, sinks_H, **options)
+    return first_supported("attention", (kernel, ("xla", blocked)))
 
 
 def full_attention(

@@ -26,13 +26,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.layers.attention import Attention, FlashKernel, causal_attention, flash_attention
+from jmoe.layers.attention import (
+    Attention,
+    FlashKernel,
+    causal_attention,
+    flash_attention,
+    ranges_kernel,
+)
 from jmoe.layers.context import ContextGroup, SplitSequences
+from jmoe.layers.documents import first_tokens
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.types import PyTree
 from kernels_pallas import cudnn, native
 from kernels_pallas.implementations import first_supported, log_once, target_device
 from kernels_pallas.matmul import dot, transposed
+from kernels_pallas.range_attention import KeyRanges, check_supported
 
 QUERY_ROWS = 128  # of a block in XLA
 SPLIT_IN_XLA = (
@@ -42,10 +50,12 @@ SPLIT_IN_XLA = (
 
 
 class Places(NamedTuple):
-    """Where tokens [B, L] are: position in the sequence, and number of the document or None."""
+    """Where tokens [B, L] are: position in the sequence, and position of their document's first
+    token; None if a sequence is one document.
+    """
 
     position: jax.Array
-    number: jax.Array | None
+    first: jax.Array | None
 
 
 class ChunkKernel(NamedTuple):
@@ -93,20 +103,20 @@ def _chosen(x: jax.Array, index_P: jax.Array) -> jax.Array:
 def _calls(group: ContextGroup, q: jax.Array, k: PyTree, v: PyTree) -> list[_Call]:
     """Return the calls that compute the rows of this device's chunks; see the module's docstring.
 
-    k: (keys of this device, of the whole sequences, numbers of the documents or None). v: (values
+    k: (keys of this device, of the whole sequences, `Places.first` of these or None). v: (values
     of this device, of the whole sequences).
     """
     n, batch, chunk = group.size, q.shape[0], q.shape[1] // 2
     k_own, v_own = (_by_chunk(x[0], 2) for x in (k, v))
     k_all, v_all = (_by_chunk(x[1], 2 * n) for x in (k, v))
-    number = None if k[2] is None else _by_chunk(k[2], 2 * n)
+    first = None if k[2] is None else _by_chunk(k[2], 2 * n)
     position = jnp.arange(2 * n * chunk, dtype=jnp.int32).reshape(1, 2 * n, chunk)
     position = jnp.broadcast_to(position, (batch, 2 * n, chunk))
     q_chunks, own = _by_chunk(q, 2), group.chunk_numbers()
 
     def places(index_P: jax.Array) -> Places:
         return Places(
-            _chosen(position, index_P), None if number is None else _chosen(number, index_P)
+            _chosen(position, index_P), None if first is None else _chosen(first, index_P)
         )
 
     slots = jnp.arange(2)
@@ -115,7 +125,7 @@ def _calls(group: ContextGroup, q: jax.Array, k: PyTree, v: PyTree) -> list[_Cal
     end = n * chunk
     before = Places(
         position[:, :n].reshape(batch, end),
-        None if number is None else number[:, :n].reshape(batch, end),
+        None if first is None else first[:, :n].reshape(batch, end),
     )
     last = slots[1:]
     half = _chosen(q_chunks, last), k[1][:, :end], v[1][:, :end]
@@ -211,8 +221,8 @@ def _score_mask(rows: Places, keys: Places, window: int | None) -> jax.Array:
     seen = distance >= 0
     if window is not None:
         seen &= distance < window
-    if rows.number is not None and keys.number is not None:
-        seen &= rows.number[:, :, None] == keys.number[:, None]
+    if rows.first is not None:
+        seen &= keys.position[:, None] >= rows.first[:, :, None]
     return seen
 
 
@@ -242,7 +252,7 @@ def _place_blocks(rows: Places, blocks: int) -> Places:
     def cut(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], blocks, -1).swapaxes(0, 1)
 
-    return Places(cut(rows.position), None if rows.number is None else cut(rows.number))
+    return Places(cut(rows.position), None if rows.first is None else cut(rows.first))
 
 
 def _xla_forward(
@@ -307,17 +317,13 @@ def _xla_gradient(
     return _joined_blocks(dq, q.shape[2]), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
 
 
-# One call by cuDNN
+# One call by a kernel of a GPU
 
 
-def _cudnn_kernel(
-    operands: tuple[jax.Array, ...], *, scale: float, window: int | None, documents: bool
-) -> ChunkKernel:
-    """Return cuDNN's flash attention; raises NotImplementedError for what it has no kernel for."""
-    if documents or window is not None:
-        raise NotImplementedError(
-            "several documents in a row" if documents else f"a window of {window}"
-        )
+def _cudnn_kernel(operands: tuple[jax.Array, ...], *, scale: float) -> ChunkKernel:
+    """Return cuDNN's flash attention, for sequences of one document without a window; raises
+    NotImplementedError for what it has no kernel for.
+    """
     cudnn.check_attention_supported(*operands)
 
     def forward(operands: PyTree, places: PyTree, *, causal: bool) -> PyTree:
@@ -328,6 +334,46 @@ def _cudnn_kernel(
     ) -> PyTree:
         options: dict[str, Any] = {"scale": scale, "window": None, "causal": causal}
         return cudnn.attention_gradient(operands, results, do, **options)
+
+    return ChunkKernel(forward, gradient)
+
+
+def _key_ranges(places: tuple[Places, Places], window: int | None) -> KeyRanges:
+    """Return the range of keys that each query sees. The positions of the keys follow each
+    other.
+    """
+    rows, keys = places
+    first, before = jnp.zeros_like(rows.position), keys.position[:, :1]
+    if rows.first is not None:
+        first = rows.first
+    if window is not None:
+        first = jnp.maximum(first, rows.position - window + 1)
+    num_keys = keys.position.shape[1]
+    return KeyRanges(
+        jnp.clip(first - before, 0, num_keys), jnp.clip(rows.position + 1 - before, 0, num_keys)
+    )
+
+
+def _triton_kernel(
+    operands: tuple[jax.Array, ...], *, scale: float, window: int | None
+) -> ChunkKernel:
+    """Return attention to ranges of keys in Triton, for documents and windows; raises
+    NotImplementedError for what it has no kernel for.
+    """
+    check_supported(*operands)
+    kernel = ranges_kernel(scale)
+
+    def forward(operands: PyTree, places: PyTree, *, causal: bool) -> PyTree:
+        q, k, v = operands
+        return kernel.forward(q, (k, _key_ranges(places, window)), v)
+
+    def gradient(
+        operands: PyTree, results: PyTree, do: jax.Array, places: PyTree, *, causal: bool
+    ) -> PyTree:
+        q, k, v = operands
+        keys = k, _key_ranges(places, window)
+        dq, (dk, _), dv = kernel.gradient((q, keys, v), results, do)
+        return dq, dk, dv
 
     return ChunkKernel(forward, gradient)
 
@@ -343,9 +389,10 @@ def _chunk_kernel(
         log_once(SPLIT_IN_XLA)
     if target_device().platform != "gpu":
         return in_xla
-    by_cudnn = partial(_cudnn_kernel, operands, documents=documents, **options)
-    name = "attention of split sequences"
-    return first_supported(name, (("cudnn", by_cudnn), ("xla", lambda: in_xla)))
+    kernel = "cudnn", partial(_cudnn_kernel, operands, scale=scale)
+    if documents or window is not None:
+        kernel = "triton", partial(_triton_kernel, operands, **options)
+    return first_supported("attention of split sequences", (kernel, ("xla", lambda: in_xla)))
 
 
 # Attention of a layer
@@ -387,15 +434,15 @@ def attend_to_sequences(
     own: keys [B, S, G, d] and values [B, S, G, e] of this device's tokens. whole: of the whole
     sequences, [B, K, ...]. sinks_H, window: see `causal_attention`.
     """
-    number_BK = split.number_BK
+    first_BK = None if split.number_BK is None else first_tokens(split.number_BK)
     kernel = _chunk_kernel(
-        (q_BSHd, *own), scale=scale, window=window, documents=number_BK is not None
+        (q_BSHd, *own), scale=scale, window=window, documents=first_BK is not None
     )
     rows = FlashKernel(
         partial(_attend_to_chunks, kernel, split.group),
         partial(_attend_to_chunks_gradient, kernel, split.group),
     )
-    keys, values = (own[0], whole[0], number_BK), (own[1], whole[1])
+    keys, values = (own[0], whole[0], first_BK), (own[1], whole[1])
     return flash_attention(q_BSHd, keys, values, sinks_H, rows)
 
 

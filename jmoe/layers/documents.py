@@ -10,6 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def first_tokens(number_BS: jax.Array) -> jax.Array:
+    """Return int32 [B, S], the index in its row of the first token of each token's document.
+
+    number_BS: see `Documents`. Each run of padding counts as a document.
+    """
+    index_S = jnp.arange(number_BS.shape[1], dtype=jnp.int32)
+    before_BS = jnp.pad(number_BS[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return lax.cummax(jnp.where(number_BS != before_BS, index_S, 0), axis=1)
+
+
 class Documents(NamedTuple):
     """Which tokens of a batch belong together, which go to experts, and which the routers' losses
     count.
@@ -30,9 +40,7 @@ class Documents(NamedTuple):
         index_S = jnp.arange(self.token_mask_BS.shape[1], dtype=jnp.int32)
         if self.number_BS is None:
             return index_S
-        before_BS = jnp.pad(self.number_BS[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-        start_BS = lax.cummax(jnp.where(self.number_BS != before_BS, index_S, 0), axis=1)
-        return index_S - start_BS
+        return index_S - first_tokens(self.number_BS)
 
     def token_counts(self) -> dict[str, jax.Array]:
         """Return int32 scalars, as a step's metrics name them: `tokens` that go to experts, and

@@ -7,7 +7,7 @@ stay in a cache are priced too high.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jmoe.config.cluster import NetworkConfig
@@ -20,6 +20,8 @@ from jmoe.planning.hlo import HloArray, HloComputation, HloModule, HloOperation,
 # of them was measured.
 COPY_SHARE, PRODUCT_SHARE = 0.866, 0.799
 LAUNCH_S = 2.5e-6  # time of an empty kernel, with the gap before the next one
+MOST_HIDING = 3  # kinds of kernels that a collective's line lists
+WAITING = "waiting"  # the kind of seconds in which a loop or a branch waits for its collectives
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ SHARES = {
     "gather_sum in Triton": ReachedFractions(0.86),
     "paged_attention in Triton": ReachedFractions(0.8, 0.5),
     "combine_splits in Triton": ReachedFractions(0.8),
+    "range_attention in Triton": ReachedFractions(0.8, 0.5),
+}
+# {kernel of attention to ranges of keys: products of a query's and of a value's size for a score}
+RANGE_ATTENTION = {
+    "range_attention": (1, 1),
+    "range_attention_query_gradient": (2, 1),
+    "range_attention_key_gradient": (2, 2),
 }
 TRITON = "__gpu$xla.gpu.triton"  # the target of XLA's custom calls
 PASSES_IN_TRITON = (
@@ -132,23 +141,58 @@ class GpuKernel:
 
 @dataclass(frozen=True)
 class Communication:
-    """All collectives of one kind and group size. hidden_s: part of `seconds` that overlaps with
-    computation. away_bytes: part of `sent_bytes` that leaves the device's node.
+    """All collectives of one kind and group size.
+
+    asynchronous: launches that start and end in different places of the program. away_bytes: part
+    of `sent_bytes` that leaves the device's node. hidden_behind: {kind of kernel: part of `seconds`
+    in which such kernels run}.
     """
 
     name: str
     launches: int = 0
     sent_bytes: float = 0.0
     seconds: float = 0.0
-    hidden_s: float = 0.0
     away_bytes: float = 0.0
+    asynchronous: int = 0
+    hidden_behind: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def hidden_s(self) -> float:
+        """Return the part of `seconds` that overlaps with computation."""
+        return sum(self.hidden_behind.values())
+
+    def times(self, runs: int) -> "Communication":
+        """Return the collectives of several runs."""
+        sums = {name: runs * getattr(self, name) for name in _SUMS}
+        return replace(self, **sums, hidden_behind=scaled(self.hidden_behind, runs))
+
+    def plus(self, other: "Communication") -> "Communication":
+        """Return these collectives and those of `other`."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        kinds = dict.fromkeys([*self.hidden_behind, *other.hidden_behind])
+        behind = {
+            kind: self.hidden_behind.get(kind, 0.0) + other.hidden_behind.get(kind, 0.0)
+            for kind in kinds
+        }
+        return replace(self, **sums, hidden_behind=behind)
 
     def __str__(self) -> str:
         sizes = f"{self.launches:6,} x {self.sent_bytes / 1e9:9.2f} GB sent"
+        in_order = sorted(self.hidden_behind.items(), key=lambda part: -part[1])
+        longest = ", ".join(f"{1e3 * s:.2f} {kind}" for kind, s in in_order[:MOST_HIDING])
+        behind = f" behind {longest}" if longest else ""
         return (
-            f"{1e3 * self.seconds:9.2f} ms {sizes}  {self.name}, {1e3 * self.hidden_s:.2f} ms of it"
-            " hidden"
+            f"{1e3 * self.seconds:9.2f} ms {sizes}  {self.name}, {self.asynchronous:,} of them"
+            f" asynchronous, {1e3 * self.hidden_s:.2f} ms hidden{behind}"
         )
+
+
+_SUMS = "launches", "sent_bytes", "seconds", "away_bytes", "asynchronous"
+
+
+def scaled(seconds: Mapping[str, float], times: float) -> dict[str, float]:
+    """Return every value of `seconds` multiplied by `times`."""
+    return {kind: times * each for kind, each in seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -216,7 +260,7 @@ def estimate_module(
     not know. If it returns None, the loop counts once, with a note.
     """
     pricing = _ModuleEstimator(module, rates, facts, trips)
-    pricing.add_computation_s(module.entry, 1)
+    pricing.add_computation(module.entry, 1)
     return pricing.estimate()
 
 
@@ -233,11 +277,7 @@ def join_estimates(parts: Iterable[tuple[str, int, GpuEstimate]]) -> GpuEstimate
             }
             kernels.append(replace(kernel, name=f"{program}: {kernel.name}", **sums))
         for each in part.communication:
-            sums = {
-                key: times * getattr(each, key)
-                for key in ("launches", "sent_bytes", "seconds", "hidden_s", "away_bytes")
-            }
-            communication.append(replace(each, name=f"{program}: {each.name}", **sums))
+            communication.append(replace(each.times(times), name=f"{program}: {each.name}"))
         notes |= dict.fromkeys(part.notes)
     kernels.sort(key=lambda kernel: -kernel.seconds)
     return GpuEstimate(tuple(kernels), tuple(communication), tuple(notes))
@@ -269,32 +309,47 @@ class _CollectiveQueue:
     """The time of one run of a computation, whose collectives run one after another in the order of
     their starts, beside what computes.
 
-    now_s: seconds since the run began. hidden_s: {label: seconds of its collectives in which the
-    device computed}.
+    seconds: {kind of kernel, or `WAITING`: seconds of the run so far}. hidden_behind: {label of a
+    collective: {kind of kernel: seconds in which both ran}}.
     """
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        self.hidden_s: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.hidden_behind: dict[str, dict[str, float]] = {}
+        self._now_s = 0.0
         self._under_way: dict[str, tuple[str, float, float]] = {}  # name: label, begin, end
         self._free_s = 0.0
 
     def enqueue(self, name: str, label: str, seconds: float) -> None:
         """Put a collective behind those under way."""
-        begin_s = max(self.now_s, self._free_s)
+        begin_s = max(self._now_s, self._free_s)
         self._free_s = begin_s + seconds
         self._under_way[name] = label, begin_s, self._free_s
-        self.hidden_s[label] = self.hidden_s.get(label, 0.0) + seconds
+
+    def compute(self, seconds: Mapping[str, float]) -> None:
+        """Pass the time of kernels, {kind: seconds}, beside the collectives under way."""
+        end_s = self._now_s + sum(seconds.values())
+        for label, begins_s, ends_s in self._under_way.values():
+            both_s = min(ends_s, end_s) - max(begins_s, self._now_s)
+            if both_s > 0:
+                behind = self.hidden_behind.setdefault(label, {})
+                _add_to(behind, scaled(seconds, both_s / (end_s - self._now_s)))
+        _add_to(self.seconds, seconds)
+        self._now_s = end_s
 
     def wait_for(self, name: str) -> None:
         """Wait until the collective `name` has ended; nothing happens if none has this name."""
         if name not in self._under_way:
             return
-        end_s = self._under_way[name][2]
-        for label, begins_s, ends_s in self._under_way.values():
-            self.hidden_s[label] -= max(0.0, min(ends_s, end_s) - max(begins_s, self.now_s))
-        self.now_s = max(self.now_s, end_s)
-        del self._under_way[name]
+        end_s = max(self._now_s, self._under_way.pop(name)[2])
+        _add_to(self.seconds, {WAITING: end_s - self._now_s})
+        self._now_s = end_s
+
+
+def _add_to(sums: dict[str, float], added: Mapping[str, float]) -> None:
+    """Add each value to the sum of the same name."""
+    for name, value in added.items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
 @dataclass
@@ -317,8 +372,9 @@ class _ModuleEstimator:
         communication = sorted(self.communication.values(), key=lambda each: -each.seconds)
         return GpuEstimate(tuple(kernels), tuple(communication), tuple(self.notes))
 
-    def add_computation_s(self, computation: HloComputation, times: int) -> float:
-        """Add everything that a computation runs, `times` times; return the seconds of one run.
+    def add_computation(self, computation: HloComputation, times: int) -> dict[str, float]:
+        """Add everything that a computation runs, `times` times; return {kind of kernel, or
+        `WAITING`: seconds of one run}.
 
         Computation between the start and the end of a collective hides that much of the collectives
         under way, which run one after another.
@@ -332,57 +388,51 @@ class _ModuleEstimator:
                     ] = None
                 per_node = self.rates.devices_per_node
                 seconds = collective.duration_s(self.rates.links, per_node)
-                self._add_communication(
-                    Communication(
-                        collective.label,
-                        times,
-                        times * collective.sent_bytes,
-                        times * seconds,
-                        away_bytes=times * collective.away_bytes(per_node),
-                    )
+                is_start = operation.kind.endswith("-start")
+                added = Communication(
+                    collective.label,
+                    1,
+                    collective.sent_bytes,
+                    seconds,
+                    collective.away_bytes(per_node),
+                    asynchronous=int(is_start and not collective.is_synchronous),
                 )
+                self._add_communication(added.times(times))
                 queue.enqueue(operation.name, collective.label, seconds)
-                ended = "" if operation.kind.endswith("-start") else operation.name
+                ended = "" if is_start else operation.name
             else:
                 ended = operation.operands[0] if operation.kind.endswith("-done") else ""
-                queue.now_s += self._add_operation_s(computation, operation, times)
+                queue.compute(self._add_operation(computation, operation, times))
             queue.wait_for(ended)
-        for label, hidden_s in queue.hidden_s.items():
-            self._add_communication(Communication(label, hidden_s=times * max(0.0, hidden_s)))
-        return queue.now_s
+        for label, behind in queue.hidden_behind.items():
+            self._add_communication(Communication(label, hidden_behind=scaled(behind, times)))
+        return queue.seconds
 
     def _add_communication(self, added: Communication) -> None:
         """Add to the sums of the collectives with the same label."""
         old = self.communication.get(added.name, Communication(added.name))
-        self.communication[added.name] = Communication(
-            added.name,
-            old.launches + added.launches,
-            old.sent_bytes + added.sent_bytes,
-            old.seconds + added.seconds,
-            old.hidden_s + added.hidden_s,
-            old.away_bytes + added.away_bytes,
-        )
+        self.communication[added.name] = old.plus(added)
 
-    def _add_operation_s(
+    def _add_operation(
         self, computation: HloComputation, operation: HloOperation, times: int
-    ) -> float:
-        """Add everything that an operation launches, `times` times; return the seconds of one
-        run.
+    ) -> dict[str, float]:
+        """Add everything that an operation launches, `times` times; return {kind of kernel, or
+        `WAITING`: seconds of one run}.
         """
         kind = operation.kind
         if kind == "while":
-            return self._add_loop_s(operation, times)
+            return self._add_loop(operation, times)
         if kind == "conditional":
-            return self.add_computation_s(
+            return self.add_computation(
                 max(self.module.branch_computations(operation), key=self._computation_s), times
             )
         if kind in ("call", "async-start"):
-            return self.add_computation_s(
+            return self.add_computation(
                 self.module.called_computation(operation, "to_apply", "calls"), times
             )
         allocates = operation.attribute("custom_call_target") == "AllocateBuffer"
         if kind in _FREE or kind.endswith("-done") or allocates:
-            return 0.0
+            return {}
         work = self._operation_work(computation, operation)
         share, rates = SHARES[work.kind], self.rates
         flops_per_s = share.product * DTYPE_RATES.get(work.dtype, 1.0) * rates.product_flops
@@ -398,25 +448,25 @@ class _ModuleEstimator:
             flops=old.flops + times * work.flops,
             seconds=old.seconds + times * seconds,
         )
-        return seconds
+        return {work.kind: seconds}
 
-    def _add_loop_s(self, operation: HloOperation, times: int) -> float:
-        """Add a loop that runs `times` times; return the seconds of one run, all trips together."""
+    def _add_loop(self, operation: HloOperation, times: int) -> dict[str, float]:
+        """Add a loop that runs `times` times; return {kind of kernel, or `WAITING`: seconds of one
+        run}, all trips together.
+        """
         trips = operation.known_trip_count
         if trips is None and (trips := self.trips(operation.scope)) is None:
             self.notes[f"a loop of unknown length counts once: {short_scope(operation.scope)}"] = (
                 None
             )
             trips = 1
-        return trips * self.add_computation_s(
-            self.module.called_computation(operation, "body"), times * trips
-        )
+        body = self.module.called_computation(operation, "body")
+        return scaled(self.add_computation(body, times * trips), trips)
 
     def _computation_s(self, computation: HloComputation) -> float:
         """Return the seconds of a computation without adding it to the sums."""
-        return _ModuleEstimator(self.module, self.rates, self.facts, self.trips).add_computation_s(
-            computation, 1
-        )
+        alone = _ModuleEstimator(self.module, self.rates, self.facts, self.trips)
+        return sum(alone.add_computation(computation, 1).values())
 
     def _operation_work(self, computation: HloComputation, operation: HloOperation) -> _KernelWork:
         """Return the bytes and FLOPs of the kernel that an operation launches."""
@@ -473,6 +523,8 @@ class _ModuleEstimator:
         kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
         if kernel and kernel[1] == "paged_attention":
             return _paged_attention_work(operation, arrays, self.facts)
+        if kernel and kernel[1] in RANGE_ATTENTION:
+            return _range_attention_work(kernel[1], operation, arrays)
         if kernel and kernel[1] == "rotate_and_write":  # moves one token of the cache it is given
             moved = 2 * arrays[0].num_bytes
             return _KernelWork("rotate_and_write in Triton", scope, "pass", moved)
@@ -562,6 +614,23 @@ def _paged_attention_work(
     moved = queries.num_bytes + operation.num_bytes + num_rows * attended * of_position
     name = "paged_attention in Triton"
     return _KernelWork(name, operation.scope, name, moved, flops, queries.dtype)
+
+
+def _range_attention_work(
+    name: str, operation: HloOperation, arrays: list[HloArray]
+) -> _KernelWork:
+    """Return the work of attention to ranges of keys, as if each row were one document: ranges are
+    data, which the module does not show. arrays: ranges (2), queries [B, S, H, d], keys [B, C, G,
+    d], values [B, C, G, e], ...
+    """
+    queries, keys, values = arrays[2:5]
+    batch, num_queries, num_heads, key_dim = queries.shape
+    num_keys, of_key, of_value = keys.shape[1], *RANGE_ATTENTION[name]
+    scores = batch * num_heads * num_queries * (num_keys - min(num_keys, num_queries) / 2)
+    flops = 2.0 * scores * (of_key * key_dim + of_value * values.shape[-1])
+    moved = operation.num_bytes + sum(array.num_bytes for array in arrays)
+    kind = "range_attention in Triton"
+    return _KernelWork(f"{name} in Triton", operation.scope, kind, moved, flops, queries.dtype)
 
 
 def _attention_flops(operation: HloOperation, arrays: list[HloArray]) -> float:

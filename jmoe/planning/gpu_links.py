@@ -27,6 +27,7 @@ _GROUPS = re.compile(r"replica_groups=\{\{(.*?)\}\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'(\w+)'=(\d+)")
+_SYNCHRONOUS = '"is_sync":true'  # what XLA writes into the start of such a collective
 _PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
 
 Groups = tuple[tuple[int, ...], ...]
@@ -35,12 +36,13 @@ Groups = tuple[tuple[int, ...], ...]
 @dataclass(frozen=True)
 class Collective:
     """A collective operation over groups of devices. held_bytes: bytes of the operands on each
-    device.
+    device. is_synchronous: XLA lets nothing run beside it, even if it has a start and an end.
     """
 
     kind: str
     groups: Groups
     held_bytes: float
+    is_synchronous: bool = False
 
     @property
     def label(self) -> str:
@@ -102,9 +104,12 @@ def collective_of(
         return None
     operands = [computation[name] for name in operation.operands]
     groups = next((groups for text in attributes if (groups := replica_groups(text))), ())
+    is_synchronous = any(_SYNCHRONOUS in text for text in attributes)
     if kind == "ragged-all-to-all":  # rows and the buffer they go to, of which one has spare rows
-        return Collective(kind, groups, min(operand.num_bytes for operand in operands[:2]))
-    return Collective(kind, groups, sum(operand.num_bytes for operand in operands))
+        held_bytes = min(operand.num_bytes for operand in operands[:2])
+    else:
+        held_bytes = sum(operand.num_bytes for operand in operands)
+    return Collective(kind, groups, held_bytes, is_synchronous)
 
 
 def replica_groups(attributes: str) -> Groups:

@@ -3,6 +3,7 @@ gradients.
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jmoe.layers.attention import blocked_attention
+from jmoe.layers import context_attention as context
+from jmoe.layers.attention import blocked_attention, ranges_kernel
 from jmoe.layers.context import ContextGroup, split_sequences
-from jmoe.layers.context_attention import _cudnn_kernel, context_attention
+from jmoe.layers.context_attention import context_attention
 from jmoe.mesh import ALL
+from kernels_pallas.implementations import trace_for_device
 from tests.model_configs import mesh_of
 
 B, H, G, D, E = 2, 4, 2, 8, 4
@@ -47,6 +50,25 @@ def by_device(x: np.ndarray, size: int) -> np.ndarray:
 def test_equals_attention_of_whole_sequences(
     size: int, window: int | None, sinks: bool, documents: bool
 ) -> None:
+    assert_same_attention(size, window, sinks, documents)
+
+
+@pytest.mark.parametrize("case", [(4, None, True, True), (8, 20, False, False)], ids=str)
+def test_a_gpus_kernel_computes_the_same(
+    case: tuple[int, int | None, bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Pallas' interpreter: documents, and a window of more than a chunk."""
+
+    def in_triton(operands: Any, *, documents: bool, **options: Any) -> Any:
+        return context._triton_kernel(operands, **options)
+
+    monkeypatch.setattr(context, "check_supported", lambda *_: None)
+    monkeypatch.setattr(context, "ranges_kernel", partial(ranges_kernel, interpret=True))
+    monkeypatch.setattr(context, "_chunk_kernel", in_triton)
+    assert_same_attention(*case)
+
+
+def assert_same_attention(size: int, window: int | None, sinks: bool, documents: bool) -> None:
     """On 8 devices: outputs, and gradients of queries, keys, values and sinks."""
     length, groups, rng = 64, 8 // size, np.random.default_rng(size)
     shapes = [(groups, B, length, *heads) for heads in ((H, D), (G, D), (G, E), (H, E))]
@@ -94,12 +116,21 @@ def test_equals_attention_of_whole_sequences(
         close(ours[2], gradients[3])
 
 
-def test_cudnn_refuses_by_name_what_runs_in_xla() -> None:
-    x = (jnp.ones((1, 8, 2, 8), jnp.bfloat16),) * 3
-    for documents, window, said in (
-        (True, None, "several documents in a row"),
-        (False, 5, "a window of 5"),
-        (False, None, "not an NVIDIA GPU"),
-    ):
-        with pytest.raises(NotImplementedError, match=said):
-            _cudnn_kernel(x, scale=1.0, window=window, documents=documents)
+@pytest.mark.parametrize(
+    ("documents", "window", "kernel"),
+    [(False, None, "_cudnn_kernel"), (True, None, "_triton_kernel"), (False, 5, "_triton_kernel")],
+)
+def test_the_kernel_of_a_gpu(
+    documents: bool, window: int | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's, or with documents or a window the one in Triton; XLA where neither supports it."""
+    x: Any = (jnp.ones((1, 8, 2, 8), jnp.bfloat16),) * 3
+    options: dict[str, Any] = {"scale": 1.0, "window": window, "documents": documents}
+    in_xla = context._chunk_kernel(x, **options)
+    device: Any = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    chosen: Any = "the kernel"
+    with trace_for_device(device):
+        wide: Any = (jnp.ones((1, 8, 2, 512), jnp.bfloat16),) * 3
+        assert context._chunk_kernel(wide, **options).forward.func is in_xla.forward.func  # type: ignore[attr-defined]
+        monkeypatch.setattr(context, kernel, lambda *_, **__: chosen)
+        assert context._chunk_kernel(x, **options) is chosen

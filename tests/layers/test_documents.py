@@ -2,6 +2,9 @@
 
 import itertools
 import logging
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from jmoe.layers import attention
 from jmoe.layers.attention import causal_attention
 from jmoe.layers.documents import Documents
 from kernels_pallas import implementations
+from kernels_pallas.implementations import trace_for_device
 
 # three documents and padding; the second and the third cross a block of 128 queries
 LENGTHS = (70, 90, 130)
@@ -69,13 +73,55 @@ def test_documents_do_not_see_each_other(window: int | None, with_sinks: bool) -
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_gpus_kernel_computes_the_same(window: int | None) -> None:
+    """In Pallas' interpreter: values and gradients, of the sinks too."""
+    rng = np.random.default_rng(1)
+    shapes = (2, S, H, D), (2, S, G, D), (2, S, G, D), (H,), (2, S, H, D)
+    *args, wanted = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    numbers = jnp.asarray(np.stack([NUMBERS_S, NUMBERS_S[::-1]]))
+    kernel = attention.ranges_kernel(D**-0.5, interpret=True)
+
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        keys = k, attention.ranges_of_documents(numbers, window)
+        return attention.flash_attention(q, keys, v, sinks, kernel)
+
+    def expected(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        return causal_attention(q, k, v, sinks_H=sinks, window=window, documents_BS=numbers)
+
+    results = []
+    for function in (ours, expected):
+        o, vjp = jax.vjp(jax.jit(function), *args)
+        results.append((o, *vjp(wanted)))
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "12.0"])
+def test_a_gpu_runs_rows_of_several_documents_in_a_kernel(capability: str) -> None:
+    """Forward and backward, and what it does not support in XLA."""
+    numbers = jnp.asarray(NUMBERS_S)[None]
+    q, k = (jax.ShapeDtypeStruct((1, S, n, 64), jnp.bfloat16) for n in (H, G))
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        attend = partial(causal_attention, documents_BS=numbers)
+        return jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    device: Any = SimpleNamespace(platform="gpu", compute_capability=capability)
+    with trace_for_device(device):
+        text = str(jax.make_jaxpr(gradients)(q, k, k))
+        wide = jax.ShapeDtypeStruct((1, S, G, 512), jnp.bfloat16)
+        in_xla = str(jax.make_jaxpr(gradients)(wide, wide, wide))
+    for name in ("", "_query_gradient", "_key_gradient"):
+        assert f"range_attention{name}_kernel" in text
+    assert "range_attention" not in in_xla
+
+
 def test_kernels_without_documents_are_passed_over(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """cuDNN refuses them by name; the native operation is left out, and the log says so once."""
+    """The native operation is left out, and the log says so once."""
     x, numbers = jnp.ones((1, S, 2, D)), jnp.asarray(NUMBERS_S)[None]
-    with pytest.raises(NotImplementedError, match="several documents in a row"):
-        attention._cudnn_attention(x, x, x, None, scale=1.0, window=None, documents_BS=numbers)
     implementations.log_once.cache_clear()
     monkeypatch.setattr(attention.native, "uses_native_training", lambda *_, **__: True)
     with caplog.at_level(logging.WARNING, "kernels_pallas"):

@@ -200,6 +200,29 @@ def test_attention_over_a_cache_reads_what_rows_attend_to() -> None:
         assert kernel.num_bytes == pytest.approx(2 * 2 * 8 * 64 + out + cached)
 
 
+def test_attention_to_ranges_of_keys_as_if_rows_were_one_document() -> None:
+    meta = (
+        'custom_call_target="__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/attention/NAME_kernel/pallas_call"}'
+    )
+    call = (
+        "  %f = s32[2,512]{1,0} parameter(0)\n  %n = s32[2,512]{1,0} parameter(1)\n"
+        "  %q = bf16[2,512,8,192]{3,2,1,0} parameter(2)\n"
+        "  %k = bf16[2,512,2,192]{3,2,1,0} parameter(3)\n"
+        "  %v = bf16[2,512,2,128]{3,2,1,0} parameter(4)\n"
+        f"  %o = bf16[2,512,8,128]{{3,2,1,0}} custom-call(%f, %n, %q, %k, %v), {meta}\n"
+    )
+    for name, per_score in (
+        ("range_attention", 192 + 128),
+        ("range_attention_query_gradient", 2 * 192 + 128),
+        ("range_attention_key_gradient", 2 * (192 + 128)),
+    ):
+        found = estimate(call.replace("NAME", name))
+        (kernel,) = found.kernels
+        assert kernel.name == f"{name} in Triton" and not found.notes
+        assert kernel.flops == 2 * 2 * 8 * 512 * 256 * per_score
+
+
 @pytest.mark.parametrize(
     ("window", "scores"),
     [(0, 512 * 512 / 2), (128, 128 * 512 - 128 * 128 / 2), (4096, 512 * 512 / 2)],
@@ -261,8 +284,9 @@ def test_a_collective_hides_behind_what_is_computed_beside_it() -> None:
     )
     by_name = {each.name: each for each in found.communication}
     gather, reduce = by_name["all-gather of 8"], by_name["all-reduce of 8"]
-    assert gather.sent_bytes == 7 * 4e6 and gather.hidden_s == gather.seconds
+    assert gather.sent_bytes == 7 * 4e6 and gather.hidden_s == pytest.approx(gather.seconds)
     assert reduce.sent_bytes == 2 * 7 / 8 * 4e6 and reduce.hidden_s == 0
+    assert (gather.asynchronous, reduce.asynchronous) == (1, 0)
     assert found.seconds == pytest.approx(
         sum(kernel.seconds for kernel in found.kernels) + reduce.seconds
     )
@@ -283,6 +307,49 @@ def test_collectives_under_way_share_the_link_and_what_is_computed_beside_them()
     assert 0 < computed_s < both.seconds / 2
     assert both.hidden_s == pytest.approx(computed_s)
     assert found.seconds == pytest.approx(both.seconds)
+
+
+def test_a_collective_has_the_kinds_of_kernels_that_run_between_its_start_and_its_end() -> None:
+    """Those of a loop too, once for each trip; nothing that runs before the start, or after."""
+    collective = (
+        "  %sent = ((f32[9000000]{0}), f32[72000000]{0}) all-gather-start(%x),"
+        " replica_groups=[1,8]<=[8]\n"
+    )
+    loop = INNER.replace("%x", "%t").replace(", metadata", ", backend_config=N, metadata")
+    loop = loop.replace("N", '{"known_trip_count":{"n":"3"}}')
+    product = "dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+    done = "  %there = f32[72000000]{0} all-gather-done(%sent)\n"
+    inputs = (
+        "  %a = bf16[1024,1024]{1,0} parameter(0)\n  %x = f32[9000000]{0} parameter(1)\n"
+        "  %t = (f32[1000]{0}) parameter(2)\n"
+    )
+    entry = (
+        f"{inputs}  %before = bf16[1024,1024]{{1,0}} negate(%a)\n{collective}"
+        f"  %between = f32[1024,1024]{{1,0}} {product}{loop}\n{done}"
+        f"  %after = f32[1024,1024]{{1,0}} {product}"
+    )
+    found = estimate(entry, LOOP)
+    (gather,) = found.communication
+    by_name = {kernel.name: kernel for kernel in found.kernels}
+    assert gather.hidden_behind == pytest.approx(
+        {"product": by_name["between"].seconds, "pass": by_name["negated"].seconds}
+    )
+    assert by_name["negated"].launches == 3
+    assert 0 < gather.hidden_s < gather.seconds
+    assert found.seconds == pytest.approx(
+        sum(kernel.seconds for kernel in found.kernels) + gather.seconds - gather.hidden_s
+    )
+
+
+def test_a_collective_that_xla_made_synchronous_is_counted_so() -> None:
+    config = 'backend_config={"collective_backend_config":{"is_sync":true}}'
+    found = estimate(
+        "  %x = f32[1000000]{0} parameter(0)\n  %sent = ((f32[1000000]{0}), f32[8000000]{0})"
+        f" all-gather-start(%x), replica_groups=[1,8]<=[8], {config}\n"
+        "  %there = f32[8000000]{0} all-gather-done(%sent)\n"
+    )
+    (gather,) = found.communication
+    assert (gather.launches, gather.asynchronous, gather.hidden_s) == (1, 0, 0)
 
 
 def test_scopes_without_what_jax_wraps_them_in() -> None:

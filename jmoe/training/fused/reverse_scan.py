@@ -498,6 +498,11 @@ class _BoundReverseScan:
             for kind, layers in self.kinds.items()
         }
         others = jax.tree.map(jnp.zeros_like, saved.outside_buffer)
+        if saved.summed is not None:  # this pass adds to these stacks, layer by layer
+            others = {
+                kind: [s.astype(w.dtype) for s, w in zip(earlier, others[kind], strict=True)]
+                for kind, earlier in self._earlier_gradients_outside_buffer(saved).items()
+            }
         state = _BackwardState(saved.unsharded, dx, Bucket(), sums, others)
         run = partial(self._backward_repeat, saved, dstats)
         for number in reversed(range(len(self.patterns))):
@@ -528,6 +533,14 @@ class _BoundReverseScan:
         reduced = [[send(lambda rows: rows) for send in some] for some in works]
         state = self._store_reduced(state, reduced)
         return self._gradients_by_kind(saved, state), state.dx
+
+    def _earlier_gradients_outside_buffer(
+        self, saved: _SavedForward
+    ) -> dict[LayerKind, list[jax.Array]]:
+        """Return the parts of `saved.summed` that are in neither flat buffer, by kind."""
+        return {
+            kind: layers.split(saved.summed[kind]).others for kind, layers in self.kinds.items()
+        }
 
     def _gradients_by_kind(
         self, saved: _SavedForward, state: _BackwardState
@@ -620,7 +633,9 @@ class _BoundReverseScan:
         )
         if saved.summed is not None:
             earlier = layer_slice(self.kinds[kind].split(saved.summed[kind]), index)
-            gradients = jax.tree.map(jnp.add, gradients, earlier.others)
+            # read from the stack that the sums are written to, so that it need not be copied
+            others = layer_slice(state.others[kind], index)
+            gradients = jax.tree.map(jnp.add, gradients, others)
             rows = BufferPair(
                 add_to_own_row_local(rows.dense, earlier.dense, self.config.hierarchy),
                 add_to_own_row_local(rows.experts, earlier.experts, EXPERT_SHARDS),

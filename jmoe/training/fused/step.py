@@ -212,7 +212,9 @@ class FusedTrainer:
         `micro_batch_range`. options: keyword arguments of `loss_local`.
         """
 
-        def micro_batch_gradients(index: jax.Array, micro_batch: PyTree) -> tuple[PyTree, Metrics]:
+        def micro_batch_gradients(
+            index: jax.Array, micro_batch: PyTree, layer_runner: ReverseScan | None = layer_runner
+        ) -> tuple[PyTree, Metrics]:
             loss_and_gradients = jax.value_and_grad(
                 partial(self.loss_local, layer_runner=layer_runner, **options), has_aux=True
             )
@@ -228,7 +230,18 @@ class FusedTrainer:
             return micro_batch_gradients(jnp.int32(first), jax.tree.map(lambda x: x[first], batch))
 
         def add_micro_batch(carry: PyTree, xs: PyTree) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, carry, micro_batch_gradients(*xs)), None
+            if layer_runner is None or layer_runner.reduces:
+                return jax.tree.map(jnp.add, carry, micro_batch_gradients(*xs)), None
+            # the layers add their gradients to the sums, which need no second stack of layers
+            sums, metrics = carry
+            earlier = {kind: sums[name] for kind, name in STACKS.items() if name in sums}
+            grads, more = micro_batch_gradients(*xs, replace(layer_runner, summed=earlier))
+            added = {
+                name: jax.tree.map(jnp.add, sums[name], g)
+                for name, g in grads.items()
+                if name not in STACKS.values()
+            }
+            return (grads | added, jax.tree.map(jnp.add, metrics, more)), None
 
         xs = jnp.arange(first, end, dtype=jnp.int32), jax.tree.map(lambda x: x[first:end], batch)
         shapes = jax.eval_shape(micro_batch_gradients, *jax.tree.map(lambda x: x[0], xs))

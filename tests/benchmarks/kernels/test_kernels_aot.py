@@ -44,5 +44,7 @@ def test_compiles_for_gpus_that_are_not_here(
     assert len(others) == 2 * 7 and all(p["triton_kernels"] for p in others)
     attention = [p["cudnn"] for p in programs if p["shape"] == "attention"]
     assert attention == (4 + 2 * 3) * [["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]]
+    within = [p for p in programs if p["shape"] == "attention within documents"]
+    assert [p["triton_kernels"] for p in within] == 3 * 4 * [3]  # output, queries, keys and values
     cached = [p for p in programs if p["shape"] == "attention over a cache"]
     assert cached and all(p["triton_kernels"] for p in cached)

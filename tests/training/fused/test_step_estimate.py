@@ -62,7 +62,8 @@ def estimated(**changes: Any) -> StepEstimate:
     kernels = tuple(
         GpuKernel(f"kernel{n}", "loss", n, 1e9, 2e9, 0.01 * (9 - n)) for n in range(1, 8)
     )
-    sums = (Communication("all-reduce of 8", 3, 4e9, 0.03, 0.01),)
+    behind = {"product": 0.008, "pass": 0.002}
+    sums = (Communication("all-reduce of 8", 3, 4e9, 0.03, asynchronous=2, hidden_behind=behind),)
     return StepEstimate(
         config, 8, GpuEstimate(kernels, sums, ("a guess",)), StepMemory(50 * 10**9, 11 * 10**9)
     )
@@ -82,7 +83,9 @@ def test_text(monkeypatch: pytest.MonkeyPatch) -> None:
         in text
     )
     assert "(90 % of 80 GB): it fits" in text
-    assert text.count("kernel") == 5 and "all-reduce of 8, 10.00 ms of it hidden" in text
+    assert text.count("kernel") == 5
+    hidden = "10.00 ms hidden behind 8.00 product, 2.00 pass"
+    assert f"all-reduce of 8, 2 of them asynchronous, {hidden}" in text
     assert text.splitlines()[-1] == "note: a guess"
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
     assert "of 60.0 GB that JAX takes (75 % of 80 GB): it does not fit" in str(step)
