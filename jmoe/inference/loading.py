@@ -132,6 +132,7 @@ class LoadedModel(Closing):
                 checkpoint.eos_token_ids,
                 ratio=ratio,
                 reuses_prefixes=not checkpoint.config.has_linear_attention,
+                attention_chunk=checkpoint.config.attention_chunk_size,
             )
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)

@@ -197,14 +197,18 @@ class Scheduler:
         ratio: int = 2,
         block_tokens: int = CACHE_BLOCK,
         reuses_prefixes: bool = True,
+        attention_chunk: int | None = None,
     ) -> None:
         """Set the sizes of programs.
 
         ratio: between consecutive sizes; a larger ratio means fewer programs and more padding.
         block_tokens: positions of a block; another number than the cache's is for tests.
         reuses_prefixes: False if a sequence needs more of its earlier tokens than their blocks.
+        attention_chunk: positions of a chunk within which layers of the model attend; the tokens of
+            a sequence that run in one step are of one chunk. None if no layer does.
         """
         assert config.max_seq_len is not None, "the model's positions say it"
+        self._attention_chunk = attention_chunk
         self._reuses_prefixes = reuses_prefixes
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -330,8 +334,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens
         while len(chunks) < len(self._prefilling) or self._admit_next(tokens):
-            chunks.append(self._next_prompt_chunk(self._prefilling[len(chunks)]))
-            tokens -= self.padded_width(chunks[-1])
+            sequence = self._prefilling[len(chunks)]
+            chunks.append(self._next_prompt_chunk(sequence))
+            # a prompt's next step may be wider than one that an attention chunk ends
+            rest = len(sequence.known_token_ids) - chunks[-1].start
+            tokens -= smallest_bucket(self._next_chunk_size(rest), self.prefill_widths)
         assert tokens >= 0, (
             "the chunks of a prompt never get wider, so those of prompts under way fit"
         )
@@ -669,6 +676,7 @@ class Scheduler:
             self.max_drafted,
             sequence.sampling.max_new_tokens - len(output) - 1,
             self.max_seq_len - sequence.num_tokens - 1,
+            self._end_of_attention_chunk(sequence.num_computed_tokens) - sequence.num_tokens,
         )
         draft = sequence.drafter.draft_tokens(prompt, output, most)
         end, pool = sequence.num_tokens + len(draft), self._pool_of(sequence)
@@ -680,11 +688,17 @@ class Scheduler:
         """Return how many of a prompt's `num_remaining` tokens run in the next step."""
         return min(num_remaining, self.prefill_widths[-1])
 
+    def _end_of_attention_chunk(self, position: int) -> int:
+        """Return the position after the attention chunk that contains `position`."""
+        size = self._attention_chunk or self.max_seq_len
+        return (position // size + 1) * size
+
     def _next_prompt_chunk(self, sequence: Sequence) -> Chunk:
         """Return the tokens of a sequence in prefill that run in the next step."""
         assert sequence.row is not None
         tokens, start = sequence.known_token_ids, sequence.num_computed_tokens
-        end = start + self._next_chunk_size(len(tokens) - start)
+        size = self._next_chunk_size(len(tokens) - start)
+        end = min(start + size, self._end_of_attention_chunk(start))
         return Chunk(
             sequence,
             sequence.row,
