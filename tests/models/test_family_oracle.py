@@ -152,11 +152,11 @@ def ours(name: str) -> jmoe.LanguageModel:
 
 
 def our_gradients(model: jmoe.LanguageModel) -> Any:
-    """Return the gradient of the loss as nested dictionaries of parameters."""
+    """Return the gradient of the loss as a state of parameters, computed in the model's dtype."""
     config = model.config
     split: Any = nnx.split(model.decoder, nnx.Param, RouterBias)
     coefficient = jnp.float32(config.router.aux_loss_coef / config.num_experts_per_tok)
-    return loss_and_gradients(*split, jnp.asarray(tokens()), coefficient)[1]
+    return loss_and_gradients(*split, jnp.asarray(tokens()), coefficient, model.dtype)[1]
 
 
 def with_parameters(model: jmoe.LanguageModel, params: Any) -> jmoe.LanguageModel:
@@ -277,8 +277,8 @@ def test_a_trained_model_is_read_back(name: str, tmp_path: Path, record_property
 @pytest.mark.parametrize("name", DELTA_NETS)
 def test_delta_nets_in_float64(name: str, tmp_path: Path, record_property: Record) -> None:
     """The formulas without rounding: logits, and gradients by entry."""
-    theirs = load_theirs(CHECKPOINTS / name, name).double()
     with torch_in_float64(torch):
+        theirs = load_theirs(CHECKPOINTS / name, name)
         expected, gradients = their_logits(theirs), their_gradients(theirs)
     assert expected.dtype == np.float64
     model = ours(name)
@@ -286,10 +286,22 @@ def test_delta_nets_in_float64(name: str, tmp_path: Path, record_property: Recor
     with jax_in_float64():
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), state)
         merged: Any = nnx.merge(graph, wide)
-        exact = jmoe.LanguageModel(merged, dtype="float64")
+        exact = jmoe.LanguageModel(merged, model.config_json, dtype="float64")
         found = np.asarray(exact(tokens()))
+        grads = jax.tree.map(np.asarray, our_gradients(exact))
     assert found.dtype == np.float64
     difference = float(np.abs(found - expected).max())
     record_property("largest difference of a logit", difference)
     assert difference < EXACT
-    assert gradients
+    # as two folders of float32, whose sum is float64
+    high = jax.tree.map(lambda g: g.astype(np.float32), grads)
+    low = jax.tree.map(lambda g, h: (g - h).astype(np.float32), grads, high)
+    parts = [
+        in_their_layout(model, jax.tree.map(jnp.asarray, part), tmp_path / kind / name)
+        for kind, part in (("high", high), ("low", low))
+    ]
+    share = largest_share(
+        {key: parts[0][key] + np.float64(parts[1][key]) for key in parts[0]}, gradients
+    )
+    record_property("largest difference of a gradient", share)
+    assert share < EXACT

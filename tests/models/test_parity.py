@@ -103,13 +103,18 @@ def transformers_balance_loss(stats: Any, num_tokens: int) -> jax.Array:
     return experts * (share_E * stats.probs_sum_E.sum(axis=0) / rows).sum()
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 5))
 def loss_and_gradients(
-    graph: Any, params: Any, rest: Any, tokens_BS: jax.Array, balance_coef: jax.Array
+    graph: Any,
+    params: Any,
+    rest: Any,
+    tokens_BS: jax.Array,
+    balance_coef: jax.Array,
+    dtype: str = "float32",
 ) -> Any:
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graph, params, rest)
-        hidden, stats = decoder(tokens_BS, train=True)
+        hidden, stats = decoder(tokens_BS, dtype=dtype, train=True)
         logits = output_logits(decoder, hidden)
         nll = optax.softmax_cross_entropy_with_integer_labels(
             logits[:, :-1], tokens_BS[:, 1:]
