@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -41,12 +40,10 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", "5", reason="needs transformers 5")
     torch = pytest.importorskip("torch")
     from tests.fixtures import make
+    from tests.roundings import TOLERANCE, is_delta_net, nudged, tolerance_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TOLERANCE = 1e-4  # of a logit, and of a gradient as a share of its tensor's largest
-EXACT = 1e-9  # likewise in float64
-# a float32 program of another order of sums differs by a few times what one rounding moves
-ROUNDINGS = 4
+EXACT = 1e-9  # of a logit in float64, and of a gradient as a share of its tensor's largest
 STEP = 0.05  # of gradient descent before a model is written
 PLAIN = tuple(name for name in NAMES if name != "gpt_oss_mxfp4")
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_next")
@@ -191,39 +188,19 @@ def largest_share(found: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 # ---- what one rounding moves
 
 
-@contextmanager
-def nudged(model: Any) -> Iterator[None]:
-    """Move every weight by its last bit, up or down at random."""
-    generator = torch.Generator().manual_seed(1)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            up = torch.rand(parameter.shape, generator=generator) < 0.5
-            towards = torch.where(up, torch.inf, -torch.inf)
-            parameter.copy_(torch.nextafter(parameter, towards))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, old in zip(model.parameters(), before, strict=True):
-                parameter.copy_(old)
-
-
-def logit_tolerance(name: str, model: Any, logits: np.ndarray) -> float:
+def logit_tolerance(model: Any, logits: np.ndarray) -> float:
     """Return how far logits may be apart: `TOLERANCE`, or what roundings move in a delta net."""
-    if name not in DELTA_NETS:
+    if not is_delta_net(model):
         return TOLERANCE
     with nudged(model):
-        moved = float(np.abs(their_logits(model) - logits).max())
-    return max(TOLERANCE, ROUNDINGS * moved)
+        return tolerance_of(float(np.abs(their_logits(model) - logits).max()))
 
 
-def gradient_tolerance(name: str, model: Any, gradients: dict[str, np.ndarray]) -> float:
-    if name not in DELTA_NETS:
+def gradient_tolerance(model: Any, gradients: dict[str, np.ndarray]) -> float:
+    if not is_delta_net(model):
         return TOLERANCE
     with nudged(model):
-        moved = largest_share(their_gradients(model), gradients)
-    return max(TOLERANCE, ROUNDINGS * moved)
+        return tolerance_of(largest_share(their_gradients(model), gradients))
 
 
 # ---- tests
@@ -235,7 +212,7 @@ def test_logits_and_gradients(name: str, tmp_path: Path, record_property: Record
     theirs = load_theirs(CHECKPOINTS / name, name)
     expected, found = their_logits(theirs), np.asarray(ours(name)(tokens()))
     difference = float(np.abs(found - expected).max())
-    tolerance = logit_tolerance(name, theirs, expected)
+    tolerance = logit_tolerance(theirs, expected)
     record_property("largest difference of a logit", difference)
     record_property("tolerance of a logit", tolerance)
     assert difference < tolerance
@@ -243,7 +220,7 @@ def test_logits_and_gradients(name: str, tmp_path: Path, record_property: Record
     mine = in_their_layout(ours(name), our_gradients(ours(name)), tmp_path / name)
     assert mine.keys() >= gradients.keys()
     share = largest_share(mine, gradients)
-    tolerance = gradient_tolerance(name, theirs, gradients)
+    tolerance = gradient_tolerance(theirs, gradients)
     record_property("largest difference of a gradient", share)
     record_property("tolerance of a gradient", tolerance)
     assert share < tolerance
@@ -267,7 +244,7 @@ def test_a_trained_model_is_read_back(name: str, tmp_path: Path, record_property
     expected = their_logits(theirs)
     difference = float(np.abs(found - expected).max())
     record_property("largest difference of a logit", difference)
-    assert difference < logit_tolerance(name, theirs, expected)
+    assert difference < logit_tolerance(theirs, expected)
     before, after = read_config(CHECKPOINTS / name), read_config(folder)
     changed = {"dtype", "torch_dtype", "quantization_config", "num_nextn_predict_layers"}
     assert {k: v for k, v in before.items() if k not in changed and after.get(k) != v} == {}
