@@ -34,15 +34,8 @@ def nudged(model: Any) -> Iterator[None]:
                 parameter.copy_(old)
 
 
-def is_delta_net(model: Any) -> bool:
-    """Return whether some layer is a gated delta network, which carries a state through its
-    text.
-    """
-    return "linear_attention" in (getattr(model.config, "layer_types", None) or ())
-
-
 def tolerance_of(moved: float) -> float:
-    """Return how far a delta net may be apart if one rounding of its weights moves it by `moved`,
-    but never less than `TOLERANCE`.
+    """Return how far two programs may be apart if one rounding of a model's weights moves its
+    results by `moved`; never less than `TOLERANCE`.
     """
     return max(TOLERANCE, ROUNDINGS * moved)
