@@ -69,14 +69,14 @@ def places_in_chunk(places: CachePlaces, chunk: int) -> CachePlaces:
     """Return the places of a step's tokens counted from the start of their chunk, in a layer that
     attends within chunks; the places as they are in a layer of full attention.
 
-    chunk: tokens of a chunk. A table that is longer needs a multiple of `BLOCK`, and rows whose
-    tokens are all of one chunk, as `Scheduler` cuts them.
+    chunk: tokens of a chunk. Unless it is a multiple of `BLOCK`, sequences have one chunk at most
+    (`LazyCheckpoint.max_positions`). The tokens of a row are all of one chunk, as `Scheduler` cuts
+    them.
     """
     blocks_PW, positions_PC, window, *_ = places
     width = blocks_PW.shape[1]
-    if width * BLOCK <= chunk:
+    if chunk % BLOCK or width * BLOCK <= chunk:
         return places
-    assert chunk % BLOCK == 0, "LazyCheckpoint.max_positions allows longer sequences"
     real_PC = is_not_padding(positions_PC, blocks_PW)
     first_P1 = jnp.where(real_PC, positions_PC, 0)[:, :1] // chunk * chunk
     first_P1 = jnp.where(window == NO_WINDOW, 0, first_P1)

@@ -12,10 +12,12 @@ from tiny_engines import CHECKPOINTS, needs_compiler, run_as_on_accelerator, tin
 
 import jmoe
 from jmoe.config.engine import CACHE_BLOCK, EngineConfig, EngineMesh
+from jmoe.deploy.lower import lower
 from jmoe.inference.engine import Engine
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.sequence import Completion, Sequence
+from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from tests.checkpoint_variants import write_variant
 
 CHUNK = CACHE_BLOCK
@@ -161,7 +163,22 @@ def test_steps_end_with_their_chunk() -> None:
 
 
 def test_one_chunk_where_it_ends_inside_a_block() -> None:
-    with pytest.raises(
-        ValueError, match=r"max_seq_len = 49: must not exceed the 48 positions of a"
-    ):
+    words = r"max_seq_len = 49: must not exceed the 48 positions of a chunk: .* multiple of 128"
+    with pytest.raises(ValueError, match=words):
         tiny_engine("llama4_text", max_seq_len=49)
+    prompts = np.load(CHECKPOINTS / "llama4_text" / "reference.npz")["input_ids"].tolist()
+    with tiny_engine("llama4_text", max_seq_len=48, policy="resident", native="off") as engine:
+        (found,) = engine.generate(prompts[:1], max_new_tokens=4, ignore_eos=True)
+    assert len(found.token_ids) == 4
+
+
+def test_what_runs_whole_rows_takes_one_chunk(folder: Path, tmp_path: Path) -> None:
+    options = EngineConfig(max_batch=1, max_seq_len=CHUNK + 1)
+    words = f"max_seq_len = {CHUNK + 1}: must not exceed attention_chunk_size = {CHUNK} for low"
+    with pytest.raises(ValueError, match=words):
+        lower(folder, tmp_path / "lowered", options, print)
+    with LazyCheckpoint(folder) as checkpoint:
+        config = checkpoint.config
+    config.check_one_attention_chunk("sequence_length", CHUNK, "a teacher")
+    with pytest.raises(ValueError, match=r"sequence_length = 129: must .* for a teacher"):
+        config.check_one_attention_chunk("sequence_length", CHUNK + 1, "a teacher")
