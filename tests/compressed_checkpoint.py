@@ -104,7 +104,8 @@ def write_compressed_checkpoint(
     widened: dict[str, np.ndarray] = {}
     for parameter in list_parameters(abstract_decoder(config)[2], config, name):
         for piece in parameter.pieces():
-            if kind.startswith("fp8") or ".experts." in piece.name:
+            is_matrix = len(piece.shape) == 2
+            if is_matrix and (kind.startswith("fp8") or ".experts." in piece.name):
                 is_wide = any(word in piece.name for word in WIDE)
             else:
                 is_wide = True

@@ -77,4 +77,3 @@ def check_may_train_linear_attention(config: TrainConfig) -> None:
     on_device = config.tiers.all_on_device
     check(on_device, "tiers.experts", experts, f"must be device, as all tiers, {why}")
     check(packing == 1, "comm.packing", packing, f"must be 1 {why}")
-    check_field(not config.plan, config, "plan", f"must not be given {why}: not planned yet")

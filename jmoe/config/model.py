@@ -263,6 +263,16 @@ class ModelConfig:
         words = f"must have no {LINEAR_ATTENTION} for {program}"
         check_field(not self.has_linear_attention, self, "layer_types", words)
 
+    def check_one_attention_chunk(self, field: str, num_tokens: int, program: str) -> None:
+        """Raise ValueError if sequences of `num_tokens` have several chunks of attention, which
+        `program` does not support.
+
+        field: the name of the option that has `num_tokens`.
+        """
+        size = self.attention_chunk_size or num_tokens
+        words = f"must not exceed attention_chunk_size = {size} for {program}"
+        check(num_tokens <= size, field, num_tokens, words)
+
     @property
     def linear_key_dim(self) -> int:
         """Dimensions of all key heads of a gated delta network."""

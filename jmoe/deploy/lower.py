@@ -240,6 +240,7 @@ def lower(
             options, max_seq_len=checkpoint.choose_sequence_length(options.max_seq_len)
         )
         assert options.max_seq_len is not None
+        checkpoint.config.check_one_attention_chunk("max_seq_len", options.max_seq_len, "lowering")
         checkpoint.fix_sequence_length(options.max_seq_len)
         width = min(options.prefill_chunk_tokens, options.max_seq_len)
         with status(f"reading {folder}", say):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmoe.config import NO_WINDOW
 from jmoe.inference import few_tokens
 from jmoe.inference.delta_states import DeltaCache, advance_states
 from jmoe.inference.kv_cache import BLOCK, KVCache, LayerCache, is_not_padding, write_and_attend
@@ -64,6 +65,28 @@ class CachePlaces(NamedTuple):
     rows_P: jax.Array | None = None
 
 
+def places_in_chunk(places: CachePlaces, chunk: int) -> CachePlaces:
+    """Return the places of a step's tokens counted from the start of their chunk, in a layer that
+    attends within chunks; the places as they are in a layer of full attention.
+
+    chunk: tokens of a chunk. Unless it is a multiple of `BLOCK`, sequences have one chunk at most
+    (`LazyCheckpoint.max_positions`). The tokens of a row are all of one chunk, as `Scheduler` cuts
+    them.
+    """
+    blocks_PW, positions_PC, window, *_ = places
+    width = blocks_PW.shape[1]
+    if chunk % BLOCK or width * BLOCK <= chunk:
+        return places
+    real_PC = is_not_padding(positions_PC, blocks_PW)
+    first_P1 = jnp.where(real_PC, positions_PC, 0)[:, :1] // chunk * chunk
+    first_P1 = jnp.where(window == NO_WINDOW, 0, first_P1)
+    place_PW = jnp.minimum(first_P1 // BLOCK + jnp.arange(width, dtype=jnp.int32), width - 1)
+    return places._replace(
+        blocks_PW=jnp.take_along_axis(blocks_PW, place_PW, axis=1),
+        positions_PC=jnp.where(real_PC, positions_PC - first_P1, positions_PC),
+    )
+
+
 class CachedAttention:
     """Attention over a KV cache, to which it first writes the step's keys and values; or a gated
     delta network on the states of its rows.
@@ -81,7 +104,7 @@ class CachedAttention:
 
         with_output_bias: False if the caller adds the bias of the output projection.
         """
-        blocks_PW, positions_PC, window, context, implementation, rows_P = self._places
+        blocks_PW, positions_PC, window, _, _, rows_P = self._places
         x_PCD = h_PCD.reshape(*positions_PC.shape, -1)
         if isinstance(attention, GatedDeltaNet):
             assert isinstance(self.cache, DeltaCache) and rows_P is not None
@@ -91,19 +114,22 @@ class CachedAttention:
             )
             return y_PCD.reshape(h_PCD.shape)
         sinks_H = None if attention.sinks is None else attention.sinks[...]
+        chunk, at = attention.config.attention_chunk_size, self._places
+        if chunk is not None:
+            at = places_in_chunk(at, chunk)
 
         def write_and_attend_to_layer(new: CacheInputs) -> jax.Array:
             assert isinstance(self.cache, KVCache)
             out_PCHe, self.cache = write_and_attend(
                 new,
                 self.cache,
-                blocks_PW,
-                positions_PC,
+                at.blocks_PW,
+                at.positions_PC,
                 scale=attention.scale,
-                window=window,
+                window=at.window,
                 sinks_H=sinks_H,
-                context=context,
-                implementation=implementation,
+                context=at.context,
+                implementation=at.implementation,
             )
             return out_PCHe
 

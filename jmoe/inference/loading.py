@@ -63,9 +63,9 @@ _BUILT_LATER = (
     "steps of few tokens are slower until the next start: the native operations are being built in"
     " the background; python -m kernels_pallas.native waits for them"
 )
-NO_PREFIXES = (
-    "common prefixes of prompts are computed again for each: the states of linear_attention are not"
-    " cached"
+FEW_PREFIXES = (
+    "prompts share no common prefixes: the states of linear_attention are kept at the end of a"
+    " sequence alone, for a prompt that continues it"
 )
 Say = Callable[[str], None]
 
@@ -131,7 +131,8 @@ class LoadedModel(Closing):
                 options,
                 checkpoint.eos_token_ids,
                 ratio=ratio,
-                reuses_prefixes=not checkpoint.config.has_linear_attention,
+                has_states=checkpoint.config.has_linear_attention,
+                attention_chunk=checkpoint.config.attention_chunk_size,
             )
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
@@ -141,7 +142,7 @@ class LoadedModel(Closing):
                 positions_note,
                 checkpoint.expert_conversion_note,
                 quantized_cache_note(checkpoint.fields, options.kv_cache_dtype),
-                NO_PREFIXES if checkpoint.config.has_linear_attention else "",
+                FEW_PREFIXES if checkpoint.config.has_linear_attention else "",
             )
             for note in filter(None, notes):
                 say(note)

@@ -196,16 +196,22 @@ class Scheduler:
         *,
         ratio: int = 2,
         block_tokens: int = CACHE_BLOCK,
-        reuses_prefixes: bool = True,
+        has_states: bool = False,
+        attention_chunk: int | None = None,
     ) -> None:
         """Set the sizes of programs.
 
         ratio: between consecutive sizes; a larger ratio means fewer programs and more padding.
         block_tokens: positions of a block; another number than the cache's is for tests.
-        reuses_prefixes: False if a sequence needs more of its earlier tokens than their blocks.
+        has_states: True if each row has a state of its sequence's tokens beside their blocks. A
+            prefix is then reused only by a sequence that goes on from the last computed token of
+            one that has ended or was preempted, in its row, until another sequence takes the row.
+        attention_chunk: positions of a chunk within which layers of the model attend; the tokens of
+            a sequence that run in one step are of one chunk. None if no layer does.
         """
         assert config.max_seq_len is not None, "the model's positions say it"
-        self._reuses_prefixes = reuses_prefixes
+        self._attention_chunk = attention_chunk
+        self._has_states = has_states
         self.max_batch, self.max_seq_len = config.max_batch, config.max_seq_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.decode_buckets = bucket_sizes(self.max_batch, ratio)
@@ -224,6 +230,8 @@ class Scheduler:
         self._pools = [BlockPool(i * size, size, block_tokens) for i in range(num_pools)]
         self._rows_per_pool = self.max_batch // num_pools
         self._rows: list[Sequence | None] = [None] * self.max_batch
+        # of rows without a sequence: the tokens whose state the row has, and since when
+        self._row_states: list[tuple[int, list[int]]] = [(0, [])] * self.max_batch
         self._waiting: deque[Sequence] = deque()  # by priority
         self._running: list[Sequence] = []  # in the order they entered
         self._prefilling: list[Sequence] = []  # likewise
@@ -272,7 +280,8 @@ class Scheduler:
         if sequence.row is not None:
             if not reuses_blocks:
                 self._pool_of(sequence).remove_unshared_from_index(sequence.block_ids)
-            self._release_row_and_blocks(sequence)
+            # with an error the tokens of the step under way are not recorded
+            self._release_row_and_blocks(sequence, keeps_state=reason != "error" and reuses_blocks)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
@@ -287,6 +296,7 @@ class Scheduler:
         assert not self._running, "their blocks would be overwritten"
         for pool in self._pools:
             pool.forget_cached()
+        self._row_states = [(0, [])] * self.max_batch
 
     @property
     def decoding_sequences(self) -> list[Sequence]:
@@ -330,8 +340,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         tokens = self.max_prefill_tokens
         while len(chunks) < len(self._prefilling) or self._admit_next(tokens):
-            chunks.append(self._next_prompt_chunk(self._prefilling[len(chunks)]))
-            tokens -= self.padded_width(chunks[-1])
+            sequence = self._prefilling[len(chunks)]
+            chunks.append(self._next_prompt_chunk(sequence))
+            # a prompt's next step may be wider than one that an attention chunk ends
+            rest = len(sequence.known_token_ids) - chunks[-1].start
+            tokens -= smallest_bucket(self._next_chunk_size(rest), self.prefill_widths)
         assert tokens >= 0, (
             "the chunks of a prompt never get wider, so those of prompts under way fit"
         )
@@ -475,9 +488,16 @@ class Scheduler:
         """Return the number of blocks of `num_tokens` positions."""
         return -(-num_tokens // self.block_tokens)
 
-    def _release_row_and_blocks(self, sequence: Sequence) -> None:
-        """Free a running sequence's row and its blocks, whose content can be reused."""
+    def _release_row_and_blocks(self, sequence: Sequence, *, keeps_state: bool = True) -> None:
+        """Free a running sequence's row and its blocks, whose content can be reused.
+
+        keeps_state: whether the row has the state of all computed tokens. In prefill it may be that
+            of a step under way; a decoding step that ran ahead leaves the state before it.
+        """
         assert sequence.row is not None
+        if self._has_states and keeps_state and sequence.status == "decode":
+            computed = sequence.known_token_ids[: sequence.num_computed_tokens]
+            self._row_states[sequence.row] = next(self._clock), computed
         self._pool_of(sequence).release(sequence.block_ids, next(self._clock))
         self._rows[sequence.row] = None
         self._running.remove(sequence)
@@ -550,13 +570,16 @@ class Scheduler:
             return False
         known = sequence.known_token_ids
         needs_all = sequence.sampling.prompt_logprobs is not None and not sequence.output_token_ids
-        reusable = known[:-1] if self._reuses_prefixes and not needs_all else []
+        reusable = [] if needs_all else known[:-1]
+        row = None
+        if self._has_states:
+            row, reusable = self._find_row_to_continue(sequence, reusable)
         admissions = self._possible_admissions(sequence, reusable)
         coming = max(
             (
                 common_prefix_length(s.known_token_ids, reusable)
                 for s in self._prefilling
-                if s.adapter == sequence.adapter
+                if s.adapter == sequence.adapter and not self._has_states
             ),
             default=0,
         )
@@ -568,7 +591,7 @@ class Scheduler:
                 or 2 * (coming - length) >= rest
             ):
                 return False
-            if self._assign_row_and_blocks(sequence, admission, len(known)):
+            if self._assign_row_and_blocks(sequence, admission, len(known), row):
                 break
         else:
             return False
@@ -582,6 +605,31 @@ class Scheduler:
         self._running.append(sequence)
         self._prefilling.append(sequence)
         return True
+
+    def _find_row_to_continue(
+        self, sequence: Sequence, tokens: list[int]
+    ) -> tuple[int | None, list[int]]:
+        """Return (the free row that has the state of the longest prefix of `tokens` whose keys and
+        values the row's pool has too, the prefix); (None, []) if there is none.
+        """
+        states = [
+            (len(had), row)
+            for row, (_, had) in enumerate(self._row_states)
+            if had and self._rows[row] is None and tokens[: len(had)] == had
+        ]
+        for length, row in sorted(states, reverse=True):
+            pool = self._pools[row // self._rows_per_pool]
+            prefix = tokens[:length]
+            cached = pool.find_cached_prefix(prefix, sequence.block_digests, sequence.prefix_root)
+            if cached.num_tokens == length:
+                return row, prefix
+        return None, []
+
+    def _free_row(self, pool: int) -> int:
+        """Return a pool's free row: the one that has no state, or has had it for longest."""
+        size = self._rows_per_pool
+        free = [row for row in range(pool * size, pool * size + size) if self._rows[row] is None]
+        return min(free, key=lambda row: self._row_states[row][0])
 
     def _possible_admissions(
         self, sequence: Sequence, reusable_tokens: list[int]
@@ -610,11 +658,11 @@ class Scheduler:
         ]
 
     def _assign_row_and_blocks(
-        self, sequence: Sequence, admission: _Admission, num_tokens: int
+        self, sequence: Sequence, admission: _Admission, num_tokens: int, row: int | None = None
     ) -> bool:
         """Give a waiting sequence a row of a pool, and blocks for `num_tokens` tokens.
 
-        Returns False, without effect, if the pool has too few free blocks.
+        row: None for any. Returns False, without effect, if the pool has too few free blocks.
         """
         pool, (number, here, longest) = self._pools[admission.pool], admission
         shared, tail = list(here.full), here.tail
@@ -640,8 +688,8 @@ class Scheduler:
             copied = []
         sequence.block_ids = array("i", [*shared, *new])
         sequence.copies = tuple(zip(copied, new, strict=False))
-        row = self._rows.index(None, number * self._rows_per_pool)
-        self._rows[row], sequence.row = sequence, row
+        row = self._free_row(number) if row is None else row
+        self._rows[row], sequence.row, self._row_states[row] = sequence, row, (0, [])
         return True
 
     def _decode_chunk(self, sequence: Sequence, row: int) -> Chunk:
@@ -669,6 +717,7 @@ class Scheduler:
             self.max_drafted,
             sequence.sampling.max_new_tokens - len(output) - 1,
             self.max_seq_len - sequence.num_tokens - 1,
+            self._end_of_attention_chunk(sequence.num_computed_tokens) - sequence.num_tokens,
         )
         draft = sequence.drafter.draft_tokens(prompt, output, most)
         end, pool = sequence.num_tokens + len(draft), self._pool_of(sequence)
@@ -680,11 +729,17 @@ class Scheduler:
         """Return how many of a prompt's `num_remaining` tokens run in the next step."""
         return min(num_remaining, self.prefill_widths[-1])
 
+    def _end_of_attention_chunk(self, position: int) -> int:
+        """Return the position after the attention chunk that contains `position`."""
+        size = self._attention_chunk or self.max_seq_len
+        return (position // size + 1) * size
+
     def _next_prompt_chunk(self, sequence: Sequence) -> Chunk:
         """Return the tokens of a sequence in prefill that run in the next step."""
         assert sequence.row is not None
         tokens, start = sequence.known_token_ids, sequence.num_computed_tokens
-        end = start + self._next_chunk_size(len(tokens) - start)
+        size = self._next_chunk_size(len(tokens) - start)
+        end = min(start + size, self._end_of_attention_chunk(start))
         return Chunk(
             sequence,
             sequence.row,

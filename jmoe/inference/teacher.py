@@ -81,6 +81,7 @@ class Teacher(Closing):
         vocabulary, own = runner.config.vocab_size, config.model.vocab_size
         constraint = f"has a vocabulary of {vocabulary} tokens: must have the student's {own}"
         check(vocabulary == own, "distil.teacher", str(folder), constraint)
+        runner.config.check_one_attention_chunk("sequence_length", length, "a teacher")
         self.residency = runner.residency
         self._blocks = tables_of_consecutive_blocks(rows, length)
         self._positions = np.tile(np.arange(length, dtype=np.int32), (rows, 1))

@@ -44,7 +44,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling) -> np.ndarr
             frequencies = _plain_frequencies(dim, theta) / np.asarray(factors)
         case _:
             raise TypeError(f"{type(scaling).__name__} has no frequencies in layers/rotary.py")
-    return frequencies.astype(np.float32)
+    return frequencies.astype(jnp.float32)
 
 
 def _plain_frequencies(dim: int, theta: float) -> np.ndarray:

@@ -25,6 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmoe.config import ModelConfig, check
+from jmoe.config.engine import CACHE_BLOCK
 from jmoe.layers.embedding import Lookup, lookup, scale_embeddings
 from jmoe.layers.latent_attention import LatentAttention
 from jmoe.memory.closing import Closing
@@ -252,11 +253,13 @@ class LazyCheckpoint(Closing):
     @property
     def max_positions(self) -> int:
         """The maximum number of tokens of a sequence, including positions that `rope_scaling`
-        adds. Caches hold one chunk of a model whose attention has chunks.
+        adds. Of a model whose attention has chunks that end inside a block of the cache, it is one
+        chunk.
         """
         limit, scaling = self.config.max_position_embeddings, self.config.rope_scaling
         limit = limit if scaling is None else scaling.max_positions(limit)
-        return min(limit, self.config.attention_chunk_size or limit)
+        chunk = self.config.attention_chunk_size
+        return min(limit, chunk) if chunk is not None and chunk % CACHE_BLOCK else limit
 
     def fix_sequence_length(self, length: int) -> str:
         """Choose the form of positions whose frequencies depend on the length: that of sequences
@@ -278,6 +281,7 @@ class LazyCheckpoint(Closing):
         (`resolve_sequence_length`). Raises ValueError if `asked` exceeds the model's positions.
         """
         limit, chunk = self.max_positions, self.config.attention_chunk_size
+        is_one_chunk = limit == chunk and chunk % CACHE_BLOCK > 0
         if asked is None:
             return min(DEFAULT_MAX_SEQ_LEN, limit)
         check(
@@ -287,8 +291,11 @@ class LazyCheckpoint(Closing):
             "must be at least 2, a token of prompt and one of output",
         )
         what = f"model's {limit} positions"
-        if limit == chunk:
-            what = f"{limit} positions of a chunk (attention_chunk_size)"
+        if is_one_chunk:
+            what = (
+                f"{limit} positions of a chunk: attention_chunk_size is no multiple of"
+                f" {CACHE_BLOCK}, the positions of a block of the cache"
+            )
         check(asked <= limit, "max_seq_len", asked, f"must not exceed the {what}")
         return asked
 

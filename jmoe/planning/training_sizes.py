@@ -93,8 +93,8 @@ class TrainingSizes:
     that share its sequences. sequence_length: of sequences that devices can share, else 0.
     sequence_bytes: in use on a device by the attention of one sequence that it shares.
     dense_moment_bytes, expert_moment_bytes: of the optimizer's moments, per parameter.
-    update_flops: FLOPs of one optimizer step of all parameters. any_tier: the optimizer can run on
-    experts on other tiers.
+    update_flops: FLOPs of one optimizer step of all parameters. any_tier: the run can have experts
+    on other tiers.
     """
 
     num_layers: int

@@ -31,6 +31,10 @@ from jmoe.optim.moments import moment_bytes, muon_flops
 from jmoe.planning.exchange import receive_buffer_rows
 from jmoe.planning.expert_packing import MemoryShortfall
 from jmoe.planning.first_fitting import first_fitting_expert_sharding, first_fitting_plan
+from jmoe.planning.linear_attention import (
+    linear_attention_bytes_in_use,
+    saved_linear_attention_elements,
+)
 from jmoe.planning.training import TrainingPlan, plan_training
 from jmoe.planning.training_sizes import (
     Machine,
@@ -109,7 +113,7 @@ def _optimizer_sizes(config: TrainConfig) -> _OptimizerSizes:
     """Return the sizes of the run's optimizer."""
     optimizer, model = config.optimizer, config.model
     if optimizer.kind == "adamw" and optimizer.moments == "float32":
-        return _OptimizerSizes()
+        return _OptimizerSizes(any_tier=not model.has_linear_attention)
     shapes = abstract_decoder(model)[2]
     total = model.total_and_active_parameters()[0]
     experts = model.num_moe_layers * model.num_experts * model.parameters_per_expert
@@ -153,12 +157,13 @@ def _activation_bytes(
     chunks = 1 if ragged or num_devices == 1 else _num_exchange_chunks(config)
     working, recomputed = gradient_elements_in_use(*sizes, chunks=chunks)
     working = max(working, num_tokens * context_elements_in_use(model, context))
+    by_rule = num_tokens * linear_attention_bytes_in_use(model, on_gpu=on_gpu)
     dense, experts = residual_elements(*sizes, streamed=not config.tiers.all_on_device)
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
     return _ActivationBytes(
         input_bytes=compute_dtype_bytes * model.num_hidden_layers * num_tokens * model.hidden_size,
-        working_bytes=number_bytes * working,
+        working_bytes=max(number_bytes * working, by_rule),
         recomputed_bytes=number_bytes * recomputed,
         residual_bytes=compute_dtype_bytes * residuals,
         experts_residual_bytes=compute_dtype_bytes * experts,
@@ -209,7 +214,8 @@ def residual_elements(
     products), of all layers on all devices.
 
     Layer inputs are not counted (`models.block.SAVED` lists the residuals). The first number counts
-    queries, keys, values and attention outputs, hidden states, and the first products of dense
+    queries, keys, values, gates and attention outputs, or those of a gated delta network, hidden
+    states, and the first products of dense
     feed-forwards. If experts are on other devices or tiers, it also counts the normed tokens; on
     several devices, the rows sent and received.
 
@@ -217,7 +223,9 @@ def residual_elements(
     travel by ragged all-to-alls. streamed: experts are off the device.
     """
     hidden, layers = model.hidden_size, model.num_hidden_layers
-    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    linear = layers - model.num_attention_layers
+    mixed = model.num_attention_layers * _attention_elements(model)
+    mixed += linear * saved_linear_attention_elements(model)
     rows = buffers * _received_rows(model, num_tokens, num_devices, ragged)
     up, dense_up, shared_up = (
         up_projection_columns(size, model.hidden_act)
@@ -235,8 +243,14 @@ def residual_elements(
     if num_devices > 1 or streamed:
         sparse += (2 * num_tokens + sent) * hidden
     dense = (layers - model.num_moe_layers) * num_tokens * dense_up
-    elements = layers * num_tokens * (attention + hidden) + model.num_moe_layers * sparse + dense
+    elements = num_tokens * (mixed + layers * hidden) + model.num_moe_layers * sparse + dense
     return elements, model.num_moe_layers * rows * up
+
+
+def _attention_elements(model: ModelConfig) -> int:
+    """Return the elements of a token's queries, keys, values, gates and attention outputs."""
+    heads = (2 + model.attention_gate) * model.num_attention_heads + 2 * model.num_key_value_heads
+    return heads * model.dim_per_head
 
 
 def _received_rows(model: ModelConfig, num_tokens: int, num_devices: int, ragged: bool) -> int:
@@ -263,7 +277,7 @@ def gradient_elements_in_use(
     steps (`benchmarks/train/estimates.py`).
     """
     hidden, inner = model.hidden_size, model.moe_intermediate_size
-    attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.dim_per_head
+    attention = _attention_elements(model)
     dense_up, shared_up, up = (
         up_projection_columns(size, model.hidden_act)
         for size in (model.intermediate_size, model.shared_expert_intermediate_size, inner)

@@ -45,7 +45,6 @@ def test_models_are_refused_by_name(change: dict[str, Any], message: str) -> Non
         ({"tiers": TiersConfig(experts="host", optimizer="host")}, "tiers.experts = 'host': must"),
         ({"lora": LoraConfig(rank=2), "init_from": "x"}, "lora.rank = 2: must be None with"),
         ({"mesh": MeshConfig(context=2)}, "mesh.context = 2: must be 0 or 1 with linear"),
-        ({"plan": True}, "plan = True: must not be"),
     ],
 )
 def test_runs_are_refused_by_name(change: dict[str, Any], message: str) -> None:
