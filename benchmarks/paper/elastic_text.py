@@ -12,6 +12,11 @@ with 4 rows that do not count. mixed: `--data.layout mixed`, rows of any corpus 
 elastic: `--data.layout elastic`. Steps are timed in turn, from a barrier to a barrier; tokens/s
 count the 16 rows of the corpora.
 
+skewed: the mixed layout without a balance loss; balanced: the same, with experts that change their
+devices by load every 3 steps (`--comm.balance-every-steps 3`; the moves are not timed).
+busiest_device: the tokens of the device whose experts get the most, over the mean device's, in the
+mean over layers and the steps from the third on.
+
 corpora_by_device: those whose tokens a process has read. overflowed: of the steps, those with more
 rows for one expert's device than training's buffers hold, which run again with larger ones; such
 steps take part in the timing. loss_error: the largest relative difference of a step's loss from
@@ -48,6 +53,8 @@ from jmoe.data.loader import TrainBatches, train_batches
 from jmoe.data.shards import writing_shard
 
 NUM_DEVICES = 2
+LAYOUTS = ("imbalanced", "mixed", "elastic", "skewed", "balanced")
+BALANCE_EVERY_STEPS = 3
 SHARES = {"first": 8, "second": 4, "third": 2, "fourth": 2}  # rows of a batch, by corpus
 VOCAB_SIZE = 4096
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 4}
@@ -56,25 +63,30 @@ QUICK = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--quick", action="store_true", help="a small model and two rounds")
+    parser.add_argument("--quick", action="store_true", help="a small model and four rounds")
     parser.add_argument("--write", action="store_true", help="write the result file")
     add_rank_options(parser)
     a = parser.parse_args()
     if a.quick:
-        a.rounds, a.sequence_length = 2, 32
+        a.rounds, a.sequence_length = 4, 32
     return a
 
 
-def config_of(a: argparse.Namespace, rows: int) -> TrainConfig:
+def config_of(a: argparse.Namespace, rows: int, layout: str) -> TrainConfig:
     """Return preset tiny with other sizes, its experts split over both devices."""
     tiny = PRESETS["tiny"][1]
     assert isinstance(tiny, TrainConfig)
     model = dataclasses.replace(tiny.model, vocab_size=VOCAB_SIZE, **(QUICK if a.quick else SIZES))
+    if layout in ("skewed", "balanced"):
+        router = dataclasses.replace(model.router, aux_loss_coef=0.0)
+        model = dataclasses.replace(model, router=router)
+    every = BALANCE_EVERY_STEPS if layout == "balanced" else 0
     return dataclasses.replace(
         tiny,
         model=model,
+        comm=dataclasses.replace(tiny.comm, balance_every_steps=every),
         mesh=MeshConfig(expert_intra=NUM_DEVICES),
         batch_size=rows,
         sequence_length=a.sequence_length,
@@ -105,6 +117,7 @@ class Training:
     """The program of one layout, its batches, its state and the seconds of its steps."""
 
     def __init__(self, a: argparse.Namespace, mesh: Mesh, corpus: Corpus, layout: str) -> None:
+        from jmoe.training.expert_order import LoadBalancer
         from jmoe.training.fused.step import FusedTrainer
 
         self.corpus = corpus
@@ -113,13 +126,15 @@ class Training:
         self.rows_by_device = [rows // NUM_DEVICES] * NUM_DEVICES
         if layout == "imbalanced":
             self.rows_by_device = [sum(own[device::NUM_DEVICES]) for device in range(NUM_DEVICES)]
-        self.config = config_of(a, max(self.rows_by_device) * NUM_DEVICES)
+        self.config = config_of(a, max(self.rows_by_device) * NUM_DEVICES, layout)
         self.mesh, self.trainer = mesh, FusedTrainer(self.config, mesh)
         self.state = self.trainer.init()
         self.batches = self._batches(a, "elastic" if layout == "elastic" else "mixed")
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.overflowed = 0
+        self.balancer = LoadBalancer(self.config)
+        self.busiest: list[float] = []
 
     def _batches(self, a: argparse.Namespace, layout: Any) -> TrainBatches:
         return train_batches(
@@ -145,6 +160,12 @@ class Training:
         """Take a step as `train.py` does, and again with larger buffers if they overflow."""
         import jax
 
+        from jmoe.planning.expert_order import busiest_share
+        from jmoe.training.expert_order import reorder_experts
+
+        orders = self.balancer.choose_orders(len(self.seconds), NUM_DEVICES)
+        if orders is not None and orders.num_moved:
+            self.state = reorder_experts(self.state, orders.orders_LE, self.trainer)
         batch, metrics = self.next_batch(), dict[str, Any]()
 
         def step() -> None:
@@ -159,6 +180,9 @@ class Training:
 
         self.seconds.append(clock(step)[0])
         self.losses.append(float(metrics["loss"]))
+        self.balancer.note_counts(metrics["counts"])
+        shares = [busiest_share(np.asarray(load, float), NUM_DEVICES) for load in metrics["counts"]]
+        self.busiest.append(float(np.mean(shares)))
 
     def compile_both(self, clock: Clock) -> None:
         """Compile the step with and without capacity for all tokens, before any is timed."""
@@ -202,9 +226,7 @@ def measure(a: argparse.Namespace) -> list[JsonObject]:
     names = list(SHARES)
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder))
-        runs = {
-            name: Training(a, mesh, corpus, name) for name in ("imbalanced", "mixed", "elastic")
-        }
+        runs = {name: Training(a, mesh, corpus, name) for name in LAYOUTS}
         read: dict[str, set[str]] = {name: set() for name in runs}
         for run in runs.values():
             run.compile_both(clock)
@@ -236,6 +258,7 @@ def measure(a: argparse.Namespace) -> list[JsonObject]:
                 if name != "imbalanced"
                 else [names[device::NUM_DEVICES] for device in range(NUM_DEVICES)],
                 "overflowed": run.overflowed,
+                "busiest_device": round(float(np.mean(run.busiest[BALANCE_EVERY_STEPS:])), 3),
                 "loss_error": float(f"{max(errors):.2g}") if name == "elastic" else None,
                 "all_step_s": [round(s, 4) for s in run.seconds],
             }
