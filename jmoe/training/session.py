@@ -134,8 +134,8 @@ class Session:
         )
         if self.log is not None:
             loads = {"load_before": orders.before, "load_after": orders.after}
-            values = {"moved": moved, "orders": orders.orders_LE if moved else []}
-            self.log.write_event("expert_order", step, **values, **loads)
+            new = orders.orders_LE.tolist() if moved else []
+            self.log.write_event("expert_order", step, moved=moved, orders=new, **loads)
         return state
 
     def _repack(self, step: int, state: TrainState) -> TrainState:
