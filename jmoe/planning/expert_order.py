@@ -56,8 +56,8 @@ def _exchange_pairs(load_E: NDArray[np.float64], num_devices: int) -> NDArray[np
         best = int(np.argmin(larger))
         if larger.ravel()[best] >= load_N[busy] * (1 - 1e-9):
             return order_NL.ravel()
-        given, other, taken = np.unravel_index(best, larger.shape)
-        order_NL[busy, given], order_NL[other, taken] = (
-            order_NL[other, taken],
-            order_NL[busy, given],
+        sent, other, received = np.unravel_index(best, larger.shape)
+        order_NL[busy, sent], order_NL[other, received] = (
+            order_NL[other, received],
+            order_NL[busy, sent],
         )
