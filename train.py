@@ -44,7 +44,7 @@ from jmoe.data.corpus import (
     prepare_corpus,
     publish_staged,
 )
-from jmoe.data.loader import train_batches
+from jmoe.data.loader import BatchParts, train_batches
 from jmoe.data.progress import PreparationProgress
 from jmoe.data.tokenizing_job import TextChangedError
 from jmoe.deploy.model_folder import merge_in_subprocess
@@ -137,6 +137,7 @@ def train(run: Session, state: TrainState) -> tuple[TrainState, bool]:
             with run.watchdog.waiting_for("step", step), compiling:
                 state, metrics = train_step(run.trainer, state, run.next_batch())
                 run.check_finite(step, metrics)
+            run.note_metrics(metrics)
             step_s, done = time.perf_counter() - begun, step + 1
             has_compiled = compiled.count > programs
             run.note_step(step_s, time.process_time() - processor_s, compiled=has_compiled)
@@ -294,6 +295,13 @@ def share_of_rows(config: TrainConfig) -> tuple[int, int]:
     return share
 
 
+def batch_parts(config: TrainConfig) -> BatchParts:
+    """Return how this process's rows of a batch are divided over its devices and micro-batches."""
+    sharing = config.devices_per_sequence(jax.device_count())
+    groups = max(1, jax.local_device_count() // sharing)
+    return BatchParts(groups, config.gradient_accumulation_steps)
+
+
 def prepare_text_data(
     config: TrainConfig,
     watchdog: Watchdog,
@@ -351,6 +359,7 @@ def prepare_text_data(
         process_index=process_index,
         process_count=process_count,
         config=config.data,
+        parts=batch_parts(config),
     )
     if batches.description:
         print_on_rank_0(batches.description)

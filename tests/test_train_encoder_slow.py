@@ -3,7 +3,9 @@ devices.
 """
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.train_runs import (
@@ -13,7 +15,6 @@ from tests.train_runs import (
     committed,
     evaluations,
     kill_while_saving,
-    losses,
     records,
     resumes,
 )
@@ -44,14 +45,38 @@ def test_an_encoder_learns_and_goes_on_after_a_kill(
     assert begin < STEPS
     runs.finish(run, *ENCODER, *end, devices=2)
     assert resumes(run) == [begin]
-    expected = dict(losses(whole))
-    # a rounding that sends a token to another expert grows; other masks would differ by percents
-    assert {step: expected[step] for step, _ in losses(run) if step < STEPS} == pytest.approx(
-        dict(losses(run)), rel=2e-3, abs=0
+    assert_same_until_a_token_changes_experts(whole, run)
+
+
+def assert_same_until_a_token_changes_experts(whole: Path, run: Path) -> None:
+    """Other devices round otherwise, by 4e-7. Sooner or later that sends a token whose two experts
+    tie elsewhere: until then losses are equal to 1e-5, and from then on to 2e-3, which other masks
+    would exceed by far.
+    """
+    expected, got = (
+        {
+            record["step"]: record
+            for record in records(folder)
+            if "event" not in record and record["step"] < STEPS
+        }
+        for folder in (whole, run)
     )
+    assert expected.keys() == got.keys()
+    tied = next((s for s in sorted(got) if not has_same_load(expected[s], got[s])), STEPS)
+    assert tied > STEPS // 4
+    for step, record in got.items():
+        allowed = 1e-5 if step < tied else 2e-3
+        assert record["loss"] == pytest.approx(expected[step]["loss"], rel=allowed, abs=0), step
+
+
+def has_same_load(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two steps sent as many tokens to every expert: one of 1,024 would be 1e-3 apart."""
+    loads = np.asarray(one["expert_load"]), np.asarray(other["expert_load"])
+    return bool(np.abs(loads[0] - loads[1]).max() < 1e-4)
 
 
 def test_an_encoder_is_refused_where_tokens_are_generated(runs: TrainRuns, tmp_path: Path) -> None:
-    assert "evaluation.sample_tokens = 4: is not supported with model.bidirectional" in runs.fail(
-        tmp_path / "run", "--model.bidirectional"
-    )
+    done = runs.run(tmp_path / "run", "--model.bidirectional")
+    assert done.returncode == 2, done.stdout
+    words = " ".join(done.stderr.replace("│", " ").split())  # as the frame of tyro wraps them
+    assert "evaluation.sample_tokens = 4: is not supported with model.bidirectional" in words

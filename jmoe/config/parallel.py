@@ -121,6 +121,9 @@ class CommConfig:
     # multiplies the experts that the mesh gives each device; auto: doubled while all-to-alls take
     # longer than the experts' computation (Lina)
     packing: Literal["auto"] | int = 1
+    # steps after which experts change their devices so that all get similar numbers of tokens; 0:
+    # experts stay where they are
+    balance_every_steps: int = 0
     # piece size of a gather or reduction, between whose pieces all-to-alls can run; 0: the size
     # that takes 20 ms, measured
     chunk_bytes: int = 0
@@ -138,7 +141,9 @@ class CommConfig:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        check_not_negative(self, "bucket_bytes", "chunk_bytes", "exchange_chunks")
+        check_not_negative(
+            self, "balance_every_steps", "bucket_bytes", "chunk_bytes", "exchange_chunks"
+        )
         if self.exchange_chunks:
             constraint = (
                 f"must be 0 with schedule = {self.schedule!r}: only pipelined cuts all-to-alls"

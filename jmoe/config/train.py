@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jmoe.config.balance import check_may_balance_experts
 from jmoe.config.checks import (
     check,
     check_field,
@@ -40,6 +41,7 @@ from jmoe.config.upcycle import UpcycleConfig, check_may_upcycle
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 TrainOn = Literal["answers", "last_answer", "all"]
+DataLayout = Literal["mixed", "elastic"]
 MAX_LOSS_SCALE = 2.0**32
 
 
@@ -63,6 +65,9 @@ class DataConfig:
 
     path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # one per path; empty: by size
+    # which devices get which rows of a batch. mixed: any; elastic: each device rows of as few paths
+    # as their shares allow, so that a path with a larger share of the batch has more devices
+    layout: DataLayout = "mixed"
     field: str = "text"  # JSONL: the field with the text
     # encodings of text and JSONL files; each file is read in the first one in which it is valid
     encoding: tuple[str, ...] = ("utf-8",)
@@ -100,6 +105,9 @@ class DataConfig:
             "data.weights",
             f"needs one weight per data.path, of which there are {paths}",
         )
+        several = "must be mixed with fewer than two of data.path: there is nothing to divide"
+        mixed = self.layout == "mixed" or paths > 1
+        check_field(mixed, self, "data.layout", several)
         check_field(bool(self.encoding), self, "data.encoding", "needs at least one encoding")
         constraint = "must be a text encoding of Python, e.g. utf-8, latin-1"
         for name in self.encoding:
@@ -369,6 +377,7 @@ class TrainConfig:
         self._check_ragged_exchange()
         check_may_share_sequences(self)
         check_may_replicate(self)
+        check_may_balance_experts(self)
         check_field(
             self.plan or not self.cluster, self, "cluster", "must be given together with plan"
         )

@@ -402,6 +402,8 @@ class VisionTrainConfig(TrainConfig):
             "must be 0 for images",
         )
         check(self.comm.packing == 1, "comm.packing", self.comm.packing, "must be 1 for images")
+        every = self.comm.balance_every_steps
+        check(every == 0, "comm.balance_every_steps", every, "must be 0 for images")
         check(
             self.comm.expert_sharding == "none",
             "comm.shard_experts",

@@ -11,14 +11,17 @@ from __future__ import annotations
 import bisect
 import itertools
 import lzma
+import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jmoe.config import DataConfig
+from jmoe.config import DataConfig, check
 from jmoe.data.corpus import Corpus, TextSource
 from jmoe.data.sample_rows import AnyRows, RowCounts, SampleRows, SourceRows, rows_of_windows
 from jmoe.types import JsonObject
@@ -75,6 +78,9 @@ class _DocumentWindows:
         return rows_of_windows(tokens, np.ones(tokens.size - 1, np.float32), self._eot)
 
 
+AnySource = _TokenWindows | _DocumentWindows | SourceRows
+
+
 class _LocalRows:
     """This process's b consecutive rows of every global batch of B rows."""
 
@@ -90,6 +96,78 @@ class _LocalRows:
         return window
 
 
+class _RowNumbers:
+    """Stands for the rows of one source where only their order counts: (source, index of row)."""
+
+    def __init__(self, source: int, count: int) -> None:
+        self._source, self._count = source, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return self._source, index
+
+
+@dataclass(frozen=True)
+class BatchParts:
+    """How a process divides its rows of a batch: over `groups` groups of devices (each group shares
+    sequences; mostly a device alone), and each group's over `accumulation_steps` micro-batches.
+    """
+
+    groups: int = 1
+    accumulation_steps: int = 1
+
+
+ONE_PART = BatchParts()
+
+
+class _LocalRowsBySource:
+    """This process's b rows of every global batch of B rows, whose rows are sorted by source.
+
+    numbers: the shuffled (source, index) of all rows, as `_RowNumbers` gives them. Each group of
+    devices gets B / (groups of all processes) neighbouring rows of the sorted batch, and each of
+    its micro-batches every `accumulation_steps`-th of these, so that sources keep their shares in
+    every micro-batch.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[AnySource],
+        numbers: grain.MapDataset,
+        batch_size: int,
+        first: int,
+        local: int,
+        parts: BatchParts,
+    ) -> None:
+        self._windows, self._numbers, self._batch_size = windows, numbers, batch_size
+        self._first, self._local, self._parts = first, local, parts
+        # threads that prefetch ask for rows of one or two batches at a time
+        self._sorted_batch = lru_cache(maxsize=4)(self._sort_batch)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._batch_size * self._local
+
+    def __getitem__(self, index: int) -> TokenRows:
+        step, row = divmod(index, self._local)
+        steps, of_group = self._parts.accumulation_steps, self._local // self._parts.groups
+        # rows come in the order of `place_batch`: micro-batch, group, row
+        micro_batch, rest = divmod(row, self._local // steps)
+        group, own = divmod(rest, of_group // steps)
+        place = self._first + group * of_group + own * steps + micro_batch
+        source, number = self._sorted_batch(step)[place]
+        window: TokenRows = self._windows[source][number]
+        return window
+
+    def _sort_batch(self, step: int) -> list[tuple[int, int]]:
+        """Return the (source, index) of every row of a batch: sources one after the other, the rows
+        of each in their shuffled order.
+        """
+        begin = step * self._batch_size
+        rows = [self._numbers[i] for i in range(begin, begin + self._batch_size)]
+        return sorted(rows, key=operator.itemgetter(0))
+
+
 class TrainBatches:
     """Endless iterator of this process's training batches, int32 [b, S + 1] or `SampleRows`; see
     `train_batches`.
@@ -103,7 +181,7 @@ class TrainBatches:
         description: str = "",
     ) -> None:
         self._batches, self._options, self._identity = batches, options, identity
-        self.description = description  # what became of samples; "" for text
+        self.description = description  # what became of samples; which devices have which source
         self._step = 0
         self._iterator: Any = None
 
@@ -149,9 +227,7 @@ class TrainBatches:
             self._iterator = None
 
 
-def rows_of_sources(
-    corpus: Corpus, sequence_length: int, config: DataConfig
-) -> list[_TokenWindows | _DocumentWindows | SourceRows]:
+def rows_of_sources(corpus: Corpus, sequence_length: int, config: DataConfig) -> list[AnySource]:
     """Return random access to each source's windows of text, or rows of samples."""
     if corpus.held_out_samples is None:
         windows = [
@@ -165,7 +241,7 @@ def rows_of_sources(
 
 def _check_enough_windows(
     corpus: Corpus,
-    windows: Sequence[_TokenWindows | _DocumentWindows | SourceRows],
+    windows: Sequence[AnySource],
     sequence_length: int,
     batch_size: int,
     config: DataConfig,
@@ -207,7 +283,7 @@ def _check_enough_windows(
 
 
 def _shuffled_windows(
-    corpus: Corpus, windows: Sequence[_TokenWindows | _DocumentWindows | SourceRows], seed: int
+    corpus: Corpus, windows: Sequence[AnySource] | Sequence[_RowNumbers], seed: int
 ) -> grain.MapDataset:
     """Return an endless grain dataset of windows, reshuffled each epoch.
 
@@ -226,7 +302,20 @@ def _shuffled_windows(
     return grain.MapDataset.mix(mixed, weights=weighted)
 
 
-def train_batches(
+def _describe_layout(corpus: Corpus, windows: Sequence[AnySource], groups: int) -> str:
+    """Return a line that says how many groups of devices each source has on average."""
+    weights = [
+        len(own) if source.weight is None else source.weight
+        for source, own in zip(corpus.sources, windows, strict=True)
+    ]
+    shares = [
+        f"{source.name} {groups * weight / sum(weights):.2f}"
+        for source, weight in zip(corpus.sources, weights, strict=True)
+    ]
+    return f"data.layout = elastic: of {groups} devices or groups of them, {', '.join(shares)}"
+
+
+def train_batches(  # noqa: PLR0913  what a batch is, and whose part of it
     corpus: Corpus,
     *,
     batch_size: int,
@@ -236,16 +325,18 @@ def train_batches(
     process_count: int = 1,
     config: DataConfig = DataConfig(),  # noqa: B008 (frozen)
     num_threads: int = 1,
+    parts: BatchParts = ONE_PART,
 ) -> TrainBatches:
     """Return this process's endless training batches: int32 [b, S + 1] with b = batch_size /
     process_count, or `SampleRows` of samples.
 
     Row r of global batch s is window s * batch_size + r of an endless shuffled sequence, which
     depends on the corpus, the sequence length and the seed alone. Process i reads only rows i * b
-    up to (i + 1) * b. Without weights, each epoch visits every window once, in a new order. With
-    weights, each source repeats at its own pace, and its share stays within 1 % of its weight at
-    all times. `num_threads` threads prefetch `config.prefetch_batches` batches; `config` also says
-    how samples become rows.
+    up to (i + 1) * b. With `config.layout = "elastic"` the same rows of a batch are sorted by
+    source, and neighbouring ones go to one group of devices of `parts`. Without weights, each epoch
+    visits every window once, in a new order. With weights, each source repeats at its own pace, and
+    its share stays within 1 % of its weight at all times. `num_threads` threads prefetch
+    `config.prefetch_batches` batches; `config` also says how samples become rows.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(
@@ -259,8 +350,24 @@ def train_batches(
     local = batch_size // process_count
     windows = rows_of_sources(corpus, sequence_length, config)
     _check_enough_windows(corpus, windows, sequence_length, batch_size, config)
-    rows = _shuffled_windows(corpus, windows, seed)
-    own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
+    elastic = config.layout == "elastic"
+    ordered = [_RowNumbers(*own) for own in enumerate(map(len, windows))] if elastic else windows
+    rows = _shuffled_windows(corpus, ordered, seed)
+    first = process_index * local
+    if elastic:
+        share = parts.groups * parts.accumulation_steps
+        check(
+            local % share == 0,
+            "batch_size",
+            batch_size,
+            f"must be a multiple of the {process_count} processes x {parts.groups} groups of"
+            f" devices x {parts.accumulation_steps} accumulation steps",
+        )
+        layout = _describe_layout(corpus, windows, process_count * parts.groups)
+        own_rows: Any = _LocalRowsBySource(windows, rows, batch_size, first, local, parts)
+    else:
+        layout, own_rows = "", _LocalRows(rows, batch_size, first, local)
+    own = grain.MapDataset.source(own_rows)
     # grain warns if the buffer is smaller than the number of threads.
     options = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=max(config.prefetch_batches, num_threads)
@@ -271,8 +378,9 @@ def train_batches(
         "sequence_length": sequence_length,
         "seed": seed,
     }
-    counts = [own_rows.counts for own_rows in windows if isinstance(own_rows, SourceRows)]
-    description = sum(counts, RowCounts()).describe(sequence_length, config) if counts else ""
+    counts = [source.counts for source in windows if isinstance(source, SourceRows)]
+    samples = sum(counts, RowCounts()).describe(sequence_length, config) if counts else ""
+    description = "\n".join(filter(None, [samples, layout]))
     return TrainBatches(own.batch(local, drop_remainder=True), options, identity, description)
 
 

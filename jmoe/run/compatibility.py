@@ -62,6 +62,7 @@ NOTED = {
     "gradient_accumulation_steps": (
         "losses will differ by rounding, balance losses are now taken over other groups"
     ),
+    "data.layout": "the same rows of each batch on other devices: losses will differ by rounding",
     "data.mask_documents": "from here on",
     "distil.temperature": "from here on",
     "dpo.beta": "from here on",

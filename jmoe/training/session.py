@@ -5,6 +5,7 @@ summary. `train.py` calls the methods of `Session`.
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from jmoe.cluster.watchdog import Watchdog
 from jmoe.config import TrainConfig
 from jmoe.data.context_rows import ContextRows
 from jmoe.data.loader import COMPARABLE_BYTES, unigram_and_xz_bits_per_byte
-from jmoe.mesh import ACCUMULATED_BATCH, make_mesh
+from jmoe.mesh import ACCUMULATED_BATCH, EXPERT, make_mesh
 from jmoe.run.checkpoint import Checkpoints
 from jmoe.run.compatibility import FINGERPRINT, check_and_list_differences
 from jmoe.run.metrics import MetricsLog, read_events, recent_expert_load
@@ -30,6 +31,7 @@ from jmoe.run.snapshots import Snapshots
 from jmoe.run.summary import HeldOutLoss, RunSummary, print_final_summary
 from jmoe.status import status
 from jmoe.training.evaluation import held_out_loss, sample_text
+from jmoe.training.expert_order import LoadBalancer, reorder_experts
 from jmoe.training.expert_packing import PackingController, move_state
 from jmoe.training.finetune import ignored_training_options, load_pretrained_state
 from jmoe.training.fused.step import FusedTrainer
@@ -91,6 +93,10 @@ class Session:
     exporter: RunMetrics | None = None  # on process 0 only, if metrics.port is set
     # settings that differ from the checkpoint's
     changes: list[str] = field(default_factory=list)
+    balancer: LoadBalancer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.balancer = LoadBalancer(self.config)
 
     @property
     def output_dir(self) -> Path:
@@ -103,11 +109,37 @@ class Session:
         return place_batch(self.config, self.mesh, next(self.batches))
 
     def rebalance(self, step: int, state: TrainState) -> TrainState:
-        """Return `state` for `step`, moved to a mesh with another expert packing if the controller
-        decides so.
+        """Return `state` for `step`: with experts in another order if their loads say so, and moved
+        to a mesh with another expert packing if the controller decides so.
 
         Every process must call this. Replaces `mesh` and `trainer` after a move.
         """
+        return self._repack(step, self._balance_experts(step, state))
+
+    def _balance_experts(self, step: int, state: TrainState) -> TrainState:
+        """Return `state` with experts in the order that the load balancer chooses."""
+        shape = self.mesh.shape
+        devices = math.prod(shape[axis] for axis in EXPERT)
+        orders = self.balancer.choose_orders(step, devices)
+        if orders is None:
+            return state
+        begun, moved = time.perf_counter(), orders.num_moved
+        if moved:
+            with self.watchdog.waiting_for("another order of experts before step", step):
+                state = reorder_experts(state, orders.orders_LE, self.trainer)
+        seconds = time.perf_counter() - begun
+        print_on_rank_0(
+            f"experts before step {step}: {moved} change their places, the busiest device's load"
+            f" from {orders.before:.2f} to {orders.after:.2f} of the mean ({seconds:.1f} s)"
+        )
+        if self.log is not None:
+            loads = {"load_before": orders.before, "load_after": orders.after}
+            new = orders.orders_LE.tolist() if moved else []
+            self.log.write_event("expert_order", step, moved=moved, orders=new, **loads)
+        return state
+
+    def _repack(self, step: int, state: TrainState) -> TrainState:
+        """Return `state` for the expert packing that the controller chooses."""
         if not self.expert_packing.is_packing_choice_due(step) or not isinstance(
             self.trainer, FusedTrainer | StreamedTrainer
         ):
@@ -161,6 +193,11 @@ class Session:
         for note in trainer.notes:
             print_on_rank_0(note)
         return state
+
+    def note_metrics(self, metrics: JsonObject) -> None:
+        """Record the loads of experts in a step's metrics on the host."""
+        if "counts" in metrics:
+            self.balancer.note_counts(metrics["counts"])
 
     def note_step(self, step_s: float, processor_s: float, *, compiled: bool) -> None:
         """Record a step's wall-clock seconds and this process's CPU seconds. compiled: the step

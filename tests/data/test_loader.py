@@ -208,6 +208,124 @@ def test_rows_of_documents_are_the_windows(corpus: Corpus) -> None:
         assert max(numbers) > 1
 
 
+# Elastic layouts
+
+
+ELASTIC = DataConfig(path=("a", "b"), layout="elastic")  # the corpora are opened already
+
+
+def three_sources(folder: Path, weights: tuple[float, ...] = (0.5, 0.375, 0.125)) -> Corpus:
+    """Sources a, b, c whose tokens say where they are from, the position included."""
+    paths = []
+    for number in range(3):
+        ids = 1 + number + 3 * np.arange(3000 - 900 * number)
+        path = folder / f"{'abc'[number]}.bin"
+        paths.append(write_shard(path, ids.tolist(), vocab_size=10_000, text_bytes=len(ids)))
+    return prepare_corpus(config(*paths, weights=weights), 10_000, folder)
+
+
+def source_of(rows: np.ndarray) -> np.ndarray:
+    return (rows[..., 1] - 1) % 3
+
+
+@pytest.mark.parametrize("weights", [(), (0.5, 0.375, 0.125)])
+@pytest.mark.parametrize(("processes", "groups", "steps"), [(1, 1, 1), (4, 1, 2), (2, 2, 2)])
+def test_an_elastic_batch_is_the_mixed_one_with_few_sources_on_a_device(
+    tmp_path: Path, weights: tuple[float, ...], processes: int, groups: int, steps: int
+) -> None:
+    """Each device has neighbouring rows of the batch sorted by source, whatever the processes."""
+    corpus, batch = three_sources(tmp_path, weights), 16
+    options: dict[str, Any] = {"batch_size": batch, "sequence_length": 16, "seed": 3}
+    mixed = take(train_batches(corpus, **options), 6)
+    parts = loader.BatchParts(groups, steps)
+    devices = []
+    for index in range(processes):
+        share: dict[str, Any] = {"process_index": index, "process_count": processes}
+        own = take(train_batches(corpus, **options, **share, config=ELASTIC, parts=parts), 6)
+        # as `place_batch`: micro-batches, devices, rows
+        by_step = own.reshape(6, steps, groups, -1, 17)
+        devices += list(np.moveaxis(by_step, 2, 0))
+    rows_DSATK = np.stack(devices)
+    assert rows_DSATK.shape[0] == processes * groups
+    for step in range(6):
+        of_step = rows_DSATK[:, step]
+        assert sorted(map(bytes, of_step.reshape(batch, -1))) == sorted(map(bytes, mixed[step]))
+        planned = np.sort(source_of(mixed[step])).reshape(processes * groups, -1)
+        for device, expected in zip(of_step, planned, strict=True):
+            np.testing.assert_array_equal(np.sort(source_of(device).ravel()), expected)
+            # every micro-batch has its share of each source
+            count = np.stack([np.bincount(row, minlength=3) for row in source_of(device)])
+            assert np.ptp(count, axis=0).max() <= 1
+
+
+def test_a_process_of_an_elastic_layout_reads_its_own_sources_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = three_sources(tmp_path)
+    read: set[str] = set()
+    original = loader._TokenWindows.__getitem__
+
+    def noted(self: loader._TokenWindows, index: int) -> np.ndarray:
+        read.add(Path(self._source.name).stem)
+        return original(self, index)
+
+    monkeypatch.setattr(loader._TokenWindows, "__getitem__", noted)
+    seen = {}
+    for layout in ("mixed", "elastic"):
+        for index in range(4):
+            read.clear()
+            data = DataConfig(path=("a", "b"), layout=layout)  # type: ignore[arg-type]
+            share: dict[str, Any] = {"process_index": index, "process_count": 4}
+            take(train_batches(corpus, **SHAPE, **share, config=data, num_threads=0), 4)
+            seen[layout, index] = "".join(sorted(read))
+    assert [seen["elastic", i] for i in range(4)] == ["a", "a", "b", "bc"]
+    assert all(len(seen["mixed", i]) > 1 for i in range(4))
+
+
+def test_an_elastic_run_goes_on_with_other_devices(tmp_path: Path) -> None:
+    """The position says nothing of processes and devices, and counts for either layout."""
+    corpus = three_sources(tmp_path)
+    batches = train_batches(corpus, **SHAPE, config=ELASTIC)
+    assert "elastic: of 1 devices or groups of them, " in batches.description
+    assert [float(words.split()[-1]) for words in batches.description.split(", ")[1:]] == [
+        0.50,
+        0.38,
+        0.12,
+    ]
+    for _ in range(5):
+        next(batches)
+    state = batches.get_state()
+    expected = [next(batches) for _ in range(3)]
+    batches.close()
+    halves = []
+    for index in range(2):
+        share: dict[str, Any] = {"process_index": index, "process_count": 2}
+        half = train_batches(corpus, **SHAPE, **share, config=ELASTIC)
+        half.set_state(state)
+        halves.append(take(half, 3))
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), expected)
+    mixed = train_batches(corpus, **SHAPE)
+    mixed.set_state(state)
+    for rows, other in zip(take(mixed, 3), expected, strict=True):
+        assert sorted(map(bytes, rows)) == sorted(map(bytes, other))
+
+
+def test_an_elastic_batch_must_divide_over_devices_and_micro_batches(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError,
+        match="batch_size = 8: must be a multiple of the 2 processes x 2 groups of devices x 3",
+    ):
+        train_batches(
+            three_sources(tmp_path),
+            **SHAPE,
+            process_count=2,
+            config=ELASTIC,
+            parts=loader.BatchParts(2, 3),
+        )
+    with pytest.raises(ValueError, match=r"data\.layout = 'elastic': must be mixed with fewer"):
+        DataConfig(path=("a",), layout="elastic")
+
+
 # Evaluation
 
 

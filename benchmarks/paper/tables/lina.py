@@ -191,6 +191,25 @@ TRAINING = (
         words.ablation_text,
     ),
     Row(
+        "scheduler, a queue at run time",
+        "what starting collectives by priority at run time could save over the compiled order",
+        "collectives wait in a queue at run time, by priority; no figures of the queue alone",
+        "no figures to compare: shares of a traced step that bound a queue's gain: no collective "
+        "runs though a later one has its input, and all-to-alls wait behind other collectives that "
+        "began after their input was there; a collective under way is not interrupted by either",
+        "lina-queue",
+        words.queue_text,
+    ),
+    Row(
+        "section 5, experts by load in training",
+        "experts that change their devices by popularity (`--comm.balance-every-steps`)",
+        "none of training: the paper places experts in inference",
+        "no figures to compare: the busiest device's tokens with and without; a device has as many "
+        "experts as before",
+        "elastic-text",
+        words.placed_in_training_text,
+    ),
+    Row(
         "Figures 10 to 15, partition size",
         "speed of a step over `ready` by the size of a chunk",
         "30 MB chosen; above 50 MB two models slow down, below 10 MB overhead may cost more",

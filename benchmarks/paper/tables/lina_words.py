@@ -85,6 +85,28 @@ def ddp_text(result: Result) -> str:
     )
 
 
+def queue_text(result: Result) -> str:
+    parts = []
+    for row in result["queue"]["rows"]:
+        resting, inverted = (
+            row[f"queue_{name}_s"] / row["seconds"] for name in ("resting", "inverted")
+        )
+        where = f"{row['variant']}, {row['mbit_per_s']:g} Mbit/s"
+        parts.append(f"{where}: {resting:.1%} resting, {inverted:.1%} behind others")
+    return "; ".join(parts)
+
+
+def placed_in_training_text(result: Result) -> str:
+    skewed, balanced = (
+        matching_row(result["rows"], layout=name) for name in ("skewed", "balanced")
+    )
+    return (
+        f"the busiest of two devices gets {skewed['busiest_device']:.2f} of the mean, with experts "
+        f"by load {balanced['busiest_device']:.2f}; steps that overflow {skewed['overflowed']} and "
+        f"{balanced['overflowed']}"
+    )
+
+
 def gradient_cutting_text(result: Result) -> str:
     rows = result["overhead_of_cutting"]["rows"]
     chunks, whole = (

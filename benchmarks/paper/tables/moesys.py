@@ -242,6 +242,16 @@ SECTIONS = (
         words.fusion_text,
     ),
     Row(
+        "section 5.3, elastic training of language",
+        "corpora on devices by their shares (`--data.layout elastic`), experts split over all "
+        "devices, against whole corpora on a device",
+        "none of language alone",
+        "the ratio of Table 3, of tokens/s and with expert parallelism; heads are shared; without "
+        "the balance of 4/2/1/1 a device computes rows that do not count",
+        "elastic-text",
+        words.elastic_text_text,
+    ),
+    Row(
         "section 5.1, GShard's gating",
         "a token goes to its second expert as often as that one's weight says, against always",
         "no figures",

@@ -209,6 +209,16 @@ def elastic_alone_text(result: Result) -> str:
     )
 
 
+def elastic_text_text(result: Result) -> str:
+    mixed, elastic = (matching_row(result["rows"], layout=name) for name in ("mixed", "elastic"))
+    read = ["+".join(names) for names in elastic["corpora_by_device"]]
+    return (
+        f"{elastic['speed_up']:.2f} times the tokens/s of whole corpora in their order on two "
+        f"devices (plain mixture: {mixed['speed_up']:.2f}); devices read {' and '.join(read)}, "
+        f"losses differ from the mixture's by {elastic['loss_error']:.1g} at most"
+    )
+
+
 def strategy_text(result: Result, variant: str) -> str:
     rows = result["strategies"]["rows"]
     alone, baseline = (matching_row(rows, variant=name) for name in (variant, "baseline"))

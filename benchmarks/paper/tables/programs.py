@@ -36,6 +36,13 @@ PROGRAMS = (
         limit_s=240,
     ),
     Program(
+        "elastic-text",
+        "python benchmarks/paper/elastic_text.py",
+        "elastic_text_cpu.json",
+        quick="benchmarks/paper/elastic_text.py --quick",
+        limit_s=240,
+    ),
+    Program(
         "moesys-table-4",
         "sudo python benchmarks/comm/slow_link.py embedding --rates 1000 --kinds replicated "
         "columns rows",
@@ -164,6 +171,13 @@ PROGRAMS = (
         f"{STEPS} ddp --rates 50 --rounds 5 --variants fixed ready chunks --chunk-bytes 1500000",
         ORDER_FILE,
         no_quick="the smoke test of lina-ddp runs this program",
+    ),
+    Program(
+        "lina-queue",
+        f"{STEPS} order --rates 50 200 --variants ready chunks pipelined --rounds 3 "
+        "--chunk-bytes 1500000",
+        ORDER_FILE,
+        no_quick=SMOKE_OF_ORDER,
     ),
     Program(
         "lina-partition-size",

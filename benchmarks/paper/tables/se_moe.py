@@ -25,6 +25,7 @@ SAME = {
     "Figure 10": "Figure 12",
     "Figure 11": "Figure 10",
     "section 2.1": "section 3.2.1, Equation 1",
+    "section 4.1": "section 5.3, elastic training of language",
     "Algorithm 1": "section 3.2.2, Algorithms 1 and 2",
 }
 OWN_FIGURES = {

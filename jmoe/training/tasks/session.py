@@ -78,6 +78,7 @@ class VisionSession(Session):
     resizing: RequestSignal | None = None  # a request for another number of devices
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert isinstance(self.config, VisionTrainConfig)
         self.layouts = LayoutController(self.config, self.mesh.size)
         self.idle = IdleTime()
