@@ -32,12 +32,14 @@ from jmoe.data.text_files import standard_library_files
 from jmoe.data.tokenizer import train_bpe
 
 CHILD = """
-import resource, sys, time
-from jmoe.data.prepare import main
-status = main(sys.argv[1:])
+import resource, runpy
+try:
+    runpy.run_module("jmoe.data.prepare", run_name="__main__")
+except SystemExit as end:
+    status = end.code
 usage = resource.getrusage(resource.RUSAGE_SELF)
 print("usage", usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, 0)
-sys.exit(status)
+raise SystemExit(status)
 """
 ALONE = """
 import json, resource, sys
