@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,12 +22,14 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
+    # workers yield to all other processes of the machine, and a busy one lets them wait for ever
+    "RAY_worker_niceness": "0",
     # a busy machine needs longer to start processes
     "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_register_timeout_seconds": "300",
 }
 NODE_START_S = 300.0  # Ray itself gives up after 30
-# of a node's processes; a node that chooses them itself ends if that takes longer than 15 s
+# Of a node's agents, which write them into files. The node ends if it misses one of these for 15 s.
 PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
@@ -42,7 +45,8 @@ def ray_cluster(
     """Yield a `Cluster` of nodes of so many cores each, the first of which is the head."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     services = pytest.importorskip("ray._private.services")
-    get_node = services.get_node
+    node_module = pytest.importorskip("ray._private.node")
+    get_node, start_raylet = services.get_node, node_module.Node.start_raylet
 
     def wait_for_node(*arguments: Any) -> Any:
         deadline = time.monotonic() + NODE_START_S
@@ -54,8 +58,15 @@ def ray_cluster(
                     raise
                 time.sleep(0.2)
 
+    def start_with_ports(node: Any, *arguments: Any, **options: Any) -> None:
+        for name in PORTS:
+            file = Path(node.get_session_dir_path(), f"{name}_{node.node_id}")
+            file.write_text(str(getattr(node._ray_params, name)))
+        start_raylet(node, *arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(services, "get_node", wait_for_node)
+        patch.setattr(node_module.Node, "start_raylet", start_with_ports)
         for name, value in {**SETTINGS, **(environment or {})}.items():
             patch.setenv(name, value)
         node = {"num_cpus": cores, "object_store_memory": OBJECT_STORE_BYTES}
