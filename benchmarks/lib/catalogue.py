@@ -30,6 +30,7 @@ TITLES = {
     "restart_cpu": ("runs", "Restarting after the loss of a rank"),
     "faults_cpu": ("runs", "Runs through random faults"),
     "snapshots_cpu": ("runs", "Snapshots in memory beside checkpoints"),
+    "prepare_cpu": ("runs", "Preparing a corpus beside tokenizers alone"),
     "saving_cpu": ("runs", "What a save costs with experts on NVMe"),
     "decoding_cpu": ("inference", "Decoding and prefill beside transformers"),
     "llamacpp_cpu": ("inference", "Decoding and prefill beside llama.cpp"),

@@ -37,8 +37,7 @@ python -m benchmarks     # every program, and what it measures; with a name and 
 ```
 
 A page for each file of [`benchmarks/results`](../benchmarks/results), which `make docs` writes,
-begins with the newest measurement and folds the others. Machines vary: compare ratios of one run.
-[The papers' tables and figures](papers.md) stand beside ours on a page of their own.
+the newest measurement first. Compare ratios of one run. [The papers' tables](papers.md) are apart.
 
 | area | what was measured | machine | date |
 |---|---|---|---|

@@ -1,9 +1,10 @@
 """Preparation of a corpus: processor time beside tokenizers alone, memory, time of several workers.
 
-Contestants take turns, and figures are medians of the rounds. Processor seconds, which the load of
-the machine changes little, are compared for one process, elapsed seconds for workers; both without
-the time of a start, which an empty corpus has. The text is the standard library's source, as JSONL,
-repeated with a number in each document; the tokenizer is a byte-level BPE trained on it.
+Contestants take turns, and figures are medians of the rounds. Processor seconds of all processes
+are compared, which the load of the machine changes little, without those of a start, which a corpus
+of a few documents has. Elapsed seconds of several workers depend on the load. The text is the
+standard library's source, as JSONL, repeated with a number in each document; the tokenizer is a
+byte-level BPE trained on it.
 """
 
 import itertools
@@ -15,9 +16,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import RESULTS, ROOT
 from benchmarks.lib.report import (
     JsonObject,
     finish,
@@ -27,17 +29,21 @@ from benchmarks.lib.report import (
     progress,
     ratio,
     versions,
+    write,
 )
 from jmoe.data.text_files import standard_library_files
 from jmoe.data.tokenizer import train_bpe
 
 CHILD = """
-import resource, sys, time
-from jmoe.data.prepare import main
-status = main(sys.argv[1:])
-usage = resource.getrusage(resource.RUSAGE_SELF)
-print("usage", usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, 0)
-sys.exit(status)
+import resource, runpy
+try:
+    runpy.run_module("jmoe.data.prepare", run_name="__main__")
+except SystemExit as end:
+    status = end.code
+own, workers = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+cpu_s = own.ru_utime + own.ru_stime + workers.ru_utime + workers.ru_stime
+print("usage", cpu_s, max(own.ru_maxrss, workers.ru_maxrss) / 1024, 0)
+raise SystemExit(status)
 """
 ALONE = """
 import json, resource, sys
@@ -59,6 +65,18 @@ print("usage", usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, count)
 """
 
 
+NOTES = {
+    "tokens per cpu s": "processor seconds, user and system, of all processes, without those of a"
+    " start; ours and tokenizers alone take turns, each in a new process of one thread",
+    "ratio": "median, round by round, of our tokens per processor second beside tokenizers alone",
+    "tokenizers alone": "reads the JSONL, encodes 64 documents a call, counts the ids, writes"
+    " nothing",
+    "speedup": "of elapsed seconds, which other processes share: see the load",
+}
+START_MB = 0.04  # of a corpus for starts
+RESULT = RESULTS / "prepare_cpu.json"
+
+
 def write_corpus(path: Path, size_bytes: int) -> None:
     """Write about `size_bytes` of documents as JSONL."""
     texts = [file.path.read_text() for file in standard_library_files()]
@@ -71,8 +89,8 @@ def write_corpus(path: Path, size_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a program took: its own processor seconds and peak memory, elapsed seconds, and the
-    number of tokens, if it prints it.
+    """What a program took: processor seconds of all its processes, peak memory of the largest one,
+    elapsed seconds, and the number of tokens, if it prints it.
     """
 
     cpu_s: float
@@ -94,19 +112,20 @@ def run(code: str, *arguments: object) -> Usage:
 
 
 def prepare(corpus: Path, tokenizer: Path, workers: int) -> Usage:
-    """Prepare a corpus into a new folder, which is deleted; in units of which each worker gets
-    several.
+    """Prepare a corpus into a new folder, which is deleted. Each worker gets four units; one, if
+    the corpus is for starts.
     """
+    size_mb = corpus.stat().st_size / 1e6
+    units = workers * (4 if size_mb > 2 * START_MB else 1)
     with tempfile.TemporaryDirectory(dir=corpus.parent) as folder:
-        unit_mb = max(0.1, min(8, corpus.stat().st_size / 1e6 / 4 / workers))
-        settings = ["--workers", workers, "--unit-mb", unit_mb, "--held-out-bytes", 1]
-        out = Path(folder, "shards")
-        return run(CHILD, corpus, "--out", out, "--tokenizer", tokenizer, *settings)
+        settings = ["--workers", workers, "--unit-mb", min(8, 1.001 * size_mb / units)]
+        arguments = [corpus, "--out", Path(folder, "shards"), "--tokenizer", tokenizer, *settings]
+        return run(CHILD, *arguments, "--held-out-bytes", 1)
 
 
 def compare_with_tokenizers(corpora: Sequence[Path], tokenizer: Path, rounds: int) -> JsonObject:
-    """Return the figures of each corpus beside those of tokenizers alone. corpora: the first is
-    empty.
+    """Return the figures of each corpus beside those of tokenizers alone. corpora: the first
+    is for starts.
     """
     ours: dict[Path, list[Usage]] = {corpus: [] for corpus in corpora}
     alone: dict[Path, list[Usage]] = {corpus: [] for corpus in corpora}
@@ -138,28 +157,33 @@ def compare_with_tokenizers(corpora: Sequence[Path], tokenizer: Path, rounds: in
 
 
 def compare_workers(
-    empty: Path, corpus: Path, tokenizer: Path, rounds: int, workers: Sequence[int]
+    start: Path, corpus: Path, tokenizer: Path, rounds: int, workers: Sequence[int]
 ) -> JsonObject:
-    """Return the elapsed time of each number of workers."""
-    elapsed: dict[int, list[float]] = {count: [] for count in workers}
+    """Return the processor and the elapsed seconds of each number of workers."""
+    whole: dict[int, list[Usage]] = {count: [] for count in workers}
+    begun: dict[int, list[Usage]] = {count: [] for count in workers}
     for _ in range(rounds):
         for count in workers:
-            start_s = prepare(empty, tokenizer, count).elapsed_s
-            elapsed[count].append(prepare(corpus, tokenizer, count).elapsed_s - start_s)
-    first = elapsed[workers[0]]
-    return {
-        "workers": [
-            progress(
-                {
-                    "workers": count,
-                    "elapsed_s": median(elapsed[count]),
-                    "speedup": ratio(first, elapsed[count]),
-                    "elapsed_s_by_round": [round(seconds, 2) for seconds in elapsed[count]],
-                }
-            )
-            for count in workers
-        ]
-    }
+            begun[count].append(prepare(start, tokenizer, count))
+            whole[count].append(prepare(corpus, tokenizer, count))
+
+    def seconds(count: int, field: str) -> list[float]:
+        pairs = zip(whole[count], begun[count], strict=True)
+        return [getattr(both, field) - getattr(first, field) for both, first in pairs]
+
+    rows = []
+    for count in workers:
+        cpu_s, elapsed_s = seconds(count, "cpu_s"), seconds(count, "elapsed_s")
+        row = {
+            "workers": count,
+            "cpu_s": median(cpu_s),
+            "tokens_per_cpu_s_beside_first": ratio(seconds(workers[0], "cpu_s"), cpu_s),
+            "elapsed_s": median(elapsed_s),
+            "speedup": ratio(seconds(workers[0], "elapsed_s"), elapsed_s),
+            "peak_mb_of_a_process": round(max(usage.peak_mb for usage in whole[count])),
+        }
+        rows.append(progress(row))
+    return {"workers": rows}
 
 
 def main() -> None:
@@ -167,8 +191,10 @@ def main() -> None:
     own = parser(__doc__)
     own.add_argument("--mb", type=float, default=4.0, help="size of the smaller corpus")
     own.add_argument("--vocab-size", type=int, default=8192)
-    own.add_argument("--rounds", type=int, default=3)
+    own.add_argument("--rounds", type=int, default=5)
     own.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    own.add_argument("--machine", default="", help="the processor, for the result")
+    own.add_argument("--write", action="store_true", help=f"into benchmarks/results/{RESULT.name}")
     a = own.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
@@ -176,13 +202,23 @@ def main() -> None:
         texts = [file.path.read_text() for file in standard_library_files()[:200]]
         train_bpe(texts, a.vocab_size).save(str(tokenizer))
         corpora = [Path(name, f"{number}.jsonl") for number in range(3)]
-        for corpus, mb in zip(corpora, (0, a.mb, 10 * a.mb), strict=True):
-            write_corpus(corpus, max(1, round(mb * 1e6)))
+        for corpus, mb in zip(corpora, (START_MB, a.mb, 10 * a.mb), strict=True):
+            write_corpus(corpus, round(mb * 1e6))
         result = compare_with_tokenizers(corpora, tokenizer, a.rounds)
         result |= compare_workers(corpora[0], corpora[-1], tokenizer, a.rounds, a.workers)
-    loads = {"load_before": round(load_before, 1), "load_after": round(os.getloadavg()[0], 1)}
-    about = {"benchmark": "prepare", "options": options(a), "versions": versions("tokenizers")}
-    finish(about | loads | result)
+    about = {
+        "benchmark": "prepare",
+        "date": date.today().isoformat(),
+        "machine": a.machine,
+        "options": options(a, "machine", "write"),
+        "versions": versions("tokenizers", "numpy"),
+        "notes": NOTES,
+        "load_before": round(load_before, 1),
+        "load_after": round(os.getloadavg()[0], 1),
+    }
+    if a.write:
+        write(about | result, RESULT)
+    finish(about | result)
 
 
 if __name__ == "__main__":

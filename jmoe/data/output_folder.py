@@ -12,13 +12,12 @@ import contextlib
 import functools
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jmoe.data.scratch_folder import scratch_folder
 from jmoe.data.shards import TEMPORARY, remove_stale_temporaries, replace_content_durably
 from jmoe.memory.direct_io import fsync
 
@@ -202,8 +201,8 @@ class StoredFolder:
 
     @contextlib.contextmanager
     def staging(self, names: Sequence[str]) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="jmoe-upload-") as folder:
-            yield Path(folder)
+        with scratch_folder() as folder:
+            yield folder
             with self._using_store() as (fs, root):
                 for name in names:
                     fs.put_file(f"{folder}/{name}", f"{root}/{name}")
@@ -230,8 +229,9 @@ class StoredFolder:
 @functools.lru_cache(1)
 def _download(folder: StoredFolder, names: tuple[str, ...]) -> Path:
     """Return a new folder with copies of the files, which is deleted when the process ends."""
-    local = Path(tempfile.mkdtemp(prefix="jmoe-tokenizer-"))
-    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    local = stack.enter_context(scratch_folder())
     for name, content in folder.read_all(names).items():
         (local / name).parent.mkdir(exist_ok=True)
         (local / name).write_bytes(content)

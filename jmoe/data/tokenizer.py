@@ -31,9 +31,13 @@ END_OF_TEXT_NAMES = (
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-text token
 # the trainer allocates for all tokens at once, and aborts the process if memory is short
 MAX_VOCAB_SIZE = 1 << 22
-# Text per call of the tokenizer: one piece per thread, so that progress is reported about every
-# second.
-BATCH_CHARACTERS = min(os.cpu_count() or 1, 16) << 20
+# Text per call of the tokenizer: of several threads, one piece for each, so that progress is
+# reported about every second; of one thread, little, as encodings take about 40 bytes a character.
+THREAD_CHARACTERS = 1 << 20
+MAX_THREADS = 16
+SINGLE_THREAD_CHARACTERS = 1 << 18
+PARALLELISM = "TOKENIZERS_PARALLELISM"  # the tokenizers library reads it at each call
+NO_PARALLELISM = ("", "off", "false", "f", "no", "n", "0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,16 +210,24 @@ def encode_pieces(
     The ids of a document's last piece end with the end-of-text id.
     """
     batch: list[tuple[str, bool]] = []
-    characters = 0
+    characters, batch_characters = 0, _batch_characters()
     for piece in (
         _join_cut_tokens(texts, loaded.control_tokens) if loaded.encodes_control_tokens else texts
     ):
         batch.append(piece)
         characters += len(piece[0])
-        if characters >= BATCH_CHARACTERS or len(batch) >= 4096:
+        if characters >= batch_characters or len(batch) >= 4096:
             yield from _encode_batch(loaded, batch)
             batch, characters = [], 0
     yield from _encode_batch(loaded, batch)
+
+
+def _batch_characters() -> int:
+    """Return how much text a call of the tokenizer gets, by the number of its threads."""
+    if os.environ.get(PARALLELISM, "true").lower() in NO_PARALLELISM:
+        return SINGLE_THREAD_CHARACTERS
+    threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    return THREAD_CHARACTERS * threads if threads > 1 else SINGLE_THREAD_CHARACTERS
 
 
 def _join_cut_tokens(
@@ -262,4 +274,6 @@ def _encode_batch(
     texts = [text for text, _ in batch]
     loaded.check_characters_known(texts)
     for ids, (text, ends_document) in zip(loaded.encode(texts), batch, strict=True):
-        yield ids + [loaded.eot] * ends_document, len(text.encode())
+        if ends_document:
+            ids.append(loaded.eot)
+        yield ids, len(text.encode())

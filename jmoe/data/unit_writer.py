@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +23,7 @@ from jmoe.data.sample_encoder import (
     make_sample_encoder,
 )
 from jmoe.data.samples import PreferencePair, Sample
+from jmoe.data.scratch_folder import scratch_folder
 from jmoe.data.shards import (
     LENGTHS_SUFFIX,
     open_shard,
@@ -78,8 +78,8 @@ def write_unit_on_one_core(job: Job, unit: Unit) -> JsonObject:
 
 def _write_text(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
     tokenizer = tokenizer_of(job)
-    with tempfile.TemporaryDirectory(prefix="jmoe-unit-") as folder:
-        path = Path(folder) / f"shard{SHARD_SUFFIX}"
+    with scratch_folder() as folder:
+        path = folder / f"shard{SHARD_SUFFIX}"
         counter = ControlTextCounter(
             () if tokenizer.encodes_control_tokens else tokenizer.control_tokens
         )
@@ -100,8 +100,8 @@ def _write_text(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
 
 def _write_samples(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
     encoder = sample_encoder_of(job)
-    with tempfile.TemporaryDirectory(prefix="jmoe-unit-") as folder:
-        path = Path(folder) / f"shard{SHARD_SUFFIX}"
+    with scratch_folder() as folder:
+        path = folder / f"shard{SHARD_SUFFIX}"
         with writing_sample_shard(
             path,
             vocab_size=encoder.tokenizer.vocab_size,

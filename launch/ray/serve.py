@@ -234,10 +234,17 @@ def _status_and_headers(start: dict[str, Any]) -> tuple[int, dict[str, str]]:
 
 
 def make_application(
-    config: ServeConfig, min_replicas: int, max_replicas: int, *, on_gpus: bool
+    config: ServeConfig,
+    min_replicas: int,
+    max_replicas: int,
+    *,
+    downscale_delay_s: float,
+    on_gpus: bool,
 ) -> serve.Application:
     """Return the application: an ingress on every node with a proxy, and replicas that scale with
     the requests under way.
+
+    downscale_delay_s: how long fewer requests are under way before a replica is stopped.
     """
     max_batch = config.engine.max_batch
     resources = {"num_gpus": config.engine.mesh.devices} if on_gpus else {"num_cpus": 1}
@@ -249,6 +256,7 @@ def make_application(
             max_replicas=max_replicas,
             initial_replicas=min_replicas,
             target_ongoing_requests=max_batch,
+            downscale_delay_s=downscale_delay_s,
         ),
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
@@ -266,12 +274,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ray", default="auto", help="HOST:PORT of the head, or auto")
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--max-replicas", type=int, default=1)
+    parser.add_argument(
+        "--downscale-delay-s",
+        type=float,
+        default=AutoscalingConfig().downscale_delay_s,
+        help="stop a replica after so many seconds of less load (%(default)s)",
+    )
     options, others = parser.parse_known_args(arguments)
     config = parse_serve(others)
     if not 1 <= options.min_replicas <= options.max_replicas:
         sys.exit(
             f"--min-replicas = {options.min_replicas}: must be at least 1 and at most"
             f" --max-replicas = {options.max_replicas}"
+        )
+    if not 0 <= options.downscale_delay_s < float("inf"):
+        sys.exit(
+            f"--downscale-delay-s = {options.downscale_delay_s}: must be 0 or more, and finite"
         )
     config = with_absolute_paths(config)
     if not Path(config.model).exists():
@@ -288,7 +306,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except TimeoutError as error:  # after 60 s; a busy node may need longer, and goes on
         print(error, file=sys.stderr)
     application = make_application(
-        config, options.min_replicas, options.max_replicas, on_gpus=on_gpus
+        config,
+        options.min_replicas,
+        options.max_replicas,
+        downscale_delay_s=options.downscale_delay_s,
+        on_gpus=on_gpus,
     )
     serve.run(application, name=APPLICATION, blocking=True)
 

@@ -170,6 +170,32 @@ def test_mistakes_are_named_before_anything_is_written(
     assert "already token shards" in capsys.readouterr().err
 
 
+THREADS = """
+import os, runpy
+try:
+    runpy.run_module("jmoe.data.prepare", run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_the_program_is_one_thread(mixed_texts: Path, byte_tokenizer: Path, tmp_path: Path) -> None:
+    """A second thread, such as NumPy's, would make malloc take locks."""
+    text = mixed_texts / "a.jsonl"  # without Parquet, whose library has threads
+    arguments = [text, "--tokenizer", byte_tokenizer, "--out", tmp_path / "shards"]
+    hidden = ("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS, *map(str, arguments), "--workers", "1"],
+        env={**environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "1"
+
+
 @pytest.mark.slow
 def test_killed_workers_are_replaced(
     mixed_texts: Path, byte_tokenizer: Path, tmp_path: Path

@@ -1,26 +1,29 @@
-"""Two replicas behind Ray Serve: chats with one prefix meet one replica, and a replica is killed
-under load.
+"""Replicas behind Ray Serve: chats with one prefix meet one replica, a node's replicas share one
+packed copy of the experts, one is killed under load, and their number follows the load.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.ray_clusters import SETTINGS, kill_worker, ray_cluster
 from tests.train_runs import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S, LIMIT_S = 600.0, 120.0
 SIZES = ("--max-batch", 4, "--max-seq-len", 2048, "--prefill-chunk-tokens", 32)
@@ -35,27 +38,48 @@ PATIENCE = {
 }
 
 
-@pytest.fixture(scope="module")
-def url(model_folder: Path) -> Iterator[str]:
+@contextlib.contextmanager
+def serving(model_folder: Path, *options: object) -> Iterator[str]:
+    """Yield the URL of an application on a cluster of one node with two cores."""
     port = free_port()
     settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **PATIENCE}
-    with ray_cluster(2, settings) as cluster:
-        replicas = ["--min-replicas", 2, "--max-replicas", 2, "--port", port, *SIZES]
+    with ray_cluster(1, settings, cores=2) as cluster:
         command = [sys.executable, ROOT / "launch/ray/serve.py", model_folder, "--ray"]
-        with subprocess.Popen(
-            [*map(str, [*command, cluster.address, *replicas])],
-            env={**os.environ, **SETTINGS, **settings},
-        ) as server:
+        command += [cluster.address, "--port", port, *SIZES, *options]
+        environment = {**os.environ, **SETTINGS, **settings}
+        with subprocess.Popen(list(map(str, command)), env=environment) as server:
             address = f"http://127.0.0.1:{port}"
             try:
-                deadline = time.monotonic() + START_LIMIT_S
-                while len(replicas_of(address)) < 2:
-                    assert server.poll() is None
-                    assert time.monotonic() < deadline
-                    time.sleep(1)
+                wait_until(lambda: bool(replicas_of(address)), START_LIMIT_S, server)
                 yield address
             finally:
                 server.kill()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the replicas of `url` pack their experts."""
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path, experts: Path) -> Iterator[str]:
+    replicas = ("--min-replicas", 2, "--max-replicas", 2)
+    on_nvme = ("--policy", "experts", "--expert-tier", "nvme", "--cache-dir", experts)
+    with serving(model_folder, *replicas, *on_nvme) as address:
+        wait_until(lambda: len(replicas_of(address)) == 2, START_LIMIT_S)
+        yield address
+
+
+def wait_until(
+    done: Callable[[], bool], limit_s: float, program: subprocess.Popen[bytes] | None = None
+) -> None:
+    """Return once `done()`; the program must run until then."""
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert program is None or program.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(1)
 
 
 def replicas_of(url: str) -> set[str]:
@@ -69,6 +93,33 @@ def replicas_of(url: str) -> set[str]:
         if answer.status_code == 200:
             seen.add(answer.headers[HEADER])
     return seen
+
+
+def prompt_tokens(url: str) -> dict[str, float]:
+    """Return {replica: tokens of its prompts} of all running replicas."""
+    answer = httpx.get(f"{url}/metrics", timeout=LIMIT_S)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    return {
+        sample.labels["replica"]: sample.value
+        for family in text_string_to_metric_families(answer.text)
+        if family.name == "vllm:prompt_tokens"
+        for sample in family.samples
+        if sample.name == "vllm:prompt_tokens_total"
+    }
+
+
+def readers_of(folder: Path) -> dict[str, set[int]]:
+    """Return {file of records, also a deleted one: processes of replicas that have it open}."""
+    readers: dict[str, set[int]] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if "ServeReplica:jmoe:Replica" not in " ".join(process.info["cmdline"] or []):
+            continue
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                target = os.readlink(link)
+                if target.startswith(f"{folder}/") and "/records-" in target:
+                    readers.setdefault(target, set()).add(process.pid)
+    return readers
 
 
 def ask(url: str, text: str, user: str = "hello") -> httpx.Response:
@@ -91,6 +142,14 @@ def test_ten_chats_with_one_prefix_meet_one_replica(url: str) -> None:
     assert len(set(by_prefix.values())) == 2
 
 
+def test_replicas_of_a_node_share_a_packed_copy(url: str, experts: Path) -> None:
+    """One replica writes the experts, and both read that file: none was packed anew and deleted."""
+    ((path, processes),) = readers_of(experts).items()
+    assert len(processes) == 2
+    assert list(experts.rglob("records-*.bin")) == [Path(path)]
+    assert Path(path).stat().st_size >= 3 * 4 * 3 * 32 * 32 * 4  # of 3 layers of 4 experts
+
+
 def test_a_refusal_is_the_servers_own(url: str) -> None:
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "depth": 3}, timeout=LIMIT_S)
     assert answer.status_code == 400
@@ -100,25 +159,12 @@ def test_a_refusal_is_the_servers_own(url: str) -> None:
 
 def test_metrics_are_of_each_replica(url: str) -> None:
     """Each replica's tokens are counted under its own name, and add up to those of the answers."""
-
-    def tokens() -> dict[str, float]:
-        answer = httpx.get(f"{url}/metrics", timeout=LIMIT_S)
-        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
-        families = text_string_to_metric_families(answer.text)
-        return {
-            sample.labels["replica"]: sample.value
-            for family in families
-            if family.name == "vllm:prompt_tokens"
-            for sample in family.samples
-            if sample.name == "vllm:prompt_tokens_total"
-        }
-
-    before, asked = tokens(), dict.fromkeys(replicas_of(url), 0)
+    before, asked = prompt_tokens(url), dict.fromkeys(replicas_of(url), 0)
     assert set(before) == set(asked) and len(asked) == 2
     for prefix in range(8):
         answer = ask(url, f"{prefix} is another instruction. " * 20)
         asked[answer.headers[HEADER]] += answer.json()["usage"]["prompt_tokens"]
-    after = tokens()
+    after = prompt_tokens(url)
     assert {name: after[name] - before[name] for name in asked} == asked
 
 
@@ -152,7 +198,31 @@ def test_a_replica_is_killed_under_load(url: str) -> None:
     print(ended)
     assert ended["200"] + ended["whole stream"] >= 60
     assert set(ended) <= {"200", "503", "whole stream", "cut stream"}
-    deadline = time.monotonic() + LIMIT_S
-    while len(replicas_of(url)) < 2:  # another takes its place
-        assert time.monotonic() < deadline
-        time.sleep(1)
+    wait_until(lambda: len(replicas_of(url)) == 2, LIMIT_S)  # another takes its place
+
+
+def test_replicas_follow_the_load(model_folder: Path) -> None:
+    """A second replica starts under load, and stops after it; every request is answered."""
+    replicas = ("--min-replicas", 1, "--max-replicas", 2, "--downscale-delay-s", 5)
+    with serving(model_folder, *replicas) as url:
+        ended = threading.Event()
+
+        def ask_until_ended(number: int) -> set[int]:
+            seen = set()
+            while not ended.is_set():
+                body = {"prompt": f"fox {number}", "max_tokens": 100, "ignore_eos": True}
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)
+                seen.add(answer.status_code)
+            return seen
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            clients = [pool.submit(ask_until_ended, number) for number in range(16)]
+            try:
+                wait_until(lambda: len(prompt_tokens(url)) == 2, START_LIMIT_S)
+            finally:
+                ended.set()
+            assert set().union(*(client.result() for client in clients)) == {200}
+        begun = time.monotonic()
+        wait_until(lambda: len(prompt_tokens(url)) == 1, START_LIMIT_S)
+        print(f"one replica again {time.monotonic() - begun:.0f} s after the load")
+        assert ask(url, "an instruction").status_code == 200
