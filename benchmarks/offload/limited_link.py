@@ -6,9 +6,11 @@ gradients return). The passes cannot overlap: no weight of a step is known befor
 of the step before, because the clipping factor takes all of them.
 
 The host updates the experts (`tiers.update`), so that weights go to the device and gradients
-return. Each direction of the link is limited. A row has its limit as a share of the bytes that an
-H100's link (54 GB/s) moves in the time of its products (790 TFLOP/s): at 1, bytes and products take
-as long beside each other as on an H100. computing_s: steps with all experts on the device, taken
+return. Records are in host memory or on NVMe; `device`: in host memory, and the weights of all
+layers stay on the device in the dtype of the products, so that none goes there twice in a step.
+Each direction of the link is limited. A row has its limit as a share of the bytes that an H100's
+link (54 GB/s) moves in the time of its products (790 TFLOP/s): at 1, bytes and products take as
+long beside each other as on an H100. computing_s: steps with all experts on the device, taken
 before and after those of the row.
 
 passes_s is a stricter bound: the sum over both passes of max(the pass without a limit, the bytes of
@@ -36,6 +38,7 @@ from jmoe.offload.expert_updates import HostUpdate
 from jmoe.training.trainer import make_trainer
 
 H100_BYTES_PER_FLOP = 54e9 / 790e12
+PLACES = ("device", "host", "nvme")
 WARM_UP = 2  # steps, in which programs are compiled and caches are filled
 SIZE = 1024  # of the products that rate this device
 
@@ -100,7 +103,7 @@ def take_free_passes(session: Session, numbers: Sequence[int]) -> tuple[float, f
 
 
 def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
-    """Return, by share of an H100's ratio and tier, step / max(computing, link)."""
+    """Return, by share of an H100's ratio and place, step / max(computing, link)."""
     on_device = Session(
         config_of(a, folder, experts="device", optimizer="device", gradients="host"),
         make=make_trainer,
@@ -108,8 +111,8 @@ def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     take_steps(on_device, range(WARM_UP))
     rate = product_rate()
     rows = []
-    for tier in a.records:
-        rows += _measure_tier(a, folder / tier, tier, on_device, rate)
+    for place in a.records:
+        rows += _measure_place(a, folder / place, place, on_device, rate)
     on_device.program.close()
     return {
         "tokens": a.batch_size * a.sequence_length,
@@ -120,10 +123,12 @@ def measure(a: argparse.Namespace, folder: Path) -> JsonObject:
     }
 
 
-def _measure_tier(
-    a: argparse.Namespace, folder: Path, tier: str, on_device: Session, rate: float
+def _measure_place(
+    a: argparse.Namespace, folder: Path, place: str, on_device: Session, rate: float
 ) -> list[JsonObject]:
-    """Return the rows of a tier. rate: FLOP/s of products."""
+    """Return the rows of a place of records. rate: FLOP/s of products."""
+    weights_stay = {"device_layers": a.layers} if place == "device" else {}
+    tier = "host" if place == "device" else place
     config = config_of(
         a,
         folder,
@@ -132,6 +137,7 @@ def _measure_tier(
         gradients=tier,
         gradient_dtype="bfloat16",
         update="host",
+        **weights_stay,
     )
     session = Session(config)
     take_steps(session, range(WARM_UP))
@@ -154,7 +160,7 @@ def _measure_tier(
         step_s, computing_s = report.median(seconds), report.median(computing)
         bound_s, passes_s = max(computing_s, sum(links)), sum(map(max, passes, links))
         row = {
-            "records": tier,
+            "records": place,
             "share_of_h100_ratio": share,
             "link_mb_per_s": round(limit / 1e6, 2),
             "step_s": step_s,

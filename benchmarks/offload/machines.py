@@ -112,7 +112,7 @@ def fastest_plan(model: ModelConfig, on: Computer, sequences: int) -> TrainingPl
     """
     plans = []
     for experts, optimizer in PLACES:
-        for layers in (2, 1):
+        for layers in (model.num_hidden_layers, 2, 1):
             tiers = TiersConfig(
                 *(experts, optimizer),
                 gradient_dtype="bfloat16",

@@ -1,6 +1,7 @@
 """Tokens/s with experts in host memory over tokens/s with all of them on the device.
 
-In host memory the host updates the experts (`tiers.update`), and gradients go there in bfloat16. A
+In host memory the host updates the experts (`tiers.update`), and gradients go there in bfloat16;
+the weights of all layers stay on the device in the dtype of the products (`device_layers`). A
 step of more tokens than --micro-batch-tokens has several micro-batches on both sides, so that one
 compiled layer serves all steps.
 """
@@ -8,6 +9,7 @@ compiled layer serves all steps.
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.lib.report import JsonObject
@@ -33,8 +35,10 @@ def config_at(a: argparse.Namespace, folder: Path, place: str, tokens: int) -> T
     """Return the run of steps of `tokens`, with experts, optimizer and gradients on the tier
     `place`.
     """
-    update = {"update": "host", "gradient_dtype": "bfloat16"} if place == "host" else {}
-    run = config_of(a, folder, experts=place, optimizer=place, gradients="host", **update)
+    tiers: dict[str, Any] = {"gradients": "host"}
+    if place == "host":
+        tiers |= {"update": "host", "gradient_dtype": "bfloat16", "device_layers": a.layers}
+    run = config_of(a, folder, experts=place, optimizer=place, **tiers)
     return replace(
         run,
         batch_size=tokens // a.sequence_length,

@@ -8,7 +8,8 @@ layer and micro-batch by micro-batch. Each program's time is estimated as `train
 does. The seconds of link and host memory are the planner's (`train.py --plan`): a pass takes the
 longest of the three. Left out: what the host does between programs, and memory kinds (what is in
 host memory is no argument). argument_bytes, temporary_bytes: of a program by itself. --plan: the
-planner's seconds of computing, too.
+planner's seconds of computing, too; most_retained: if the host could update during both passes;
+published: another program's run on eight GPUs, planned with our products and with its own.
 """
 
 if __name__ == "__main__":
@@ -25,7 +26,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -37,9 +38,9 @@ import jax.numpy as jnp
 from benchmarks.lib import ahead_of_time, gpu, report
 from benchmarks.lib.report import JsonObject
 from benchmarks.offload import retention
-from benchmarks.offload.machines import SHARE_OF_PEAK
+from benchmarks.offload.machines import COMPUTERS, SHARE_OF_PEAK, models
 from benchmarks.offload.session import add_model_options
-from jmoe.config import STACKS, MachineConfig, TrainConfig
+from jmoe.config import STACKS, MachineConfig, MeshConfig, TiersConfig, TrainConfig
 from jmoe.config.tiers import ACCELERATORS
 from jmoe.mesh import make_mesh
 from jmoe.offload.slot_arrays import put_records
@@ -64,6 +65,19 @@ from jmoe.training.streamed.text import StreamedDecoder
 # of a host with one H100: its link, and eight channels of DDR5
 HOST = MachineConfig(accelerator="h100", link_bytes_per_s=5e10, host_memory_bytes_per_s=2e11)
 PLANNED_HOST_MEMORY = (2e11, 4e11)  # of --plan
+PLANNED_HOST_MEMORY_OF_EIGHT = (4e11, 8e11)
+
+
+class PublishedRun(NamedTuple):
+    """A run of another program on eight GPUs. step_s: with all state on them."""
+
+    model: str
+    tokens_per_device: int
+    step_s: float
+
+
+# https://github.com/PrimeIntellect-ai/prime-rl/pull/3234, on eight H200
+PUBLISHED = PublishedRun("Qwen3-30B-A3B", 8192, 1.75)
 H100_FLOPS = ACCELERATORS["h100"].flops
 FORWARD = ("unstack", "split", "unsharded", "embed", "route", "add_experts")
 OF_LAYER = ("route", "add_experts", "moe_gradients")  # run once a layer and micro-batch
@@ -194,10 +208,11 @@ def retained(device_s: float, computing_s: tuple[float, float], plan: TrainingPl
     """Return the estimated step with experts in host memory, and the share of speed it keeps."""
     model = plan.model
     updated = model.num_layers * model.active_experts * model.parameters_per_expert
+    updated *= model.devices_per_host
     host_s = [n * updated / plan.machine.host_memory_bytes_per_s for n in plan.host_bytes_by_pass]
-    moved = [traffic.link_bytes for traffic in plan.expert_traffic_by_pass()]
     active = model.num_layers * model.active_experts
-    link_s = [n * active / plan.machine.link_bytes_per_s for n in moved]
+    in_series = plan.link_bytes_in_series_by_pass
+    link_s = [n * active / plan.machine.link_bytes_per_s for n in in_series]
     step_s = sum(map(max, computing_s, link_s, host_s))
     figures: JsonObject = {
         "device_step_s": round(device_s, 4),
@@ -208,6 +223,48 @@ def retained(device_s: float, computing_s: tuple[float, float], plan: TrainingPl
         "retention": round(device_s / step_s, 3),
     }
     return figures
+
+
+def most_retained(found: JsonObject) -> float:
+    """Return the share of speed that would be kept if the host could update during both passes."""
+    each = found["computing_s"], found["link_s"], found["host_memory_s"]
+    return round(float(found["device_step_s"] / max(map(sum, each))), 3)
+
+
+def planned_published_rows() -> list[JsonObject]:
+    """Return the planner's figures for the run of `PUBLISHED`, with products as fast as ours and
+    with slower ones that take its step.
+    """
+    model, eight = models()[PUBLISHED.model], COMPUTERS[1]
+    in_host_memory = TiersConfig(
+        *("host", "host"),
+        gradient_dtype="bfloat16",
+        update="host",
+        device_layers=model.num_hidden_layers,
+    )
+    rows = []
+    for bytes_per_s in PLANNED_HOST_MEMORY_OF_EIGHT:
+        device, host = (
+            training_plan(
+                TrainConfig(
+                    model=model,
+                    machine=replace(eight.machine, host_memory_bytes_per_s=bytes_per_s),
+                    tiers=tiers,
+                    mesh=MeshConfig(expert_intra=eight.devices),
+                    batch_size=eight.devices,
+                    sequence_length=PUBLISHED.tokens_per_device,
+                    remat="layer",
+                )
+            )
+            for tiers in (TiersConfig(), in_host_memory)
+        )
+        for device_s in (device.step_s(), PUBLISHED.step_s):
+            slower = device_s / device.step_s()
+            forward, backward = (slower * s for s in host.compute_s_by_pass)
+            found = retained(device_s, (forward, backward), host)
+            run = {"model": PUBLISHED.model, "host_memory_gb_per_s": bytes_per_s / 1e9}
+            rows.append(run | found)
+    return rows
 
 
 def planned_rows(a: argparse.Namespace) -> list[JsonObject]:
@@ -223,6 +280,7 @@ def planned_rows(a: argparse.Namespace) -> list[JsonObject]:
                 for place in retention.PLACES
             )
             found = retained(device.step_s(), host.compute_s_by_pass, host)
+            found["most_retained"] = most_retained(found)
             rows.append({"host_memory_gb_per_s": bytes_per_s / 1e9, "tokens": tokens} | found)
     return rows
 
@@ -230,7 +288,7 @@ def planned_rows(a: argparse.Namespace) -> list[JsonObject]:
 def main() -> None:
     a = parse()
     if a.plan:
-        report.finish({"rows": planned_rows(a)})
+        report.finish({"rows": planned_rows(a), "published": planned_published_rows()})
         return
     if ahead_of_time.skip_without_cuda_libraries():
         return

@@ -333,9 +333,9 @@ def main() -> None:
     parser.add_argument(
         "--records",
         nargs="+",
-        choices=("host", "nvme"),
-        default=["host", "nvme"],
-        help="tiers of limited_link",
+        choices=limited_link.PLACES,
+        default=limited_link.PLACES,
+        help="places of limited_link",
     )
     two_nodes.add_options(parser)
     a = parser.parse_args()

@@ -43,13 +43,19 @@ HOST_ADAMW_BYTES = 24
 
 
 class ExpertTraffic(NamedTuple):
-    """Bytes moved for one expert: between device and host, read from NVMe, and written to
+    """Bytes moved for one expert: from host to device and back, read from NVMe, and written to
     NVMe.
     """
 
-    link_bytes: float
-    read_bytes: float
-    written_bytes: float
+    to_device_bytes: float = 0.0
+    from_device_bytes: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+
+    @property
+    def link_bytes(self) -> float:
+        """Return the bytes between device and host, of both directions."""
+        return self.to_device_bytes + self.from_device_bytes
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class TrainingPlan:
         """
         model, place = self.model, self.placement
         if not place.is_streamed:
-            return ExpertTraffic(0, 0, 0), ExpertTraffic(0, 0, 0)
+            return ExpertTraffic(), ExpertTraffic()
         bytes_per_parameter = 4, 8, model.gradient_bytes_per_parameter
         weights, moments, gradients = (n * model.parameters_per_expert for n in bytes_per_parameter)
         kinds = ((place.experts, weights), (place.optimizer, moments), (place.gradients, gradients))
@@ -142,19 +148,35 @@ class TrainingPlan:
             """Return the bytes moved in a pass for one expert's weights, moments and gradients;
             times: for each of the three, how often it comes to the device and how often it leaves.
             """
-            link = read = written = 0.0
+            to = back = read = written = 0.0
             for (tier, size), (comes, goes) in zip(kinds, times, strict=True):
-                link += size * (comes + goes) * (tier != "device")
+                to += size * comes * (tier != "device")
+                back += size * goes * (tier != "device")
                 read += size * comes * missed * (tier == "nvme")
                 written += size * goes * missed * (tier == "nvme")
-            return ExpertTraffic(link, read, written)
+            return ExpertTraffic(to, back, read, written)
 
         forward = traffic_of([(1, 1), (1, 1), (1, 0)])
         back = traffic_of([(again, 0), (0, 0), (0, 1)])
         if place.update == "host":
             sent = model.compute_dtype_bytes * model.parameters_per_expert
-            forward = forward._replace(link_bytes=sent)
-            back = back._replace(link_bytes=again * sent + gradients)
+            forward = forward._replace(to_device_bytes=sent, from_device_bytes=0)
+            back = back._replace(to_device_bytes=again * sent, from_device_bytes=gradients)
+        return forward, back
+
+    @property
+    def link_bytes_in_series_by_pass(self) -> tuple[float, float]:
+        """Return the bytes of one expert that cross the link one after the other, (forward,
+        backward).
+
+        If the host updates, weights go to the device while gradients return: the longer direction.
+        An update on the device moves an expert there and back before the next one.
+        """
+        longest = max if self.placement.update == "host" else operator.add
+        forward, back = (
+            longest(traffic.to_device_bytes, traffic.from_device_bytes)
+            for traffic in self.expert_traffic_by_pass()
+        )
         return forward, back
 
     @property
@@ -193,9 +215,14 @@ class TrainingPlan:
         link, disk and, for an update on the host, the host's memory.
         """
         machine, per_host, seconds = self.machine, self.model.devices_per_host, list[float]()
-        passes = zip(self.expert_traffic_by_pass(), self.host_bytes_by_pass, strict=True)
-        for traffic, of_parameter in passes:
-            over_link = 0.0 if machine.shared else traffic.link_bytes / machine.link_bytes_per_s
+        passes = zip(
+            self.expert_traffic_by_pass(),
+            self.link_bytes_in_series_by_pass,
+            self.host_bytes_by_pass,
+            strict=True,
+        )
+        for traffic, link_bytes, of_parameter in passes:
+            over_link = 0.0 if machine.shared else link_bytes / machine.link_bytes_per_s
             disk = traffic.read_bytes / machine.nvme_read_bytes_per_s
             disk += traffic.written_bytes / machine.nvme_write_bytes_per_s
             by_host = 0.0

@@ -83,3 +83,22 @@ def test_the_docs_have_the_planned_retention(monkeypatch: pytest.MonkeyPatch) ->
         kept = [row["retention"] for row in rows if row["host_memory_gb_per_s"] == gb_per_s]
         cells = " | ".join(f"{100 * share:.0f} %" for share in kept)
         assert f"| {gb_per_s} GB/s | {cells} |" in page
+    most = [row["most_retained"] for row in rows if row["host_memory_gb_per_s"] == 200]
+    assert all(m >= row["retention"] for m, row in zip(most, rows, strict=False))
+    *first, last = (f"{100 * share:.0f}" for share in most)
+    assert f"would\nkeep at most {', '.join(first)} and {last} % at 200 GB/s" in page
+
+
+def test_the_docs_have_the_plan_of_a_published_run() -> None:
+    """Slower products hide more of the same update."""
+    page = (ROOT / "docs" / "offloading.md").read_text()
+    rows = retention_aot.planned_published_rows()
+    ours, theirs = rows[::2], rows[1::2]
+    assert [row["device_step_s"] for row in theirs] == 2 * [retention_aot.PUBLISHED.step_s]
+    kept = [[f"{100 * row['retention']:.0f} %" for row in some] for some in (ours, theirs)]
+    for words in (
+        f"has {ours[0]['device_step_s']:.2f} s with all state on the devices",
+        f"keeps {kept[0][0]} at 400 GB/s of host memory and {kept[0][1]} at 800 GB/s",
+        f"our plan keeps {kept[1][0]} and {kept[1][1]}.",
+    ):
+        assert words in page
