@@ -38,7 +38,7 @@ def busiest_share(load_E: NDArray[np.float64], num_devices: int) -> float:
     """Return the load of the busiest device over the mean; 1 if there is no load."""
     load_N = load_E.reshape(num_devices, -1).sum(axis=1)
     mean = load_N.mean()
-    return float(load_N.max() / mean) if mean else 1.0
+    return float(np.max(load_N) / mean) if mean else 1.0
 
 
 def _exchange_pairs(load_E: NDArray[np.float64], num_devices: int) -> NDArray[np.int32]:
