@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--inner-size", type=int, default=832, help="of an expert")
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--limit-mb", type=int, default=320, help="beside the programs'")
+    parser.add_argument("--limit-mb", type=int, default=300, help="beside the programs'")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--killed-step", type=int, default=3, help="the step after which to kill")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
