@@ -20,7 +20,6 @@ TITLES = {
     "gpu_decode_resident": ("GPU", "Decoding with resident experts, OLMoE's shape"),
     "gpu_slot_formats": ("GPU", "Experts read from slots, in every format"),
     "training_peers_cpu": ("training", "A training step beside DeepSpeed-MoE and transformers"),
-    "fine_tuning_peers_cpu": ("training", "Fine-tuning steps beside transformers and PEFT"),
     "training_profile_cpu": ("training", "Where the milliseconds of a training step go"),
     "curves_cpu": ("training", "Loss curves: float16, bfloat16, GShard's second expert"),
     "ufo_tiny_cpu": ("training", "Preset `ufo-tiny`, trained to its end"),
@@ -45,7 +44,6 @@ TITLES = {
     "decode_estimates": ("inference", "Decoding steps on GPUs, estimated: the cache in place"),
     "eplb_cpu": ("inference", "Expert placements under a skewed load"),
     "training_tiers_cpu": ("offloading", "Training with experts in host memory or on NVMe"),
-    "frozen_experts_cpu": ("offloading", "Adapters over a model on NVMe, under a memory limit"),
     "tiers_two_nodes_cpu": ("offloading", "Offloaded training on two nodes with a slow link"),
     "limited_link_cpu": (
         "offloading",
