@@ -372,13 +372,11 @@ def causal_attention(
     )
     if target_device().platform != "gpu":
         return blocked()
-    kernel: tuple[str, Callable[[], jax.Array]]
-    if documents_BS is None:
-        kernel = "cudnn", partial(_cudnn_attention, *operands, sinks_H, **options)
-    else:
+    name, attend = "cudnn", partial(_cudnn_attention, *operands, sinks_H, **options)
+    if documents_BS is not None:
         by_triton = partial(_triton_attention, documents_BS=documents_BS)
-        kernel = "triton", partial(by_triton, *operands, sinks_H, **options)
-    return first_supported("attention", (kernel, ("xla", blocked)))
+        name, attend = "triton", partial(by_triton, *operands, sinks_H, **options)
+    return first_supported("attention", ((name, attend), ("xla", blocked)))
 
 
 def full_attention(

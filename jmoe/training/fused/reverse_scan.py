@@ -634,8 +634,7 @@ class _BoundReverseScan:
         if saved.summed is not None:
             earlier = layer_slice(self.kinds[kind].split(saved.summed[kind]), index)
             # read from the stack that the sums are written to, so that it need not be copied
-            others = layer_slice(state.others[kind], index)
-            gradients = jax.tree.map(jnp.add, gradients, others)
+            gradients = jax.tree.map(jnp.add, gradients, layer_slice(state.others[kind], index))
             rows = BufferPair(
                 add_to_own_row_local(rows.dense, earlier.dense, self.config.hierarchy),
                 add_to_own_row_local(rows.experts, earlier.experts, EXPERT_SHARDS),

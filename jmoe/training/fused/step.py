@@ -235,7 +235,8 @@ class FusedTrainer:
             # the layers add their gradients to the sums, which need no second stack of layers
             sums, metrics = carry
             earlier = {kind: sums[name] for kind, name in STACKS.items() if name in sums}
-            grads, more = micro_batch_gradients(*xs, replace(layer_runner, summed=earlier))
+            adding = replace(layer_runner, summed=earlier)
+            grads, more = micro_batch_gradients(xs[0], xs[1], layer_runner=adding)
             added = {
                 name: jax.tree.map(jnp.add, sums[name], g)
                 for name, g in grads.items()
