@@ -176,3 +176,42 @@ def test_states_in_bfloat16() -> None:
         before_SV = np.asarray(model(tokens)[0]).astype(np.float32)[len(prompt) - 1 : -1]
         chosen = np.take_along_axis(before_SV, np.array(completion.token_ids)[:, None], 1)[:, 0]
         assert (before_SV.max(axis=1) - chosen).max() < 0.02 * np.ptp(before_SV)
+
+
+def run_alone(scheduler: Scheduler, sequence: Sequence) -> int:
+    """Run a sequence to its end; return the position of the first token that ran."""
+    scheduler.add(sequence)
+    first = -1
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        first = plan.chunks[0].start if first < 0 else first
+        scheduler.update(plan, [7] * len(plan.sampled_sequences))
+    return first
+
+
+def test_which_rows_keep_a_state() -> None:
+    """A row that ended well keeps it, until a sequence that goes on from elsewhere takes the row
+    that has been free for longest; not one that failed, or ended in the middle of its prompt.
+    """
+    options = EngineConfig(max_batch=2, max_seq_len=64, prefill_chunk_tokens=4)
+    scheduler = Scheduler(options, has_states=True, block_tokens=4)
+    sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    assert run_alone(scheduler, Sequence([1] * 6, sampling)) == 0
+    # the answer's last token was never computed
+    assert run_alone(scheduler, Sequence([1] * 6 + [7] * 3 + [2], sampling)) == 8
+    assert run_alone(scheduler, Sequence([1] * 6 + [7] * 3 + [2], sampling)) == 0
+    for length, reason, steps in ((6, "error", 3), (9, "abort", 1)):
+        scheduler.forget_cached_prefixes()
+        broken = Sequence([3] * length, sampling)
+        scheduler.add(broken)
+        for _ in range(steps):
+            plan = scheduler.schedule()
+            scheduler.update(plan, [7] * len(plan.sampled_sequences))
+        scheduler.finish(broken, reason)  # type: ignore[arg-type]
+        assert run_alone(scheduler, Sequence([3] * length + [7] * 3, sampling)) == 0
+    scheduler.forget_cached_prefixes()
+    turns = [Sequence([n] * 6, sampling) for n in (1, 2, 3)]
+    assert [run_alone(scheduler, turn) for turn in turns] == [0, 0, 0]
+    # the third took the row of the first
+    follow = [Sequence([n] * 6 + [7] * 3 + [n], sampling) for n in (2, 1)]
+    assert [run_alone(scheduler, turn) for turn in follow] == [8, 0]
