@@ -98,7 +98,7 @@ def queue_text(result: Result) -> str:
 
 def placed_in_training_text(result: Result) -> str:
     skewed, balanced = (
-        matching_row(result["rows"], layout=name) for name in ("skewed", "balanced")
+        matching_row(result["language"]["rows"], layout=name) for name in ("skewed", "balanced")
     )
     return (
         f"the busiest of two devices gets {skewed['busiest_device']:.2f} of the mean, with experts "

@@ -38,7 +38,7 @@ PROGRAMS = (
     Program(
         "elastic-text",
         "python benchmarks/paper/elastic_text.py",
-        "elastic_text_cpu.json",
+        "moesys_table3_cpu.json",
         quick="benchmarks/paper/elastic_text.py --quick",
         limit_s=240,
     ),
