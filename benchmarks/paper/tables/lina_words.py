@@ -88,11 +88,11 @@ def ddp_text(result: Result) -> str:
 def queue_text(result: Result) -> str:
     parts = []
     for row in result["queue"]["rows"]:
-        resting, inverted = (
-            row[f"queue_{name}_s"] / row["seconds"] for name in ("resting", "inverted")
-        )
+        alone = min(row["queue_resting_s"], row["parts_s"]["other_collectives"])
+        most = (alone + row["queue_inverted_s"]) / row["seconds"]
+        behind = row["queue_inverted_s"] / row["seconds"]
         where = f"{row['variant']}, {row['mbit_per_s']:g} Mbit/s"
-        parts.append(f"{where}: {resting:.1%} resting, {inverted:.1%} behind others")
+        parts.append(f"{where}: at most {most:.1%} of a step, {behind:.1%} of it for all-to-alls")
     return "; ".join(parts)
 
 
