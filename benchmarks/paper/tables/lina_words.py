@@ -92,7 +92,7 @@ def queue_text(result: Result) -> str:
         most = (alone + row["queue_inverted_s"]) / row["seconds"]
         behind = row["queue_inverted_s"] / row["seconds"]
         where = f"{row['variant']}, {row['mbit_per_s']:g} Mbit/s"
-        parts.append(f"{where}: at most {most:.1%} of a step, {behind:.1%} of it for all-to-alls")
+        parts.append(f"{where}: at most {most:.1%} of a step ({behind:.1%} by all-to-alls)")
     return "; ".join(parts)
 
 
