@@ -78,7 +78,6 @@ TITLES = {
         "From training to a served model, preset `small`",
     ),
     "moesys_table3_cpu": ("papers", "Elastic multi-task training (MoESys, Table 3)"),
-    "elastic_text_cpu": ("papers", "Elastic training of several corpora (SE-MoE, 4.1)"),
     "moesys_table6_cpu": ("papers", "Decoding on several devices (MoESys, Table 6)"),
     "ring_prefill_cpu": ("papers", "Prefill through a ring of slots (MoESys, Figure 12)"),
     "ufo_cpu": ("papers", "A super-network beside one model a task (MoESys, 5.3)"),

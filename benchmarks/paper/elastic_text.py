@@ -1,5 +1,4 @@
-"""Time elastic training of several corpora, with experts split over the devices (SE-MoE, section
-4.1, for language).
+"""Time elastic training of several corpora with experts split over devices (SE-MoE, 4.1).
 
     python benchmarks/paper/elastic_text.py
     python benchmarks/paper/elastic_text.py --quick        a smoke test

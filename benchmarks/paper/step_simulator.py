@@ -98,6 +98,7 @@ def orders(measured: Row) -> Iterator[Row]:
     without_link_s = _first_matching_row(sessions.pop("overhead_of_cutting"), variant="priority")[
         "seconds"
     ]
+    sessions.pop("queue")  # its steps shared the processor with other programs
     sessions = {name: rows for name, rows in sessions.items() if "ratio_to_ready" in rows[0]}
     fitted = [row for row in measured["rows"] if row["mbit_per_s"] == 200]
     ready_s = _computing(_first_matching_row(fitted, variant="ready"))

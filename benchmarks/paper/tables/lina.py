@@ -194,9 +194,9 @@ TRAINING = (
         "scheduler, a queue at run time",
         "what starting collectives by priority at run time could save over the compiled order",
         "collectives wait in a queue at run time, by priority; no figures of the queue alone",
-        "no figures to compare: shares of a traced step that bound a queue's gain: no collective "
-        "runs though a later one has its input, and all-to-alls wait behind other collectives that "
-        "began after their input was there; a collective under way is not interrupted by either",
+        "no figures to compare: a bound from traces, not a measured queue: all-to-alls that wait "
+        "behind collectives begun after their input was there, and collectives that run alone "
+        "though the link rested before; what is under way is not interrupted by a queue either",
         "lina-queue",
         words.queue_text,
     ),

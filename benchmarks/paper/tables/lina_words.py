@@ -88,17 +88,17 @@ def ddp_text(result: Result) -> str:
 def queue_text(result: Result) -> str:
     parts = []
     for row in result["queue"]["rows"]:
-        resting, inverted = (
-            row[f"queue_{name}_s"] / row["seconds"] for name in ("resting", "inverted")
-        )
+        alone = min(row["queue_resting_s"], row["parts_s"]["other_collectives"])
+        most = (alone + row["queue_inverted_s"]) / row["seconds"]
+        behind = row["queue_inverted_s"] / row["seconds"]
         where = f"{row['variant']}, {row['mbit_per_s']:g} Mbit/s"
-        parts.append(f"{where}: {resting:.1%} resting, {inverted:.1%} behind others")
+        parts.append(f"{where}: at most {most:.1%} of a step ({behind:.1%} by all-to-alls)")
     return "; ".join(parts)
 
 
 def placed_in_training_text(result: Result) -> str:
     skewed, balanced = (
-        matching_row(result["rows"], layout=name) for name in ("skewed", "balanced")
+        matching_row(result["language"]["rows"], layout=name) for name in ("skewed", "balanced")
     )
     return (
         f"the busiest of two devices gets {skewed['busiest_device']:.2f} of the mean, with experts "

@@ -210,7 +210,8 @@ def elastic_alone_text(result: Result) -> str:
 
 
 def elastic_text_text(result: Result) -> str:
-    mixed, elastic = (matching_row(result["rows"], layout=name) for name in ("mixed", "elastic"))
+    rows = result["language"]["rows"]
+    mixed, elastic = (matching_row(rows, layout=name) for name in ("mixed", "elastic"))
     read = ["+".join(names) for names in elastic["corpora_by_device"]]
     return (
         f"{elastic['speed_up']:.2f} times the tokens/s of whole corpora in their order on two "

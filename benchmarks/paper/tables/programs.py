@@ -38,7 +38,7 @@ PROGRAMS = (
     Program(
         "elastic-text",
         "python benchmarks/paper/elastic_text.py",
-        "elastic_text_cpu.json",
+        "moesys_table3_cpu.json",
         quick="benchmarks/paper/elastic_text.py --quick",
         limit_s=240,
     ),
@@ -174,7 +174,7 @@ PROGRAMS = (
     ),
     Program(
         "lina-queue",
-        f"{STEPS} order --rates 50 200 --variants ready chunks pipelined --rounds 3 "
+        f"{STEPS} order --rates 200 --variants ready chunks pipelined --rounds 3 "
         "--chunk-bytes 1500000",
         ORDER_FILE,
         no_quick=SMOKE_OF_ORDER,
