@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import Any
 
 CONNECT_TIMEOUT_S = 5.0
-IN_FLIGHT = 1000  # tasks submitted at a time
+# tasks submitted at a time, for each core: one runs, and the next one waits
+TASKS_PER_CORE, MIN_TASKS = 2, 1000
 # Lost workers and nodes that a task survives. One that kills every worker by itself must end.
 MAX_RETRIES = 20
 MAX_CALLS = 10_000  # under way in one actor
@@ -96,9 +97,12 @@ def run_tasks(
     """
     task = ray.remote(num_cpus=1, max_retries=MAX_RETRIES, scheduling_strategy="SPREAD")(function)
     left = iter(arguments)
-    under_way = [task.remote(common, one) for one in itertools.islice(left, IN_FLIGHT)]
+    limit = max(MIN_TASKS, TASKS_PER_CORE * int(ray.cluster_resources().get("CPU", 0)))
+    under_way = [task.remote(common, one) for one in itertools.islice(left, limit)]
     while under_way:
-        done, under_way = ray.wait(under_way, num_returns=1)
+        ray.wait(under_way, num_returns=1)
+        # all that have ended: a look at many tasks takes milliseconds
+        done, under_way = ray.wait(under_way, num_returns=len(under_way), timeout=0)
         for reference in done:
             yield _result(ray, reference)
         under_way += [task.remote(common, one) for one in itertools.islice(left, len(done))]

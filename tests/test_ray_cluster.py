@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from jmoe.data.prepare import main
-from jmoe.ray_cluster import connect
+from jmoe.ray_cluster import connect, run_tasks
 from tests.chat_models import write_chat_tokenizer
 from tests.ray_clusters import ray_cluster
 
@@ -42,6 +45,44 @@ def test_an_address_where_nothing_answers_is_named(monkeypatch: pytest.MonkeyPat
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(ValueError, match=r"--ray = .*no Ray head answers there"):
             connect(address)
+
+
+class FakeRay:
+    """A cluster whose tasks end a hundred at a time, the last ones first."""
+
+    exceptions = SimpleNamespace(RayTaskError=RuntimeError)
+
+    def __init__(self, cores: int) -> None:
+        self.cores, self.under_way, self.most = cores, 0, 0
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.cores}
+
+    def remote(self, **_: object) -> Callable[[Callable[..., int]], SimpleNamespace]:
+        def submit(function: Callable[..., int], common: int, argument: int) -> int:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            return function(common, argument)
+
+        return lambda function: SimpleNamespace(remote=partial(submit, function))
+
+    def wait(
+        self, references: list[int], *, num_returns: int, timeout: float | None = None
+    ) -> tuple[list[int], list[int]]:
+        assert timeout is None or num_returns == len(references)
+        ended = min(num_returns, 100)
+        return references[-ended:], references[:-ended]
+
+    def get(self, reference: int) -> int:
+        self.under_way -= 1
+        return reference
+
+
+@pytest.mark.parametrize(("cores", "most"), [(8, 1000), (4096, 8192)])
+def test_all_cores_of_a_large_cluster_have_a_task(cores: int, most: int) -> None:
+    ray = FakeRay(cores)
+    assert sorted(run_tasks(ray, operator.mul, 2, range(10_000))) == list(range(0, 20_000, 2))
+    assert ray.most == most and ray.under_way == 0
 
 
 @pytest.mark.slow

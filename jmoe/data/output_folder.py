@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jmoe.data.scratch_folder import scratch_folder
 from jmoe.data.shards import TEMPORARY, remove_stale_temporaries, replace_content_durably
+from jmoe.data.temporary_folder import temporary_folder
 from jmoe.memory.direct_io import fsync
 
 # a store is asked for each of so many names, and lists the folder for more
@@ -201,7 +201,7 @@ class StoredFolder:
 
     @contextlib.contextmanager
     def staging(self, names: Sequence[str]) -> Iterator[Path]:
-        with scratch_folder() as folder:
+        with temporary_folder() as folder:
             yield folder
             with self._using_store() as (fs, root):
                 for name in names:
@@ -231,7 +231,7 @@ def _download(folder: StoredFolder, names: tuple[str, ...]) -> Path:
     """Return a new folder with copies of the files, which is deleted when the process ends."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
-    local = stack.enter_context(scratch_folder())
+    local = stack.enter_context(temporary_folder())
     for name, content in folder.read_all(names).items():
         (local / name).parent.mkdir(exist_ok=True)
         (local / name).write_bytes(content)

@@ -23,7 +23,6 @@ from jmoe.data.sample_encoder import (
     make_sample_encoder,
 )
 from jmoe.data.samples import PreferencePair, Sample
-from jmoe.data.scratch_folder import scratch_folder
 from jmoe.data.shards import (
     LENGTHS_SUFFIX,
     open_shard,
@@ -32,6 +31,7 @@ from jmoe.data.shards import (
     writing_sample_shard,
     writing_shard,
 )
+from jmoe.data.temporary_folder import temporary_folder
 from jmoe.data.text_checks import detect_encoding_and_layout
 from jmoe.data.text_pieces import read_lines, read_pieces, sample_of_record, text_of_record
 from jmoe.data.tokenizer import (
@@ -78,7 +78,7 @@ def write_unit_on_one_core(job: Job, unit: Unit) -> JsonObject:
 
 def _write_text(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
     tokenizer = tokenizer_of(job)
-    with scratch_folder() as folder:
+    with temporary_folder() as folder:
         path = folder / f"shard{SHARD_SUFFIX}"
         counter = ControlTextCounter(
             () if tokenizer.encodes_control_tokens else tokenizer.control_tokens
@@ -100,7 +100,7 @@ def _write_text(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
 
 def _write_samples(job: Job, unit: Unit, reader: UnitReader) -> JsonObject | None:
     encoder = sample_encoder_of(job)
-    with scratch_folder() as folder:
+    with temporary_folder() as folder:
         path = folder / f"shard{SHARD_SUFFIX}"
         with writing_sample_shard(
             path,

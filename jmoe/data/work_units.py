@@ -21,7 +21,7 @@ from jmoe.data.input_file import InputFile, Report, make_input_file
 from jmoe.data.output_folder import OutputFolder, open_file_system
 from jmoe.data.record_shards import PLAN
 from jmoe.data.sample_encoder import sample_encoding_fingerprint
-from jmoe.data.scratch_folder import scratch_folder
+from jmoe.data.temporary_folder import temporary_folder
 from jmoe.data.text_files import TextInput, begins_with_sample, find_text_input
 from jmoe.data.tokenizer import CorpusTokenizer
 from jmoe.types import JsonObject
@@ -218,7 +218,7 @@ def open_piece(piece: FilePiece, field: str) -> Iterator[InputFile]:
         yield file
         return
     fs, remote = open_file_system(piece.location, "data.path")
-    with scratch_folder() as folder:
+    with temporary_folder() as folder:
         path = folder / Path(remote).name
         try:
             fs.invalidate_cache()  # of listings, which have the version of an earlier time

@@ -20,7 +20,8 @@ from tests.ray_clusters import SETTINGS, kill_worker, ray_cluster
 # a round starts two clusters, which takes minutes on a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1200)]
 SEED = int(os.environ.get("PREPARE_SEED", "1"))
-ROUNDS = int(os.environ.get("PREPARE_ROUNDS", "2"))  # of three kills, one of each kind
+ROUNDS = int(os.environ.get("PREPARE_ROUNDS", "2"))  # of five kills each
+WORKERS_KILLED = 3
 NUM_UNITS = 24
 LIMIT_S = 400.0
 
@@ -38,10 +39,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path | str], 
     return arguments, folder / "expected"
 
 
-def start(arguments: list[Path | str], out: Path, address: str) -> subprocess.Popen[bytes]:
+def start(arguments: list[Path | str], out: Path, *where: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "jmoe.data.prepare", *arguments, "--out", out]
     return subprocess.Popen(
-        [*map(str, command), "--ray", address],
+        [*map(str, command), *where],
         env={**os.environ, **SETTINGS, "PYTHONPATH": str(REPOSITORY)},
     )
 
@@ -59,21 +60,21 @@ def wait_for_units(program: subprocess.Popen[bytes], out: Path, count: int) -> N
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_a_worker_a_node_and_the_head_are_lost(
+def test_workers_a_node_and_the_head_are_lost(
     corpus: tuple[list[Path | str], Path], tmp_path: Path, number: int
 ) -> None:
-    """Each kill comes at a random time, after some units were done; the command is given again
-    after the head is lost. One process wrote the expected shards, three nodes begin these, and one
-    ends them.
+    """Each kill comes at a random time, after some units were done. The command is given again after
+    the head is lost, on another cluster or on one machine. One process wrote the expected shards.
     """
     arguments, expected = corpus
     chance = random.Random(SEED * 1000 + number)
     out = tmp_path / "shards"
     with ray_cluster(3, {"PYTHONPATH": str(REPOSITORY)}) as cluster:
-        program = start(arguments, out, cluster.address)
-        wait_for_units(program, out, chance.randint(1, 4))
-        while not kill_worker(cluster, "write_unit", chance.randint(0, 2)):
-            assert program.poll() is None, "it ended before a worker was killed"
+        program = start(arguments, out, "--ray", cluster.address)
+        for _ in range(WORKERS_KILLED):
+            wait_for_units(program, out, units_done(out) + chance.randint(0, 2))
+            while not kill_worker(cluster, "write_unit", chance.randint(0, 2)):
+                assert program.poll() is None, "it ended before a worker was killed"
         wait_for_units(program, out, units_done(out) + chance.randint(1, 3))
         cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
         wait_for_units(program, out, units_done(out) + chance.randint(1, 3))
@@ -81,7 +82,10 @@ def test_a_worker_a_node_and_the_head_are_lost(
         if program.wait(LIMIT_S) == 0:  # it had all units before it knew that the head was lost
             assert units_done(out) == NUM_UNITS
     left = NUM_UNITS - units_done(out)
-    print(f"seed {SEED}, round {number}: a worker, a node and the head killed, {left} units left")
-    with ray_cluster(1, {"PYTHONPATH": str(REPOSITORY)}) as cluster:
-        assert start(arguments, out, cluster.address).wait(LIMIT_S) == 0
+    print(f"round {number}: {WORKERS_KILLED} workers, a node, the head killed, {left} units left")
+    if number % 2:
+        assert start(arguments, out, "--workers", "2").wait(LIMIT_S) == 0
+    else:
+        with ray_cluster(1, {"PYTHONPATH": str(REPOSITORY)}) as cluster:
+            assert start(arguments, out, "--ray", cluster.address).wait(LIMIT_S) == 0
     assert files_of(out) == files_of(expected)

@@ -226,3 +226,30 @@ def test_replicas_follow_the_load(model_folder: Path) -> None:
         wait_until(lambda: len(prompt_tokens(url)) == 1, START_LIMIT_S)
         print(f"one replica again {time.monotonic() - begun:.0f} s after the load")
         assert ask(url, "an instruction").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--min-replicas", "3", "--max-replicas", "2"), "--min-replicas = 3: must be at least 1"),
+        (("--downscale-delay-s", "-1"), "--downscale-delay-s = -1.0: must be 0 or more"),
+        (("--downscale-delay-s", "nan"), "--downscale-delay-s = nan: must be 0 or more"),
+        (
+            ("--downscale-delay-s", "inf"),
+            "--downscale-delay-s = inf: must be 0 or more, and finite",
+        ),
+    ],
+)
+def test_wrong_options_are_named(
+    model_folder: Path, options: tuple[str, ...], problem: str
+) -> None:
+    command = [sys.executable, ROOT / "launch/ray/serve.py", model_folder, *options]
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert problem in done.stderr

@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = "jmoe-scratch-"
+PREFIX = "jmoe-temporary-"
 # Its owner holds a lock on this file, which the kernel frees when the process dies. The file has
 # this name only once it is locked.
 LOCK, NEW_LOCK = ".lock", ".lock.new"
 
 
 @contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """Yield a new folder of this machine, which is deleted when the block ends.
 
     Folders of killed processes are deleted first. On a file system without locks those stay.

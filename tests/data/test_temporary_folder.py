@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from text_corpus import REPOSITORY
 
-from jmoe.data.scratch_folder import scratch_folder
+from jmoe.data.temporary_folder import temporary_folder
 
 OTHER = """
 import sys
-from jmoe.data.scratch_folder import scratch_folder
-with scratch_folder() as folder:
+from jmoe.data.temporary_folder import temporary_folder
+with temporary_folder() as folder:
     (folder / "content").write_bytes(bytes(1000))
     print(folder, flush=True)
     sys.stdin.read()
@@ -53,7 +53,7 @@ def test_a_folder_is_deleted_when_its_block_ends(
     temporary: Path, error: type[Exception] | None
 ) -> None:
     try:
-        with scratch_folder() as folder:
+        with temporary_folder() as folder:
             assert folder.parent == temporary
             (folder / "content").touch()
             if error is not None:
@@ -68,13 +68,13 @@ def test_the_folder_of_a_killed_process_is_deleted_by_the_next(temporary: Path) 
         process.kill()
         process.wait()
         assert (left / "content").stat().st_size == 1000
-        with scratch_folder() as folder:
+        with temporary_folder() as folder:
             assert list(temporary.iterdir()) == [folder]
 
 
 def test_the_folder_of_a_running_process_stays(temporary: Path) -> None:
     with folder_of_another_process() as (process, used):
-        with scratch_folder(), scratch_folder():
+        with temporary_folder(), temporary_folder():
             assert (used / "content").stat().st_size == 1000
         assert process.stdin is not None
         process.stdin.close()
@@ -89,6 +89,6 @@ def test_without_locks_nothing_is_deleted_by_others(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with scratch_folder() as first, scratch_folder():
+    with temporary_folder() as first, temporary_folder():
         assert first.is_dir()
     assert not list(temporary.iterdir())
