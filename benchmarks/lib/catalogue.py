@@ -50,7 +50,7 @@ TITLES = {
         "offloading",
         "Steps over a link with an H100's ratio to its products",
     ),
-    "retention_aot": ("offloading", "Offloaded training steps, compiled for an H200"),
+    "retention_aot": ("offloading", "Offloaded training steps, compiled for an H100"),
     "cache_policies": ("offloading", "Hit rates of cache policies"),
     "moesys_cache_cpu": ("offloading", "MoESys' cache policy beside ours"),
     "exchange_two_nodes_cpu": ("communication", "Exchanges of tokens over a slow link"),
