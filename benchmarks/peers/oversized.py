@@ -29,18 +29,17 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import BENCHMARKS
 from benchmarks.lib import report
+from benchmarks.lib.memory_limit import memory_limit
 from benchmarks.lib.page_cache import evict_from_page_cache
 from benchmarks.lib.peers import fastest_figures
 from benchmarks.lib.report import JsonObject
@@ -48,23 +47,7 @@ from jmoe.models.tokenizer_file import open_tokenizer
 
 HERE = Path(__file__).resolve().parent
 OURS = BENCHMARKS / "serve" / "oversized.py"
-CGROUPS = Path("/sys/fs/cgroup")
 PROMPT, NEW_TOKENS = 8, 48
-
-
-@contextmanager
-def memory_limit(limit_bytes: int) -> Iterator[Path]:
-    """Yield the file of a new memory cgroup that takes process ids; page cache counts, no swap."""
-    first = (CGROUPS / "memory").is_dir()
-    group = (CGROUPS / "memory" if first else CGROUPS) / f"jmoe-benchmark-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(limit_bytes))
-        if not first:
-            (group / "memory.swap.max").write_text("0")
-        yield group / "cgroup.procs"
-    finally:
-        group.rmdir()
 
 
 def run_for_last_object(
