@@ -11,8 +11,8 @@ its own. Losses are compared step by step, the adapters of the last step as file
 predicted_mib: the sum that `docs/fine_tuning.md` names: `tiers.device_layers` layers' stored
 experts, one layer's decoded experts, the host cache, the other parameters, 16 bytes for each
 parameter of an adapter, and the layers' inputs. measured_mib: the largest resident memory of the
-run (VmHWM), less that of the same run over a model of two narrow layers (of_programs_mib), which is
-Python's, JAX's and the programs' own. --folder: on the disk that is meant. Prints one JSON object as its last line.
+run (VmHWM), less of_programs_mib, that of the same run over a model of two narrow layers. --folder:
+on the disk that is meant. Prints one JSON object as its last line.
 """
 
 if __name__ == "__main__":
