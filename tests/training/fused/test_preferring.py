@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jmoe.config import CommConfig, DpoConfig, LoraConfig, OptimizerConfig, TrainConfig
+from jmoe.config import (
+    CommConfig,
+    DistilConfig,
+    DpoConfig,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TiersConfig,
+    TrainConfig,
+)
 from jmoe.configs import PRESETS
 from jmoe.data.sample_rows import PreferenceRows, empty_rows, stack_rows
 from jmoe.mesh import make_mesh
@@ -190,6 +199,17 @@ def test_reference_and_held_out_loss() -> None:
         ({"init_from": ""}, "dpo.beta = 0.5: must be given together with init_from"),
         ({"compute_dtype": "float16"}, "compute_dtype = 'float16': is not supported with dpo.beta"),
         ({"plan": True}, "plan = True: is not supported with dpo.beta"),
+        ({"estimate": "h100"}, "estimate = 'h100': is not supported with dpo.beta"),
+        (
+            {"tiers": TiersConfig(experts="host", optimizer="host")},
+            "tiers.experts = 'host': is not supported with dpo.beta",
+        ),
+        ({"comm": CommConfig(packing=2)}, "comm.packing = 2: is not supported with dpo.beta"),
+        ({"mesh": MeshConfig(context=2)}, "mesh.context = 2: must be 0 or 1 with dpo.beta"),
+        (
+            {"distil": DistilConfig(teacher="teacher")},
+            "distil.teacher = 'teacher': is not supported with dpo.beta",
+        ),
         ({"dpo": DpoConfig()}, "data.preferences = True: must be False without dpo.beta"),
     ],
 )
@@ -197,6 +217,11 @@ def test_runs_that_cannot_train_on_preferences(options: dict[str, Any], message:
     config = config_of("mixtral")
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **options)
+
+
+def test_images_have_no_preferences() -> None:
+    with pytest.raises(ValueError, match=r"dpo.beta = 0.1: must not be given for images"):
+        dataclasses.replace(PRESETS["ufo-tiny"][1], init_from="model", dpo=DpoConfig(beta=0.1))
 
 
 def test_settings() -> None:
