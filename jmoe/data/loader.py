@@ -163,39 +163,57 @@ def rows_of_sources(
     return [SourceRows(source, sequence_length, corpus, config) for source in corpus.sources]
 
 
-def _shuffled_windows(
+def _check_enough_windows(
     corpus: Corpus,
     windows: Sequence[_TokenWindows | _DocumentWindows | SourceRows],
     sequence_length: int,
     batch_size: int,
-    seed: int,
+    config: DataConfig,
+) -> None:
+    """Raise ValueError if there are fewer windows than a batch has rows, or a weighted source has
+    none.
+    """
+    weighted = any(source.weight is not None for source in corpus.sources)
+    for source, own in zip(corpus.sources, windows, strict=True):
+        name = f"data.path = {source.name!r}"
+        if weighted and not len(own):
+            few = (
+                f"no sample has a token to learn within sequence_length = {sequence_length}; give a"
+                " larger sequence_length"
+                if isinstance(own, SourceRows)
+                else f"{source.num_tokens} tokens are fewer than one window of sequence_length + 1"
+                f" = {sequence_length + 1}"
+            )
+            raise ValueError(f"{name}: {few}")
+        if len(own) >= 2**32:
+            raise ValueError(
+                f"{name}: {len(own)} windows of sequence_length = {sequence_length}: must be fewer"
+                " than 2**32; give it as several paths with data.weights"
+            )
+    total = sum(map(len, windows))
+    if total >= batch_size:
+        return
+    if counts := [own.counts for own in windows if isinstance(own, SourceRows)]:
+        raise ValueError(
+            f"batch_size = {batch_size}: the data has only"
+            f" {sum(counts, RowCounts()).describe(sequence_length, config)}; give more samples, a"
+            " smaller batch_size, or a larger sequence_length where samples are dropped"
+        )
+    raise ValueError(
+        f"batch_size = {batch_size}: the data has only {total} windows of sequence_length + 1 ="
+        f" {sequence_length + 1} tokens to train on; give more text, or a smaller batch_size or"
+        " sequence_length"
+    )
+
+
+def _shuffled_windows(
+    corpus: Corpus, windows: Sequence[_TokenWindows | _DocumentWindows | SourceRows], seed: int
 ) -> grain.MapDataset:
     """Return an endless grain dataset of windows, reshuffled each epoch.
 
     windows: of each source. Sources are mixed by their weights, or by size if none has a weight.
-    Raises ValueError if there are fewer windows than a batch has rows, or a weighted source has
-    none.
     """
     weighted = [source.weight for source in corpus.sources if source.weight is not None]
-    for source, own in zip(corpus.sources, windows, strict=True):
-        if weighted and not len(own):
-            raise ValueError(
-                f"data.path = {source.name!r}: {source.num_tokens} tokens are fewer than one window"
-                f" of sequence_length + 1 = {sequence_length + 1}"
-            )
-        if len(own) >= 2**32:
-            raise ValueError(
-                f"data.path = {source.name!r}: {len(own)} windows of sequence_length ="
-                f" {sequence_length}: must be fewer than 2**32; give it as several paths with"
-                " data.weights"
-            )
-    total = sum(map(len, windows))
-    if total < batch_size:
-        raise ValueError(
-            f"batch_size = {batch_size}: the data has only {total} windows of sequence_length + 1 ="
-            f" {sequence_length + 1} tokens to train on; give more text, or a smaller batch_size or"
-            " sequence_length"
-        )
     # One seed per source: with equal seeds, sources of equal size would have the same order.
     seeds = [int(s) for s in np.random.SeedSequence(seed).generate_state(len(windows))]
     if not weighted:
@@ -240,7 +258,8 @@ def train_batches(
         )
     local = batch_size // process_count
     windows = rows_of_sources(corpus, sequence_length, config)
-    rows = _shuffled_windows(corpus, windows, sequence_length, batch_size, seed)
+    _check_enough_windows(corpus, windows, sequence_length, batch_size, config)
+    rows = _shuffled_windows(corpus, windows, seed)
     own = grain.MapDataset.source(_LocalRows(rows, batch_size, process_index * local, local))
     # grain warns if the buffer is smaller than the number of threads.
     options = grain.ReadOptions(

@@ -2,6 +2,7 @@
 resumed to the row.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -147,6 +148,28 @@ def test_held_out_samples_are_evaluated_once(chats: tuple[Corpus, Path]) -> None
     assert not trained & {tuple(tokens) for tokens, _ in held_out}
     with pytest.raises(ValueError, match="no held-out sample has a token to learn within so many"):
         next(held_out_rows(corpus, 8, 4, DataConfig(path=("x",))))
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_rows_without_a_token_to_learn(chats: tuple[Corpus, Path], weight: float | None) -> None:
+    """Where every sample is cut within its prompt, a longer row is what helps."""
+    corpus, _ = chats
+    source = dataclasses.replace(corpus.sources[0], weight=weight)
+    number = len(stored_samples(corpus))
+    said = (
+        f"batch_size = 2: the data has only 0 samples in 0 rows of .*; {number} were longer and are"
+        f" cut, {number} of them dropped, as no token to learn is left; give more .* a larger seq"
+    )
+    if weight is not None:
+        said = f"data.path = '{source.name}': no sample has a token to learn within sequence_length"
+    with pytest.raises(ValueError, match=said):
+        train_batches(
+            dataclasses.replace(corpus, sources=[source]),
+            batch_size=2,
+            sequence_length=4,
+            seed=0,
+            config=DataConfig(path=("x",)),
+        )
 
 
 def test_shards_of_samples_train_as_their_records(
