@@ -51,6 +51,8 @@ from benchmarks.offload.session import LIBRARY, MODULES
 from jmoe.config import LoraConfig, TiersConfig, TrainConfig
 from jmoe.deploy.merge import main as merge
 from jmoe.mesh import make_mesh
+from jmoe.models.huggingface import model_config
+from jmoe.models.pretrained import read_config
 from jmoe.training.finetune import with_pretrained_model
 from jmoe.training.frozen_experts import open_frozen_experts, stored_matrices
 from jmoe.training.streamed.adapting import StreamedAdapterTrainer
@@ -91,7 +93,7 @@ def write_model(folder: Path, layers: int, hidden: int, inner: int) -> Path:
 def write_shards(folder: Path) -> Path:
     """Write token shards of Python's own source; return their folder."""
     text = [str(LIBRARY / f"{name}.py") for name in MODULES]
-    limits = ("--vocab-size", str(SHAPE["vocab_size"]), "--held-out-bytes", "20000")
+    limits = ("--vocab-size", str(SHAPE["vocab_size"]), "--held-out-bytes", "2000")
     command = [sys.executable, "-m", "jmoe.data", *text, "--out", str(folder), *limits]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
@@ -99,8 +101,8 @@ def write_shards(folder: Path) -> Path:
 
 def cache_bytes_of(model: Path) -> int:
     """Return the host cache that a run over this model gets: room for 16 experts in bfloat16."""
-    fields = json.loads((model / "config.json").read_text())
-    return 16 * 3 * fields["hidden_size"] * fields["moe_intermediate_size"] * 2
+    shape = model_config(read_config(model))
+    return 16 * 3 * shape.hidden_size * shape.moe_intermediate_size * 2
 
 
 def predicted_bytes(model: Path, kind: str, a: argparse.Namespace) -> dict[str, int]:
@@ -252,7 +254,7 @@ def measure(a: argparse.Namespace, kind: str, models: Sequence[Path], shards: Pa
     report.progress({"format": kind, "run": "narrow", **share})
     limit_bytes = (share["RssAnon"] + a.limit_mb) * MIB
     whole, killed, device = run("whole", large), run("killed", large), run("device", large, False)
-    killed.start(until=a.killed_step)  # compiles, which takes memory of its own
+    killed.start(until=a.killed_step - 1)  # compiles, which takes memory of its own
     resumed = killed.start(limit_bytes)
     report.progress({"format": kind, "run": "resumed", **resumed})
     peak = whole.start(limit_bytes)
@@ -292,11 +294,11 @@ def measure(a: argparse.Namespace, kind: str, models: Sequence[Path], shards: Pa
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--inner-size", type=int, default=832, help="of an expert")
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--limit-mb", type=int, default=140, help="beside the programs'")
+    parser.add_argument("--limit-mb", type=int, default=320, help="beside the programs'")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--killed-step", type=int, default=3, help="the step after which to kill")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)

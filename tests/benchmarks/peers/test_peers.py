@@ -15,6 +15,7 @@ from benchmarks.lib.peers import (
     run_for_last_object,
 )
 from benchmarks.peers import accelerate_decoding, nvme_training, oversized, setup
+from benchmarks.peers.lora_training import rows_of
 from benchmarks.peers.to_gguf import pairs_side_by_side
 from benchmarks.peers.training import Contestant
 
@@ -53,6 +54,26 @@ def test_a_training_row_is_against_the_peers_faster_arrangement() -> None:
     row = ours.row(theirs)
     assert (row["tokens_per_s"], row["ratio"], row["rounds"]) == (30.0, 2.0, [20.0, 30.0, 90.0])
     assert row["peak_rss_mib"] == [1024, 512]
+
+
+def test_a_row_of_fine_tuning_is_against_the_peer_that_trains_the_same() -> None:
+    """Of the same parameters, in the same dtype, round by round."""
+    common = {"trained_parameters": 7, "first_loss": 6.0, "last_loss": 5.0, "versions": {}}
+    common |= {"peak_rss_bytes": [2**30]}
+    speeds = {
+        ("adapters", "bfloat16", "jmoe"): (20.0, 30.0, 90.0),
+        ("adapters", "bfloat16", "transformers + PEFT"): (10.0, 10.0, 60.0),
+        ("all", "bfloat16", "jmoe"): (8.0, 8.0, 8.0),
+        ("all", "bfloat16", "transformers"): (4.0, 4.0, 2.0),
+    }
+    runs = {key: [common | {"tokens_per_s": rate} for rate in own] for key, own in speeds.items()}
+    rows = [(row["trained"], row["system"], row["ratio"]) for row in rows_of(runs)]
+    assert rows == [
+        ("adapters", "jmoe", 2.0),
+        ("adapters", "transformers + PEFT", 1.0),
+        ("all", "jmoe", 2.0),
+        ("all", "transformers", 1.0),
+    ]
 
 
 def test_a_program_of_a_peer() -> None:
