@@ -162,12 +162,17 @@ class Run:
         tiers: tuple[object, ...] = ()
         if self.on_nvme:
             cache = ("--tiers.host-cache-bytes", cache_bytes_of(self.model))
-            place = ("--tiers.path", self.out.parent / f"records-{self.out.name}")
+            place = ("--tiers.path", self.records_folder)
             tiers = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", *cache, *place)
         start = ("train.py", "tiny", "--init-from", self.model, "--data.path", self.shards)
         end = ("--output-dir", self.out)
         parts = (*start, *steps, *sizes, *lora, *plain, *rate, *none, *tiers, *end)
         return [sys.executable, *map(str, parts)]
+
+    @property
+    def records_folder(self) -> Path:
+        """The folder of the experts' records."""
+        return self.out.parent / f"records-{self.out.name}"
 
     def records(self) -> list[JsonObject]:
         """Return the whole lines of the run's metrics."""
@@ -217,8 +222,9 @@ class Run:
     def adapter(self) -> bytes:
         """Return the file of the last step's adapters."""
         folder = self.out.with_suffix(".adapter")
-        with contextlib.redirect_stdout(sys.stderr):
-            merge([str(self.out), str(folder), "--adapter"])
+        if not folder.exists():
+            with contextlib.redirect_stdout(sys.stderr):
+                merge([str(self.out), str(folder), "--adapter"])
         return (folder / "adapter_model.safetensors").read_bytes()
 
 
@@ -240,55 +246,76 @@ def difference(one: Run, other: Run) -> float:
     return max(abs(loss - theirs[step]) for step, loss in ours.items())
 
 
-def measure(a: argparse.Namespace, kind: str, models: Sequence[Path], shards: Path) -> JsonObject:
-    """Return the row of one format. models: the large one, and the narrow one."""
-    large, narrow = models
+class Runs:
+    """The runs of one format over the large model and the narrow one, with their peaks."""
 
-    def run(name: str, model: Path, on_nvme: bool = True) -> Run:
-        return Run(a, model, shards, a.folder / f"{kind}-{name}", kind, on_nvme)
+    def __init__(self, a: argparse.Namespace, kind: str, models: Sequence[Path], shards: Path):
+        self.a, self.kind, (self.large, narrow) = a, kind, models
 
-    least = run("narrow", narrow)
-    least.start()  # compiles, and packs
-    shutil.rmtree(least.out)
-    share = least.start()
-    report.progress({"format": kind, "run": "narrow", **share})
-    limit_bytes = (share["RssAnon"] + a.limit_mb) * MIB
-    whole, killed, device = run("whole", large), run("killed", large), run("device", large, False)
-    killed.start(until=a.killed_step - 1)  # compiles, which takes memory of its own
-    resumed = killed.start(limit_bytes)
-    report.progress({"format": kind, "run": "resumed", **resumed})
-    peak = whole.start(limit_bytes)
-    report.progress({"format": kind, "run": "nvme", **peak})
-    resident = device.start()
-    report.progress({"format": kind, "run": "device", **resident})
-    parts = predicted_bytes(large, kind, a)
-    predicted, measured = sum(parts.values()), (peak["VmHWM"] - share["VmHWM"]) * MIB
-    stored = sum(file.stat().st_size for file in large.glob("*.safetensors"))
-    records = a.folder / f"records-{whole.out.name}"
-    on_disk = sum(f.stat().st_size for f in records.rglob("*") if f.is_file())
-    return {
-        "experts": kind,
-        "model_mib": stored // MIB,
-        "records_mib": on_disk // MIB,
-        "limit_mib": limit_bytes // MIB,
-        "limit_beside_programs_mib": a.limit_mb,
-        "model_to_limit_beside_programs": round(stored / (a.limit_mb * MIB), 2),
-        "peak_mib": peak["VmHWM"],
-        "peak_anonymous_mib": peak["RssAnon"],
-        "of_programs_mib": share["VmHWM"],
-        "measured_mib": measured // MIB,
-        "predicted_mib": predicted // MIB,
-        "measured_to_predicted": round(measured / predicted, 3),
-        "parts_mib": {name: round(size / MIB, 1) for name, size in parts.items()},
-        "device_peak_mib": resident["VmHWM"],
-        "losses": [round(loss, 6) for loss in whole.losses().values()],
-        "loss_difference_to_device": difference(whole, device),
-        "adapter_equals_device": whole.adapter() == device.adapter(),
-        "resumed_at": killed.resumed_at(),
-        "loss_difference_of_resumed": difference(whole, killed),
-        "adapter_equals_resumed": whole.adapter() == killed.adapter(),
-        "seconds": {"nvme": peak["seconds"], "device": resident["seconds"]},
-    }
+        def run(name: str, model: Path, on_nvme: bool = True) -> Run:
+            return Run(a, model, shards, a.folder / f"{kind}-{name}", kind, on_nvme)
+
+        self.narrow = run("narrow", narrow)
+        self.whole, self.killed = run("whole", self.large), run("killed", self.large)
+        self.device = run("device", self.large, on_nvme=False)
+        self.peaks: dict[str, JsonObject] = {}
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit of a memory cgroup, once the narrow run has ended."""
+        return (self.peaks["narrow"]["RssAnon"] + self.a.limit_mb) * MIB
+
+    def note(self, name: str, peak: JsonObject) -> None:
+        """Keep the peaks of a run, and show them."""
+        self.peaks[name] = peak
+        report.progress({"format": self.kind, "run": name, **peak})
+
+    def run_narrow(self) -> None:
+        """Run over the narrow model, twice: first it compiles."""
+        self.narrow.start()
+        shutil.rmtree(self.narrow.out)
+        self.note("narrow", self.narrow.start())
+
+    def run_all(self) -> None:
+        """Take all runs, one after the other."""
+        self.run_narrow()
+        self.killed.start(until=self.a.killed_step - 1)  # compiles, which takes memory of its own
+        self.note("resumed", self.killed.start(self.limit_bytes))
+        self.note("nvme", self.whole.start(self.limit_bytes))
+        self.note("device", self.device.start())
+
+    def row(self) -> JsonObject:
+        """Return the figures of the format."""
+        parts = predicted_bytes(self.large, self.kind, self.a)
+        peak, share = self.peaks["nvme"], self.peaks["narrow"]
+        predicted, measured = sum(parts.values()), (peak["VmHWM"] - share["VmHWM"]) * MIB
+        stored = sum(file.stat().st_size for file in self.large.glob("*.safetensors"))
+        records = self.whole.records_folder
+        on_disk = sum(f.stat().st_size for f in records.rglob("*") if f.is_file())
+        whole, killed, device = self.whole, self.killed, self.device
+        return {
+            "experts": self.kind,
+            "model_mib": stored // MIB,
+            "records_mib": on_disk // MIB,
+            "limit_mib": self.limit_bytes // MIB,
+            "limit_beside_programs_mib": self.a.limit_mb,
+            "model_to_limit_beside_programs": round(stored / (self.a.limit_mb * MIB), 2),
+            "peak_mib": peak["VmHWM"],
+            "peak_anonymous_mib": peak["RssAnon"],
+            "of_programs_mib": share["VmHWM"],
+            "measured_mib": measured // MIB,
+            "predicted_mib": predicted // MIB,
+            "measured_to_predicted": round(measured / predicted, 3),
+            "parts_mib": {name: round(size / MIB, 1) for name, size in parts.items()},
+            "device_peak_mib": self.peaks["device"]["VmHWM"],
+            "losses": [round(loss, 6) for loss in whole.losses().values()],
+            "loss_difference_to_device": difference(whole, device),
+            "adapter_equals_device": whole.adapter() == device.adapter(),
+            "resumed_at": killed.resumed_at(),
+            "resumed_peak_mib": self.peaks["resumed"]["VmHWM"],
+            "loss_difference_of_resumed": difference(whole, killed),
+            "adapter_equals_resumed": whole.adapter() == killed.adapter(),
+        }
 
 
 def main() -> None:
@@ -298,7 +325,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--inner-size", type=int, default=832, help="of an expert")
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--limit-mb", type=int, default=320, help="beside the programs'")
+    parser.add_argument("--limit-mb", type=int, default=300, help="beside the programs'")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--killed-step", type=int, default=3, help="the step after which to kill")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
@@ -315,7 +342,11 @@ def main() -> None:
             write_model(a.folder / "narrow", 2, 64, 64),
         )
         shards = write_shards(a.folder / "shards")
-        rows = [measure(a, kind, models, shards) for kind in a.formats]
+        rows = []
+        for kind in a.formats:
+            runs = Runs(a, kind, models, shards)
+            runs.run_all()
+            rows.append(report.progress(runs.row()))
     finally:
         shutil.rmtree(a.folder)
     options = report.options(a, "folder")
