@@ -20,6 +20,7 @@ TITLES = {
     "gpu_decode_resident": ("GPU", "Decoding with resident experts, OLMoE's shape"),
     "gpu_slot_formats": ("GPU", "Experts read from slots, in every format"),
     "training_peers_cpu": ("training", "A training step beside DeepSpeed-MoE and transformers"),
+    "fine_tuning_peers_cpu": ("training", "Fine-tuning steps beside transformers and PEFT"),
     "training_profile_cpu": ("training", "Where the milliseconds of a training step go"),
     "curves_cpu": ("training", "Loss curves: float16, bfloat16, GShard's second expert"),
     "ufo_tiny_cpu": ("training", "Preset `ufo-tiny`, trained to its end"),
