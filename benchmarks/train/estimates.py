@@ -247,8 +247,8 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "collectives may be in flight, and expert products count where collectives are placed; "
             "before both, on 2026-11-29: mixtral 1,570.8 ms with weights split, 1,408.9 with the "
             "optimizer split, qwen3 1,041.7",
-            "collectives: asynchronous have a start and an end with other work between, which hides "
-            "that many ms of them; rows without this number were written before it was counted",
+            "collectives: asynchronous ones have a start and an end with other work between, which "
+            "hides that many ms; rows without this number were written before it was counted",
             "four micro-batches: before the layers added their gradients to one array of sums, on "
             "2026-11-29, olmoe 27.34 GB and 836.0 ms, with a copy on each host 27.55 and 843.6",
             "gpt-175b: dense, so without planned bytes; 85.1 GB do not fit an H100, and 94 of its "

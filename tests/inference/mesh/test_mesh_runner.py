@@ -320,10 +320,13 @@ def test_tokens_that_cross_once_to_a_node_give_the_tokens_of_one_device(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`auto` takes dedup on several nodes; nothing is compiled after the programs of all sizes."""
+    """Also where dedup saves no rows, so that `auto` would not take it; nothing is compiled after
+    the programs of all sizes.
+    """
     monkeypatch.setattr("jmoe.inference.mesh.exchange_rows.FEW_ROWS", 0)
     name, expected, use = one_device
-    with on_mesh(name, **{"devices": DEVICES, "nodes": nodes} | options) as engine:
+    shape = {"devices": DEVICES, "nodes": nodes, "exchange": "dedup"}
+    with on_mesh(name, **shape | options) as engine:
         assert runner_of(engine).dedup
         engine.compile_all_programs()
         with compilations() as compiled:
