@@ -263,7 +263,7 @@ def test_a_trained_model_is_read_back(name: str, tmp_path: Path, record_property
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_formulas_in_float64(name: str, tmp_path: Path, record_property: Record) -> None:
-    """Without rounding, hardly: logits, and gradients by entry."""
+    """Nearly without rounding: logits, and gradients by entry."""
     theirs = load_theirs(CHECKPOINTS / name, name).double()
     with torch_in_float64(torch):
         widen_frequencies(theirs)
