@@ -185,15 +185,23 @@ class Ingress:
 
     async def _metrics(self, scope: dict[str, Any]) -> Response:
         """Return the metrics of all replicas, each sample with the label `replica`; the refusal of
-        one if it refuses.
+        one if it refuses, and 503 if one says nothing in time. Lost replicas are left out.
         """
         from jmoe.serving.app import METRICS_TYPE
         from jmoe.serving.metrics import merge_metrics
 
         asked = self._broadcast("answer_whole", scope)
-        answers = await asked.results_async(timeout_s=METRICS_TIMEOUT_S)
+        try:
+            answers = await asked.results_async(timeout_s=METRICS_TIMEOUT_S, return_exceptions=True)
+        except TimeoutError:
+            return _error(503, f"a replica did not say its metrics in {METRICS_TIMEOUT_S:.0f} s")
         texts: dict[str, str] = {}
-        for name, status, headers, body in answers:
+        for answer in answers:
+            if isinstance(answer, LOST):
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            name, status, headers, body = answer
             if status != 200:
                 return Response(body, status, headers)
             texts[name] = body.decode()

@@ -99,13 +99,24 @@ def prompt_tokens(url: str) -> dict[str, float]:
     """Return {replica: tokens of its prompts} of all running replicas."""
     answer = httpx.get(f"{url}/metrics", timeout=LIMIT_S)
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    return prompt_tokens_in(answer.text)
+
+
+def prompt_tokens_in(metrics: str) -> dict[str, float]:
     return {
         sample.labels["replica"]: sample.value
-        for family in text_string_to_metric_families(answer.text)
+        for family in text_string_to_metric_families(metrics)
         if family.name == "vllm:prompt_tokens"
         for sample in family.samples
         if sample.name == "vllm:prompt_tokens_total"
     }
+
+
+def num_replicas(url: str) -> int:
+    """Return the number of running replicas; 0 if one does not say its metrics in time."""
+    answer = httpx.get(f"{url}/metrics", timeout=LIMIT_S)
+    assert answer.status_code in (200, 503), answer.text
+    return len(prompt_tokens_in(answer.text)) if answer.status_code == 200 else 0
 
 
 def readers_of(folder: Path) -> dict[str, set[int]]:
@@ -218,12 +229,12 @@ def test_replicas_follow_the_load(model_folder: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             clients = [pool.submit(ask_until_ended, number) for number in range(16)]
             try:
-                wait_until(lambda: len(prompt_tokens(url)) == 2, START_LIMIT_S)
+                wait_until(lambda: num_replicas(url) == 2, START_LIMIT_S)
             finally:
                 ended.set()
             assert set().union(*(client.result() for client in clients)) == {200}
         begun = time.monotonic()
-        wait_until(lambda: len(prompt_tokens(url)) == 1, START_LIMIT_S)
+        wait_until(lambda: num_replicas(url) == 1, START_LIMIT_S)
         print(f"one replica again {time.monotonic() - begun:.0f} s after the load")
         assert ask(url, "an instruction").status_code == 200
 
