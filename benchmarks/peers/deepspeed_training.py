@@ -42,6 +42,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--intermediate-size", type=int, help="default: four times the hidden size")
     parser.add_argument("--offload", metavar="FOLDER", help="needs --zero 3")
     parser.add_argument("--buffers", type=int, default=16, help="of parameters, in host memory")
+    parser.add_argument(
+        "--optimizer-buffers", type=int, help="of the optimizer, default: as many as --buffers"
+    )
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
@@ -129,7 +132,11 @@ def offloading(a: argparse.Namespace) -> dict[str, Any]:
     if not a.offload:
         return {}
     place = {"device": "nvme", "nvme_path": a.offload, "buffer_count": a.buffers}
-    return {"offload_param": place | {"buffer_size": largest}, "offload_optimizer": place}
+    of_optimizer = {"buffer_count": a.optimizer_buffers or a.buffers}
+    return {
+        "offload_param": place | {"buffer_size": largest},
+        "offload_optimizer": place | of_optimizer,
+    }
 
 
 def engine(a: argparse.Namespace) -> Any:

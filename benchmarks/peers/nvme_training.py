@@ -135,6 +135,7 @@ def run_theirs(a: argparse.Namespace, place: str, folder: Path) -> JsonObject:
         "--zero",
         "3",
         *(["--offload", str(folder), "--buffers", str(a.buffers)] if place == "nvme" else []),
+        *(["--optimizer-buffers", str(a.optimizer_buffers)] if a.optimizer_buffers else []),
     ]
     rest = ["--dtype", "float32", "--warmup", str(a.warmup), "--steps", str(a.steps)]
     done = run_for_last_object([a.python, str(THEIRS), *shape, *one, *zero, *rest])
@@ -147,6 +148,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--buffers", type=int, default=20, help="in the size of the largest matrix")
+    parser.add_argument(
+        "--optimizer-buffers",
+        type=int,
+        help="of DeepSpeed's optimizer, each for all parameters, 4 at least; default: --buffers",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
