@@ -55,8 +55,10 @@ TITLES = {
     "cache_policies": ("offloading", "Hit rates of cache policies"),
     "moesys_cache_cpu": ("offloading", "MoESys' cache policy beside ours"),
     "exchange_two_nodes_cpu": ("communication", "Exchanges of tokens over a slow link"),
-    "padding_two_nodes_cpu": ("communication", "Padded and ragged exchanges over a slow link"),
-    "context_two_nodes_cpu": ("communication", "Sequences on two nodes over a slow link"),
+    "padding_two_nodes_cpu": (
+        "communication",
+        "Padded and ragged rows, and split sequences, over a slow link",
+    ),
     "padding_aot": ("communication", "Padded and ragged exchanges, compiled for eight H100"),
     "levels_cpu": ("communication", "Exchanges in two levels, each token once a node"),
     "fusion_two_nodes_cpu": ("communication", "Fused collectives of dense parameters"),
