@@ -159,8 +159,10 @@ def _detect_address_size_and_rank(
     try:
         if launcher != "ompi" or "OMPI_MCA_orte_hnp_uri" in environment:
             unset = (None, None, None, None)
+            # JAX's Kubernetes has no name to ask for it by; nothing else is found in its pods
+            method = None if launcher == "k8s" else launcher
             address, processes, rank, _ = ClusterEnv.auto_detect_unset_distributed_params(
-                *unset, launcher, int(timeout_s)
+                *unset, method, int(timeout_s)
             )
             if address is not None and processes is not None and rank is not None:
                 return address, processes, rank
