@@ -515,6 +515,20 @@ def test_a_job_that_jax_cannot_read_is_an_error(monkeypatch: pytest.MonkeyPatch)
         distributed.join_processes(DistributedConfig())
 
 
+def test_jax_asks_kubernetes_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.clusters.k8s_cluster import K8sCluster
+
+    def ask() -> bool:
+        raise RuntimeError("Kubernetes API Error: 403")
+
+    monkeypatch.setattr(K8sCluster, "is_env_present", ask)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace())
+    with pytest.raises(ValueError, match=r"processes of this job \(Kubernetes API Error: 403\)"):
+        distributed.join_processes(DistributedConfig())
+
+
 def test_a_bad_address_is_an_error() -> None:
     config = DistributedConfig(coordinator_address="somewhere", num_processes=2, process_id=1)
     with pytest.raises(
