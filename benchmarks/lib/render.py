@@ -36,8 +36,7 @@ HEAD = """# Benchmarks
 python -m benchmarks     # every program, and what it measures; with a name and options it runs one
 ```
 
-A page for each file of [`benchmarks/results`](../benchmarks/results), which `make docs` writes,
-the newest measurement first. Compare ratios of one run. [The papers' tables](papers.md) are apart.
+The newest first. Compare ratios of one run. The [papers' tables](papers.md) are apart.
 
 | area | what was measured | machine | date |
 |---|---|---|---|
