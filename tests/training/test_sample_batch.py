@@ -134,6 +134,7 @@ def test_documents_in_a_row_are_as_each_alone(config: TrainConfig) -> None:
     assert_close(packed, expected)
 
 
+@pytest.mark.slow  # documents of samples, above, are quick
 def test_documents_of_text_are_as_each_alone() -> None:
     """Of windows that begin within a document, or with one: gradient, loss and held-out loss are
     the means over the documents alone, by their tokens; every token is a target.

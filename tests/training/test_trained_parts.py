@@ -140,6 +140,7 @@ def test_the_bias_of_a_frozen_router_stays(parts: dict[str, object], moves: bool
     assert bias.any() == moves
 
 
+@pytest.mark.slow  # on one device it is quick, above
 def test_several_devices_train_the_same_parts() -> None:
     config = config_of(**PARTS)
     one, of_one = run(config, mesh_of(1, 1, 1), 2)
