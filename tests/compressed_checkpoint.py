@@ -86,13 +86,26 @@ QUANTIZATION = {
 }
 
 
+def lengthen_rotary_factors(fields: dict[str, Any], times: int) -> dict[str, Any]:
+    """Return the configuration with every factor of LongRoPE this many times in a row."""
+    for group in ("rope_parameters", "rope_scaling"):
+        for name in ("short_factor", "long_factor"):
+            factors = (fields.get(group) or {}).get(name)
+            if factors is not None:
+                fields[group][name] = [factor for factor in factors for _ in range(times)]
+    return fields
+
+
 def write_compressed_checkpoint(
     kind: str, name: str, compressed: Path, wide: Path, sizes: tuple[int, int] | None = None
 ) -> None:
     """Write both, with random weights; name: the fixture with the rest of the configuration."""
     hidden, inner = sizes or SIZES[kind]
     changed = {"hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner}
-    fields = json.loads((CHECKPOINTS / name / "config.json").read_text()) | changed
+    fields = json.loads((CHECKPOINTS / name / "config.json").read_text())
+    if "head_dim" not in fields:  # heads widen with the hidden size, and their rotation with them
+        fields = lengthen_rotary_factors(fields, hidden // fields["hidden_size"])
+    fields |= changed
     described = {"quantization_config": QUANTIZATION[kind]}
     if kind == "mxfp4 of experts":
         described["expert_dtype"] = "fp4"
