@@ -235,8 +235,12 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "before the router's weights multiplied the experts' activations and the loss had a "
             "kernel, on 2026-11-28: olmoe 94.8 ms and 50.35 GB, with 16,384 tokens 156.8 ms and "
             "54.16 GB, mixtral 117.5 ms, qwen3 100.6 ms",
-            "with loops over layers and without a kernel for norms and rotation: olmoe with 16,384 "
-            "tokens 152.1 ms in 984 launches and 51.75 GB; the other rows of one GPU are of then",
+            "with loops over layers and without a kernel for norms and rotation, on 2026-11-29: olmoe "
+            "92.4 ms in 970 launches, with 16,384 tokens 152.1 in 984, with 32,768 280.1, mixtral "
+            "117.4, qwen3 97.6, gpt-oss 293.7, deepseek-lite 84.3; before the experts' gathered "
+            "rows were saved and the router's product was one of bfloat16 parts: olmoe with 16,384 "
+            "tokens 136.8",
+            "gpt-oss and 8 layers of qwen3 exceed an H100's memory: the times are of its rates",
             "8 devices: the experts over all of them, remat = layer, routing as even as it can be; "
             "with collectives ordered by passes over their operands, on 2026-11-28: olmoe 828.9 ms "
             "in 9,009 launches, mixtral 911.3 in 4,139, qwen3 663.4 in 7,040; in an order that XLA "
