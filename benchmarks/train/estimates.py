@@ -235,7 +235,7 @@ def result_with(rows: list[JsonObject]) -> JsonObject:
             "before the router's weights multiplied the experts' activations and the loss had a "
             "kernel, on 2026-11-28: olmoe 94.8 ms and 50.35 GB, with 16,384 tokens 156.8 ms and "
             "54.16 GB, mixtral 117.5 ms, qwen3 100.6 ms",
-            "with loops over layers and without a kernel for norms and rotation, on 2026-11-29: olmoe "
+            "with loops over layers and no kernel for norms and rotation, on 2026-11-29: olmoe "
             "92.4 ms in 970 launches, with 16,384 tokens 152.1 in 984, with 32,768 280.1, mixtral "
             "117.4, qwen3 97.6, gpt-oss 293.7, deepseek-lite 84.3; before the experts' gathered "
             "rows were saved and the router's product was one of bfloat16 parts: olmoe with 16,384 "
