@@ -1,4 +1,6 @@
-"""What gated delta networks keep and use in a training step, for a plan."""
+"""Planned memory of gated delta networks in training: what a layer saves for its backward pass, and
+what its gradient uses at once.
+"""
 
 from jmoe.config import ModelConfig
 

@@ -134,7 +134,10 @@ def _has_small_memory() -> bool:
 
 @dataclass(frozen=True)
 class _RangeKernel:
-    """What the kernels share. blocks: rows of a tile of queries, columns of a tile of keys."""
+    """Settings of the forward and both backward kernels.
+
+    blocks: rows of a tile of queries, columns of a tile of keys. scale: the factor of scores.
+    """
 
     blocks: BlockSizes
     scale: float
