@@ -33,8 +33,8 @@ OPTIONS = (
 
 
 def find_launcher(environment: Mapping[str, str]) -> Literal["k8s", "slurm", "ompi"] | None:
-    """Return JAX's name of the launcher that started this process as one of several; None if the
-    process is alone.
+    """Return the launcher that started this process as one of several, by JAX's name where it has
+    one (not "k8s"); None if the process is alone.
 
     Raises `ValueError` if a variable of the launcher is missing or wrong, so that no process of a
     job trains by itself.
