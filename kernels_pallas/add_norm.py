@@ -2,9 +2,10 @@
 
 XLA sums the squares in one launch, norms in a second and multiplies in a third. Here each program
 computes the sum of squares of its token again, which it reads from the cache, and then the logits
-of some experts.
+of some experts. What is added to the residual may be the outputs of each token's experts and their
+weights, whose sum would be a launch of its own.
 
-Legend: T tokens, D hidden, E experts of a layer.
+Legend: T tokens, D hidden, E experts of a layer, K experts that a token chooses.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.triton import (
     BlockSizes,
     Ref,
@@ -43,7 +45,7 @@ class RouterWeights(NamedTuple):
 
 def add_and_norm(
     x_TD: jax.Array,
-    y_TD: jax.Array,
+    y_TD: jax.Array | WeightedOutputs,
     scale_D: jax.Array,
     eps: float,
     *,
@@ -54,8 +56,8 @@ def add_and_norm(
     """Return (s = x + (y + bias), RMSNorm of s, its float32 logits [T, E]), the first two in x's
     dtype.
 
-    y_TD, bias_D: summed in float32. router: None for no logits; they are products of float32.
-    Raises NotImplementedError for more than `MAX_TOKENS` tokens or `MAX_HIDDEN` numbers of a token.
+    y_TD, bias_D: summed in float32; y may be outputs of experts whose sum the kernel computes.
+    router: None for no logits; they are products of float32. Raises NotImplementedError for more than `MAX_TOKENS` tokens or `MAX_HIDDEN` numbers of a token.
     """
     check_dtypes(x_TD)
     num_tokens, hidden = x_TD.shape
@@ -64,12 +66,16 @@ def add_and_norm(
             f"{num_tokens} tokens of {hidden}: more than {MAX_TOKENS} or {MAX_HIDDEN}"
         )
     num_experts = 0 if router is None else router.kernel_DE.shape[1]
-    optional = [bias_D, *(router or (None, None))]
-    operands = [x_TD, y_TD, scale_D, *(x for x in optional if x is not None)]
+    summands: list[jax.Array | None] = [y_TD, None, None, None]
+    if isinstance(y_TD, WeightedOutputs):
+        summands = [y_TD.y_TD, y_TD.rows_TKD, y_TD.weights_TK, y_TD.idx_TK]
+    optional = [*summands, bias_D, *(router or (None, None))]
+    operands = [x_TD, scale_D, *(x for x in optional if x is not None)]
     outs = [jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)] * 2
     if router is not None:
         outs.append(jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32))
-    body = _AddAndNorm(eps, *(x is not None for x in optional))
+    num_chosen_from = y_TD.num_experts if isinstance(y_TD, WeightedOutputs) else 0
+    body = _AddAndNorm(eps, tuple(x is not None for x in optional), num_chosen_from)
     grid = num_tokens, max(1, pl.cdiv(num_experts, COLUMNS))
     results = launch_with_results(body, outs, grid, operands, blocks=SETTINGS, interpret=interpret)
     return results[0], results[1], results[2] if router is not None else None
@@ -77,23 +83,33 @@ def add_and_norm(
 
 @dataclass(frozen=True)
 class _AddAndNorm:
-    """The kernel's body. has_bias, has_router, has_router_bias: which operands there are."""
+    """The kernel's body.
+
+    are_there: which of these are operands: y; the experts' rows, weights and numbers; the bias of
+    y; the router's weights and their bias. num_experts: of `WeightedOutputs`.
+    """
 
     eps: float
-    has_bias: bool
-    has_router: bool
-    has_router_bias: bool
+    are_there: tuple[bool, ...]
+    num_experts: int
     __name__ = "add_and_norm_kernel"
 
-    def __call__(self, x: Ref, y: Ref, scale: Ref, *refs: Ref) -> None:
-        are_there = self.has_bias, self.has_router, self.has_router_bias
-        (bias, kernel, router_bias), outs = split_optional(refs, are_there)
+    def __call__(self, x: Ref, scale: Ref, *refs: Ref) -> None:
+        optional, outs = split_optional(refs, self.are_there)
+        y, rows, weights, idx, bias, kernel, router_bias = optional
         sum_out, normed_out, *logits_out = outs
         token, part = pl.program_id(0), pl.program_id(1)
         hidden = x.shape[1]
 
         def summed(at: jax.Array) -> jax.Array:
-            added = load(y.at[token, at], at < hidden).astype(jnp.float32)
+            added = jnp.zeros(at.shape, jnp.float32)
+            if y is not None:
+                added += load(y.at[token, at], at < hidden).astype(jnp.float32)
+            if rows is not None:
+                for choice in range(rows.shape[1]):
+                    is_row = (at < hidden) & (idx[token, choice] < self.num_experts)
+                    row = load(rows.at[token, choice, at], is_row).astype(jnp.float32)
+                    added += row * weights[token, choice]
             if bias is not None:
                 added += load(bias.at[at], at < hidden).astype(jnp.float32)
             return load(x.at[token, at], at < hidden) + added.astype(x.dtype)

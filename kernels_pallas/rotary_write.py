@@ -10,7 +10,6 @@ of queries, keys and values; N blocks, L positions of a block, W blocks of a tab
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -76,40 +75,20 @@ def rotate_and_write(
     power of two and for dtypes that the kernel does not read.
     """
     k_NGLd, v_NGLd = cache
-    (p, c, num_columns), (_, g, _, d) = qkv_PCX.shape, k_NGLd.shape
-    check_dtypes(qkv_PCX)
-    dtype = qkv_PCX.dtype if bias is None else jnp.dtype(bias[1])
-    stored = stored_dtype(dtype), stored_dtype(FP8)
-    if k_NGLd.dtype not in stored or v_NGLd.shape != k_NGLd.shape:
+    (p, c, _), (_, g, _, d) = qkv_PCX.shape, k_NGLd.shape
+    if v_NGLd.shape != k_NGLd.shape:
         raise NotImplementedError(f"a cache of {k_NGLd.dtype} {v_NGLd.shape}")
-    if d != pl.next_power_of_2(d):
-        raise NotImplementedError(f"heads of {d} dimensions: no power of two")
-    h = num_columns // d - 2 * g
-    frequencies = np.zeros(d // 2) if rotary.frequencies is None else rotary.frequencies
-    norms = [n for n in (rotary.q_norm, rotary.k_norm) if n is not None]
-    operands = [
-        qkv_PCX,
-        blocks_PW,
-        positions_PC,
-        jnp.asarray(frequencies, jnp.float32),
-        *([] if bias is None else [bias[0]]),
-        *(norm.scale for norm in norms),
-        k_NGLd,
-        v_NGLd,
-    ]
+    heads, arrays = NewHeads.of(qkv_PCX, k_NGLd, rotary, bias)
     outs = [
-        jax.ShapeDtypeStruct((p, c, h, d), dtype),
+        jax.ShapeDtypeStruct((p, c, heads.num_heads, d), heads.dtype),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
     ]
-    epsilons = [None if n is None else n.eps for n in (rotary.q_norm, rotary.k_norm)]
-    rotates = rotary.frequencies is not None
-    sizes = h, g, bias is not None
-    body = _RotateAndWrite(*sizes, rotates, rotary.factor, rotary.clip, *epsilons)
+    operands = [blocks_PW, positions_PC, *arrays, k_NGLd, v_NGLd]
     first = len(operands) - 2
     q_PCHd, k_NGLd, v_NGLd = launch_with_results(
-        body,
+        _RotateAndWrite(heads),
         outs,
-        (p * c, h + 2 * g),
+        (p * c, heads.num_heads + 2 * g),
         operands,
         blocks=SETTINGS,
         aliases={first: 1, first + 1: 2},
@@ -118,129 +97,204 @@ def rotate_and_write(
     return q_PCHd, k_NGLd, v_NGLd
 
 
-@dataclass(frozen=True)
-class _RotateAndWrite:
-    """The kernel's body for `num_heads` query heads and `num_groups` key/value heads.
+class _HeadRefs(NamedTuple):
+    """References to what `NewHeads` reads; None for what there is not."""
 
-    has_bias: whether a bias is added first. rotates: whether heads are rotated. factor, clip: see
-    `Rotary`. q_eps, k_eps: of the norms, None without one.
+    qkv: Ref
+    frequencies: Ref
+    bias: Ref | None
+    q_scale: Ref | None
+    k_scale: Ref | None
+
+
+@dataclass(frozen=True)
+class NewHeads:
+    """The heads of a step's tokens, normed and rotated, as a part of a kernel.
+
+    num_heads, num_groups: query heads and key/value heads. size: d. dtype: of the results.
+    are_there: which of the bias and the norms' scales are operands. rotates: whether heads are
+    rotated. factor, clip: see `Rotary`. q_eps, k_eps: of the norms.
     """
 
     num_heads: int
     num_groups: int
-    has_bias: bool
+    size: int
+    dtype: jnp.dtype
+    are_there: tuple[bool, ...]
     rotates: bool
     factor: float
     clip: float | None
-    q_eps: float | None
-    k_eps: float | None
+    q_eps: float
+    k_eps: float
+
+    @classmethod
+    def of(
+        cls,
+        qkv_PCX: jax.Array,
+        k_NGLd: jax.Array,
+        rotary: Rotary,
+        bias: tuple[jax.Array, DTypeLike] | None,
+    ) -> tuple["NewHeads", list[jax.Array]]:
+        """Return (the heads of queries, keys and values; the kernel's operands that they are read
+        from). Raises NotImplementedError as `rotate_and_write`.
+        """
+        _, g, _, d = k_NGLd.shape
+        check_dtypes(qkv_PCX)
+        dtype = qkv_PCX.dtype if bias is None else jnp.dtype(bias[1])
+        if k_NGLd.dtype not in (stored_dtype(dtype), stored_dtype(FP8)):
+            raise NotImplementedError(f"a cache of {k_NGLd.dtype} {k_NGLd.shape}")
+        if d != pl.next_power_of_2(d):
+            raise NotImplementedError(f"heads of {d} dimensions: no power of two")
+        frequencies = np.zeros(d // 2) if rotary.frequencies is None else rotary.frequencies
+        norms = rotary.q_norm, rotary.k_norm
+        optional = [None if bias is None else bias[0], *(n and n.scale for n in norms)]
+        arrays = [qkv_PCX, jnp.asarray(frequencies, jnp.float32)]
+        arrays += [x for x in optional if x is not None]
+        heads = cls(
+            qkv_PCX.shape[2] // d - 2 * g,
+            *(g, d, dtype),
+            tuple(x is not None for x in optional),
+            rotary.frequencies is not None,
+            *(rotary.factor, rotary.clip),
+            *(0.0 if n is None else n.eps for n in norms),
+        )
+        return heads, arrays
+
+    def split(self, refs: Sequence[Ref]) -> tuple[_HeadRefs, list[Ref]]:
+        """Return (references to the operands, the references after them)."""
+        optional, following = split_optional(refs[2:], self.are_there)
+        return _HeadRefs(refs[0], refs[1], *optional), following
+
+    def queries(
+        self, refs: _HeadRefs, token: tuple[jax.Array, jax.Array], head_R: jax.Array, at: jax.Array
+    ) -> jax.Array:
+        """Return [R, d]: query heads of a token (row, column) at position `at`. Heads that do not
+        exist hold arbitrary values.
+        """
+        scale = refs.q_scale, self.q_eps, 0, self.num_heads
+        return self._rotated(self._normed(refs, token, head_R, scale), refs, at)
+
+    def key(
+        self, refs: _HeadRefs, token: tuple[jax.Array, jax.Array], group: jax.Array, at: jax.Array
+    ) -> jax.Array:
+        """Return [1, d], a token's key of a group."""
+        scale = refs.k_scale, self.k_eps, self.num_heads, self.num_groups
+        head_1 = index_range(self.num_heads + group, 1)
+        return self._rotated(self._normed(refs, token, head_1, scale), refs, at)
+
+    def value(
+        self, refs: _HeadRefs, token: tuple[jax.Array, jax.Array], group: jax.Array
+    ) -> jax.Array:
+        """Return [1, d], a token's value of a group."""
+        at, head_1 = index_range(0, self.size), index_range(self.num_heads + group, 1)
+        return self._clipped(self._read(refs, token, self._columns(head_1 + self.num_groups, at)))
+
+    def _columns(self, head_R: jax.Array, at: jax.Array) -> jax.Array:
+        return head_R[:, None] * self.size + at[None]
+
+    def _read(
+        self, refs: _HeadRefs, token: tuple[jax.Array, jax.Array], columns: jax.Array
+    ) -> jax.Array:
+        """Return some columns of a token with their bias, 0 for columns that do not exist."""
+        exists = columns < refs.qkv.shape[2]
+        values = load(refs.qkv.at[(*token, columns)], exists)
+        if refs.bias is not None:
+            values = values.astype(jnp.float32) + load(refs.bias.at[columns], exists).astype(
+                jnp.float32
+            )
+        return values.astype(self.dtype)
+
+    def _clipped(self, values: jax.Array) -> jax.Array:
+        return values if self.clip is None else jnp.clip(values, -self.clip, self.clip)
+
+    def _normed(
+        self,
+        refs: _HeadRefs,
+        token: tuple[jax.Array, jax.Array],
+        head_R: jax.Array,
+        norm: tuple[Ref | None, float, int, int],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (heads [R, d] after clipping and norm, the same with their halves swapped).
+
+        norm: (scale, epsilon, first head and number of heads of the kind).
+        """
+        (scale, eps, first, heads), d = norm, self.size
+        at = index_range(0, d)
+        swapped = (at + d // 2) % d
+        pair = [self._read(refs, token, self._columns(head_R, x)) for x in (at, swapped)]
+        if scale is None:
+            return self._clipped(pair[0]), self._clipped(pair[1])
+        over_all = scale.shape[0] != d
+        if over_all:  # clips after it
+            everything = index_range(0, pl.next_power_of_2(heads * d))
+            exists = everything < heads * d
+            columns = jnp.where(exists, first * d + everything, refs.qkv.shape[2])
+            of_token = self._read(refs, token, columns).astype(jnp.float32)
+            square_sum = jnp.sum(of_token * of_token)
+        else:
+            pair = [self._clipped(x) for x in pair]
+            wide = pair[0].astype(jnp.float32)
+            square_sum = jnp.sum(wide * wide, axis=1)[:, None]
+        factor = lax.rsqrt(square_sum / scale.shape[0] + eps)
+        normed = []
+        for x, place in zip(pair, (at, swapped), strict=True):
+            columns = self._columns(head_R - first, place) if over_all else place[None]
+            of_scale = load(scale.at[columns], columns < scale.shape[0]).astype(jnp.float32)
+            y = (x.astype(jnp.float32) * factor * of_scale).astype(self.dtype)
+            normed.append(self._clipped(y) if over_all else y)
+        return normed[0], normed[1]
+
+    def _rotated(
+        self, pair: tuple[jax.Array, jax.Array], refs: _HeadRefs, position: jax.Array
+    ) -> jax.Array:
+        """Return heads in their dtype, rotated. pair: heads, and with their halves swapped."""
+        values, swapped = pair
+        if not self.rotates:
+            return values
+        at, half = index_range(0, self.size), self.size // 2
+        angle = position.astype(jnp.float32) * load(refs.frequencies.at[at % half], at >= 0)
+        cos, sin = (f(angle) * self.factor for f in (jnp.cos, jnp.sin))
+        sin = jnp.where(at < half, -sin, sin)
+        wide = values.astype(jnp.float32) * cos[None] + swapped.astype(jnp.float32) * sin[None]
+        return wide.astype(self.dtype)
+
+
+def write_to_cache(cache: Ref, place: tuple[jax.Array, ...], values: jax.Array) -> jax.Array:
+    """Write a head [1, d] to a place (block, group, position in it) of a cache; return its bits."""
+    bits = encode(values, cache.dtype)
+    at = index_range(0, values.shape[1])
+    store(cache.at[(*place, at[None])], bits, (at >= 0)[None])
+    return bits
+
+
+@dataclass(frozen=True)
+class _RotateAndWrite:
+    """The kernel's body."""
+
+    heads: NewHeads
     __name__ = "rotate_and_write_kernel"
 
-    def __call__(self, qkv: Ref, blocks: Ref, positions: Ref, frequencies: Ref, *refs: Ref) -> None:
-        (bias,), others = split_optional(refs, [self.has_bias])
-        *scales, _, _, q_out, k_out, v_out = others
-        h, g = self.num_heads, self.num_groups
-        _, _, length, d = k_out.shape
-        token, head = pl.program_id(0), pl.program_id(1)
-        row, column = token // positions.shape[1], token % positions.shape[1]
-        position = positions[row, column]
-        at = index_range(0, d // 2)
-        projected = partial(_add_bias, (qkv, row, column), bias, q_out.dtype)
-        halves = [projected(head * d + n * (d // 2) + at, at < d) for n in (0, 1)]
-        place = jnp.minimum(position // length, blocks.shape[1] - 1)
-        block, is_real = blocks[row, place], position < blocks.shape[1] * length
-
-        def normed_and_rotated(
-            scale: Ref | None, eps: float | None, first: int, heads: int
-        ) -> list[jax.Array]:
-            square_sum = None
-            if scale is not None and scale.shape[0] != d:  # over all heads
-                everything = index_range(0, pl.next_power_of_2(heads * d))
-                is_column = everything < heads * d
-                all_of_token = projected(first * d + everything, is_column)
-                square_sum = jnp.sum(all_of_token.astype(jnp.float32) ** 2)
-            normed = lambda x: _normed(x, scale, head - first, square_sum, eps or 0.0)  # noqa: E731
-            steps = [normed, self._clip] if square_sum is not None else [self._clip, normed]
-            values: Sequence[jax.Array] = halves
-            for step in steps:
-                values = step(values)
-            return self._rotated(values, position, load(frequencies.at[at], at < d))
-
-        def write(to: Ref, values: Sequence[jax.Array]) -> None:
-            for n, value in enumerate(values):
-                bits = encode(value.astype(q_out.dtype), to.dtype)
-                index = block, (head - h) % g, position % length, n * (d // 2) + at
-                store(to.at[index], bits, (at < d) & is_real)
+    def __call__(self, blocks: Ref, positions: Ref, *refs: Ref) -> None:
+        head_refs, (_, _, q_out, k_out, v_out) = self.heads.split(refs)
+        h, g = self.heads.num_heads, self.heads.num_groups
+        length = k_out.shape[2]
+        index, head = pl.program_id(0), pl.program_id(1)
+        token = index // positions.shape[1], index % positions.shape[1]
+        position = positions[token]
+        block = blocks[token[0], jnp.minimum(position // length, blocks.shape[1] - 1)]
+        is_real = position < blocks.shape[1] * length
+        place = block, jnp.maximum(head - h, 0) % g, position % length
 
         @pl.when(head < h)
         def write_query() -> None:
-            scale = None if self.q_eps is None else scales[0]
-            for n, value in enumerate(normed_and_rotated(scale, self.q_eps, 0, h)):
-                store(q_out.at[row, column, head, n * (d // 2) + at], value, at < d)
+            query = self.heads.queries(head_refs, token, index_range(head, 1), position)
+            at = index_range(0, self.heads.size)[None]
+            store(q_out.at[(*token, head, at)], query, at >= 0)
 
-        @pl.when((head >= h) & (head < h + g))
+        @pl.when((head >= h) & (head < h + g) & is_real)
         def write_key() -> None:
-            scale = None if self.k_eps is None else scales[-1]
-            write(k_out, normed_and_rotated(scale, self.k_eps, h, g))
+            write_to_cache(k_out, place, self.heads.key(head_refs, token, head - h, position))
 
-        @pl.when(head >= h + g)
+        @pl.when((head >= h + g) & is_real)
         def write_value() -> None:
-            write(v_out, self._clip(halves))
-
-    def _clip(self, halves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        limit = self.clip
-        return halves if limit is None else [jnp.clip(x, -limit, limit) for x in halves]
-
-    def _rotated(
-        self, halves: Sequence[jax.Array], position: jax.Array, frequency: jax.Array
-    ) -> list[jax.Array]:
-        """Return float32 halves of a head, rotated."""
-        a, b = (x.astype(jnp.float32) for x in halves)
-        if not self.rotates:
-            return [a, b]
-        angle = position.astype(jnp.float32) * frequency
-        cos, sin = (f(angle) * self.factor for f in (jnp.cos, jnp.sin))
-        return [a * cos - b * sin, b * cos + a * sin]
-
-
-def _add_bias(
-    token: tuple[Ref, jax.Array, jax.Array],
-    bias: Ref | None,
-    dtype: DTypeLike,
-    at: jax.Array,
-    mask: jax.Array,
-) -> jax.Array:
-    """Return queries, keys and values at columns `at`, 0 where the mask is False.
-
-    token: (qkv, the token's row and column).
-    """
-    qkv, row, column = token
-    values = load(qkv.at[row, column, at], mask)
-    if bias is not None:
-        values = values.astype(jnp.float32) + load(bias.at[at], mask).astype(jnp.float32)
-    return values.astype(dtype)
-
-
-def _normed(
-    halves: Sequence[jax.Array],
-    scale: Ref | None,
-    head: jax.Array,
-    square_sum: jax.Array | None,
-    eps: float,
-) -> Sequence[jax.Array]:
-    """Return the halves of a head after RMSNorm, in their dtype.
-
-    scale: None for no norm. square_sum: over all heads; None for a norm of each head.
-    """
-    if scale is None:
-        return halves
-    size, dtype = halves[0].shape[0], halves[0].dtype
-    wide = [x.astype(jnp.float32) for x in halves]
-    if square_sum is None:
-        square_sum, first = (wide[0] ** 2).sum() + (wide[1] ** 2).sum(), jnp.int32(0)
-    else:
-        first = head * 2 * size
-    factor = lax.rsqrt(square_sum / scale.shape[0] + eps)
-    at = index_range(first, size)
-    rows = [load(scale.at[at + n * size], at >= 0).astype(jnp.float32) for n in (0, 1)]
-    return [(x * factor * row).astype(dtype) for x, row in zip(wide, rows, strict=True)]
+            write_to_cache(v_out, place, self.heads.value(head_refs, token, head - h - g))

@@ -36,6 +36,7 @@ from jmoe.inference import layer_programs, popularity, sampler
 from jmoe.inference.cached_layers import Arrays, CachePlaces, Hidden
 from jmoe.inference.kv_cache import BLOCK, KVCache, empty_caches, table_width
 from jmoe.inference.runner_protocol import TokenBatch
+from jmoe.layers.slot_experts import ExpertProducts
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.functional import ModuleStructure, split_arrays
@@ -164,8 +165,8 @@ def step_programs(
     )
     for name, arrays in kept.items():
         table_E = of(jnp.int32, config.num_experts)
-        operands = config.hidden_act, routed, arrays, table_E
-        y_TD = do(f"experts, {name}, {what}", slots.add_expert_outputs_in_tiles, *operands)
+        operands = ExpertProducts(config.hidden_act), routed, arrays, table_E
+        y_TD = do(f"experts, {name}, {what}", slots.expert_outputs_in_tiles, *operands)
     do(f"next layer's router, {what}", popularity._route_other_layer, *router, routed.h_TD)
     do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
     x_PCD = do(f"sum, {what}", layer_programs.add_alone, Hidden(x_PCD, y_TD))
@@ -189,7 +190,7 @@ def decode_program(
     static = layer_programs.LayerGroupOptions(
         (structure,) * count,
         None,
-        config.hidden_act,
+        ExpertProducts(config.hidden_act),
         DTYPE,
         shapes.outside[0],
         True,
@@ -208,7 +209,7 @@ def decode_program(
         batch,
         (
             shapes.slots["resident"],
-            programs.abstract_array(jnp.int32, config.num_moe_layers, config.num_experts),
+            (programs.abstract_array(jnp.int32, config.num_experts),) * config.num_moe_layers,
         ),
     )
 

@@ -16,7 +16,7 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.tiers import CachePolicy, check_cache_policy
-from kernels_pallas.formats import EXPERT_DTYPES, INT8_TAKING, ExpertDtype
+from kernels_pallas.formats import EXPERT_DTYPES, FP8, INT8_TAKING, ExpertDtype
 
 CACHE_BLOCK = 128  # positions of a block of the KV cache
 Policy = Literal["auto", "resident", "ring", "experts", "hybrid"]
@@ -151,10 +151,12 @@ class EngineConfig:
     # one scale each (4.25, 4.5, 8.5 and 8.25 bits per weight); wide: as `dtype`; None: as the
     # checkpoint stores them if that is one of these formats, else wide
     expert_dtype: ExpertDtype | None = None
-    # the inputs of the experts' products on a CPU. exact: as `dtype`; int8: rounded to 8 bits, in
-    # blocks of 32 with one scale each, and multiplied as integers with experts of mxfp4, int4 or
-    # int8: faster, and an expert's output changes by about 1.5 % of its norm
-    expert_activations: Literal["exact", "int8"] = "exact"
+    # the inputs of the experts' products. exact: as `dtype`; int8: rounded to 8 bits, in blocks of
+    # 32 with one scale each, and multiplied as integers with experts of mxfp4, int4 or int8, on a
+    # CPU: faster, and an expert's output changes by about 1.5 % of its norm; fp8: rounded to E4M3,
+    # in groups of 128 with one scale each, and multiplied with experts of fp8 by the tensor cores
+    # of Ada, Hopper or Blackwell: an expert's output changes by about 4.3 % of its norm
+    expert_activations: Literal["exact", "int8", "fp8"] = "exact"
     # how a layer's experts are predicted, so that they are copied early. router: from the next
     # layer's router; counts: the most used ones of recent steps; paths: from the tokens' choices in
     # the layers before (`jmoe.programs.profile`); None: no prediction, and native programs of few
@@ -204,8 +206,8 @@ class EngineConfig:
         check_field(
             fits, self, "max_prefill_tokens", f"must be at least {chunk}, a chunk of one prompt"
         )
-        if self.expert_activations == "int8":
-            self._check_int8_activations()
+        if self.expert_activations != "exact":
+            self._check_rounded_activations()
         self._check_streaming()
         self._check_speculation()
         if self.lora:
@@ -261,14 +263,19 @@ class EngineConfig:
         )
         return self.policy in ("ring", "experts") or (self.policy == "auto" and evenly)
 
-    def _check_int8_activations(self) -> None:
-        """Raise ValueError for options with which experts are not multiplied as integers."""
+    def _check_rounded_activations(self) -> None:
+        """Raise ValueError for options with which operations compute on exact inputs."""
+        is_int8 = self.expert_activations == "int8"
+        taken = INT8_TAKING if is_int8 else (FP8.name,)
         clashes = {
-            f"expert_dtype = {self.expert_dtype!r}": self.expert_dtype not in (None, *INT8_TAKING),
-            "native = 'off'": self.native == "off",
+            f"expert_dtype = {self.expert_dtype!r}": self.expert_dtype not in (None, *taken),
             "policy = 'hybrid'": self.policy == "hybrid",
-            f"mesh.devices = {self.mesh.devices}": self.mesh.devices > 1,
         }
+        if is_int8:
+            clashes["native = 'off'"] = self.native == "off"
+            clashes[f"mesh.devices = {self.mesh.devices}"] = self.mesh.devices > 1
+        else:
+            clashes["native = 'on'"] = self.native == "on"
         for clash, there in clashes.items():
             check_field(not there, self, "expert_activations", f"must be exact with {clash}")
 

@@ -31,9 +31,8 @@ from jmoe.deploy.cut import check_empty_or_new, copy_files_beside_weights, creat
 from jmoe.deploy.model_folder import hugging_face_folder
 from jmoe.inference.cached_layers import CachePlaces, Hidden, attend_and_route_local, embed_local
 from jmoe.inference.kv_cache import KVCache, LayerCache, empty_caches
-from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
+from jmoe.layers.slot_experts import ExpertInputs, UnchosenInputs, add_expert_outputs_by_slot_table
 from jmoe.mesh import path_names
-from jmoe.models.block import add_residual
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.pretrained import MAX_SHARD_BYTES
@@ -93,6 +92,7 @@ def _apply_layer(
         y = add_expert_outputs_by_slot_table(
             y, experts, table_E, activation=activation, tile_rows=tile_rows, implementation="xla"
         )
+    assert not isinstance(y, UnchosenInputs), "chooses, by default"
     return cache, Hidden(x_PCD, y)
 
 
@@ -172,7 +172,7 @@ class PortablePrograms:
                 places,
             )
             written.append(tuple(jax.tree.leaves(new)))
-        x_PD = add_residual(*hidden)[jnp.arange(at_P.shape[0]), at_P]
+        x_PD = hidden.sum()[jnp.arange(at_P.shape[0]), at_P]
         return self._embed_and_head.structure.merge(embed_and_head).logits(x_PD), written
 
     def cache_shapes(self, options: EngineConfig) -> list[tuple[jax.ShapeDtypeStruct, ...]]:

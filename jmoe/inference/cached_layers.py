@@ -15,7 +15,7 @@ W blocks of a table
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ from jmoe.layers.embedding import lookup
 from jmoe.layers.gated_delta import GatedDeltaNet
 from jmoe.layers.low_rank import LayerAdapters
 from jmoe.layers.router import weigh_inputs
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, UnchosenInputs, sum_outputs
 from jmoe.models.block import AttentionModule, Block, add_residual
 from jmoe.models.functional import ModuleStructure
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.implementations import Name, default_implementations, first_supported
 
 Arrays = tuple[jax.Array, ...]  # of a module, as `functional.split` returns them
@@ -42,11 +43,15 @@ Arrays = tuple[jax.Array, ...]  # of a module, as `functional.split` returns the
 class Hidden(NamedTuple):
     """A layer's input x + y, not added yet.
 
-    y_TD: float32, the output of the previous layer's feed-forward.
+    y_TD: float32, the output of the previous layer's feed-forward; perhaps summands of it.
     """
 
     x_PCD: jax.Array
-    y_TD: jax.Array
+    y_TD: jax.Array | WeightedOutputs
+
+    def sum(self) -> jax.Array:
+        """Return x + y in x's dtype."""
+        return add_residual(self.x_PCD, sum_outputs(self.y_TD))
 
 
 class CachePlaces(NamedTuple):
@@ -176,10 +181,13 @@ def attend_and_route_local(
     places: CachePlaces,
     layer_runner: DenseLayerRunner = UNSHARDED,
     adapters: LayerAdapters | None = None,
-) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
+    *,
+    chooses: bool = True,
+) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]:
     """Run a block without its experts; return (x + attention [P, C, D], cache, y).
 
-    y is the dense MLP's output [T, D], or the `ExpertInputs` of a block with experts.
+    y is the dense MLP's output [T, D], or the inputs of a block's experts: `UnchosenInputs` if not
+    `chooses` and a kernel can choose, else `ExpertInputs`.
 
     places: of all tokens on which attention runs; with tensor parallelism, those of all devices.
     adapters: LoRA adapters of the block's weights; those of its experts are not applied here.
@@ -191,20 +199,23 @@ def attend_and_route_local(
     def by_xla() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
         return _attend_and_route_in_xla(block, cache, hidden, places, layer_runner)
 
-    def by_kernels() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
+    def by_kernels() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]:
         if adapters is not None:
             raise NotImplementedError("LoRA adapters")
         cached = CachedAttention(cache, places)
         attend = partial(cached, with_output_bias=False)
         where = places.positions_PC.reshape(-1), places.blocks_PW.shape[1] * BLOCK
-        x_PCD, y = few_tokens.attend_and_route(block, hidden, attend, *where)
+        x_PCD, y = few_tokens.attend_and_route(block, hidden, attend, *where, chooses=chooses)
         return x_PCD, cached.cache, y
 
     if layer_runner is not UNSHARDED or "triton" not in default_implementations():
         return by_xla()
     if not few_tokens.fit_few_token_kernels(places.positions_PC.size):
         return by_xla()
-    return first_supported("layer of few tokens", [("triton", by_kernels), ("xla", by_xla)])
+    forms: list[tuple[str, Callable[[], Any]]] = [("triton", by_kernels), ("xla", by_xla)]
+    found: tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]
+    found = first_supported("layer of few tokens", forms)
+    return found
 
 
 def _attend_and_route_in_xla(
@@ -215,7 +226,7 @@ def _attend_and_route_in_xla(
     layer_runner: DenseLayerRunner,
 ) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
     """Return `attend_and_route_local`, with norms, sums and router in XLA."""
-    x_PCD = add_residual(*hidden)
+    x_PCD = hidden.sum()
     dtype = x_PCD.dtype
     cached = CachedAttention(cache, places)
     x_PCD = block.attend(

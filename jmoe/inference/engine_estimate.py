@@ -27,7 +27,7 @@ from jmoe.inference.cached_layers import CachePlaces, Hidden
 from jmoe.inference.kv_cache import BLOCK, LayerCache, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.loading import model_bytes
 from jmoe.inference.runner_protocol import TokenBatch
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, ExpertProducts
 from jmoe.memory.host_memory import available_bytes
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
@@ -171,6 +171,20 @@ def _assumed_loop_trips(attended_blocks: int, expert_tiles: int, scope: str) -> 
     return attended_blocks if "attention" in scope else expert_tiles
 
 
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _apply_layer(
+    static: layer_programs.LayerGroupOptions, *operands: Any
+) -> tuple[Hidden | jax.Array, tuple[LayerCache, ...]]:
+    """Return (output, caches) of one of several layers in a program, which returns the choices of
+    all layers together.
+    """
+    output, _, caches, _ = layer_programs.apply_layers(static, *operands)
+    return output, caches
+
+
+_stack = jax.jit(lambda choices: jnp.stack(choices))
+
+
 class _StepEstimator:
     """Compiles the programs of an engine's steps on one GPU, from shapes alone, and estimates them.
 
@@ -191,6 +205,9 @@ class _StepEstimator:
         assert options.max_seq_len is not None, "the model's positions say it"
         self._options, self._max_seq_len = options, options.max_seq_len
         self._gpu, self._device, self.temporary_bytes = gpu, device, 0
+        self._products = ExpertProducts(
+            self._config.hidden_act, options.expert_activations == "fp8"
+        )
         self._place = jax.sharding.SingleDeviceSharding(device)
         embed_and_head, layers = nnx.eval_shape(self._make_dense_modules)
         self._embed_and_head, self._layers = (
@@ -341,12 +358,15 @@ class _StepEstimator:
             chosen = distinct_experts(config.num_experts, config.num_experts_per_tok, tokens)
             tiles = round(max(chosen, tokens * config.num_experts_per_tok / tile_rows))
             table_E = self._abstract_array(jnp.int32, config.num_experts)
-            function = slots.add_expert_outputs_in_tiles
+            function = slots.expert_outputs_in_tiles
             y, mlp = self._compile_and_estimate(
-                tiles, function, config.hidden_act, routed, self._slots, table_E, chosen=chosen
+                tiles, function, self._products, routed, self._slots, table_E, chosen=chosen
             )
             parts.append(("experts", config.num_moe_layers, mlp))
-        return Hidden(x_PCD, y), parts
+        found = Hidden(x_PCD, y)
+        if routed is not None and jax.tree.structure(found) != jax.tree.structure(hidden):
+            return self._estimate_layers(batch, found, context)  # as after another layer
+        return found, parts
 
     def _estimate_layers_of_single_tokens(
         self, batch: TokenBatch, hidden: Hidden, context: int
@@ -372,23 +392,35 @@ class _StepEstimator:
             attended = context + 1 if window is None else min(context + 1, window)
             attended_blocks = -(-attended // BLOCK)
             static = layer_programs.LayerGroupOptions(
-                (structure,), None, config.hidden_act, self._dtype, self._embed_and_head[0],
+                (structure,), None, self._products, self._dtype, self._embed_and_head[0],
                 False, False, 0, bound,
             )  # fmt: skip
             in_window: Any = None if window is None else self._abstract_array(jnp.int32)
             cache = caches[structures.index(structure)]
             layer = layer_programs.LayerOperands(arrays_of[structure], in_window, None)
-            table_NE = self._abstract_array(jnp.int32, int(is_moe), config.num_experts)
-            outside, experts = self._embed_and_head[1], (self._slots, table_NE)
-            (hidden, *_), estimate = self._compile_and_estimate(
-                partial(_assumed_loop_trips, attended_blocks, tiles),
-                layer_programs.apply_layers,
-                static,
-                *((layer,), (cache,), outside, hidden, batch, experts),
-                attended=attended,
-                chosen=chosen,
-            )
+            tables = (self._abstract_array(jnp.int32, config.num_experts),) * is_moe
+            outside, experts = self._embed_and_head[1], (self._slots, tables)
+
+            def compile_layer(hidden: Hidden) -> tuple[Hidden, GpuEstimate]:
+                (output, _), estimate = self._compile_and_estimate(
+                    partial(_assumed_loop_trips, attended_blocks, tiles),
+                    _apply_layer,
+                    static,
+                    *((layer,), (cache,), outside, hidden, batch, experts),
+                    attended=attended,
+                    chosen=chosen,
+                )
+                return output, estimate
+
+            before = jax.tree.structure(hidden)
+            hidden, estimate = compile_layer(hidden)
+            if is_moe and jax.tree.structure(hidden) != before:  # as after another layer
+                hidden, estimate = compile_layer(hidden)
             parts.append(("layer" if is_moe else "dense layer", count, estimate))
+        if config.num_moe_layers:
+            idx_TK = self._abstract_array(jnp.int32, tokens, config.num_experts_per_tok)
+            choices = (idx_TK,) * config.num_moe_layers
+            parts.append(("choices", 1, self._compile_and_estimate(1, _stack, choices)[1]))
         return hidden, parts
 
     def _expert_copy_s(self, tokens: int) -> float:

@@ -5,7 +5,7 @@ Legend: P rows of a step, C tokens a row, T tokens, D hidden, E experts, K exper
 chooses.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -14,11 +14,9 @@ import jax.numpy as jnp
 from jmoe.config.router import RouterConfig
 from jmoe.layers.norm import Norm
 from jmoe.layers.router import Router
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, UnchosenInputs
 from jmoe.models.block import AttentionFn, Block
-
-if TYPE_CHECKING:
-    from kernels_pallas.choose_experts import ChoiceRules
+from kernels_pallas.expert_choices import ChoiceRules, RouterLogits, WeightedOutputs
 
 
 def fit_few_token_kernels(num_tokens: int) -> bool:
@@ -30,14 +28,16 @@ def fit_few_token_kernels(num_tokens: int) -> bool:
 
 def attend_and_route(
     block: Block,
-    hidden: tuple[jax.Array, jax.Array],
+    hidden: tuple[jax.Array, jax.Array | WeightedOutputs],
     attend: AttentionFn,
     positions_T: jax.Array,
     padding_position: int,
     *,
+    chooses: bool = True,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | ExpertInputs]:
-    """Return (x + y + attention [P, C, D], the dense MLP's output [T, D] or the `ExpertInputs`).
+) -> tuple[jax.Array, jax.Array | ExpertInputs | UnchosenInputs]:
+    """Return (x + y + attention [P, C, D], the dense MLP's output [T, D] or the experts' inputs,
+    with chosen experts if `chooses`).
 
     hidden: (x [P, C, D], y float32 [T, D]). attend: (attention, normed input [P, C, D]) -> its
     output without its bias, float32. positions_T: of each token; those at `padding_position` are
@@ -49,11 +49,12 @@ def attend_and_route(
     from kernels_pallas.choose_experts import choose_experts
 
     _check_kernels_support(block)
-    (x_PCD, y_TD), options = hidden, dict[str, Any](interpret=interpret)
-    shape, x_TD = x_PCD.shape, x_PCD.reshape(y_TD.shape)
+    (x_PCD, added_TD), options = hidden, dict[str, Any](interpret=interpret)
+    shape, x_TD = x_PCD.shape, x_PCD.reshape(-1, x_PCD.shape[-1])
     with jax.named_scope("attention"):
-        x_TD, h_TD, _ = add_and_norm(x_TD, y_TD, *_norm_operands(block.attention_norm), **options)
-        y_TD = attend(block.attention, h_TD.reshape(shape)).reshape(y_TD.shape)
+        of_attention = _norm_operands(block.attention_norm)
+        x_TD, h_TD, _ = add_and_norm(x_TD, added_TD, *of_attention, **options)
+        y_TD = attend(block.attention, h_TD.reshape(shape)).reshape(h_TD.shape)
     bias, norm = block.attention.b_out, _norm_operands(block.feed_forward_norm)
     added: dict[str, Any] = {"bias_D": None if bias is None else bias[...], **options}
     if block.moe is None:
@@ -66,22 +67,23 @@ def attend_and_route(
     with jax.named_scope("moe"):
         x_TD, h_TD, logits_TE = add_and_norm(x_TD, y_TD, *norm, router=weights, **added)
         assert logits_TE is not None
-        idx_TK, weights_TK = choose_experts(
+        logits = RouterLogits(
             logits_TE,
             kernel_choice_rules(router.config, router.num_experts_per_tok),
-            bias_E=_array_or_none(router.e_score_correction_bias),
-            positions_T=positions_T,
-            end=padding_position,
-            **options,
+            _array_or_none(router.e_score_correction_bias),
+            positions_T,
+            padding_position,
         )
-        shared_TD = block.shared_output(h_TD)
-    return x_TD.reshape(shape), ExpertInputs(h_TD, idx_TK, weights_TK, shared_TD)
+        if not chooses:
+            has_shared = block.shared_expert is not None
+            shared_TD = block.shared_output(h_TD) if has_shared else None
+            return x_TD.reshape(shape), UnchosenInputs(h_TD, logits, shared_TD)
+        chosen = choose_experts(logits, **options)
+        return x_TD.reshape(shape), ExpertInputs(h_TD, *chosen, block.shared_output(h_TD))
 
 
-def kernel_choice_rules(config: RouterConfig, num_experts_per_tok: int) -> "ChoiceRules":
+def kernel_choice_rules(config: RouterConfig, num_experts_per_tok: int) -> ChoiceRules:
     """Return the rules by which `choose_experts` chooses a router's experts in inference."""
-    from kernels_pallas.choose_experts import ChoiceRules
-
     return ChoiceRules(
         config.rules.scores,
         num_experts_per_tok,

@@ -44,7 +44,7 @@ from jmoe.layers.attention import CacheInputs
 from kernels_pallas.cached_values import FP8, encode, stored_dtype
 from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.native import cached_attention, uses_native_attention
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention import paged_attention, reads_in_place
 from kernels_pallas.paged_attention.xla import attend_by_block
 
 BLOCK = CACHE_BLOCK
@@ -220,7 +220,7 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
         exclusive bound on all positions, a multiple of `BLOCK`; see `paged_attention`.
     implementation: of `paged_attention`.
     """
-    q_PCHd, k_PCGd, v_PCGe, expand, _ = new
+    q_PCHd, k_PCGd, v_PCGe, expand, *_ = new
     masks: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks_H}
     sizes, value_dim = (q_PCHd.dtype, q_PCHd.shape[3], v_PCGe.shape[3]), v_PCGe.shape[3]
     known = (stored_dtype(q_PCHd.dtype), jnp.uint8)  # uint8: FP8
@@ -233,15 +233,35 @@ def write_and_attend(  # noqa: PLR0913  as `paged_attention`
         if cache.v_NGLe is None:  # drop the sums of what follows a key's value
             out_PCHe = out_PCHe[..., :value_dim]
         return out_PCHe, KVCache(k_NGLd, v_NGLe)
-    q_PCHd, cache = _write_and_return_queries(
-        new, cache, blocks_PW, positions_PC, in_place=context is None
-    )
-    operands = q_PCHd, cache.k_NGLd, cache.v_NGLe, blocks_PW, positions_PC
-    if expand is not None:
-        assert context is None, "single tokens attend to what is cached"
-        return attend_by_block(*operands, expand=expand, **masks), cache
-    options: dict[str, Any] = {"context": context, "implementation": implementation} | masks
-    return paged_attention(*operands, value_dim=value_dim, **options), cache
+
+    def in_one_kernel() -> tuple[jax.Array, KVCache]:
+        if new.write_and_attend is None or cache.v_NGLe is None:
+            raise NotImplementedError("latents, which are rotated apart")
+        out_PCHe, *caches = new.write_and_attend(
+            cache.k_NGLd, cache.v_NGLe, blocks_PW, positions_PC, **masks
+        )
+        return out_PCHe, KVCache(*caches)
+
+    def one_after_the_other() -> tuple[jax.Array, KVCache]:
+        q_PCHd, written = _write_and_return_queries(
+            new, cache, blocks_PW, positions_PC, in_place=context is None
+        )
+        operands = q_PCHd, written.k_NGLd, written.v_NGLe, blocks_PW, positions_PC
+        if expand is not None:
+            assert context is None, "single tokens attend to what is cached"
+            return attend_by_block(*operands, expand=expand, **masks), written
+        options: dict[str, Any] = {"context": context, "implementation": implementation} | masks
+        return paged_attention(*operands, value_dim=value_dim, **options), written
+
+    is_single = positions_PC.shape[1] == 1 and expand is None and implementation is None
+    forms = [("triton", in_one_kernel)] if is_single and _attends_in_triton(context) else []
+    forms.append(("kernels one after the other", one_after_the_other))
+    return first_supported("write_and_attend", forms)
+
+
+def _attends_in_triton(context: int | None) -> bool:
+    """Return whether a kernel in Triton reads the blocks of the cache in place."""
+    return context is None and "triton" in default_implementations() and reads_in_place()
 
 
 def _write_and_return_queries(

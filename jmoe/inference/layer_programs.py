@@ -35,11 +35,16 @@ from jmoe.inference.kv_cache import LayerCache
 from jmoe.inference.runner_protocol import TokenBatch
 from jmoe.inference.sampling import greedy, sample_settled
 from jmoe.layers.low_rank import LayerAdapters
-from jmoe.layers.slot_experts import ExpertInputs
-from jmoe.models.block import add_residual
+from jmoe.layers.slot_experts import (
+    ExpertInputs,
+    ExpertProducts,
+    UnchosenInputs,
+    choose_and_apply_experts,
+)
 from jmoe.models.functional import ModuleStructure
-from jmoe.offload.slots import add_expert_outputs_in_tiles
+from jmoe.offload.slots import expert_outputs_in_tiles
 from jmoe.types import PyTree
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.native import ExpertByteOffsets, allow_native_inference, find_slots, slot_mlp
 from kernels_pallas.paged_attention import reads_in_place
 
@@ -65,10 +70,12 @@ class LayerProgramOptions(NamedTuple):
 
     native: use native (C++) operations.
     context: see `write_and_attend`.
+    chooses: False if the experts' kernel may choose the experts.
     """
 
     native: bool
     context: int | None = None
+    chooses: bool = True
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -80,7 +87,7 @@ def attend_and_route_program(
     hidden: Hidden,
     places: CachePlaces,
     adapters: LayerAdapters | None = None,
-) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
+) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]:
     with allow_native_inference(places.positions_PC.size * variant.native):
         return attend_and_route_local(
             structure,
@@ -89,10 +96,11 @@ def attend_and_route_program(
             hidden,
             places._replace(context=variant.context),
             adapters=adapters,
+            chooses=variant.chooses,
         )
 
 
-add_alone = jax.jit(lambda hidden: add_residual(*hidden))
+add_alone = jax.jit(lambda hidden: hidden.sum())
 embed = jax.jit(embed_local, static_argnums=(0, 4))
 
 
@@ -100,7 +108,7 @@ class LayerGroupOptions(NamedTuple):
     """Static arguments of a program that runs several layers.
 
     layout: the slots' layout for native operations; None if the slots are device arrays by name.
-    activation: the experts' activation.
+    products: how experts compute.
     embed_and_head: structure of the modules before the first and after the last layer.
     is_first, is_last: whether the group contains the model's first and last layers.
     finds: number of a layer's experts if the program looks up their slots in the host's
@@ -112,7 +120,7 @@ class LayerGroupOptions(NamedTuple):
 
     structures: tuple[ModuleStructure, ...]
     layout: ExpertByteOffsets | None
-    activation: str
+    products: ExpertProducts
     dtype: DTypeLike
     embed_and_head: ModuleStructure
     is_first: bool
@@ -145,14 +153,14 @@ def apply_layers(
     embed_and_head: Arrays,
     hidden: Hidden | None,
     batch: TokenBatch,
-    experts: tuple[PyTree, jax.Array],
+    experts: tuple[PyTree, PyTree],
 ) -> tuple[Hidden | jax.Array, Sampled, tuple[LayerCache, ...], jax.Array | None]:
     """Run a group of layers on few tokens; asks the host only for chosen experts that have no slot.
 
     embed_and_head: arrays of `static.embed_and_head`.
     hidden: output of the previous group; None for the first group.
-    experts: (the slots, as `static.layout` says; tables [N, E] of the experts' slots, or the
-        arguments of `find_slots`).
+    experts: (the slots, as `static.layout` says; a table [E] of the experts' slots for each layer
+        with experts, or the arguments of `find_slots`).
 
     Returns (output, sampled, caches, choices). The output is a `Hidden`, or x [P, C, D] after the
     last layer; sampled is set after the last layer of single tokens; choices are [N, T, K], or None
@@ -173,8 +181,10 @@ def apply_layers(
             )
         assert hidden is not None
         for i, structure in enumerate(static.structures):
-            variant = LayerProgramOptions(static.layout is not None, static.context)
             arrays, window, adapters = layers[i]
+            # adapters change products; a layout or a finder of slots is a CPU's
+            chooses = adapters is not None or static.layout is not None or static.finds > 0
+            variant = LayerProgramOptions(static.layout is not None, static.context, chooses)
             places = CachePlaces(batch.blocks_PW, batch.positions_PC, window, rows_P=batch.rows_P)
             # layers of equal structure share one jitted function, traced once
             x_PCD, cache, y = attend_and_route_program(
@@ -194,6 +204,12 @@ def apply_layers(
                 choices.append(y.idx_TK)
                 y = with_adapters(y, adapters)
                 y = _add_experts_in_slots(static, y, slots, table_E)
+            elif isinstance(y, UnchosenInputs):
+                assert isinstance(slots, dict)
+                y = choose_and_apply_experts(
+                    y, slots, tables[len(choices)], products=static.products
+                )
+                choices.append(y.idx_TK)
             hidden = Hidden(x_PCD, y)
             if static.layout is None:
                 hidden = lax.optimization_barrier(hidden)
@@ -201,7 +217,7 @@ def apply_layers(
         sampled = Sampled()
         output: Hidden | jax.Array = hidden
         if static.is_last:
-            output = x_PCD = add_residual(*hidden)
+            output = x_PCD = hidden.sum()
             if batch.positions_PC.shape[1] == 1:
                 logits_PV = static.embed_and_head.merge(embed_and_head).logits(x_PCD[:, 0])
                 tokens_P = _sample_in_step(logits_PV, batch) if static.samples else None
@@ -226,12 +242,12 @@ def with_adapters(routed: ExpertInputs, adapters: LayerAdapters | None) -> Exper
 
 def _add_experts_in_slots(
     static: LayerGroupOptions, routed: ExpertInputs, slots: PyTree, table_E: jax.Array
-) -> jax.Array:
+) -> jax.Array | WeightedOutputs:
     """Return float32 [T, D]: `routed.y_TD` + the weighted sum of each token's experts."""
     if static.layout is None:
-        return add_expert_outputs_in_tiles(static.activation, routed, slots, table_E)
+        return expert_outputs_in_tiles(static.products, routed, slots, table_E)
     tokens = (routed.h_TD, routed.idx_TK, routed.weights_TK, routed.y_TD)
-    return slot_mlp(tokens, slots, table_E, static.layout, static.activation)
+    return slot_mlp(tokens, slots, table_E, static.layout, static.products.activation)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

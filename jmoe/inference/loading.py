@@ -56,7 +56,8 @@ from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.status import status
 from jmoe.types import PyTree
 from kernels_pallas import native
-from kernels_pallas.formats import INT8_TAKING
+from kernels_pallas.formats import FP8, INT8_TAKING
+from kernels_pallas.grouped_matmul.fp8_inputs import has_fp8_products
 
 log = logging.getLogger("jmoe")
 _BUILT_LATER = (
@@ -136,9 +137,10 @@ class LoadedModel(Closing):
             )
             limits = bandwidth_limit_bytes_per_s
             use_native = mesh is None and not options.lora and load_native_if_used(options, say)
-            _check_expert_activations(checkpoint, options, use_native)
+            activations_note = _check_expert_activations(checkpoint, options, use_native)
             notes = (
                 scales_note,
+                activations_note,
                 positions_note,
                 checkpoint.expert_conversion_note,
                 quantized_cache_note(checkpoint.fields, options.kv_cache_dtype),
@@ -213,16 +215,38 @@ def _apply_cache_scales(checkpoint: LazyCheckpoint, options: EngineConfig) -> st
 
 def _check_expert_activations(
     checkpoint: LazyCheckpoint, options: EngineConfig, use_native: bool
-) -> None:
-    """Raise ValueError if the experts' inputs are to be rounded and no operation does so."""
+) -> str:
+    """Return a sentence about the rounding of the experts' inputs, or "".
+
+    Raises ValueError if they are to be rounded and no operation does so.
+    """
     if options.expert_activations == "exact":
-        return
+        return ""
     field, value, kind = "expert_activations", options.expert_activations, checkpoint.expert_format
-    words = "must be exact without native operations, which run on one CPU device"
-    check(use_native, field, value, words)
+    taken: tuple[str, ...] = INT8_TAKING
+    platform = jax.devices()[0].platform
+    if value == "fp8":
+        taken = (FP8.name,)
+        words = (
+            f"must be exact on this {platform}: products of fp8 run on NVIDIA GPUs from compute"
+            " capability 8.9 on (Ada, Hopper, Blackwell), and on a CPU for comparisons"
+        )
+        check(platform == "cpu" or has_fp8_products(), field, value, words)
+    else:
+        words = "must be exact without native operations, which run on one CPU device"
+        check(use_native, field, value, words)
     stored = "wide" if kind is None else kind.name
     words = f"must be exact with experts that are {stored}; set expert_dtype to one of "
-    check(stored in INT8_TAKING, field, value, words + ", ".join(INT8_TAKING))
+    check(stored in taken, field, value, words + ", ".join(taken))
+    if value == "int8":
+        return ""
+    how = "the tensor cores multiply E4M3"
+    if platform == "cpu":
+        how = (
+            "XLA multiplies the rounded values in float32, without native operations: slower than"
+            " exact, to compare numbers"
+        )
+    return f"expert_activations = fp8 on a {platform}: {how}"
 
 
 def _make_runner_on_one_device(
@@ -246,7 +270,7 @@ def _make_runner_on_one_device(
         cache_dir=options.cache_dir,
         bandwidth_limit_bytes_per_s=limits,
         native=use_native,
-        int8_activations=options.expert_activations == "int8",
+        activations=options.expert_activations,
         on_host=options.pin_host_memory != "on"
         and not options.lora
         and load_native_for_host_experts(options, memory),
@@ -294,6 +318,8 @@ def load_native_if_used(options: EngineConfig, say: Say = log.info, *, waits: bo
     not available.
     """
     platform, wanted = jax.devices()[0].platform, options.native
+    if options.expert_activations == "fp8":  # no native operation rounds so
+        return False
     is_asked, is_hybrid = wanted == "on", options.policy == "hybrid"
     waits |= options.expert_activations == "int8"  # no other operations round them
     if is_asked and not is_hybrid:

@@ -51,11 +51,12 @@ from jmoe.inference.runner_protocol import BatchChoices, BatchOutput, TokenBatch
 from jmoe.inference.sampler import TokensInStep
 from jmoe.inference.scheduler import ChunkGroup
 from jmoe.inference.served_adapters import NO_ADAPTERS
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, ExpertProducts, UnchosenInputs
 from jmoe.models.block import Block
 from jmoe.models.functional import split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead
 from jmoe.offload.policies import Residency
+from kernels_pallas.expert_choices import WeightedOutputs
 
 RECENT_STEPS = 16
 # the most layers in one program, for steps of few tokens that need no choices on the host
@@ -114,7 +115,7 @@ class ModelRunner:
         ]
         # what an accelerator's steps would otherwise copy there every time
         self._tables_source: np.ndarray | None = None
-        self._tables: dict[int, jax.Array] = {}
+        self._tables: dict[int, tuple[jax.Array, ...]] = {}
         if not self._on_cpu:
             self._windows = jax.device_put(self._windows, jax.devices()[0])
 
@@ -253,11 +254,11 @@ class ModelRunner:
         groups = [TokenBatch(*jax.device_put(tuple(g), jax.devices()[0])) for g in groups]
         xs = [self._embed_batch(g) for g in groups]
         # the layer with experts whose slots running programs may still read, and its outputs
-        held: tuple[int, list[jax.Array]] | None = None
+        held: tuple[int, list[jax.Array | WeightedOutputs]] | None = None
         path: list[np.ndarray] = []
         choices: list[list[jax.Array]] = [[] for _ in groups]
         for i, layer in enumerate(self._layers):
-            added: list[jax.Array | ExpertInputs] = []
+            added: list[jax.Array | ExpertInputs | UnchosenInputs] = []
             for n, g in enumerate(groups):
                 of_layer = (
                     *layer,
@@ -272,7 +273,7 @@ class ModelRunner:
                     y = with_adapters(y, of_layer[-1])
                 added.append(y)
             routed = [y for y in added if isinstance(y, ExpertInputs)]
-            ys = [y for y in added if not isinstance(y, ExpertInputs)]
+            ys: list[jax.Array | WeightedOutputs] = [y for y in added if isinstance(y, jax.Array)]
             if routed:
                 self._await_outputs_and_release_slots(held)
                 record = self.config.layers[i].record
@@ -317,8 +318,9 @@ class ModelRunner:
                 adapters = [self.adapters.layer_adapters_for_rows(i, g.adapter_P) for i in numbers]
                 is_last = start + size >= len(self._layers)
                 place = embed_and_head, start == 0, is_last
+                products = ExpertProducts(self.config.hidden_act, self.residency.slots.fp8_inputs)
                 static = LayerGroupOptions(
-                    *(structures, layout, self.config.hidden_act, self.dtype, *place, finds),
+                    *(structures, layout, products, self.dtype, *place, finds),
                     context=context,
                     samples=not self._on_cpu,
                 )
@@ -352,9 +354,12 @@ class ModelRunner:
         num_layers = len(self._layers)
         return -(-num_layers // -(-num_layers // LAYERS_ON_ACCELERATOR))
 
-    def _slot_tables(self, start: int, size: int) -> np.ndarray | jax.Array | None:
-        """Return the tables of `size` layers with experts from `start` on, on an accelerator as an
-        array there, which later steps use again; None if experts have no permanent slots.
+    def _slot_tables(self, start: int, size: int) -> np.ndarray | tuple[jax.Array, ...] | None:
+        """Return the tables of `size` layers with experts from `start` on; None if experts have no
+        permanent slots.
+
+        On an accelerator they are arrays there, which later steps use again: one for each layer,
+        since a slice of one would be a launch.
         """
         tables_NE = self.residency.tables_NE
         if tables_NE is None or self._on_cpu:
@@ -362,13 +367,13 @@ class ModelRunner:
         if self._tables_source is not tables_NE:
             self._tables_source, self._tables = tables_NE, {}
         if start not in self._tables:
-            some_NE = tables_NE[start : start + size]
-            self._tables[start] = jax.device_put(some_NE, jax.devices()[0])
+            some = tuple(tables_NE[start : start + size])
+            self._tables[start] = jax.device_put(some, jax.devices()[0])
         return self._tables[start]
 
     def _run_experts(
         self, moe_layer: int, routed: list[ExpertInputs], path: list[np.ndarray]
-    ) -> list[jax.Array]:
+    ) -> list[jax.Array | WeightedOutputs]:
         """Return the output of a layer's experts for every batch.
 
         path: choices of the layers before; this layer's are appended if the host needs them.
@@ -436,7 +441,7 @@ class ModelRunner:
         return joined
 
     def _await_outputs_and_release_slots(
-        self, layer_and_outputs: tuple[int, list[jax.Array]] | None
+        self, layer_and_outputs: tuple[int, list[jax.Array | WeightedOutputs]] | None
     ) -> None:
         """Wait for the outputs of a layer's experts, and release the slots of that layer.
 

@@ -224,7 +224,7 @@ def load_predictor(
         cache_dir=None,
         bandwidth_limit_bytes_per_s=None,
         native=model.native,
-        int8_activations=options.expert_activations == "int8",
+        activations=options.expert_activations,
     )
     structure, arrays = model.embed_and_head
     around, layers = layer.load_beside(structure.merge(arrays))

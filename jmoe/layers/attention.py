@@ -11,7 +11,7 @@ sees.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -38,6 +38,9 @@ from kernels_pallas import range_attention as ranged
 from kernels_pallas.implementations import first_supported, log_once, target_device
 from kernels_pallas.matmul import dot, transposed
 from kernels_pallas.saved import mark_saved, mark_saved_residual
+
+if TYPE_CHECKING:
+    from kernels_pallas.rotary_write import Rotary
 
 QUERY_BLOCK = 128
 PACKED_IN_XLA = (
@@ -404,6 +407,8 @@ class CacheInputs(NamedTuple):
     write: (cached keys, cached values, tables of blocks, positions) -> (queries, cached keys,
     cached values) by a kernel that rotates and writes; raises NotImplementedError for what it does
     not support. None if there is no kernel.
+    write_and_attend: the same -> (weighted sums of values, cached keys, cached values), with
+    `paged_attention`'s `scale`, `window` and `sinks_H`; of single tokens.
     """
 
     q_BSHd: jax.Array
@@ -411,6 +416,7 @@ class CacheInputs(NamedTuple):
     v_BSGe: jax.Array
     expand: Expand | None = None
     write: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    write_and_attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
 
 class Attention(nnx.Module):
@@ -581,12 +587,19 @@ class Attention(nnx.Module):
         qkv, gate = self._split_gate(self._project_qkv(x_BSD))
         new = self._normed_and_rotated(qkv, positions_BS, window=window)
 
-        def write(*cached: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def unbiased() -> jax.Array:
             # the kernel adds the bias; XLA drops whichever product nobody reads
-            unbiased = qkv if self.b_qkv is None else affine(x_BSD, self.w_qkv)
-            return self._rotate_and_write(unbiased, *cached, dtype=x_BSD.dtype)
+            return qkv if self.b_qkv is None else affine(x_BSD, self.w_qkv)
 
-        heads = attend(CacheInputs(*new, write=write))
+        def write(*cached: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return self._rotate_and_write(unbiased(), *cached, dtype=x_BSD.dtype)
+
+        def write_and_attend(
+            *cached: jax.Array, **masks: Any
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return self._rotate_write_and_attend(unbiased(), *cached, dtype=x_BSD.dtype, **masks)
+
+        heads = attend(CacheInputs(*new, write=write, write_and_attend=write_and_attend))
         return self.output(heads, gate, with_bias=with_output_bias)
 
     def _has_chunks(self, window: int, length: int) -> bool:
@@ -610,6 +623,38 @@ class Attention(nnx.Module):
         """
         from kernels_pallas import rotary_write  # not at the top: needs Pallas' Triton backend
 
+        operands = qkv, (k_NGLd, v_NGLe), blocks_PW, positions_PC, self._kernel_rotary()
+        bias = None if self.b_qkv is None else (self.b_qkv[...], dtype or qkv.dtype)
+        return rotary_write.rotate_and_write(*operands, bias=bias, interpret=interpret)
+
+    def _rotate_write_and_attend(
+        self,
+        qkv: jax.Array,
+        k_NGLd: jax.Array,
+        v_NGLe: jax.Array,
+        blocks_PW: jax.Array,
+        positions_PC: jax.Array,
+        *,
+        dtype: DTypeLike | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return (weighted sums of values, cached keys, cached values), by a kernel; see
+        `CacheInputs.write_and_attend`.
+
+        qkv, dtype: see `_rotate_and_write`.
+        """
+        from kernels_pallas.paged_attention import rotated_triton  # as `_rotate_and_write`
+
+        operands = qkv, (k_NGLd, v_NGLe), blocks_PW, positions_PC, self._kernel_rotary()
+        bias = None if self.b_qkv is None else (self.b_qkv[...], dtype or qkv.dtype)
+        return rotated_triton.rotate_write_and_attend(*operands, bias=bias, **options)
+
+    def _kernel_rotary(self) -> "Rotary":
+        """Return the kernels' operations on queries and keys; raises NotImplementedError for what
+        they do not compute.
+        """
+        from kernels_pallas import rotary_write
+
         config, norms = self.config, [self.q_norm, self.k_norm]
         rotated = config.position == "rope"
         if rotated and (config.rotary_dim != config.dim_per_head or config.rope_interleave):
@@ -631,10 +676,7 @@ class Attention(nnx.Module):
         frequencies, factor = rotary_frequencies_and_scale(
             config.dim_per_head, config.rope_theta, config.rope_scaling
         )
-        rotary = rotary_write.Rotary(frequencies if rotated else None, factor, **options)
-        operands = qkv, (k_NGLd, v_NGLe), blocks_PW, positions_PC, rotary
-        bias = None if self.b_qkv is None else (self.b_qkv[...], dtype or qkv.dtype)
-        return rotary_write.rotate_and_write(*operands, bias=bias, interpret=interpret)
+        return rotary_write.Rotary(frequencies if rotated else None, factor, **options)
 
     def __call__(
         self, x_BSD: jax.Array, window: int | None = None, documents: Documents | None = None

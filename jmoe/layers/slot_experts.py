@@ -23,9 +23,11 @@ from jax.typing import DTypeLike
 
 from jmoe.layers.low_rank import ExpertAdapters
 from kernels_pallas.compressed import decompressed_or_plain_weight
+from kernels_pallas.expert_choices import RouterLogits, WeightedOutputs
 from kernels_pallas.grouped_mlp import MLPWeights
 from kernels_pallas.grouped_mlp.api import MODULES
-from kernels_pallas.grouped_mlp.xla import expert_mlp
+from kernels_pallas.grouped_mlp.reference import ProductChange
+from kernels_pallas.grouped_mlp.xla import expert_mlp, expert_mlp_of_rounded
 from kernels_pallas.implementations import Name, default_implementations, first_supported
 from kernels_pallas.token_permute import combine
 
@@ -55,11 +57,41 @@ class ExpertInputs(NamedTuple):
     adapters: ExpertAdapters | None = None
 
 
+class UnchosenInputs(NamedTuple):
+    """A layer's tokens, for which the experts' first kernel chooses experts.
+
+    h_TD: the experts' input. y_TD: float32, to which the weighted outputs are added; None for
+    nothing.
+    """
+
+    h_TD: jax.Array
+    logits: RouterLogits
+    y_TD: jax.Array | None
+
+
 class _TokensOfExperts(NamedTuple):
     """The tokens [T, D] that experts multiply, and the experts' adapters."""
 
     h_TD: jax.Array
     adapters: ExpertAdapters | None
+
+
+class ExpertProducts(NamedTuple):
+    """How experts compute: their activation, and whether the inputs of both products are rounded to
+    E4M3 (`kernels_pallas/grouped_matmul/fp8_inputs.py`).
+    """
+
+    activation: str
+    fp8_inputs: bool = False
+
+    def decode_and_apply(
+        self, x_BD: jax.Array, arrays: "StoredExpert", change: ProductChange | None = None
+    ) -> jax.Array:
+        """Return [B, D] in x's dtype: one expert's MLP, from its stored arrays."""
+        if self.fp8_inputs:
+            weights = decode_expert(arrays, jnp.float32)
+            return expert_mlp_of_rounded(x_BD, weights, self.activation, change)
+        return expert_mlp(x_BD, decode_expert(arrays, x_BD.dtype), self.activation, change)
 
 
 class _SortedAssignments(NamedTuple):
@@ -109,23 +141,23 @@ def _write_tile(
     tokens: _TokensOfExperts,
     by_expert: _SortedAssignments,
     row: jax.Array,
-    expert: tuple[jax.Array, MLPWeights],
-    activation: str,
+    expert: tuple[jax.Array, StoredExpert],
+    products: ExpertProducts,
 ) -> jax.Array:
-    """Return `out` with the output of an expert (number, weights) for a tile of rows that starts at
+    """Return `out` with the output of an expert (number, stored arrays) for a tile of rows that starts at
     `row`.
 
     Rows past the expert's end hold garbage until the next tile overwrites them.
     """
     tile_rows = by_expert.token_N.size - by_expert.rank_TK.size
     token_B = lax.dynamic_slice_in_dim(by_expert.token_N, row, tile_rows)
-    number, weights = expert
+    number, arrays = expert
     change = (
         None
         if tokens.adapters is None
         else tokens.adapters.product_change_of_expert(number, token_B)
     )
-    y_BD = expert_mlp(tokens.h_TD[token_B], weights, activation, change)
+    y_BD = products.decode_and_apply(tokens.h_TD[token_B], arrays, change)
     return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
 
 
@@ -139,6 +171,7 @@ def add_expert_outputs_by_slot_table(
     *,
     activation: str,
     tile_rows: int,
+    fp8_inputs: bool = False,
     implementation: Name | None = None,
 ) -> jax.Array:
     """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts, whose
@@ -146,39 +179,105 @@ def add_expert_outputs_by_slot_table(
 
     slots: arrays [M, ...] by name; bfloat16 as uint16 bits. An expert without tokens costs nothing,
     and its slot may hold anything. tile_rows: rows of a tile in the implementation `xla`.
-    implementation: None for the best that supports the case.
+    fp8_inputs: see `ExpertProducts`. implementation: None for the best that supports the case.
     """
-    forms: dict[Name, Callable[[], jax.Array]] = {
+    outputs = expert_outputs_by_slot_table(
+        *(routed, slots, table_E),
+        products=ExpertProducts(activation, fp8_inputs),
+        tile_rows=tile_rows,
+        implementation=implementation,
+    )
+    return sum_outputs(outputs)
+
+
+def sum_outputs(outputs: jax.Array | WeightedOutputs) -> jax.Array:
+    """Return float32 [T, D] of outputs that are added up, or not yet."""
+    return outputs.sum() if isinstance(outputs, WeightedOutputs) else outputs
+
+
+def expert_outputs_by_slot_table(
+    routed: ExpertInputs,
+    slots: Mapping[str, jax.Array],
+    table_E: jax.Array,
+    *,
+    products: ExpertProducts,
+    tile_rows: int,
+    implementation: Name | None = None,
+) -> jax.Array | WeightedOutputs:
+    """Return the result of `add_expert_outputs_by_slot_table`; of few tokens on a GPU as summands,
+    for a kernel that adds them.
+    """
+    forms: dict[Name, Callable[[], jax.Array | WeightedOutputs]] = {
         **{
-            name: partial(_add_outputs_by_grouped_matmul, name, routed, slots, table_E, activation)
+            name: partial(_add_outputs_by_grouped_matmul, name, routed, slots, table_E, products)
             for name in ("mosaic_gpu", "triton")
         },
         "xla": partial(
-            _add_outputs_by_tiles, routed, slots, table_E, activation, tile_rows, implementation
+            _add_outputs_by_tiles, routed, slots, table_E, products, tile_rows, implementation
         ),
     }
     names = default_implementations() if implementation is None else (implementation,)
-    candidates: list[tuple[str, Callable[[], jax.Array]]] = [(name, forms[name]) for name in names]
+    candidates: list[tuple[str, Callable[[], jax.Array | WeightedOutputs]]]
+    candidates = [(name, forms[name]) for name in names]
     is_few = routed.h_TD.shape[0] <= MAX_TOKENS_BY_CHOICE
     if "triton" in names and is_few and routed.adapters is None:
-        by_choice = partial(_add_outputs_by_choice, routed, slots, table_E, activation)
+        by_choice = partial(_outputs_by_choice, routed, slots, table_E, products)
         candidates.insert(0, ("triton by choice", by_choice))
-    return first_supported("add_expert_outputs_by_slot_table", candidates)
+    return first_supported("expert_outputs_by_slot_table", candidates)
 
 
-def _add_outputs_by_choice(
-    routed: ExpertInputs, slots: Mapping[str, jax.Array], table_E: jax.Array, activation: str
-) -> jax.Array:
-    """Return the result of `add_expert_outputs_by_slot_table` in three launches, for few tokens: a
-    step of decoding would spend more time in the launches of a sort than in its kernels.
+def _outputs_by_choice(
+    routed: ExpertInputs,
+    slots: Mapping[str, jax.Array],
+    table_E: jax.Array,
+    products: ExpertProducts,
+) -> WeightedOutputs:
+    """Return the result of `expert_outputs_by_slot_table` in two launches, for few tokens: a step
+    of decoding would spend more time in the launches of a sort than in its kernels.
     """
     # imported on first use: the import takes a second
     mlp_of_choices = import_module(MODULES["triton"]).mlp_of_choices
 
-    y_TKD = mlp_of_choices(routed.h_TD, routed.idx_TK, slots, table_E, activation=activation)
-    is_expert_TK1 = (routed.idx_TK < table_E.shape[0])[:, :, None]
-    weighted_TKD = routed.weights_TK[:, :, None] * y_TKD.astype(jnp.float32)
-    return routed.y_TD + jnp.where(is_expert_TK1, weighted_TKD, 0.0).sum(axis=1)
+    y_TKD = mlp_of_choices(routed.h_TD, routed.idx_TK, slots, table_E, **products._asdict())
+    return WeightedOutputs(
+        y_TKD, routed.weights_TK, routed.idx_TK, routed.y_TD, table_E.shape[0]
+    )
+
+
+def choose_and_apply_experts(
+    unchosen: UnchosenInputs,
+    slots: Mapping[str, jax.Array],
+    table_E: jax.Array,
+    *,
+    products: ExpertProducts,
+    interpret: bool = False,
+) -> WeightedOutputs:
+    """Return `expert_outputs_by_slot_table` of tokens whose experts are not chosen yet, for few
+    tokens on an NVIDIA GPU.
+
+    The first product's kernel chooses, or a kernel of its own where comparing experts with each
+    other does not suffice. Raises NotImplementedError for operands that neither supports.
+    """
+    triton = import_module(MODULES["triton"])
+    choose_experts = import_module("kernels_pallas.choose_experts").choose_experts
+    h_TD, logits, y_TD = unchosen
+    operands, num_experts = (slots, table_E), table_E.shape[0]
+
+    def in_product() -> WeightedOutputs:
+        rows, idx_TK, weights_TK = triton.mlp_of_logits(
+            h_TD, logits, *operands, interpret=interpret, **products._asdict()
+        )
+        return WeightedOutputs(rows, weights_TK, idx_TK, y_TD, num_experts)
+
+    def before() -> WeightedOutputs:
+        idx_TK, weights_TK = choose_experts(logits, interpret=interpret)
+        rows = triton.mlp_of_choices(
+            h_TD, idx_TK, *operands, interpret=interpret, **products._asdict()
+        )
+        return WeightedOutputs(rows, weights_TK, idx_TK, y_TD, num_experts)
+
+    candidates = [("the product's kernel", in_product), ("a kernel of its own", before)]
+    return first_supported("choice of experts", candidates)
 
 
 def _add_outputs_by_grouped_matmul(
@@ -186,7 +285,7 @@ def _add_outputs_by_grouped_matmul(
     routed: ExpertInputs,
     slots: Mapping[str, jax.Array],
     table_E: jax.Array,
-    activation: str,
+    products: ExpertProducts,
 ) -> jax.Array:
     """Return the result of `add_expert_outputs_by_slot_table`, by one grouped matmul per projection
     over all experts, which reads the slots as stored.
@@ -201,7 +300,7 @@ def _add_outputs_by_grouped_matmul(
     if routed.adapters is not None:
         change = routed.adapters.product_change_of_groups(by_expert.token_N, by_expert.sizes_E)
     out = grouped_mlp_in_slots(
-        rows_ND, by_expert.sizes_E, slots, table_E, activation=activation, change=change
+        rows_ND, by_expert.sizes_E, slots, table_E, change=change, **products._asdict()
     )
     # rows of choices without an expert are never written: point them past the end
     rank_TK = jnp.where(routed.idx_TK < num_experts, by_expert.rank_TK, n)
@@ -212,7 +311,7 @@ def _add_outputs_by_tiles(
     routed: ExpertInputs,
     slots: Mapping[str, jax.Array],
     table_E: jax.Array,
-    activation: str,
+    products: ExpertProducts,
     tile_rows: int,
     implementation: Name | None,
 ) -> jax.Array:
@@ -226,8 +325,8 @@ def _add_outputs_by_tiles(
 
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, row = _expert_and_first_row_of_tile(i, by_expert.starts_E, tiles_E, tile_rows)
-        mine = expert, _decode_slot(slots, table_E[expert], h_TD.dtype)
-        return _write_tile(out, tokens, by_expert, row, mine, activation)
+        mine = expert, _pick_slot(slots, table_E[expert])
+        return _write_tile(out, tokens, by_expert, row, mine, products)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
     return _add_weighted_rows(
@@ -251,6 +350,7 @@ def grouped_mlp_from_slots(
     *,
     activation: str,
     tile_rows: int,
+    fp8_inputs: bool = False,
     table_E: jax.Array | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -259,16 +359,18 @@ def grouped_mlp_from_slots(
     x_ND: rows sorted by group; rows beyond the groups hold arbitrary values in the result. slots:
     arrays [M, ...] by name, with matrices compressed or not; bfloat16 may be uint16 bits. table_E:
     int32, None if group e is in slot e. tile_rows: rows of a tile in the
-    implementation `xla`, whose result for a row depends on no other row. implementation: None for
+    implementation `xla`, whose result for a row depends on no other row. fp8_inputs: see
+    `ExpertProducts`. implementation: None for
     the best that supports the case.
     """
     slot_E = jnp.arange(group_sizes_E.shape[0], dtype=jnp.int32) if table_E is None else table_E
+    products = ExpertProducts(activation, fp8_inputs)
 
     def by_grouped_matmul(name: Name) -> jax.Array:
         # imported on first use: the import takes a second
         grouped_mlp_in_slots = import_module(MODULES[name]).grouped_mlp_in_slots
         y_ND: jax.Array = grouped_mlp_in_slots(
-            x_ND, group_sizes_E, slots, slot_E, activation=activation
+            x_ND, group_sizes_E, slots, slot_E, **products._asdict()
         )
         return y_ND
 
@@ -281,7 +383,7 @@ def grouped_mlp_from_slots(
             group_sizes_E,
             slots,
             slot_E,
-            activation,
+            products,
             tile_rows,
         ),
     }
@@ -294,7 +396,7 @@ def _grouped_mlp_from_slots_in_tiles(
     group_sizes_E: jax.Array,
     slots: Mapping[str, jax.Array],
     slot_E: jax.Array,
-    activation: str,
+    products: ExpertProducts,
     tile_rows: int,
 ) -> jax.Array:
     """Return the result of `grouped_mlp_from_slots`, by a loop over tiles of rows, each of one
@@ -308,17 +410,17 @@ def _grouped_mlp_from_slots_in_tiles(
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, row = _expert_and_first_row_of_tile(i, starts_E, tiles_E, tile_rows)
         x_BD = lax.dynamic_slice_in_dim(padded_ND, row, tile_rows)
-        y_BD = expert_mlp(x_BD, _decode_slot(slots, slot_E[expert], x_ND.dtype), activation)
+        y_BD = products.decode_and_apply(x_BD, _pick_slot(slots, slot_E[expert]))
         return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
 
     out = lax.fori_loop(0, tiles_E.sum(), write_tile, jnp.zeros(padded_ND.shape, jnp.float32))
     return out[: x_ND.shape[0]].astype(x_ND.dtype)
 
 
-def _decode_slot(slots: Mapping[str, jax.Array], slot: jax.Array, dtype: jnp.dtype) -> MLPWeights:
-    """Return the decoded weights of the expert in a slot."""
+def _pick_slot(slots: Mapping[str, jax.Array], slot: jax.Array) -> StoredExpert:
+    """Return the arrays of the expert in a slot."""
     pick = lambda values: lax.dynamic_index_in_dim(values, slot, 0, keepdims=False)  # noqa: E731
-    return decode_expert({name: pick(values) for name, values in slots.items()}, dtype)
+    return {name: pick(values) for name, values in slots.items()}
 
 
 def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
@@ -336,7 +438,7 @@ def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:
 
 
 def add_expert_outputs_in_bundles(
-    routed: ExpertInputs, experts: Sequence[StoredExpert], activation: str
+    routed: ExpertInputs, experts: Sequence[StoredExpert], products: ExpertProducts
 ) -> jax.Array:
     """Return float32 [T, D]: y plus the weighted sum of each token's experts, added by ascending
     expert number.
@@ -350,14 +452,14 @@ def add_expert_outputs_in_bundles(
         y_TD = routed.y_TD
         for numbers_A, weights in bundles:
             y_TD = _add_bundle_on_all_tokens(
-                activation, y_TD, *routed[:3], routed.adapters, numbers_A, weights
+                products, y_TD, *routed[:3], routed.adapters, numbers_A, weights
             )
         return y_TD
     tile_rows = math.ceil(TILE_FACTOR * num_tokens * k / len(experts) / 32) * 32
     by_expert, out = _sort_and_allocate_output(len(experts), tile_rows, routed)
     tokens = _TokensOfExperts(routed.h_TD, routed.adapters)
     for numbers_A, weights in bundles:
-        out = _write_bundle_rows(activation, tile_rows, out, tokens, by_expert, numbers_A, weights)
+        out = _write_bundle_rows(products, tile_rows, out, tokens, by_expert, numbers_A, weights)
     return _add_combined_compiled(out, routed, by_expert)
 
 
@@ -390,7 +492,7 @@ def _iterate_bundles(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _add_bundle_on_all_tokens(
-    activation: str,
+    products: ExpertProducts,
     y_TD: jax.Array,
     h_TD: jax.Array,
     idx_TK: jax.Array,
@@ -407,8 +509,7 @@ def _add_bundle_on_all_tokens(
             None if adapters is None else adapters.product_change_of_expert(numbers_A[a], all_T)
         )
         gate_T1 = jnp.where(mine_TK, weights_TK, 0.0).sum(axis=1, keepdims=True)
-        weights = decode_expert(expert, h_TD.dtype)
-        out_TD = expert_mlp(h_TD, weights, activation, change).astype(jnp.float32)
+        out_TD = products.decode_and_apply(h_TD, expert, change).astype(jnp.float32)
         y_TD = y_TD + jnp.where(mine_TK.any(axis=1, keepdims=True), gate_T1 * out_TD, 0.0)
     return y_TD
 
@@ -424,7 +525,7 @@ def _sort_and_allocate_output(
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _write_bundle_rows(
-    activation: str,
+    products: ExpertProducts,
     tile_rows: int,
     out: jax.Array,
     tokens: _TokensOfExperts,
@@ -449,8 +550,8 @@ def _write_bundle_rows(
                 tokens,
                 by_expert,
                 start + i * tile_rows,
-                (number, decode_expert(expert, tokens.h_TD.dtype)),
-                activation,
+                (number, expert),
+                products,
             )
 
         out = lax.fori_loop(0, (size + tile_rows - 1) // tile_rows, write_tile, out)

@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.layers.slot_experts import ExpertInputs, sum_outputs
 from jmoe.memory.record_store import HostRecords
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.policies import ChosenExperts, ResidencyStats
 from jmoe.offload.slot_arrays import Fields, jax_view
 from jmoe.offload.slots import ExpertSlots, NativeSlots
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.native import MAX_ROWS, ExpertByteOffsets, slot_mlp
 
 SMOOTHING = 0.9  # weight of the previous estimate in the moving average of a rate
@@ -173,7 +174,7 @@ class HybridExperts(ChosenExperts):
 
     def add_expert_outputs(
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
-    ) -> jax.Array:
+    ) -> jax.Array | WeightedOutputs:
         if self._cold_E is None:
             return super().add_expert_outputs(routed, table_E, activation)
         idx_TK, none = np.asarray(routed.idx_TK), self._cold_E.size
@@ -187,7 +188,7 @@ class HybridExperts(ChosenExperts):
             )
         self._wait_for_copies(self._awaited_records)
         self._awaited_records = []
-        y_TD = routed.y_TD
+        y_TD: jax.Array | WeightedOutputs = routed.y_TD
         warm_TK = np.where(is_cold, none, idx_TK).astype(np.int32)
         if part is None:
             return super().add_expert_outputs(routed, table_E, activation)
@@ -201,7 +202,8 @@ class HybridExperts(ChosenExperts):
             raise
         num_bytes = np.unique(idx_TK[is_cold]).size * self.host.expert_bytes
         self.host_bytes_per_s = _smoothed_rate(self.host_bytes_per_s, num_bytes / seconds)
-        return _sum(y_TD, jax.device_put(cold_TD, y_TD.device))
+        sum_TD: jax.Array = _sum(y_TD, jax.device_put(cold_TD, routed.y_TD.device))
+        return sum_TD
 
     def close(self) -> None:
         self.host.close()
@@ -230,7 +232,7 @@ class HybridExperts(ChosenExperts):
         return sorted(there + missing[:copied])
 
 
-_sum = jax.jit(jnp.add)
+_sum = jax.jit(lambda y, cold_TD: sum_outputs(y) + cold_TD)
 
 
 def _smoothed_rate(rate: float, new: float) -> float:

@@ -29,6 +29,7 @@ from jmoe.memory.slot_table import HitCounts
 from jmoe.memory.tiered_store import TieredStore
 from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.slots import ExpertSlots
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.native import SlotFinder
 
 WAIT_LIMIT_S = 60.0  # longest wait for one copy
@@ -127,8 +128,8 @@ class Residency(ExpertResidency):
 
     def add_expert_outputs(
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
-    ) -> jax.Array:
-        """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts.
+    ) -> jax.Array | WeightedOutputs:
+        """Return the result of `ExpertSlots.add_expert_outputs`.
 
         table_E: the table that `acquire` returned.
         """

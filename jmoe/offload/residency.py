@@ -38,7 +38,7 @@ from jmoe.offload.placed_experts import (
     expert_numbers_by_local_device,
 )
 from jmoe.offload.policies import AllResident, ChosenExperts, Residency
-from jmoe.offload.slots import DeviceSlots, HostSlots
+from jmoe.offload.slots import DeviceSlots, ExpertSlots, HostSlots
 from jmoe.planning.memory_plan import MemoryPlan
 from jmoe.planning.placement import Placement
 
@@ -54,7 +54,7 @@ def open_experts(  # noqa: PLR0913  what the engine's options say
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     native: bool = False,
-    int8_activations: bool = False,
+    activations: Literal["exact", "int8", "fp8"] = "exact",
     on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
     make_ranks: Callable[[int], RecordRanks] = HitCounts,
@@ -62,7 +62,7 @@ def open_experts(  # noqa: PLR0913  what the engine's options say
     """Return (residency policy, store), with the experts loaded as the plan says, for one device.
 
     The store is None if all experts are on the device. native: use native CPU operations for few
-    tokens. int8_activations: they round the experts' inputs to 8 bits (`ExpertByteOffsets`).
+    tokens. activations: how the experts' inputs are rounded, see `EngineConfig`.
     on_host: the CPU may compute experts in host memory, which is then not pinned. pin: whether to
     pin host memory (`memory.pinned.choose_host_allocator`). bandwidth_limit_bytes_per_s: by link,
     see `TieredStore`; make_ranks: of the cache, see there.
@@ -72,11 +72,15 @@ def open_experts(  # noqa: PLR0913  what the engine's options say
     fields = checkpoint.expert_fields
     device = jax.devices()[0]
     index = ExpertIndex.from_model(checkpoint.config)
-    slots = (
-        HostSlots(plan.expert_slots, fields, native=native, int8_activations=int8_activations)
-        if device.platform == "cpu"
-        else DeviceSlots(plan.expert_slots, fields, device)
-    )
+    rounding = {"fp8_inputs": activations == "fp8"}
+    slots: ExpertSlots
+    if device.platform == "cpu":
+        is_int8 = activations == "int8"
+        slots = HostSlots(
+            plan.expert_slots, fields, native=native, int8_activations=is_int8, **rounding
+        )
+    else:
+        slots = DeviceSlots(plan.expert_slots, fields, device, **rounding)
     if plan.policy == "resident":
         record = {name: np.empty(shape, dtype) for name, (shape, dtype) in fields.items()}
         for number in range(index.num_records):

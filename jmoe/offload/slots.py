@@ -26,9 +26,10 @@ from jax.typing import DTypeLike
 
 from jmoe.layers.slot_experts import (
     ExpertInputs,
+    ExpertProducts,
     StoredExpert,
-    add_expert_outputs_by_slot_table,
     add_expert_outputs_in_bundles,
+    expert_outputs_by_slot_table,
 )
 from jmoe.memory.buffers import PAGE_BYTES, allocate_slots
 from jmoe.offload.slot_arrays import (
@@ -40,6 +41,7 @@ from jmoe.offload.slot_arrays import (
     jax_view,
 )
 from kernels_pallas.compressed import SCALES, format_of
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.native import (
     MAX_ROWS,
     SIZE_MULTIPLE,
@@ -58,12 +60,14 @@ SlotOperand = jax.Array | dict[str, jax.Array]
 class ExpertSlots(ABC):
     """M slots for one expert each.
 
-    native: the slots as operands of native CPU operations; None if these are not used.
+    native: the slots as operands of native CPU operations; None if these are not used. fp8_inputs:
+    see `ExpertProducts`.
     """
 
     native: "NativeSlots | None" = None  # see the class docstring
 
-    def __init__(self, num_slots: int, fields: Fields) -> None:
+    def __init__(self, num_slots: int, fields: Fields, *, fp8_inputs: bool = False) -> None:
+        self.fp8_inputs = fp8_inputs
         expert_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields.values())
         self.num_slots, self.num_bytes = num_slots, num_slots * expert_bytes
 
@@ -77,8 +81,9 @@ class ExpertSlots(ABC):
     @abstractmethod
     def add_expert_outputs(
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
-    ) -> jax.Array:
-        """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts.
+    ) -> jax.Array | WeightedOutputs:
+        """Return float32 [T, D]: `routed.y_TD` plus the weighted sum of each token's experts;
+        perhaps as summands, for the kernel of the next layer that adds them.
 
         table_E: the slot of each expert.
         """
@@ -89,7 +94,7 @@ class ExpertSlots(ABC):
         table.
 
         With a layout, the operand is bytes [M, R] for native operations. With None, it is arrays
-        [M, ...] by name, for `add_expert_outputs_in_tiles`.
+        [M, ...] by name, for `expert_outputs_in_tiles`.
         """
 
 
@@ -107,8 +112,9 @@ class HostSlots(ExpertSlots):
         *,
         native: bool = False,
         int8_activations: bool = False,
+        fp8_inputs: bool = False,
     ) -> None:
-        super().__init__(num_slots, fields)
+        super().__init__(num_slots, fields, fp8_inputs=fp8_inputs)
         cpu = jax.local_devices(backend="cpu")[0]
         layout, slot_bytes = _field_layout(fields)
         memory = allocate_slots(num_slots, slot_bytes)
@@ -148,8 +154,9 @@ class HostSlots(ExpertSlots):
                 self.native.slots_MR,
                 table_E,
             )
+        products = ExpertProducts(activation, self.fp8_inputs)
         return add_expert_outputs_in_bundles(
-            routed, [self._stored[slot] for slot in table_E], activation
+            routed, [self._stored[slot] for slot in table_E], products
         )
 
     def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
@@ -248,9 +255,15 @@ class DeviceSlots(ExpertSlots):
     """
 
     def __init__(
-        self, num_slots: int, fields: Fields, device: jax.Device, *, as_bits: bool = True
+        self,
+        num_slots: int,
+        fields: Fields,
+        device: jax.Device,
+        *,
+        as_bits: bool = True,
+        fp8_inputs: bool = False,
     ) -> None:
-        super().__init__(num_slots, fields)
+        super().__init__(num_slots, fields, fp8_inputs=fp8_inputs)
         self._slots = DeviceSlotArrays(num_slots, fields, device, as_bits=as_bits)
         # an update donates the arrays, so no program may be launched with them meanwhile
         self._lock = threading.Lock()
@@ -262,9 +275,10 @@ class DeviceSlots(ExpertSlots):
 
     def add_expert_outputs(
         self, routed: ExpertInputs, table_E: np.ndarray, activation: str
-    ) -> jax.Array:
+    ) -> jax.Array | WeightedOutputs:
+        products = ExpertProducts(activation, self.fp8_inputs)
         with self._lock:
-            return add_expert_outputs_in_tiles(activation, routed, self._slots.arrays, table_E)
+            return expert_outputs_in_tiles(products, routed, self._slots.arrays, table_E)
 
     def layout_and_program_operand(self) -> tuple[ExpertByteOffsets | None, SlotOperand]:
         return None, self._slots.arrays
@@ -277,13 +291,16 @@ class DeviceSlots(ExpertSlots):
 
 
 @partial(jax.jit, static_argnums=0)
-def add_expert_outputs_in_tiles(
-    activation: str, routed: ExpertInputs, slots: dict[str, jax.Array], table_E: jax.Array
-) -> jax.Array:
-    """Return float32 [T, D] of `add_expert_outputs_by_slot_table`, with tiles of at most
-    `TABLE_TILE_ROWS` tokens.
+def expert_outputs_in_tiles(
+    products: ExpertProducts,
+    routed: ExpertInputs,
+    slots: dict[str, jax.Array],
+    table_E: jax.Array,
+) -> jax.Array | WeightedOutputs:
+    """Return the result of `expert_outputs_by_slot_table`, with tiles of at most `TABLE_TILE_ROWS`
+    tokens.
     """
     tile_rows = min(TABLE_TILE_ROWS, routed.h_TD.shape[0])
-    return add_expert_outputs_by_slot_table(
-        routed, slots, table_E, activation=activation, tile_rows=tile_rows
+    return expert_outputs_by_slot_table(
+        routed, slots, table_E, products=products, tile_rows=tile_rows
     )

@@ -523,6 +523,8 @@ class _ModuleEstimator:
         kernel = re.search(r"(\w+)_kernel\b", scope) if is_own else None
         if kernel and kernel[1] == "paged_attention":
             return _paged_attention_work(operation, arrays, self.facts)
+        if kernel and kernel[1] == "rotated_attention":
+            return _rotated_attention_work(operation, arrays, self.facts)
         if kernel and kernel[1] in RANGE_ATTENTION:
             return _range_attention_work(kernel[1], operation, arrays)
         if kernel and kernel[1] == "rotate_and_write":  # moves one token of the cache it is given
@@ -583,8 +585,9 @@ def _pallas_kernel_work(
         fits = weights.shape[1] * per_byte == inner
         is_gated = fits and weights.shape[2] == 2 * out.shape[1]
         flops = facts.filled * 2.0 * out.num_elements * inner * (2 if is_gated else 1)
+        dtype = "f8e4m3fn" if rows.dtype == "u8" else rows.dtype  # E4M3 as its bits
         return _KernelWork(
-            name, scope, name, sum(read) + facts.filled * out.num_bytes, flops, rows.dtype
+            name, scope, name, sum(read) + facts.filled * out.num_bytes, flops, dtype
         )
     if name == "weight_gradient":  # bounds, rows, gradients of what the products make
         _, rows, gradients = arrays[:3]
@@ -614,6 +617,25 @@ def _paged_attention_work(
     moved = queries.num_bytes + operation.num_bytes + num_rows * attended * of_position
     name = "paged_attention in Triton"
     return _KernelWork(name, operation.scope, name, moved, flops, queries.dtype)
+
+
+def _rotated_attention_work(
+    operation: HloOperation, arrays: list[HloArray], facts: KernelFacts
+) -> _KernelWork:
+    """Return the work of attention of single tokens that also rotates them and writes to the cache,
+    which its results share. arrays: tables, positions, window, columns of queries, keys and values
+    [P, 1, X], ..., keys [N, G, L, d], values.
+    """
+    tables, columns, keys = arrays[0], arrays[3], arrays[-2]
+    num_blocks, groups, length, dim = keys.shape
+    num_rows, num_heads = columns.shape[0], columns.shape[2] // dim - 2 * groups
+    attended = tables.shape[1] * length if facts.attended is None else facts.attended
+    of_position = sum(array.num_bytes for array in arrays[-2:]) / (num_blocks * length)
+    flops = 4.0 * num_rows * num_heads * attended * dim
+    moved = sum(array.num_bytes for array in [*arrays[:-2], *operation.results[:-2]])
+    moved += num_rows * (attended + 1) * of_position
+    name, kind = "rotated_attention in Triton", "paged_attention in Triton"
+    return _KernelWork(name, operation.scope, kind, moved, flops, columns.dtype)
 
 
 def _range_attention_work(

@@ -15,11 +15,13 @@ class WeightSlots:
     """The location of the matrices: group e uses matrix (and bias) slot_E[e] of w, which may have
     any number of them.
 
-    scales: of matrices compressed as `kernels_pallas.compressed` describes.
+    scales: of matrices compressed as `kernels_pallas.compressed` describes. fp8_inputs: the rows
+    are rounded to E4M3 as `fp8_inputs.py` describes; the matrices are in the format `fp8`.
     """
 
     slot_E: jax.Array
     scales: jax.Array | None = None
+    fp8_inputs: bool = False
 
 
 @dataclass(frozen=True)

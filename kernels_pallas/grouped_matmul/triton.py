@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.grouped_matmul.fp8_inputs import RoundedInputs, round_inputs
 from kernels_pallas.grouped_matmul.operands import PLAIN, Epilogue, WeightSlots
 from kernels_pallas.grouped_matmul.triton_weights import (
     CompressedTiles,
     DenseTiles,
+    Fp8Tiles,
     check_format,
+    check_fp8_products,
 )
 from kernels_pallas.token_permute.triton import gather_rows
 from kernels_pallas.triton import (
@@ -38,6 +41,7 @@ from kernels_pallas.triton import (
 
 MIN_ROWS = 16  # of a tile: the tensor cores' smallest
 FEW_ROWS = 32  # of a tile whose rows take little shared memory beside the weights
+FP8_STAGES = 3  # of steps of 128 inputs
 PROGRAMS = 256  # fewer leave multiprocessors of a large GPU idle: tiles have half the columns
 
 
@@ -62,13 +66,16 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
     """
     check_operands(x_ND, w, scale_EF, slots, transpose_rhs)
     num_rows = (x_ND if src_N is None else src_N).shape[0]
-    num_tokens = x_ND.shape[0]
+    num_tokens, dtype = x_ND.shape[0], x_ND.dtype
     blocks = _blocks_for_rows(choose_blocks(x_ND.dtype), num_rows // group_sizes_E.shape[0])
     tiles_3M = row_tiles(group_sizes_E, num_rows, blocks.rows)
     if slots is not None:
         tiles_3M = tiles_3M.at[0].set(slots.slot_E.astype(jnp.int32)[tiles_3M[0]])
     num_m = tiles_3M.shape[1]
-    product = make_product(x_ND, w, slots, epilogue, blocks, num_m, transpose_rhs, scale_EF)
+    rows: jax.Array | RoundedInputs = x_ND
+    if slots is not None and slots.fp8_inputs:
+        rows = round_inputs(x_ND)
+    product = make_product(rows, w, slots, epilogue, blocks, num_m, transpose_rhs, scale_EF)
     source = [] if src_N is None else [src_N.astype(jnp.int32)]
     num_arrays, num_n = len(product.arrays), product.num_n
 
@@ -85,7 +92,7 @@ def grouped_matmul(  # noqa: PLR0913  as `reference.py`, and how it runs
                 read = jnp.minimum(load(src[0].at[rows], is_row), num_tokens - 1)
             product.compute_tile(arrays, out, group, n, TileRows(read, rows, is_row))
 
-    out = jax.ShapeDtypeStruct((num_rows, product.num_columns), x_ND.dtype)
+    out = jax.ShapeDtypeStruct((num_rows, product.num_columns), dtype)
     operands = (tiles_3M, *product.arrays, *source)
     settings, grid = product.blocks, (num_m * num_n,)
     return launch(grouped_matmul_kernel, out, grid, operands, blocks=settings, interpret=interpret)
@@ -108,7 +115,7 @@ class Product:
     num_columns: of the result. operations: on the sums and the rows `terms`, [M, columns of w].
     """
 
-    reader: DenseTiles | CompressedTiles
+    reader: DenseTiles | CompressedTiles | Fp8Tiles
     blocks: BlockSizes
     num_columns: int
     epilogue: Epilogue
@@ -136,6 +143,7 @@ class Product:
         stored, terms = [*refs[: len(refs) - num_terms]], refs[len(refs) - num_terms :]
         columns = index_range(n * self.blocks.columns, self.blocks.columns)
         is_column = columns < self.num_columns
+        multiply: Callable[..., jax.Array] = self.reader.multiply
 
         def add_products(k: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             x_blocks = self.reader.read_rows(stored, k, rows.read, rows.is_row)
@@ -143,7 +151,7 @@ class Product:
                 at = columns + part * self.num_columns
                 w_blocks = self.reader.read_weights(stored, k, slot, at, is_column)
                 for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
-                    done = done + dot(x_block, w_block, self.reader.contracted_dims)
+                    done = done + multiply(x_block, w_block)
                 sums[part] = done
             return sums
 
@@ -159,7 +167,7 @@ class Product:
 
 
 def make_product(
-    x: jax.Array,
+    x: jax.Array | RoundedInputs,
     w: jax.Array,
     slots: WeightSlots | None,
     epilogue: Epilogue,
@@ -175,6 +183,8 @@ def make_product(
     if parts == 2 or (is_idle and blocks.rows <= FEW_ROWS):
         blocks = replace(blocks, columns=blocks.columns // 2)
     reader = _choose_reader(x, w, slots, transpose_rhs, blocks)
+    if isinstance(reader, Fp8Tiles):  # a stage has 128 inputs
+        blocks = replace(blocks, num_stages=min(blocks.num_stages, FP8_STAGES))
     by_column = [(jnp.multiply, scale_EF), (jnp.add, epilogue.bias_EF)]
     operations = [operation for operation, term in by_column if term is not None]
     terms = [term for _, term in by_column if term is not None]
@@ -192,6 +202,8 @@ def check_operands(
     if slots is not None and slots.scales is not None:
         check_dtypes(x_ND)
         check_format(w, slots.scales)
+        if slots.fp8_inputs:
+            check_fp8_products(w, slots.scales)
         if transpose_rhs:
             raise NotImplementedError("compressed weights, transposed")
         return
@@ -204,18 +216,23 @@ def check_operands(
 
 
 def _choose_reader(
-    x_ND: jax.Array,
+    x: jax.Array | RoundedInputs,
     w: jax.Array,
     slots: WeightSlots | None,
     transpose_rhs: bool,
     blocks: BlockSizes,
-) -> DenseTiles | CompressedTiles:
+) -> DenseTiles | CompressedTiles | Fp8Tiles:
     """Return the reader of these weights. A step of many rows has `blocks.inner` inputs; of few
     rows, whose pairs take little memory, as many bytes.
     """
+    if isinstance(x, RoundedInputs):
+        assert slots is not None and slots.scales is not None
+        return Fp8Tiles(x.values_ND, w, slots.scales, x.scales_NB)
     if slots is None or slots.scales is None:
-        return DenseTiles(x_ND, w, blocks.inner, transpose_rhs)
-    reader = CompressedTiles(x_ND, w, slots.scales, blocks.inner)
+        return DenseTiles(x, w, blocks.inner, transpose_rhs)
+    if slots.fp8_inputs:
+        return Fp8Tiles(x, w, slots.scales)
+    reader = CompressedTiles(x, w, slots.scales, blocks.inner)
     is_low = blocks.rows <= FEW_ROWS
     return reader if is_low else replace(reader, step=blocks.inner // reader.kind.per_byte)
 

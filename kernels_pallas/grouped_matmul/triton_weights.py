@@ -1,7 +1,8 @@
 """Tiles that a step of the grouped matmul in Triton reads: of rows, and of the weights in
 the dtype that is multiplied.
 
-`DenseTiles` reads weights as they are, or int8. `CompressedTiles` reads blocks of 4 or 8 bits
+`DenseTiles` reads weights as they are, or int8. `Fp8Tiles` reads weights in E4M3 and rows rounded to
+E4M3, which are multiplied as they are. `CompressedTiles` reads blocks of 4 or 8 bits
 (`kernels_pallas.compressed`) and decodes them in registers. The two 4-bit values of a byte belong
 to an even and an odd input. So each half of the inputs has its own product, and rows of 16-bit
 values are read as pairs of them.
@@ -11,6 +12,7 @@ Legend: N rows, D inner, F outer dimension, M slots, T tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,13 @@ from jax.experimental import pallas as pl
 from kernels_pallas.cached_values import decode_e4m3
 from kernels_pallas.compressed import format_of
 from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
-from kernels_pallas.triton import Ref, index_range, load
+from kernels_pallas.grouped_matmul.fp8_inputs import E4M3, has_fp8_products, round_group
+from kernels_pallas.implementations import target_device
+from kernels_pallas.triton import Ref, dot, index_range, load
 
 _HALF_DTYPES = (jnp.bfloat16, jnp.float16)
+# E4M3 values, and the float32 factor of each row or column of a step
+ScaledBlock: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,80 @@ class DenseTiles:
             index, mask = (at[:, None], columns[None]), is_inner[:, None] & is_column[None]
         return [load(refs[1].at[(slot, *index)], mask).astype(self.x_TD.dtype)]
 
+    def multiply(self, x_block: jax.Array, w_block: jax.Array) -> jax.Array:
+        """Return the float32 product of a block of rows with one of the weights."""
+        return dot(x_block, w_block, self.contracted_dims)
+
     def _input_indices(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (inputs of step k, which of them exist)."""
         at = index_range(k * self.step, self.step)
         return at, at < self.x_TD.shape[1]
+
+
+@dataclass(frozen=True)
+class Fp8Tiles:
+    """Reads weights [M, D, F] in E4M3 with scales [M, B, F] of 128 inputs each; a step is 128
+    inputs.
+
+    x_TD: E4M3 with scales x_scales_TB; if they are None, wide rows, which every program rounds
+    itself.
+    """
+
+    x_TD: jax.Array
+    w: jax.Array
+    scales: jax.Array
+    x_scales_TB: jax.Array | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of a tile of the result."""
+        return self.scales.shape[1]
+
+    def operands(self) -> list[jax.Array]:
+        """Return the kernel's inputs: x, the weights, their scales, perhaps those of x.
+
+        E4M3 values are bytes to the kernel, which can load them with a mask.
+        """
+        if self.x_scales_TB is None:
+            return [self.x_TD, self.w, self.scales]
+        bits = lax.bitcast_convert_type(self.x_TD, jnp.uint8)
+        return [bits, self.w, self.scales, self.x_scales_TB]
+
+    def read_rows(
+        self, refs: list[Ref], k: jax.Array, read: jax.Array, is_row: jax.Array
+    ) -> list[ScaledBlock]:
+        """Return step k of the rows `read` of x, with the factor of each row."""
+        at, is_inner = self._input_indices(k)
+        some = load(refs[0].at[read[:, None], at[None]], is_row[:, None] & is_inner[None])
+        if self.x_scales_TB is None:
+            return [round_group(some)]
+        values = lax.bitcast_convert_type(some, E4M3)
+        return [(values, load(refs[3].at[read, k], is_row))]
+
+    def read_weights(
+        self,
+        refs: list[Ref],
+        k: jax.Array,
+        slot: jax.Array,
+        columns: jax.Array,
+        is_column: jax.Array,
+    ) -> list[ScaledBlock]:
+        """Return step k of some columns of a slot, with the factor of each column."""
+        at, is_inner = self._input_indices(k)
+        mask = is_inner[:, None] & is_column[None]
+        bits = load(refs[1].at[slot, at[:, None], columns[None]], mask)
+        values = lax.bitcast_convert_type(bits, E4M3)
+        return [(values, load(refs[2].at[slot, k, columns], is_column))]
+
+    def multiply(self, x_block: ScaledBlock, w_block: ScaledBlock) -> jax.Array:
+        """Return the float32 product of a block of rows with one of the weights."""
+        (x, of_rows), (w, of_columns) = x_block, w_block
+        return dot(x, w, (1, 0)) * (of_rows[:, None] * of_columns[None])
+
+    def _input_indices(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (inputs of step k, which of them exist)."""
+        at = index_range(k * FP8.block, FP8.block)
+        return at, at < self.w.shape[1]
 
 
 @dataclass(frozen=True)
@@ -155,6 +231,10 @@ class CompressedTiles:
         halves = [codes] if self.kind.per_byte == 1 else [codes & 15, codes >> 4]
         return [(decode(half) * factors).astype(self.x_TD.dtype) for half in halves]
 
+    def multiply(self, x_block: jax.Array, w_block: jax.Array) -> jax.Array:
+        """Return the float32 product of a block of rows with one of the weights."""
+        return dot(x_block, w_block, self.contracted_dims)
+
     def _byte_indices_and_mask(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (bytes of a column in step k, which of them exist)."""
         at = index_range(k * self.step, self.step)
@@ -216,3 +296,11 @@ def check_format(w: jax.Array, scales: jax.Array) -> None:
     """Raise NotImplementedError if the kernel does not decode these weights."""
     if (kind := format_of(w.dtype, scales.dtype)).name not in _DECODERS:
         raise NotImplementedError(f"weights in the format {kind.name}")
+
+
+def check_fp8_products(w: jax.Array, scales: jax.Array) -> None:
+    """Raise NotImplementedError if the kernel does not multiply these weights by rows in E4M3."""
+    if (kind := format_of(w.dtype, scales.dtype)) is not FP8:
+        raise NotImplementedError(f"inputs in fp8 with weights in the format {kind.name}")
+    if target_device().platform == "gpu" and not has_fp8_products():
+        raise NotImplementedError("no FP8 tensor cores")

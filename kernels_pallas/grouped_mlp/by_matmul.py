@@ -256,19 +256,21 @@ def grouped_mlp_in_slots_by_matmul(
     *,
     activation: str,
     change: ProductChange | None = None,
+    fp8_inputs: bool = False,
 ) -> jax.Array:
     """Return [N, D] in x's dtype: the MLP with the weights in slot slot_E[e], applied to the rows
     of group e. Rows beyond the groups hold arbitrary values.
 
-    slots, slot_E, change: see `mlp_in_slots`. The kernel reads only the slots of groups with rows.
+    slots, slot_E, change, fp8_inputs: see `mlp_in_slots`. The kernel reads only the slots of groups with rows.
     """
     multiply = partial(matmul.grouped_matmul, group_sizes_E=group_sizes_E)
     operands = multiply, x_ND, slots, slot_E
     gates = matmul.gates_slots
-    return mlp_in_slots(*operands, activation=activation, gates_all=gates, change=change)
+    options: dict[str, Any] = {"activation": activation, "change": change, "fp8_inputs": fp8_inputs}
+    return mlp_in_slots(*operands, gates_all=gates, **options)
 
 
-def mlp_in_slots(
+def mlp_in_slots(  # noqa: PLR0913  what the slots are, and what else is multiplied
     multiply: Callable[..., jax.Array],
     x: jax.Array,
     slots: Mapping[str, jax.Array],
@@ -277,6 +279,7 @@ def mlp_in_slots(
     activation: str,
     gates_all: bool,
     change: ProductChange | None = None,
+    fp8_inputs: bool = False,
 ) -> jax.Array:
     """Return rows in x's dtype: the MLP of the experts' weights in slots, by two products.
 
@@ -284,8 +287,8 @@ def mlp_in_slots(
     [M, ...] of M slots by name; bfloat16 may be stored as uint16 bits, matrices may be compressed,
     with their scales beside them (`kernels_pallas.compressed`). slot_E: of each expert. gates_all:
     whether a gated epilogue takes any width and format. change: added to both products; the
-    activation then runs in a pass of its own. Not differentiable. Raises NotImplementedError for
-    operands that `multiply` does not support.
+    activation then runs in a pass of its own. fp8_inputs: see `WeightSlots`. Not differentiable.
+    Raises NotImplementedError for operands that `multiply` does not support.
     """
 
     def project_rows(
@@ -293,7 +296,7 @@ def mlp_in_slots(
     ) -> jax.Array:
         w, scales, bias = slots[name], slots.get(f"{name}{SCALES}"), slots.get(f"b{name[1:]}")
         epilogue = Epilogue(uint16_as_bfloat16(bias), activate, activate is not None)
-        places = WeightSlots(slot_E, scales)
+        places = WeightSlots(slot_E, scales, fp8_inputs)
         y = multiply(x, uint16_as_bfloat16(w), slots=places, epilogue=epilogue)
         return _add_change(y, change, name, x)
 

@@ -1,6 +1,7 @@
 """The grouped MLP on Hopper: two grouped matmuls (`by_matmul.py`)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -50,9 +51,9 @@ def grouped_mlp_in_slots(
     *,
     activation: str,
     change: ProductChange | None = None,
+    fp8_inputs: bool = False,
     matmul: Implementation = HOPPER,
 ) -> jax.Array:
     """Return `grouped_mlp_in_slots_by_matmul`'s result by the Hopper kernels."""
-    return grouped_mlp_in_slots_by_matmul(
-        matmul, x_ND, group_sizes_E, slots, slot_E, activation=activation, change=change
-    )
+    options: dict[str, Any] = {"activation": activation, "change": change, "fp8_inputs": fp8_inputs}
+    return grouped_mlp_in_slots_by_matmul(matmul, x_ND, group_sizes_E, slots, slot_E, **options)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.grouped_matmul.fp8_inputs import rounded
 from kernels_pallas.grouped_mlp.reference import MLPWeights, ProductChange, activate
 from kernels_pallas.groups import RowSlots, assign_rows_to_slots, pick_in_loop
 from kernels_pallas.matmul import dot, transposed
@@ -112,6 +113,26 @@ def expert_mlp(
     """
     h = _up_projection(x, weights, change)
     return _activate_and_down(h, weights, activation, change, scale)
+
+
+def expert_mlp_of_rounded(
+    x_BD: jax.Array, weights: MLPWeights, activation: str, change: ProductChange | None = None
+) -> jax.Array:
+    """Return `expert_mlp` whose products have inputs in fp8 (`grouped_matmul/fp8_inputs.py`), by
+    products of float32.
+
+    weights: matrices in float32.
+    """
+
+    def project(x: jax.Array, name: str, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = dot(rounded(x), w)
+        added = None if change is None else change(name, x)
+        y = y if added is None else y + added
+        return y if bias is None else y + bias.astype(jnp.float32)
+
+    h = project(x_BD, "w_up", weights.w_up, weights.b_up)
+    a_BF = activate(h, activation).astype(x_BD.dtype)
+    return project(a_BF, "w_down", weights.w_down, weights.b_down).astype(x_BD.dtype)
 
 
 class _RowsOfMLP(NamedTuple):

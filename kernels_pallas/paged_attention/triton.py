@@ -38,12 +38,12 @@ TILE_BYTES, QUERY_BYTES = 40 * 1024, 16 * 1024  # of a tile's keys and values, a
 PROGRAMS = 512  # enough for every multiprocessor of a large GPU to have several
 MAX_SPLITS = 128
 COLUMNS = 64  # of the values that one program combines
-_NONE = -1e30  # the score of masked keys: finite, as differences of -inf would be NaN
+NO_SCORE = -1e30  # the score of masked keys: finite, as differences of -inf would be NaN
 Pieces = Sequence[tuple[int, int]]  # (first dimension, number of dimensions, a power of 2)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """How the work is divided: query rows and keys of a tile, tiles of queries of a row and group,
     and splits of the keys.
     """
@@ -77,7 +77,7 @@ def paged_attention(  # noqa: PLR0913  as `api.py`, and how it runs
     """
     del context
     _check_operands(q_PCHd, k_NGLd, v_NGLe)
-    plan = _make_plan(q_PCHd, k_NGLd, blocks_PW, value_dim, v_NGLe is not None, num_splits)
+    plan = make_plan(q_PCHd, k_NGLd, blocks_PW, value_dim, v_NGLe is not None, num_splits)
     p, c, h, _ = q_PCHd.shape
     if window is None:
         window = blocks_PW.shape[1] * k_NGLd.shape[2]
@@ -90,7 +90,7 @@ def paged_attention(  # noqa: PLR0913  as `api.py`, and how it runs
         *([] if v_NGLe is None else [v_NGLe]),
         *([] if sinks_H is None else [sinks_H]),
     ]
-    body = _AttendToSplit(plan, scale, value_dim, v_NGLe is not None, sinks_H is not None)
+    body = AttendToSplit(plan, scale, value_dim, v_NGLe is not None, sinks_H is not None)
     grid = p * k_NGLd.shape[1] * plan.num_tiles, plan.num_splits
     if plan.num_splits == 1:
         out = jax.ShapeDtypeStruct((p, c, h, value_dim), q_PCHd.dtype)
@@ -102,7 +102,7 @@ def paged_attention(  # noqa: PLR0913  as `api.py`, and how it runs
     sums, tops, totals = launch_with_results(
         body, parts, grid, operands, blocks=plan.settings, interpret=interpret
     )
-    return _combine_splits(sums, tops, totals, q_PCHd.dtype, interpret)
+    return combine_splits(sums, tops, totals, q_PCHd.dtype, interpret)
 
 
 def _check_operands(q_PCHd: jax.Array, k_NGLd: jax.Array, v_NGLe: jax.Array | None) -> None:
@@ -114,14 +114,14 @@ def _check_operands(q_PCHd: jax.Array, k_NGLd: jax.Array, v_NGLe: jax.Array | No
             raise NotImplementedError(f"a cache of {x.dtype} for queries of {q_PCHd.dtype}")
 
 
-def _make_plan(
-    q_PCHd: jax.Array,
+def make_plan(
+    q_PCHd: jax.Array | jax.ShapeDtypeStruct,
     k_NGLd: jax.Array,
     blocks_PW: jax.Array,
     value_dim: int,
     has_values: bool,
     num_splits: int | None,
-) -> _Plan:
+) -> Plan:
     """Return the sizes of tiles that fit 99 KiB of shared memory, and the number of splits.
 
     They depend on shapes alone, so that a step's bits do not depend on the rows' lengths.
@@ -143,7 +143,7 @@ def _make_plan(
         num_splits = pl.next_power_of_2(num_splits + 1) // 2
     num_stages = 1 if q_PCHd.dtype == jnp.float32 else 2
     settings = BlockSizes(num_warps=8 if rows == MAX_ROWS else 4, num_stages=num_stages)
-    return _Plan(rows, keys, num_tiles, num_splits, settings)
+    return Plan(rows, keys, num_tiles, num_splits, settings)
 
 
 def split_dimensions(size: int) -> list[tuple[int, int]]:
@@ -161,10 +161,13 @@ def split_dimensions(size: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _AttendToSplit:
-    """The kernel's body: attention of one tile of query rows to one split of their keys."""
+class AttendToSplit:
+    """The kernel's body: attention of one tile of query rows to one split of their keys.
 
-    plan: _Plan
+    `rotated_triton` uses its parts.
+    """
+
+    plan: Plan
     scale: float
     value_dim: int
     has_values: bool
@@ -200,7 +203,7 @@ class _AttendToSplit:
             load(q.at[p, token[:, None], head[:, None], at[None]], is_row[:, None] & (at < d)[None])
             for at in (index_range(*piece) for piece in split_dimensions(d))
         ]
-        state = self._start(sinks, head, is_row, split)
+        state = self.start_state(sinks, head, is_row, split)
 
         def attend_to_tile(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             at = index_range(i * plan.keys, plan.keys)
@@ -208,19 +211,19 @@ class _AttendToSplit:
             where = blocks[p, place], group, at - place * k.shape[2]
             seen = (at[None] <= at_row[:, None]) & (at[None] > (at_row - window[0])[:, None])
             seen &= is_query[:, None]
-            return self._add_tile(queries, (k, v), where, at <= last, seen, state)
+            return self.add_tile(queries, (k, v), where, at <= last, seen, state)
 
         state = lax.fori_loop(begin, end, attend_to_tile, state)
-        self._write(outs, state, (p, token, head), is_row, split, begin < end)
+        self.write(outs, state, (p, token, head), is_row, split, begin < end)
 
-    def _start(
+    def start_state(
         self, sinks: Ref, head: jax.Array, is_row: jax.Array, split: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Return (maximum score [rows], sum of weights [rows], weighted sums of each piece of the
         values) before the first key: the sinks, which the first split counts.
         """
         rows = self.plan.rows
-        top, total = jnp.full(rows, _NONE, jnp.float32), jnp.zeros(rows, jnp.float32)
+        top, total = jnp.full(rows, NO_SCORE, jnp.float32), jnp.zeros(rows, jnp.float32)
         if self.has_sinks:
             of_head = load(sinks.at[head], is_row).astype(jnp.float32)
             top = jnp.where(split == 0, of_head, top)
@@ -228,7 +231,7 @@ class _AttendToSplit:
         pieces = split_dimensions(self.value_dim)
         return top, total, *(jnp.zeros((rows, width), jnp.float32) for _, width in pieces)
 
-    def _add_tile(
+    def add_tile(
         self,
         queries: Sequence[jax.Array],
         cached: tuple[Ref, Ref],
@@ -254,7 +257,7 @@ class _AttendToSplit:
         key_pieces = split_dimensions(k.shape[3])
         keys = {piece: read(k, piece, k.shape[3]) for piece in key_pieces}
         scores = sum(dot(q, keys[piece], (1, 1)) for q, piece in zip(queries, key_pieces))
-        scores = jnp.where(seen, scores * self.scale, _NONE)
+        scores = jnp.where(seen, scores * self.scale, NO_SCORE)
         new_top = jnp.maximum(top, scores.max(axis=1))
         kept = jnp.exp(top - new_top)
         weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
@@ -265,7 +268,7 @@ class _AttendToSplit:
             sums[n] = sums[n] * kept[:, None] + dot(narrow, value, (1, 0))
         return new_top, total * kept + weights.sum(axis=1), *sums
 
-    def _write(
+    def write(
         self,
         outs: Sequence[Ref],
         state: tuple[jax.Array, ...],
@@ -296,7 +299,7 @@ class _AttendToSplit:
             write_sums((split,))
 
 
-def _combine_splits(
+def combine_splits(
     sums: jax.Array, tops: jax.Array, totals: jax.Array, dtype: jnp.dtype, interpret: bool
 ) -> jax.Array:
     """Return the attention [P, C, H, e] of whose softmax each split has computed a part.
@@ -313,7 +316,7 @@ def _combine_splits(
         is_split = split < num_splits
         total = load(totals.at[split, row], is_split)
         has_keys = total > 0
-        top = jnp.where(has_keys, load(tops.at[split, row], is_split), _NONE)
+        top = jnp.where(has_keys, load(tops.at[split, row], is_split), NO_SCORE)
         weight = jnp.where(has_keys, jnp.exp(top - top.max()), 0.0)
         some = load(sums.at[split[:, None], row, column[None]], has_keys[:, None] & is_column[None])
         together = (some * weight[:, None]).sum(axis=0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.add_norm import MAX_HIDDEN, MAX_TOKENS, RouterWeights, add_and_norm
+from kernels_pallas.expert_choices import WeightedOutputs
 from tests.arrays import assert_close
 
 HIDDEN, EXPERTS, EPS = 300, 20, 1e-3  # neither a power of two nor a multiple of a tile
@@ -44,6 +45,25 @@ def test_sum_norm_and_logits(dtype: Any, with_biases: bool) -> None:
     assert logits.dtype == jnp.float32
     # XLA:CPU, which runs the interpreter, may leave out the norm's rounding before the product
     assert_close(logits, of_normed, 1e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("with_y", [False, True])
+def test_outputs_of_experts_are_added_up(with_y: bool) -> None:
+    """What a choice without an expert left in memory is not read."""
+    x, y, scale, bias, *_ = draw(jnp.float32)
+    rng, choices, experts = np.random.default_rng(2), 3, 5
+    rows = rng.normal(size=(3, choices, HIDDEN))
+    rows[1, 2] = np.nan
+    idx = np.array([[0, 4, 2], [1, 0, experts], [3, 2, 1]], np.int32)
+    weights = jnp.asarray(rng.uniform(size=idx.shape), jnp.float32)
+    outputs = WeightedOutputs(
+        jnp.asarray(rows, jnp.float32), weights, jnp.asarray(idx), y if with_y else None, experts
+    )
+    total, *_ = add_and_norm(x, outputs, scale, EPS, bias_D=bias, interpret=True)
+    expected = np.nan_to_num(np.asarray(weights)[:, :, None] * rows).sum(axis=1)
+    expected += np.asarray(y) if with_y else 0
+    assert_close(outputs.sum(), expected, 1e-6)
+    assert_close(total, np.asarray(x) + expected + np.asarray(bias), 1e-5)
 
 
 def test_without_a_router_there_are_no_logits() -> None:

@@ -20,6 +20,8 @@ from jmoe.layers.attention import Attention, CacheInputs
 from jmoe.layers.experts import affine
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas.cached_values import encode
+from kernels_pallas.paged_attention import triton
+from kernels_pallas.paged_attention.rotated_triton import rotate_write_and_attend
 from kernels_pallas.rotary_write import Rotary, rotate_and_write
 from kernels_pallas.saved import bfloat16_as_uint16
 from tests.arrays import assert_close
@@ -130,6 +132,62 @@ def test_a_cache_in_fp8(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "dtype", "options"),
+    [
+        (OLMOE, jnp.bfloat16, {"num_splits": 4}),
+        ({"qk_norm": "head", "qkv_bias": True}, jnp.float32, {"num_splits": 1}),
+        ({"rope_scaling": YARN}, jnp.float32, {"num_splits": 4, "window": 40, "sinks": True}),
+        ({"position": "learned"}, jnp.float32, {"num_splits": 1, "window": 1}),
+        ({}, jnp.uint8, {"num_splits": 2}),
+    ],
+)
+def test_attention_that_rotates_and_writes(
+    changes: dict[str, Any], dtype: Any, options: dict[str, Any]
+) -> None:
+    """One kernel gives the sums and the cache of the two kernels one after the other; the cache
+    holds NaN from the tokens' own positions on.
+    """
+    attention, is_fp8 = attention_of(**changes), dtype == jnp.uint8
+    dtype = jnp.float32 if is_fp8 else dtype
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 1, 32)), dtype)
+    tables, at = np.array([[4, 1], [2, 3], [0, 0], [0, 0]]), np.array([[127], [200], [0], [256]])
+    draws = np.random.default_rng(9).normal(size=(2, BLOCKS, GROUPS, BLOCK, SIZE))
+    for block, place in ((4, 127), (3, 72), (0, 0)):
+        draws[:, block, :, place:] = np.nan
+    wide = [jnp.asarray(x, dtype) for x in draws]
+    cache = [encode(x, jnp.uint8) if is_fp8 else bfloat16_as_uint16(x) for x in wide]
+    if options.pop("sinks", False):
+        options["sinks_H"] = jnp.asarray(np.random.default_rng(3).normal(size=HEADS), jnp.float32)
+    splits, masks = options.pop("num_splits"), {"scale": 0.25, **options}
+
+    @jax.jit
+    def both(*cache: jax.Array) -> Any:
+        qkv = affine(x, attention.w_qkv)
+        qkv = qkv if attention.b_qkv is not None else qkv.astype(dtype)
+        places = jnp.asarray(tables, jnp.int32), jnp.asarray(at, jnp.int32)
+        how: dict[str, Any] = {"num_splits": splits, "interpret": True}
+        operands = qkv, *cache, *places
+        ours = attention._rotate_write_and_attend(*operands, dtype=dtype, **masks, **how)
+        q, *written = attention._rotate_and_write(*operands, dtype=dtype, interpret=True)
+        return ours, (triton.paged_attention(q, *written, *places, value_dim=SIZE, **masks, **how), *written)
+
+    (out, *ours), (expected, *written) = both(*cache)
+    real = at[:, 0] < 2 * BLOCK
+    assert out.dtype == dtype and np.isfinite(np.asarray(out, np.float32)).all()
+    assert_close(out[real], expected[real], 1e-2 if dtype == jnp.bfloat16 else 1e-5)
+    for one, other in zip(ours, written, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_attention_of_several_tokens_a_row_rotates_apart() -> None:
+    k = jnp.zeros((BLOCKS, GROUPS, BLOCK, SIZE))
+    qkv = jnp.zeros((3, 2, (HEADS + 2 * GROUPS) * SIZE))
+    with pytest.raises(NotImplementedError, match="2 tokens a row"):
+        rotate_write_and_attend(qkv, (k, k), TABLES, POSITIONS, Rotary(None), scale=1.0)
+
+
+@pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"partial_rotary_factor": 0.5}, "of a part of a head"),
@@ -154,8 +212,11 @@ def test_heads_and_caches_that_it_does_not_read() -> None:
         rotate_and_write(jnp.zeros((3, 2, 240), jnp.bfloat16), (k, k), *places, rotary)
 
 
-def test_a_gpu_writes_without_a_scatter() -> None:
-    """Its program has three kernels and no scatter; XLA computes no rotated keys beside them."""
+@pytest.mark.parametrize(("tokens", "kernels"), [(1, (1, 2)), (2, (2, 3))])
+def test_a_gpu_writes_without_a_scatter(tokens: int, kernels: tuple[int, int]) -> None:
+    """Its program of single tokens has one kernel, of several tokens a row two, and no scatter; XLA
+    computes no rotated keys beside them.
+    """
     device: Any = SimpleNamespace(platform="gpu", compute_capability="8.9")
     attention = attention_of(**OLMOE)
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
@@ -167,10 +228,13 @@ def test_a_gpu_writes_without_a_scatter() -> None:
         return attention.attend_to_cache(x, positions_PC, attend)
 
     cache = KVCache(*[of(jnp.uint16, BLOCKS, GROUPS, BLOCK, SIZE)] * 2)
-    operands = of(jnp.bfloat16, 3, 1, 32), cache, of(jnp.int32, 3, 2), of(jnp.int32, 3, 1)
+    operands = (
+        *(of(jnp.bfloat16, 3, tokens, 32), cache),
+        *(of(jnp.int32, 3, 2), of(jnp.int32, 3, tokens)),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
         _, lowered = lower_for_device(device, jax.jit(partial(step)), *operands)
     text = lowered.as_text()
-    assert text.count("@__gpu$xla.gpu.triton") in (2, 3)  # combine_splits only with several splits
+    assert text.count("@__gpu$xla.gpu.triton") in kernels  # combine_splits only with several splits
     assert "stablehlo.scatter" not in text and "stablehlo.sine" not in text

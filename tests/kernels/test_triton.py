@@ -19,11 +19,18 @@ import pytest
 
 from jmoe.layers import slot_experts
 from jmoe.layers.low_rank import ExpertAdapters, LowRank
-from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
+from jmoe.layers.slot_experts import (
+    ExpertInputs,
+    UnchosenInputs,
+    add_expert_outputs_by_slot_table,
+    choose_and_apply_experts,
+)
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
+from kernels_pallas.choose_experts import choose_experts
 from kernels_pallas.compressed import SCALES, compress, decompress
+from kernels_pallas.expert_choices import ChoiceRules, RouterLogits
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_matmul import triton as gm_triton
@@ -290,8 +297,7 @@ def test_experts_out_of_slots(
     table = jnp.asarray([3, 0, 1], jnp.int32)
     in_interpreter = partial(mlp_triton.grouped_mlp_in_slots, matmul=MATMUL)
     monkeypatch.setattr(mlp_triton, "grouped_mlp_in_slots", in_interpreter)
-    interpreted = partial(matmul_of_choices, interpret=True)
-    of_choices = partial(mlp_triton.mlp_of_choices, matmul=interpreted)
+    of_choices = partial(mlp_triton.mlp_of_choices, interpret=True)
     monkeypatch.setattr(mlp_triton, "mlp_of_choices", of_choices)
     monkeypatch.setattr(slot_experts, "MAX_TOKENS_BY_CHOICE", 64 if by_choice else 0)
     options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4}
@@ -304,6 +310,44 @@ def test_experts_out_of_slots(
         2e-2,
     )
     assert (ours[1:2] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("rules", "tokens", "experts"),
+    [
+        (ChoiceRules("softmax", 2, False), 3, 5),  # a tile for each expert
+        (ChoiceRules("softmax", 3, True), 2, 12),  # for each choice
+        (ChoiceRules("sigmoid", 2, True, 2.5), 1, 6),
+        (ChoiceRules("sigmoid", 2, True, 2.5, 3, 2, 2), 4, 6),  # groups: chosen in a kernel before
+    ],
+)
+def test_a_product_that_chooses(rules: ChoiceRules, tokens: int, experts: int) -> None:
+    """Outputs, numbers and weights are those of chosen experts, ties and padding included."""
+    d, f = 32, 64
+    slots = {
+        name: normal(i, (experts + 1, *shape), jnp.float32)
+        for i, (name, shape) in enumerate({"w_up": (d, 2 * f), "w_down": (f, d)}.items())
+    }
+    table = jnp.arange(experts, 0, -1, dtype=jnp.int32)
+    rng, has_bias = np.random.default_rng(5), rules.scores == "sigmoid"
+    bias = jnp.asarray(rng.integers(-2, 3, experts) / 8, jnp.float32) if has_bias else None
+    logits = RouterLogits(
+        jnp.asarray(rng.integers(-3, 3, (tokens, experts)) / 2, jnp.float32),
+        rules,
+        bias,
+        jnp.asarray([7, 3, 9, 1][:tokens], jnp.int32),
+        9 if tokens > 2 else 100,
+    )
+    h_TD = normal(8, (tokens, d), jnp.float32)
+    given = {"activation": "swiglu", "interpret": True}
+    ours = choose_and_apply_experts(UnchosenInputs(h_TD, logits, None), slots, table, **given)
+    idx_TK, weights_TK = choose_experts(logits, interpret=True)
+    assert np.array_equal(ours.idx_TK, idx_TK)
+    assert (np.asarray(idx_TK)[2:3] == experts).all()  # padding
+    np.testing.assert_array_equal(ours.weights_TK, weights_TK)
+    routed = ExpertInputs(h_TD, idx_TK, weights_TK, jnp.zeros((tokens, d)))
+    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4, "implementation": "xla"}
+    assert_close(ours.sum(), add_expert_outputs_by_slot_table(routed, slots, table, **options), 1e-5)
 
 
 def test_choices_of_many_tokens_are_another_kernels() -> None:

@@ -45,9 +45,8 @@ from jmoe.inference.cached_layers import (
 from jmoe.inference.kv_cache import KVCache, LayerCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
-from jmoe.layers.slot_experts import ExpertInputs, grouped_mlp_from_slots
+from jmoe.layers.slot_experts import ExpertInputs, ExpertProducts, grouped_mlp_from_slots
 from jmoe.mesh import BATCH, EXPERT, REPLICATED
-from jmoe.models.block import add_residual
 from jmoe.models.functional import ModuleStructure
 from jmoe.offload.slot_arrays import as_mlp_weights
 from jmoe.types import PyTree
@@ -77,6 +76,7 @@ class ExchangeShape(NamedTuple):
     ragged: use a ragged all-to-all instead of padded buffers.
     device_rows: send a token once to each node of its experts (dedup), and inside the node by
         buffers of this many rows for each source and destination; 0: send directly.
+    fp8_inputs: see `ExpertProducts`.
     """
 
     rows: int
@@ -84,6 +84,7 @@ class ExchangeShape(NamedTuple):
     activation: str
     ragged: bool = False
     device_rows: int = 0
+    fp8_inputs: bool = False
 
 
 def _shard_map(
@@ -216,7 +217,7 @@ def experts_on_mesh(
             arrived.rows_MD,
             arrived.group_sizes_L,
             weights,
-            exchange.activation,
+            ExpertProducts(exchange.activation, exchange.fp8_inputs),
             batched_rows,
             table_S,
         )
@@ -251,7 +252,7 @@ def _run_slot_experts_local(
     x_MD: jax.Array,
     group_sizes_L: jax.Array,
     weights: Mapping[str, jax.Array],
-    activation: str,
+    products: ExpertProducts,
     batched_rows: int,
     table_S: jax.Array | None = None,
 ) -> jax.Array:
@@ -266,15 +267,15 @@ def _run_slot_experts_local(
             x_MD,
             group_sizes_L,
             weights,
-            activation=activation,
             tile_rows=batched_rows,
             table_E=table_S,
+            **products._asdict(),
         )
     return grouped_mlp(
         x_MD,
         group_sizes_L,
         as_mlp_weights(weights),
-        activation=activation,
+        activation=products.activation,
         batched_rows_per_group=batched_rows,
     )
 
@@ -300,7 +301,7 @@ def finish_layers_on_mesh(
     """
 
     def add_and_gather_last(hidden: Hidden, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = add_residual(*hidden)
+        x = hidden.sum()
         return x, layout.gather_last_hidden_local(x, positions)
 
     sharded = _shard_map(
@@ -395,4 +396,5 @@ def run_experts_for_timing(
     """Return the output of one device's experts for evenly distributed rows; for timing."""
     num_experts = weights["w_up"].shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
-    return _run_slot_experts_local(x_ND, sizes_L, weights, activation, x_ND.shape[0] // num_experts)
+    products, tile_rows = ExpertProducts(activation), x_ND.shape[0] // num_experts
+    return _run_slot_experts_local(x_ND, sizes_L, weights, products, tile_rows)
