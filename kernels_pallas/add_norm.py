@@ -57,7 +57,8 @@ def add_and_norm(
     dtype.
 
     y_TD, bias_D: summed in float32; y may be outputs of experts whose sum the kernel computes.
-    router: None for no logits; they are products of float32. Raises NotImplementedError for more than `MAX_TOKENS` tokens or `MAX_HIDDEN` numbers of a token.
+    router: None for no logits; they are products of float32. Raises NotImplementedError for more
+    than `MAX_TOKENS` tokens or `MAX_HIDDEN` numbers of a token.
     """
     check_dtypes(x_TD)
     num_tokens, hidden = x_TD.shape
@@ -66,9 +67,11 @@ def add_and_norm(
             f"{num_tokens} tokens of {hidden}: more than {MAX_TOKENS} or {MAX_HIDDEN}"
         )
     num_experts = 0 if router is None else router.kernel_DE.shape[1]
-    summands: list[jax.Array | None] = [y_TD, None, None, None]
+    summands: list[jax.Array | None]
     if isinstance(y_TD, WeightedOutputs):
         summands = [y_TD.y_TD, y_TD.rows_TKD, y_TD.weights_TK, y_TD.idx_TK]
+    else:
+        summands = [y_TD, None, None, None]
     optional = [*summands, bias_D, *(router or (None, None))]
     operands = [x_TD, scale_D, *(x for x in optional if x is not None)]
     outs = [jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype)] * 2
@@ -105,7 +108,7 @@ class _AddAndNorm:
             added = jnp.zeros(at.shape, jnp.float32)
             if y is not None:
                 added += load(y.at[token, at], at < hidden).astype(jnp.float32)
-            if rows is not None:
+            if rows is not None and weights is not None and idx is not None:
                 for choice in range(rows.shape[1]):
                     is_row = (at < hidden) & (idx[token, choice] < self.num_experts)
                     row = load(rows.at[token, choice, at], is_row).astype(jnp.float32)

@@ -35,9 +35,7 @@ _LEAST = -3e38  # the score of experts that cannot be chosen: finite, as -inf - 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
 
 
-def choose_experts(
-    logits: RouterLogits, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def choose_experts(logits: RouterLogits, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """Return (int32 [T, K], the experts with the largest scores, best first; float32 [T, K], their
     weights).
 

@@ -31,7 +31,8 @@ def run_as_on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     on_device = partial(DeviceSlots, device=jax.devices()[0])
     monkeypatch.setattr(
-        "jmoe.offload.residency.HostSlots", lambda slots, fields, **_: on_device(slots, fields)
+        "jmoe.offload.residency.HostSlots",
+        lambda slots, fields, *, fp8_inputs, **_: on_device(slots, fields, fp8_inputs=fp8_inputs),
     )
     monkeypatch.setattr(runner, "runs_on_cpu", lambda: False)
 

@@ -27,6 +27,7 @@ import itertools
 import json
 import math
 import time
+from dataclasses import replace
 from datetime import date
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -113,10 +114,20 @@ class Estimator(_StepEstimator):
 
 
 def make_estimator(
-    model: str, target: str, batch: int, context: int, cache: Literal["auto", "fp8"] = "auto"
+    model: str,
+    target: str,
+    batch: int,
+    context: int,
+    options: EngineConfig | None = None,
+    *,
+    expert_format: str | None = None,
 ) -> Estimator:
-    """Return the estimator of an engine whose experts are all on the device."""
-    layers, expert_format = MODELS[model]
+    """Return the estimator of an engine whose experts are all on the device.
+
+    options: of the engine, but for its sizes. expert_format: None for the one of `MODELS`.
+    """
+    layers, usual_format = MODELS[model]
+    expert_format = expert_format or usual_format
     config = model_config(published_config(model, layers) | {"max_position_embeddings": 131072})
     fields = expert_fields(config, expert_format)
     checkpoint: Any = SimpleNamespace(
@@ -126,9 +137,11 @@ def make_estimator(
         policy="resident", expert_tier=None, expert_slots=config.num_moe_layers * config.num_experts
     )
     max_seq_len = -(-(context + 1) // BLOCK) * BLOCK
-    options = EngineConfig(max_batch=batch, max_seq_len=max_seq_len, kv_cache_dtype=cache)
+    options = replace(options or EngineConfig(), max_batch=batch, max_seq_len=max_seq_len)
     (device,) = ahead_of_time.abstract_gpu_devices(target)
-    return Estimator(checkpoint, options, memory, target, device)
+    estimator = Estimator(checkpoint, options, memory, target, device)
+    estimator.compiled = {}
+    return estimator
 
 
 def bytes_of(tree: Any) -> int:
@@ -169,7 +182,8 @@ def estimate(step: Step, longest: int, compiled: dict[Any, Any]) -> JsonObject:
     kept = {name: path for name, path in MODULES.items() if name == "xla"}
     modules = dict(MODULES) if attention == "paged_attention" else kept
     with mock.patch.dict(MODULES, modules, clear=True):
-        estimator = make_estimator(model, target, batch, longest, kind)
+        options = EngineConfig(kv_cache_dtype=kind)
+        estimator = make_estimator(model, target, batch, longest, options)
         estimator.compiled = compiled
         found = estimator.estimate_step(batch, 1, context)
     weights, all_weights = weight_bytes(estimator, batch)

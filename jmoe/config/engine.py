@@ -270,12 +270,9 @@ class EngineConfig:
         clashes = {
             f"expert_dtype = {self.expert_dtype!r}": self.expert_dtype not in (None, *taken),
             "policy = 'hybrid'": self.policy == "hybrid",
+            f"mesh.devices = {self.mesh.devices}": self.mesh.devices > 1,
+            f"native = {self.native!r}": self.native == ("off" if is_int8 else "on"),
         }
-        if is_int8:
-            clashes["native = 'off'"] = self.native == "off"
-            clashes[f"mesh.devices = {self.mesh.devices}"] = self.mesh.devices > 1
-        else:
-            clashes["native = 'on'"] = self.native == "on"
         for clash, there in clashes.items():
             check_field(not there, self, "expert_activations", f"must be exact with {clash}")
 

@@ -27,13 +27,14 @@ from jmoe.inference.cached_layers import CachePlaces, Hidden
 from jmoe.inference.kv_cache import BLOCK, LayerCache, cache_value_dtype, empty_caches, table_width
 from jmoe.inference.loading import model_bytes
 from jmoe.inference.runner_protocol import TokenBatch
-from jmoe.layers.slot_experts import ExpertInputs, ExpertProducts
+from jmoe.layers.slot_experts import MATRICES, ExpertInputs, ExpertProducts
 from jmoe.memory.host_memory import available_bytes
 from jmoe.models.block import Block
 from jmoe.models.decoder import Decoder
 from jmoe.models.functional import split_arrays
 from jmoe.models.lazy_checkpoint import EmbedAndHead, LazyCheckpoint, split_decoder
 from jmoe.offload import slots
+from jmoe.offload.slot_arrays import with_transposed
 from jmoe.planning.gpu_estimate import (
     GpuEstimate,
     KernelFacts,
@@ -214,10 +215,11 @@ class _StepEstimator:
             split_arrays(embed_and_head),
             [split_arrays(layer) for layer in layers],
         )
-        fields = checkpoint.expert_fields.items()
+        flipped = MATRICES if self._products.fp8_inputs else ()
+        fields = with_transposed(checkpoint.expert_fields, flipped)
         self._slots = {
             name: self._abstract_array(dtype, memory.expert_slots, *shape)
-            for name, (shape, dtype) in fields
+            for name, (shape, dtype) in fields.items()
         }
 
     def _make_dense_modules(self) -> tuple[EmbedAndHead, list[Block]]:
@@ -401,21 +403,17 @@ class _StepEstimator:
             tables = (self._abstract_array(jnp.int32, config.num_experts),) * is_moe
             outside, experts = self._embed_and_head[1], (self._slots, tables)
 
-            def compile_layer(hidden: Hidden) -> tuple[Hidden, GpuEstimate]:
-                (output, _), estimate = self._compile_and_estimate(
-                    partial(_assumed_loop_trips, attended_blocks, tiles),
-                    _apply_layer,
-                    static,
-                    *((layer,), (cache,), outside, hidden, batch, experts),
-                    attended=attended,
-                    chosen=chosen,
-                )
-                return output, estimate
-
-            before = jax.tree.structure(hidden)
-            hidden, estimate = compile_layer(hidden)
-            if is_moe and jax.tree.structure(hidden) != before:  # as after another layer
-                hidden, estimate = compile_layer(hidden)
+            operands: list[Any] = [static, (layer,), (cache,), outside, hidden, batch, experts]
+            if is_moe:  # as after another such layer
+                with trace_for_device(self._device):
+                    before = self._abstract_operands(tuple(operands))
+                    operands[4], _ = _apply_layer.trace(*before).out_info
+            (hidden, _), estimate = self._compile_and_estimate(
+                partial(_assumed_loop_trips, attended_blocks, tiles),
+                *(_apply_layer, *operands),
+                attended=attended,
+                chosen=chosen,
+            )
             parts.append(("layer" if is_moe else "dense layer", count, estimate))
         if config.num_moe_layers:
             idx_TK = self._abstract_array(jnp.int32, tokens, config.num_experts_per_tok)

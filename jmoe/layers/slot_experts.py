@@ -32,6 +32,7 @@ from kernels_pallas.implementations import Name, default_implementations, first_
 from kernels_pallas.token_permute import combine
 
 BUNDLE = 8
+MATRICES = ("w_up", "w_down")  # of an expert's arrays
 # Up to this many tokens each expert in use runs on all of them: reading its weights takes longer
 # than the surplus arithmetic.
 FEW_TOKENS = 32
@@ -78,7 +79,8 @@ class _TokensOfExperts(NamedTuple):
 
 class ExpertProducts(NamedTuple):
     """How experts compute: their activation, and whether the inputs of both products are rounded to
-    E4M3 (`kernels_pallas/grouped_matmul/fp8_inputs.py`).
+    E4M3 (`kernels_pallas/grouped_matmul/fp8_inputs.py`). An array of slots then holds matrices
+    transposed, as tensor cores read them.
     """
 
     activation: str
@@ -144,8 +146,8 @@ def _write_tile(
     expert: tuple[jax.Array, StoredExpert],
     products: ExpertProducts,
 ) -> jax.Array:
-    """Return `out` with the output of an expert (number, stored arrays) for a tile of rows that starts at
-    `row`.
+    """Return `out` with the output of an expert (number, stored arrays) for a tile of rows that
+    starts at `row`.
 
     Rows past the expert's end hold garbage until the next tile overwrites them.
     """
@@ -239,9 +241,7 @@ def _outputs_by_choice(
     mlp_of_choices = import_module(MODULES["triton"]).mlp_of_choices
 
     y_TKD = mlp_of_choices(routed.h_TD, routed.idx_TK, slots, table_E, **products._asdict())
-    return WeightedOutputs(
-        y_TKD, routed.weights_TK, routed.idx_TK, routed.y_TD, table_E.shape[0]
-    )
+    return WeightedOutputs(y_TKD, routed.weights_TK, routed.idx_TK, routed.y_TD, table_E.shape[0])
 
 
 def choose_and_apply_experts(
@@ -325,7 +325,7 @@ def _add_outputs_by_tiles(
 
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, row = _expert_and_first_row_of_tile(i, by_expert.starts_E, tiles_E, tile_rows)
-        mine = expert, _pick_slot(slots, table_E[expert])
+        mine = expert, _pick_slot(slots, table_E[expert], products)
         return _write_tile(out, tokens, by_expert, row, mine, products)
 
     out = jnp.zeros((routed.idx_TK.size + tile_rows, h_TD.shape[1]), jnp.float32)
@@ -350,7 +350,6 @@ def grouped_mlp_from_slots(
     *,
     activation: str,
     tile_rows: int,
-    fp8_inputs: bool = False,
     table_E: jax.Array | None = None,
     implementation: Name | None = None,
 ) -> jax.Array:
@@ -359,18 +358,17 @@ def grouped_mlp_from_slots(
     x_ND: rows sorted by group; rows beyond the groups hold arbitrary values in the result. slots:
     arrays [M, ...] by name, with matrices compressed or not; bfloat16 may be uint16 bits. table_E:
     int32, None if group e is in slot e. tile_rows: rows of a tile in the
-    implementation `xla`, whose result for a row depends on no other row. fp8_inputs: see
-    `ExpertProducts`. implementation: None for
+    implementation `xla`, whose result for a row depends on no other row. implementation: None for
     the best that supports the case.
     """
     slot_E = jnp.arange(group_sizes_E.shape[0], dtype=jnp.int32) if table_E is None else table_E
-    products = ExpertProducts(activation, fp8_inputs)
+    products = ExpertProducts(activation)
 
     def by_grouped_matmul(name: Name) -> jax.Array:
         # imported on first use: the import takes a second
         grouped_mlp_in_slots = import_module(MODULES[name]).grouped_mlp_in_slots
         y_ND: jax.Array = grouped_mlp_in_slots(
-            x_ND, group_sizes_E, slots, slot_E, **products._asdict()
+            x_ND, group_sizes_E, slots, slot_E, activation=activation
         )
         return y_ND
 
@@ -410,17 +408,20 @@ def _grouped_mlp_from_slots_in_tiles(
     def write_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert, row = _expert_and_first_row_of_tile(i, starts_E, tiles_E, tile_rows)
         x_BD = lax.dynamic_slice_in_dim(padded_ND, row, tile_rows)
-        y_BD = products.decode_and_apply(x_BD, _pick_slot(slots, slot_E[expert]))
+        y_BD = products.decode_and_apply(x_BD, _pick_slot(slots, slot_E[expert], products))
         return lax.dynamic_update_slice_in_dim(out, y_BD.astype(jnp.float32), row, axis=0)
 
     out = lax.fori_loop(0, tiles_E.sum(), write_tile, jnp.zeros(padded_ND.shape, jnp.float32))
     return out[: x_ND.shape[0]].astype(x_ND.dtype)
 
 
-def _pick_slot(slots: Mapping[str, jax.Array], slot: jax.Array) -> StoredExpert:
+def _pick_slot(
+    slots: Mapping[str, jax.Array], slot: jax.Array, products: ExpertProducts
+) -> StoredExpert:
     """Return the arrays of the expert in a slot."""
     pick = lambda values: lax.dynamic_index_in_dim(values, slot, 0, keepdims=False)  # noqa: E731
-    return {name: pick(values) for name, values in slots.items()}
+    flipped = MATRICES if products.fp8_inputs else ()
+    return {n: pick(x).T if n in flipped else pick(x) for n, x in slots.items()}
 
 
 def decode_expert(arrays: StoredExpert, dtype: DTypeLike) -> MLPWeights:

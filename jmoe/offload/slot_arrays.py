@@ -58,17 +58,24 @@ class DeviceSlotArrays:
 
     The update runs after the programs that read the slot, since a device runs its programs in
     order. as_bits: arrays have the stored dtypes, uint16 for bfloat16; otherwise bfloat16.
+    transposed: names of matrices that slots hold transposed.
     """
 
     def __init__(
-        self, num_slots: int, fields: Fields, device: jax.Device, *, as_bits: bool = False
+        self,
+        num_slots: int,
+        fields: Fields,
+        device: jax.Device,
+        *,
+        as_bits: bool = False,
+        transposed: tuple[str, ...] = (),
     ) -> None:
-        self._device, self._as_bits = device, as_bits
+        self._device, self._as_bits, self._transposed = device, as_bits, transposed
         self.arrays = zero_arrays(
             num_slots,
             {
                 name: (shape, dtype if as_bits else dtype_of_stored_bits(dtype))
-                for name, (shape, dtype) in fields.items()
+                for name, (shape, dtype) in with_transposed(fields, transposed).items()
             },
             device,
         )
@@ -90,19 +97,34 @@ class DeviceSlotArrays:
 
     def store_in_slot(self, slot: int, sent: Mapping[str, jax.Array]) -> None:
         """Store what `copy_to_device` returned in a slot; donates `arrays`."""
-        self.arrays = put_record(self.arrays, sent, np.int32(slot))
+        self.arrays = put_record(self.arrays, sent, np.int32(slot), self._transposed)
 
 
-@partial(jax.jit, donate_argnums=0)
-def put_record(slots: Arrays, record: Mapping[str, jax.Array], slot: jax.Array) -> Arrays:
+def with_transposed(fields: Fields, transposed: tuple[str, ...]) -> Fields:
+    """Return fields of which the named ones have swapped dimensions."""
+    return {
+        name: (shape[::-1] if name in transposed else shape, dtype)
+        for name, (shape, dtype) in fields.items()
+    }
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def put_record(
+    slots: Arrays,
+    record: Mapping[str, jax.Array],
+    slot: jax.Array,
+    transposed: tuple[str, ...] = (),
+) -> Arrays:
     """Return slots [S, ...] with one slot overwritten; donates and updates `slots` in place.
 
-    record: arrays of the slots' dtypes, or bits of bfloat16 as uint16.
+    record: arrays of the slots' dtypes, or bits of bfloat16 as uint16. transposed: names of arrays
+    that slots hold transposed.
     """
     values = {
         name: uint16_as_bfloat16(record[name]) if held.dtype == jnp.bfloat16 else record[name]
         for name, held in slots.items()
     }
+    values |= {name: values[name].T for name in transposed}
     return {
         name: lax.dynamic_update_index_in_dim(held, values[name], slot, 0)
         for name, held in slots.items()

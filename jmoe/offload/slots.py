@@ -25,6 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmoe.layers.slot_experts import (
+    MATRICES,
     ExpertInputs,
     ExpertProducts,
     StoredExpert,
@@ -264,7 +265,10 @@ class DeviceSlots(ExpertSlots):
         fp8_inputs: bool = False,
     ) -> None:
         super().__init__(num_slots, fields, fp8_inputs=fp8_inputs)
-        self._slots = DeviceSlotArrays(num_slots, fields, device, as_bits=as_bits)
+        flipped = MATRICES if fp8_inputs else ()
+        self._slots = DeviceSlotArrays(
+            num_slots, fields, device, as_bits=as_bits, transposed=flipped
+        )
         # an update donates the arrays, so no program may be launched with them meanwhile
         self._lock = threading.Lock()
 

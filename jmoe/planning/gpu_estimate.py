@@ -582,8 +582,10 @@ def _pallas_kernel_work(
         read[at + 1 :] = [size * used / weights.shape[0] for size in read[at + 1 :]]
         # a gate and an up projection of one launch give half as many columns
         per_byte = 2 if weights.dtype == "u8" and weights.shape[1] < inner else 1
-        fits = weights.shape[1] * per_byte == inner
-        is_gated = fits and weights.shape[2] == 2 * out.shape[1]
+        outer, fits = weights.shape[2], weights.shape[1] * per_byte == inner
+        if not fits:  # transposed
+            outer, fits = weights.shape[1], weights.shape[2] == inner
+        is_gated = fits and outer == 2 * out.shape[1]
         flops = facts.filled * 2.0 * out.num_elements * inner * (2 if is_gated else 1)
         dtype = "f8e4m3fn" if rows.dtype == "u8" else rows.dtype  # E4M3 as its bits
         return _KernelWork(

@@ -1,5 +1,5 @@
-"""Inputs of products with `fp8` weights, rounded to E4M3 in groups of 128 with one float32 scale each
-(DeepSeek-V3, arXiv 2412.19437, section 3.3).
+"""Inputs of products with `fp8` weights, rounded to E4M3 in groups of 128 with one float32 scale
+each (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 
 Both factors of a product are then 8-bit floats, which the tensor cores of Ada, Hopper and Blackwell
 multiply at twice the rate of bfloat16. The sums over a group of inputs are float32; they are
@@ -76,7 +76,9 @@ def matmul_of_rounded(x_ND: jax.Array, w_DF: jax.Array, scales_BF: jax.Array) ->
     """
     inputs = round_inputs(x_ND)
     pad = ((0, 0), (0, scales_BF.shape[0] * FP8.block - x_ND.shape[1]))
-    x_NBd = jnp.pad(inputs.values_ND.astype(jnp.float32), pad).reshape(-1, len(scales_BF), FP8.block)
+    x_NBd = jnp.pad(inputs.values_ND.astype(jnp.float32), pad).reshape(
+        -1, len(scales_BF), FP8.block
+    )
     w32_DF = lax.bitcast_convert_type(w_DF, E4M3).astype(jnp.float32)
     w_BdF = jnp.pad(w32_DF, pad[::-1]).reshape(len(scales_BF), FP8.block, -1)
     sums_NBF = jnp.einsum("nbd,bdf->nbf", x_NBd, w_BdF, precision=lax.Precision.HIGHEST)

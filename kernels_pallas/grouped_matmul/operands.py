@@ -16,7 +16,8 @@ class WeightSlots:
     any number of them.
 
     scales: of matrices compressed as `kernels_pallas.compressed` describes. fp8_inputs: the rows
-    are rounded to E4M3 as `fp8_inputs.py` describes; the matrices are in the format `fp8`.
+    are rounded to E4M3 as `fp8_inputs.py` describes; the matrices are in the format `fp8`,
+    transposed: [F, D] each, as tensor cores read them.
     """
 
     slot_E: jax.Array

@@ -178,7 +178,8 @@ def make_product(
 ) -> Product:
     """Return the products of `num_tiles` tiles of `blocks.rows` rows each."""
     parts = 2 if epilogue.gated else 1
-    num_columns = w.shape[1 if transpose_rhs else 2] // parts
+    outputs_first = transpose_rhs or (slots is not None and slots.fp8_inputs)
+    num_columns = w.shape[1 if outputs_first else 2] // parts
     is_idle = num_tiles * pl.cdiv(num_columns, blocks.columns) < PROGRAMS
     if parts == 2 or (is_idle and blocks.rows <= FEW_ROWS):
         blocks = replace(blocks, columns=blocks.columns // 2)

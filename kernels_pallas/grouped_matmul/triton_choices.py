@@ -190,14 +190,12 @@ class _RankedChoices:
     def expert_of(self, refs: ChoiceRefs, m: jax.Array) -> jax.Array:
         return self.choice.expert_of(refs, m // self.tiles.k, m % self.tiles.k)
 
-    def choice_of_tokens(
-        self, refs: ChoiceRefs, expert: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def choice_of_tokens(self, refs: ChoiceRefs, expert: jax.Array) -> tuple[jax.Array, jax.Array]:
         rank_R = self.choice.ranks_of(refs, index_range(0, self.tiles.rows), expert)
         return rank_R, rank_R < self.tiles.k
 
 
-def _compute_tile(  # noqa: PLR0913  a kernel's body
+def _compute_tile(
     tiles: _Tiles,
     choices: _Choices,
     refs: Any,

@@ -1,8 +1,8 @@
 """Tiles that a step of the grouped matmul in Triton reads: of rows, and of the weights in
 the dtype that is multiplied.
 
-`DenseTiles` reads weights as they are, or int8. `Fp8Tiles` reads weights in E4M3 and rows rounded to
-E4M3, which are multiplied as they are. `CompressedTiles` reads blocks of 4 or 8 bits
+`DenseTiles` reads weights as they are, or int8. `Fp8Tiles` reads weights in E4M3 and rows rounded
+to E4M3, which are multiplied as they are. `CompressedTiles` reads blocks of 4 or 8 bits
 (`kernels_pallas.compressed`) and decodes them in registers. The two 4-bit values of a byte belong
 to an even and an odd input. So each half of the inputs has its own product, and rows of 16-bit
 values are read as pairs of them.
@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas.cached_values import decode_e4m3
 from kernels_pallas.compressed import format_of
 from kernels_pallas.formats import FP8, INT4, INT8, MXFP4, Format
+from kernels_pallas.fp8_dot import fp8_dot
 from kernels_pallas.grouped_matmul.fp8_inputs import E4M3, has_fp8_products, round_group
 from kernels_pallas.implementations import target_device
 from kernels_pallas.triton import Ref, dot, index_range, load
@@ -95,7 +96,7 @@ class DenseTiles:
 
 @dataclass(frozen=True)
 class Fp8Tiles:
-    """Reads weights [M, D, F] in E4M3 with scales [M, B, F] of 128 inputs each; a step is 128
+    """Reads weights [M, F, D] in E4M3 with scales [M, B, F] of 128 inputs each; a step is 128
     inputs.
 
     x_TD: E4M3 with scales x_scales_TB; if they are None, wide rows, which every program rounds
@@ -143,20 +144,20 @@ class Fp8Tiles:
     ) -> list[ScaledBlock]:
         """Return step k of some columns of a slot, with the factor of each column."""
         at, is_inner = self._input_indices(k)
-        mask = is_inner[:, None] & is_column[None]
-        bits = load(refs[1].at[slot, at[:, None], columns[None]], mask)
+        mask = is_column[:, None] & is_inner[None]
+        bits = load(refs[1].at[slot, columns[:, None], at[None]], mask)
         values = lax.bitcast_convert_type(bits, E4M3)
         return [(values, load(refs[2].at[slot, k, columns], is_column))]
 
     def multiply(self, x_block: ScaledBlock, w_block: ScaledBlock) -> jax.Array:
         """Return the float32 product of a block of rows with one of the weights."""
         (x, of_rows), (w, of_columns) = x_block, w_block
-        return dot(x, w, (1, 0)) * (of_rows[:, None] * of_columns[None])
+        return fp8_dot(x, w) * (of_rows[:, None] * of_columns[None])
 
     def _input_indices(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (inputs of step k, which of them exist)."""
         at = index_range(k * FP8.block, FP8.block)
-        return at, at < self.w.shape[1]
+        return at, at < self.w.shape[2]
 
 
 @dataclass(frozen=True)

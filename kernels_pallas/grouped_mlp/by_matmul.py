@@ -261,7 +261,8 @@ def grouped_mlp_in_slots_by_matmul(
     """Return [N, D] in x's dtype: the MLP with the weights in slot slot_E[e], applied to the rows
     of group e. Rows beyond the groups hold arbitrary values.
 
-    slots, slot_E, change, fp8_inputs: see `mlp_in_slots`. The kernel reads only the slots of groups with rows.
+    slots, slot_E, change, fp8_inputs: see `mlp_in_slots`. The kernel reads only the slots of groups
+    with rows.
     """
     multiply = partial(matmul.grouped_matmul, group_sizes_E=group_sizes_E)
     operands = multiply, x_ND, slots, slot_E
@@ -270,7 +271,7 @@ def grouped_mlp_in_slots_by_matmul(
     return mlp_in_slots(*operands, gates_all=gates, **options)
 
 
-def mlp_in_slots(  # noqa: PLR0913  what the slots are, and what else is multiplied
+def mlp_in_slots(
     multiply: Callable[..., jax.Array],
     x: jax.Array,
     slots: Mapping[str, jax.Array],

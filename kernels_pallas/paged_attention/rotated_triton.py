@@ -1,5 +1,6 @@
-"""Attention of single tokens over a KV cache in blocks, in a Triton kernel that also norms and rotates
-their queries and keys and writes keys and values to the cache: launches of their own otherwise.
+"""Attention of single tokens over a KV cache in blocks, in a Triton kernel that also norms and
+rotates their queries and keys and writes keys and values to the cache: launches of their own
+otherwise.
 
 Each program rotates the queries of its group. A row's own key and value are not read from the
 cache: the last split of a group computes them, writes them, and attends to them, rounded as the
@@ -18,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from kernels_pallas.cached_values import decode
-from kernels_pallas.paged_attention.triton import AttendToSplit, combine_splits, make_plan
+from kernels_pallas.paged_attention.triton import SplitAttention, combine_splits, make_plan
 from kernels_pallas.rotary_write import NewHeads, Rotary, write_to_cache
 from kernels_pallas.triton import Ref, index_range, launch_with_results, split_optional
 
-State = tuple[jax.Array, ...]  # as `AttendToSplit.start_state` returns it
+State = tuple[jax.Array, ...]  # as `SplitAttention.start_state` returns it
 
 
 def rotate_write_and_attend(  # noqa: PLR0913  as `rotate_and_write` and `paged_attention`
@@ -79,11 +80,12 @@ def rotate_write_and_attend(  # noqa: PLR0913  as `rotate_and_write` and `paged_
     )
     if plan.num_splits == 1:
         return attended[0], k_NGLd, v_NGLd
-    return combine_splits(*attended, heads.dtype, interpret), k_NGLd, v_NGLd
+    sums, tops, totals = attended
+    return combine_splits(sums, tops, totals, heads.dtype, interpret), k_NGLd, v_NGLd
 
 
 @dataclass(frozen=True)
-class _RotateWriteAndAttend(AttendToSplit):
+class _RotateWriteAndAttend(SplitAttention):
     """The kernel's body: attention of the query heads of one row and group to one split of their
     keys.
     """
@@ -140,9 +142,7 @@ class _RotateWriteAndAttend(AttendToSplit):
         begin = first + split * each
         return begin, jnp.minimum(begin + each, end)
 
-    def _add_key(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, state: State
-    ) -> State:
+    def _add_key(self, query: jax.Array, key: jax.Array, value: jax.Array, state: State) -> State:
         """Return the state after one key [1, d] and its value, as `add_tile` does."""
         top, total, sums = state
         score = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=1) * self.scale

@@ -90,7 +90,7 @@ def paged_attention(  # noqa: PLR0913  as `api.py`, and how it runs
         *([] if v_NGLe is None else [v_NGLe]),
         *([] if sinks_H is None else [sinks_H]),
     ]
-    body = AttendToSplit(plan, scale, value_dim, v_NGLe is not None, sinks_H is not None)
+    body = _AttendToSplit(plan, scale, value_dim, v_NGLe is not None, sinks_H is not None)
     grid = p * k_NGLd.shape[1] * plan.num_tiles, plan.num_splits
     if plan.num_splits == 1:
         out = jax.ShapeDtypeStruct((p, c, h, value_dim), q_PCHd.dtype)
@@ -161,60 +161,14 @@ def split_dimensions(size: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class AttendToSplit:
-    """The kernel's body: attention of one tile of query rows to one split of their keys.
-
-    `rotated_triton` uses its parts.
-    """
+class SplitAttention:
+    """Attention of one tile of query rows to one split of their keys: parts of a kernel's body."""
 
     plan: Plan
     scale: float
     value_dim: int
     has_values: bool
     has_sinks: bool
-    __name__ = "paged_attention_kernel"
-
-    def __call__(
-        self, q: Ref, blocks: Ref, positions: Ref, window: Ref, k: Ref, *refs: Ref
-    ) -> None:
-        v, *others = refs if self.has_values else (k, *refs)
-        sinks, *outs = others if self.has_sinks else (None, *others)
-        plan, (_, c, h, d), g = self.plan, q.shape, k.shape[1]
-        heads = h // g  # of a group
-        # programs that read the same keys are neighbours
-        index, split = pl.program_id(0), pl.program_id(1)
-        tile, p_and_g = index % plan.num_tiles, index // plan.num_tiles
-        p, group = p_and_g // g, p_and_g % g
-        row = index_range(tile * plan.rows, plan.rows)
-        is_row, token, head = row < c * heads, row // heads, group * heads + row % heads
-        at_row = load(positions.at[p, token], is_row)
-        length = blocks.shape[1] * k.shape[2]
-        is_query = is_row & (at_row < length)
-        last = jnp.where(is_query, at_row, -1).max()
-        earliest = jnp.where(is_query, at_row, length).min() - window[0] + 1
-        first_tile = jnp.maximum(earliest, 0) // plan.keys
-        end_tile = (last + plan.keys) // plan.keys
-        tiles = jnp.maximum(end_tile - first_tile, 0)
-        each = (tiles + plan.num_splits - 1) // plan.num_splits
-        begin = first_tile + split * each
-        end = jnp.minimum(begin + each, end_tile)
-
-        queries = [
-            load(q.at[p, token[:, None], head[:, None], at[None]], is_row[:, None] & (at < d)[None])
-            for at in (index_range(*piece) for piece in split_dimensions(d))
-        ]
-        state = self.start_state(sinks, head, is_row, split)
-
-        def attend_to_tile(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            at = index_range(i * plan.keys, plan.keys)
-            place = i * plan.keys // k.shape[2]
-            where = blocks[p, place], group, at - place * k.shape[2]
-            seen = (at[None] <= at_row[:, None]) & (at[None] > (at_row - window[0])[:, None])
-            seen &= is_query[:, None]
-            return self.add_tile(queries, (k, v), where, at <= last, seen, state)
-
-        state = lax.fori_loop(begin, end, attend_to_tile, state)
-        self.write(outs, state, (p, token, head), is_row, split, begin < end)
 
     def start_state(
         self, sinks: Ref, head: jax.Array, is_row: jax.Array, split: jax.Array
@@ -297,6 +251,55 @@ class AttendToSplit:
         @pl.when(has_keys | (split == 0))
         def write_part() -> None:
             write_sums((split,))
+
+
+@dataclass(frozen=True)
+class _AttendToSplit(SplitAttention):
+    """The kernel's body."""
+
+    __name__ = "paged_attention_kernel"
+
+    def __call__(
+        self, q: Ref, blocks: Ref, positions: Ref, window: Ref, k: Ref, *refs: Ref
+    ) -> None:
+        v, *others = refs if self.has_values else (k, *refs)
+        sinks, *outs = others if self.has_sinks else (None, *others)
+        plan, (_, c, h, d), g = self.plan, q.shape, k.shape[1]
+        heads = h // g  # of a group
+        # programs that read the same keys are neighbours
+        index, split = pl.program_id(0), pl.program_id(1)
+        tile, p_and_g = index % plan.num_tiles, index // plan.num_tiles
+        p, group = p_and_g // g, p_and_g % g
+        row = index_range(tile * plan.rows, plan.rows)
+        is_row, token, head = row < c * heads, row // heads, group * heads + row % heads
+        at_row = load(positions.at[p, token], is_row)
+        length = blocks.shape[1] * k.shape[2]
+        is_query = is_row & (at_row < length)
+        last = jnp.where(is_query, at_row, -1).max()
+        earliest = jnp.where(is_query, at_row, length).min() - window[0] + 1
+        first_tile = jnp.maximum(earliest, 0) // plan.keys
+        end_tile = (last + plan.keys) // plan.keys
+        tiles = jnp.maximum(end_tile - first_tile, 0)
+        each = (tiles + plan.num_splits - 1) // plan.num_splits
+        begin = first_tile + split * each
+        end = jnp.minimum(begin + each, end_tile)
+
+        queries = [
+            load(q.at[p, token[:, None], head[:, None], at[None]], is_row[:, None] & (at < d)[None])
+            for at in (index_range(*piece) for piece in split_dimensions(d))
+        ]
+        state = self.start_state(sinks, head, is_row, split)
+
+        def attend_to_tile(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            at = index_range(i * plan.keys, plan.keys)
+            place = i * plan.keys // k.shape[2]
+            where = blocks[p, place], group, at - place * k.shape[2]
+            seen = (at[None] <= at_row[:, None]) & (at[None] > (at_row - window[0])[:, None])
+            seen &= is_query[:, None]
+            return self.add_tile(queries, (k, v), where, at <= last, seen, state)
+
+        state = lax.fori_loop(begin, end, attend_to_tile, state)
+        self.write(outs, state, (p, token, head), is_row, split, begin < end)
 
 
 def combine_splits(

@@ -2,18 +2,21 @@
 definitions.
 """
 
+import logging
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engines import CHECKPOINTS, needs_compiler, tiny_engine
+from tiny_engines import CHECKPOINTS, needs_compiler, run_as_on_accelerator, tiny_engine
 
 import jmoe
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.loading import _check_expert_activations
 from jmoe.inference.mesh.runner import MeshRunner
 from jmoe.inference.sequence import Completion
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
@@ -140,6 +143,69 @@ def test_activations_in_8_bits(kind: str, folder: Path, tmp_path: Path) -> None:
         with tiny_engine(folder, **rounded, **policy) as streamed:
             again = streamed.generate(prompts, **OPTIONS)
             assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
+
+
+def test_inputs_in_fp8(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Streamed experts give the bits of resident ones, on a CPU and in the programs of an
+    accelerator, whose slots hold matrices transposed; log-probabilities are near the exact ones,
+    and not the same.
+    """
+    options = {"expert_dtype": "fp8", "max_seq_len": 64}
+    with tiny_engine(folder, policy="resident", native="off", **options) as exact:
+        expected = exact.generate(PROMPTS, **OPTIONS)
+    rounded: dict[str, Any] = options | {"expert_activations": "fp8"}
+    caplog.set_level(logging.INFO, "jmoe")
+    for on_accelerator in (False, True):
+        if on_accelerator:
+            run_as_on_accelerator(monkeypatch)
+        with tiny_engine(folder, policy="resident", **rounded) as resident:
+            found = resident.generate(PROMPTS, **OPTIONS)
+            chosen: dict[str, Any] = {"device_bytes": resident.stats().device_expert_bytes // 2}
+        assert "in float32, without native operations: slower" in caplog.text
+        errors = [
+            abs(f.logprob - e.logprob)
+            for fs, es in zip(found, expected, strict=True)
+            for f, e in zip(fs.prompt_logprobs, es.prompt_logprobs, strict=True)
+        ]
+        assert 1e-5 < max(errors) < 0.3
+        chosen |= {"host_cache_bytes": 1 << 20, "cache_dir": tmp_path / "records"}
+        for policy in (
+            {"policy": "ring", "ring_slots": 1},
+            {"policy": "experts", "expert_tier": "nvme", **chosen},
+        ):
+            with tiny_engine(folder, **rounded, **policy) as streamed:
+                again = streamed.generate(PROMPTS, **OPTIONS)
+                assert logprobs(again) == logprobs(found) and streamed.stats().streamed_bytes > 0
+
+
+def test_inputs_in_fp8_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the options, by the experts' format, and on a GPU without FP8 tensor cores."""
+    for changes, words in (
+        ({"expert_dtype": "int4"}, "must be exact with expert_dtype = 'int4'"),
+        ({"expert_dtype": "wide"}, "must be exact with expert_dtype = 'wide'"),
+        ({"native": "on"}, "must be exact with native = 'on'"),
+        ({"policy": "hybrid"}, "must be exact with policy = 'hybrid'"),
+        ({"mesh": EngineMesh(devices=2)}, r"must be exact with mesh\.devices = 2"),
+    ):
+        with pytest.raises(ValueError, match=f"expert_activations = 'fp8': {words}"):
+            EngineConfig(expert_activations="fp8", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'fp8': must be exact with experts that are wide; set"):
+        tiny_engine(folder, policy="resident", expert_activations="fp8")
+    monkeypatch.setattr(
+        "jmoe.inference.loading.jax.devices",
+        lambda: [SimpleNamespace(platform="gpu", compute_capability="8.0")],
+    )
+    options = EngineConfig(expert_dtype="fp8", expert_activations="fp8")
+    checkpoint: Any = SimpleNamespace(expert_format=FORMATS["fp8"])
+    with pytest.raises(
+        ValueError, match="must be exact on this gpu: products of fp8 run on NVIDIA"
+    ):
+        _check_expert_activations(checkpoint, options, False)
 
 
 def test_activations_that_nothing_rounds_are_refused(

@@ -39,10 +39,16 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def stored(seed: int, inner: int, outer: int) -> tuple[jax.Array, jax.Array]:
-    """Return (values, scales) of the matrices of all experts in the format fp8."""
+    """Return (values, scales) of the matrices of all experts in the format fp8; slots have them
+    transposed.
+    """
     pairs = [compress(normal(seed + e, inner, outer) / 8, FP8) for e in range(EXPERTS)]
     values, scales = (jnp.asarray(np.stack(x)) for x in zip(*pairs, strict=True))
     return values, scales
+
+
+def flipped(w: jax.Array) -> jax.Array:
+    return w.swapaxes(1, 2)
 
 
 def relative_error(ours: Any, exact: Any) -> float:
@@ -106,7 +112,10 @@ def test_kernel_of_sorted_rows(dtype: Any, gated: bool) -> None:
     slots = WeightSlots(jnp.asarray(table, jnp.int32), scales, fp8_inputs=True)
     function = (lambda gate, up: gate * up) if gated else None
     y = triton.grouped_matmul(
-        *(x, w, sizes), slots=slots, epilogue=Epilogue(bias, function, gated), interpret=True
+        *(x, flipped(w), sizes),
+        slots=slots,
+        epilogue=Epilogue(bias, function, gated),
+        interpret=True,
     )
     assert y.dtype == dtype and y.shape == (40, F if gated else 2 * F)
     for e, rows in ((0, slice(0, 17)), (2, slice(17, 37))):
@@ -119,7 +128,7 @@ def test_kernel_of_choices_rounds_in_registers() -> None:
     x, idx = jnp.asarray(normal(0, 4, D)), jnp.array([[0, 2], [2, 1], [3, 3], [1, 0]], jnp.int32)
     w, scales = stored(1, D, F)
     slots = WeightSlots(jnp.array([1, 2, 0], jnp.int32), scales, fp8_inputs=True)
-    y = matmul_of_choices(x, w, idx, slots, interpret=True).reshape(4, 2, F)
+    y = matmul_of_choices(x, flipped(w), idx, slots, interpret=True).reshape(4, 2, F)
     for token, choice in ((0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1)):
         slot = [1, 2, 0][int(idx[token, choice])]
         expected = matmul_of_rounded(x[token : token + 1], w[slot], scales[slot])[0]
@@ -129,13 +138,15 @@ def test_kernel_of_choices_rounds_in_registers() -> None:
 def test_experts_in_xla() -> None:
     """XLA's form, which a CPU runs, is the MLP of products group after group."""
     h, (up, up_scales), (down, down_scales) = normal(0, 5, D), stored(1, D, 2 * F), stored(5, F, D)
-    slots = {"w_up": up, "w_up_scales": up_scales, "w_down": down, "w_down_scales": down_scales}
+    scales = {"w_up_scales": up_scales, "w_down_scales": down_scales}
+    slots = scales | {"w_up": flipped(up), "w_down": flipped(down)}
     idx, weights = np.array([[0], [2], [2], [1], [0]], np.int32), np.ones((5, 1), np.float32)
     routed = ExpertInputs(*map(jnp.asarray, (h, idx, weights)), jnp.zeros((5, D)))
     table = jnp.array([2, 0, 1], jnp.int32)
     options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 2, "implementation": "xla"}
     ours = add_expert_outputs_by_slot_table(routed, slots, table, fp8_inputs=True, **options)
-    exact = add_expert_outputs_by_slot_table(routed, slots, table, **options)
+    unflipped = scales | {"w_up": up, "w_down": down}
+    exact = add_expert_outputs_by_slot_table(routed, unflipped, table, **options)
     for token in range(5):
         slot = int(table[idx[token, 0]])
         sums = matmul_of_rounded(h[token : token + 1], up[slot], up_scales[slot])
@@ -172,7 +183,7 @@ def test_gpus_with_fp8_products(capability: str, has: bool) -> None:
 def products_of(jaxpr: Any) -> list[Any]:
     """Return the products of a program, those of its kernels too."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
-    found = [eqn for eqn in inner.eqns if eqn.primitive.name == "dot_general"]
+    found = [eqn for eqn in inner.eqns if eqn.primitive.name in ("dot_general", "fp8_dot")]
     for eqn in inner.eqns:
         for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
             found += products_of(parameter) if is_program(parameter) else []
@@ -189,9 +200,9 @@ def test_a_gpus_program_multiplies_e4m3(tokens: int) -> None:
     of: Any = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     d, f, e = 256, 128, 4
     slots = {
-        "w_up": of(jnp.uint8, e, d, 2 * f),
+        "w_up": of(jnp.uint8, e, 2 * f, d),
         "w_up_scales": of(jnp.float32, e, d // 128, 2 * f),
-        "w_down": of(jnp.uint8, e, f, d),
+        "w_down": of(jnp.uint8, e, d, f),
         "w_down_scales": of(jnp.float32, e, f // 128, d),
     }
     routed = ExpertInputs(
@@ -209,4 +220,6 @@ def test_a_gpus_program_multiplies_e4m3(tokens: int) -> None:
     with trace_for_device(gpu("8.9")):
         traced = jax.jit(experts).trace(routed, slots, of(jnp.int32, e))
     dtypes = [[x.aval.dtype for x in dot.invars] for dot in products_of(traced.jaxpr)]
-    assert len(dtypes) == 3 and {dtype for pair in dtypes for dtype in pair} == {E4M3}  # gate, up, down
+    assert len(dtypes) == 3 and {dtype for pair in dtypes for dtype in pair} == {
+        E4M3
+    }  # gate, up, down

@@ -169,7 +169,10 @@ def test_attention_that_rotates_and_writes(
         operands = qkv, *cache, *places
         ours = attention._rotate_write_and_attend(*operands, dtype=dtype, **masks, **how)
         q, *written = attention._rotate_and_write(*operands, dtype=dtype, interpret=True)
-        return ours, (triton.paged_attention(q, *written, *places, value_dim=SIZE, **masks, **how), *written)
+        return ours, (
+            triton.paged_attention(q, *written, *places, value_dim=SIZE, **masks, **how),
+            *written,
+        )
 
     (out, *ours), (expected, *written) = both(*cache)
     real = at[:, 0] < 2 * BLOCK

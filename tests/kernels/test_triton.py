@@ -347,7 +347,9 @@ def test_a_product_that_chooses(rules: ChoiceRules, tokens: int, experts: int) -
     np.testing.assert_array_equal(ours.weights_TK, weights_TK)
     routed = ExpertInputs(h_TD, idx_TK, weights_TK, jnp.zeros((tokens, d)))
     options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4, "implementation": "xla"}
-    assert_close(ours.sum(), add_expert_outputs_by_slot_table(routed, slots, table, **options), 1e-5)
+    assert_close(
+        ours.sum(), add_expert_outputs_by_slot_table(routed, slots, table, **options), 1e-5
+    )
 
 
 def test_choices_of_many_tokens_are_another_kernels() -> None:

@@ -45,7 +45,7 @@ from jmoe.inference.cached_layers import (
 from jmoe.inference.kv_cache import KVCache, LayerCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
-from jmoe.layers.slot_experts import ExpertInputs, ExpertProducts, grouped_mlp_from_slots
+from jmoe.layers.slot_experts import ExpertInputs, grouped_mlp_from_slots
 from jmoe.mesh import BATCH, EXPERT, REPLICATED
 from jmoe.models.functional import ModuleStructure
 from jmoe.offload.slot_arrays import as_mlp_weights
@@ -76,7 +76,6 @@ class ExchangeShape(NamedTuple):
     ragged: use a ragged all-to-all instead of padded buffers.
     device_rows: send a token once to each node of its experts (dedup), and inside the node by
         buffers of this many rows for each source and destination; 0: send directly.
-    fp8_inputs: see `ExpertProducts`.
     """
 
     rows: int
@@ -84,7 +83,6 @@ class ExchangeShape(NamedTuple):
     activation: str
     ragged: bool = False
     device_rows: int = 0
-    fp8_inputs: bool = False
 
 
 def _shard_map(
@@ -217,7 +215,7 @@ def experts_on_mesh(
             arrived.rows_MD,
             arrived.group_sizes_L,
             weights,
-            ExpertProducts(exchange.activation, exchange.fp8_inputs),
+            exchange.activation,
             batched_rows,
             table_S,
         )
@@ -252,7 +250,7 @@ def _run_slot_experts_local(
     x_MD: jax.Array,
     group_sizes_L: jax.Array,
     weights: Mapping[str, jax.Array],
-    products: ExpertProducts,
+    activation: str,
     batched_rows: int,
     table_S: jax.Array | None = None,
 ) -> jax.Array:
@@ -267,15 +265,15 @@ def _run_slot_experts_local(
             x_MD,
             group_sizes_L,
             weights,
+            activation=activation,
             tile_rows=batched_rows,
             table_E=table_S,
-            **products._asdict(),
         )
     return grouped_mlp(
         x_MD,
         group_sizes_L,
         as_mlp_weights(weights),
-        activation=products.activation,
+        activation=activation,
         batched_rows_per_group=batched_rows,
     )
 
@@ -396,5 +394,4 @@ def run_experts_for_timing(
     """Return the output of one device's experts for evenly distributed rows; for timing."""
     num_experts = weights["w_up"].shape[0]
     sizes_L = jnp.full(num_experts, x_ND.shape[0] // num_experts, jnp.int32)
-    products, tile_rows = ExpertProducts(activation), x_ND.shape[0] // num_experts
-    return _run_slot_experts_local(x_ND, sizes_L, weights, products, tile_rows)
+    return _run_slot_experts_local(x_ND, sizes_L, weights, activation, x_ND.shape[0] // num_experts)

@@ -125,7 +125,6 @@ class MeshRunner:
         self.mesh = layout.mesh
         self.dedup = exchange == "dedup"
         self.ragged = not self.dedup and supports_ragged_exchange(self.mesh.devices.flat[0])
-        self.fp8_inputs = False  # see `ExpertProducts`
         self.leader: Leader | None = None  # rank 0's connection to other processes
         self.readback_s, self.estimate_s = 0.0, 0.0  # see `EngineStats`
         self.recent_choices: deque[list[np.ndarray]] = deque(maxlen=RECENT_STEPS)  # [step][layer]
@@ -368,7 +367,6 @@ class MeshRunner:
                         self.config.hidden_act,
                         self.ragged,
                         device_rows,
-                        self.fp8_inputs,
                     )
                     y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, *operands)
                 out.append(y_TD)
@@ -413,9 +411,7 @@ def make_mesh_runner(
         options.mesh, experts, config.num_experts_per_tok, options.estimator is not None, table
     )
     exchange = choose_exchange(config, options.mesh, mesh.shape[EXPERT_INTER])
-    runner = MeshRunner(config, layout, modules, experts, placer, caches, exchange)
-    runner.fp8_inputs = options.expert_activations == "fp8"
-    return runner
+    return MeshRunner(config, layout, modules, experts, placer, caches, exchange)
 
 
 def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[LayerCache]:

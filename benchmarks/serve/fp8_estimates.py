@@ -1,0 +1,103 @@
+"""Estimate steps with experts in fp8 on GPUs that are not here, with exact inputs and with inputs
+rounded to fp8 (`EngineConfig.expert_activations`).
+
+    python benchmarks/serve/fp8_estimates.py             prints and writes nothing
+    python benchmarks/serve/fp8_estimates.py --write     into benchmarks/results/fp8_estimates.json
+
+OLMoE, all experts on the device: a step of 64 single tokens with 1,000 tokens before each, and one
+of 8 prompts of 512 tokens. Needs JAX's CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no
+driver. step_ms: estimated, see `jmoe/planning/gpu_estimate.py`; experts_ms: the products with
+experts, and what rounds their inputs. Last line: a JSON object.
+"""
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # for `benchmarks` and `jmoe`
+    from benchmarks.lib import script
+
+    script.start()
+
+import itertools
+import time
+from datetime import date
+from typing import Literal
+
+from benchmarks import RESULTS
+from benchmarks.lib.report import JsonObject
+from jmoe.runtime import hide_devices
+
+if __name__ == "__main__":
+    hide_devices()
+
+from benchmarks.lib import ahead_of_time, report
+from benchmarks.serve.decode_estimates import make_estimator
+from jmoe.config.engine import EngineConfig
+
+RESULT = RESULTS / "fp8_estimates.json"
+MODEL = "olmoe"
+TARGETS = ("h100", "rtx-4090")
+# (rows, tokens of each, tokens before them)
+STEPS = {"64 single tokens": (64, 1, 1000), "8 prompts of 512": (8, 512, 0)}
+INPUTS: tuple[Literal["exact", "fp8"], ...] = ("exact", "fp8")
+
+
+def estimate(target: str, step: str, inputs: Literal["exact", "fp8"]) -> JsonObject:
+    """Return the estimate of a step of `STEPS` on a GPU."""
+    begun = time.perf_counter()
+    rows, width, context = STEPS[step]
+    options = EngineConfig(expert_activations=inputs)
+    estimator = make_estimator(MODEL, target, rows, context + width, options, expert_format="fp8")
+    found = estimator.estimate_step(rows, width, context)
+    # a program of its own in a step of several tokens a row, else kernels of a layer's program
+    experts = [k for k in found.gpu.kernels if k.name.startswith("experts:")] or [
+        k for k in found.gpu.kernels if "grouped_matmul" in k.name
+    ]
+    return {
+        "model": MODEL,
+        "gpu": target,
+        "step": step,
+        "inputs": inputs,
+        "step_ms": round(1e3 * found.seconds, 2),
+        "experts_ms": round(1e3 * sum(k.seconds for k in experts), 2),
+        "launches": found.gpu.launches,
+        "slowest": "; ".join(
+            f"{1e3 * k.seconds:.2f} ms in {k.launches}: {k.name}" for k in experts[:3]
+        ),
+        "date": f"{date.today()}",
+        "compile_s": round(time.perf_counter() - begun),
+    }
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
+    a = parser.parse_args()
+    if ahead_of_time.skip_without_cuda_libraries():
+        return
+    kinds = itertools.product(a.targets, STEPS, INPUTS)
+    rows = [report.progress(estimate(*kind)) for kind in kinds]
+    result = {
+        "benchmark": "steps with inputs in fp8 on GPUs that are not here: estimated, not measured",
+        "command": "python benchmarks/serve/fp8_estimates.py --write",
+        "date": f"{date.today()}",
+        "machine": "CPU cores alone: compiled with the CUDA 13 libraries, run nowhere",
+        "notes": [
+            "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch;"
+            " the share that Triton's grouped_matmul reaches of the FP8 rate (0.7) is assumed, as of"
+            " the bfloat16 rate",
+            "exact: on an H100 the kernel for Hopper, which decodes experts in shared memory; on an"
+            " RTX 4090 the one in Triton, which decodes in registers",
+        ],
+        "rows": rows,
+        "versions": report.versions("jax", "jaxlib"),
+    }
+    if a.write:
+        report.write(result, RESULT)
+    report.finish(result)
+
+
+if __name__ == "__main__":
+    main()

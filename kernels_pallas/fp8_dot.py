@@ -1,0 +1,68 @@
+"""A product of two blocks in E4M3 inside of a Triton kernel, for the FP8 instructions of tensor
+cores.
+
+Hopper's instruction adds its products up with about 14 bits. Triton therefore multiplies E4M3 there
+as float16, at half of the rate or less, unless the product allows such sums; Pallas has no option
+for it (`max_num_imprecise_acc` of Triton's own `tl.dot`). So this product is a primitive whose
+lowering adds the attribute. The caller multiplies few inputs at a time and adds the results in
+float32 itself, as DeepSeek-V3 does every 128 inputs. Ada and Blackwell add in float32 anyway.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from kernels_pallas.triton import dot
+
+try:  # JAX exports neither the table of Triton's lowerings nor the types of their operations
+    from jax._src.lib.mlir import ir
+    from jax._src.pallas.triton.lowering import triton_lowering_rules as RULES
+except ImportError:  # a later JAX
+    RULES = None
+
+_ATTRIBUTE = "maxNumImpreciseAcc"
+_fp8_dot = Primitive("fp8_dot")
+
+
+def fp8_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the float32 product of blocks [M, K] and [N, K] in E4M3, over at most 128 inputs,
+    which an instruction may add up with fewer bits.
+    """
+    if RULES is None:
+        return dot(a, b, (1, 1))
+    product: jax.Array = _fp8_dot.bind(a, b)
+    return product
+
+
+def _evaluate(a: jax.Array, b: jax.Array) -> jax.Array:
+    return dot(a, b, (1, 1))
+
+
+def _lower_in_triton(context: Any, a: Any, b: Any) -> Any:
+    """Lower the product as `lax.dot_general`, and allow sums of K inputs of fewer bits."""
+    product = RULES[lax.dot_general_p](
+        context,
+        a,
+        b,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=None,
+        preferred_element_type=jnp.float32,
+        out_sharding=None,
+    )
+    num_inputs = context.avals_in[0].shape[1]
+    integer = ir.IntegerType.get_signless(32)
+    product.owner.attributes[_ATTRIBUTE] = ir.IntegerAttr.get(integer, num_inputs)
+    return product
+
+
+_fp8_dot.def_impl(_evaluate)
+_fp8_dot.def_abstract_eval(
+    lambda a, b: jax.core.ShapedArray((a.shape[0], b.shape[0]), jnp.dtype(jnp.float32))
+)
+mlir.register_lowering(_fp8_dot, mlir.lower_fun(_evaluate, multiple_results=False))
+if RULES is not None:
+    RULES[_fp8_dot] = _lower_in_triton
