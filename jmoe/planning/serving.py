@@ -164,17 +164,23 @@ class ServingEstimator:
                 sync_s=0.0 if between else rates.sync_s,  # counted between devices
                 bandwidth_bytes_per_s=rates.copy_bytes_per_s if streams else float("inf"),
                 nvme_bytes_per_s=rates.nvme_bytes_per_s if streams else float("inf"),
-                host_bytes_per_s=(
-                    rates.host_compute_bytes_per_s
-                    if self._memory.expert_tier == "host" and not between  # hybrid: one device's
-                    else 0.0
-                ),
+                host_bytes_per_s=rates.host_compute_bytes_per_s if self._uses_host else 0.0,
             ),
         )
         policy = plan.choose_policy(step.num_tokens)
         chosen = next(p for p in plan.predictions(step.num_tokens) if p.policy == policy)
         terms = [*on_device, *self._streaming_terms(plan, chosen, step, bool(between))]
         return DecodeEstimate(step, policy, chosen.step_s, tuple(terms))
+
+    @property
+    def _uses_host(self) -> bool:
+        """Whether the host's cores may compute experts: on several devices with policy hybrid
+        alone.
+        """
+        memory = self._memory
+        return memory.expert_tier == "host" and (
+            memory.num_devices == 1 or memory.policy == "hybrid"
+        )
 
     def _device_terms(self, step: DecodeStep) -> list[TimeTerm]:
         """Return the times of memory, products and launches, then of exchanges if there are several
