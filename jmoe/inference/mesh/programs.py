@@ -318,10 +318,10 @@ def return_rows_on_mesh(
         handle = jax.tree.map(lambda x: x[0], sent.handle)
         return y_TD + _make_exchange(mesh, exchange).combine([rows_MD], handle)
 
-    y_TD = _shard_map(mesh, return_local, (BATCH,) * 5, BATCH)(
+    added_TD: jax.Array = _shard_map(mesh, return_local, (BATCH,) * 5, BATCH)(
         y_TD, is_cold_S, sent, out_MD, host_MD
     )
-    return y_TD
+    return added_TD
 
 
 def _rows_of_experts_local(is_chosen_S: jax.Array, sizes_S: jax.Array, num_rows: int) -> jax.Array:
