@@ -62,10 +62,10 @@ class HostExperts:
 
     def start_compute(
         self, tokens: Tokens, rows_E: np.ndarray, activation: str
-    ) -> Future[tuple[jax.Array, float]]:
+    ) -> Future[tuple[np.ndarray, float]]:
         """Begin to compute each token's weighted sum of experts in a thread.
 
-        Return a future of (float32 [T, D] on the CPU, seconds). tokens: (h_TD, idx_TK with E for no
+        Return a future of (float32 [T, D], seconds). tokens: (h_TD, idx_TK with E for no
         expert, weights_TK), on any device. rows_E: each expert's record number.
         """
         return self._thread.submit(
@@ -74,7 +74,7 @@ class HostExperts:
 
     def start_compute_rows(
         self, rows_TD: np.ndarray, idx_T: np.ndarray, rows_E: np.ndarray, activation: str
-    ) -> Future[tuple[jax.Array, float]]:
+    ) -> Future[tuple[np.ndarray, float]]:
         """Begin to compute the expert `idx_T` of each row; return a future as `start_compute` does.
 
         Rows are padded to whole blocks of `MAX_ROWS`, so that one compiled program serves all
@@ -87,11 +87,13 @@ class HostExperts:
         tokens = h_TD, idx_T1.astype(np.int32), ones_T1
         return self.start_compute(tokens, rows_E, activation)
 
-    def compile_rows(self, activation: str) -> None:
-        """Compile the program of `start_compute_rows`, by running it on padding."""
+    def compile_rows(self, num_experts: int, activation: str) -> None:
+        """Compile the program of `start_compute_rows` for layers of `num_experts` experts, by
+        running it on padding.
+        """
         row_1D = np.zeros((1, self._fields["w_down"][0][1]), self._dtype)
-        numbers_E = np.zeros(1, np.int64)
-        self.start_compute_rows(row_1D, np.ones(1, np.int32), numbers_E, activation).result()
+        numbers_E, none = np.zeros(num_experts, np.int64), np.full(1, num_experts)
+        self.start_compute_rows(row_1D, none, numbers_E, activation).result()
 
     def measure_bytes_per_s(self, num_experts: int, activation: str) -> float:
         """Return the measured rate, in bytes per second, at which one token's computation reads
@@ -120,18 +122,18 @@ class HostExperts:
 
     def _compute_weighted_sums(
         self, tokens: Tokens, rows_E: np.ndarray, activation: str
-    ) -> tuple[jax.Array, float]:
+    ) -> tuple[np.ndarray, float]:
         """Return the result of the future of `start_compute`."""
-        h_TD, idx_TK, weights_TK = jax.device_put(jax.block_until_ready(tokens), self._cpu)
+        here = jax.device_get(jax.block_until_ready(tokens))
         begun, parts = time.perf_counter(), []
-        for start in range(0, h_TD.shape[0], MAX_ROWS):
-            some = (x[start : start + MAX_ROWS] for x in (h_TD, idx_TK, weights_TK))
+        for start in range(0, len(here[0]), MAX_ROWS):
+            some = jax.device_put([x[start : start + MAX_ROWS] for x in here], self._cpu)
             parts.append(
                 _weighted_expert_sum(
                     self._slots.layout, activation, *some, self._slots.slots_MR, rows_E
                 )
             )
-        y_TD = jax.block_until_ready(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+        y_TD = np.concatenate(jax.device_get(parts))
         return y_TD, time.perf_counter() - begun
 
 

@@ -60,7 +60,7 @@ class ColdRows:
     places: list[list[np.ndarray]]
     order_T: np.ndarray
     num_experts: int
-    part: Future[tuple[jax.Array, float]] | None
+    part: Future[tuple[np.ndarray, float]] | None
 
 
 class MeshHybridExperts(MeshChosenExperts):
@@ -167,7 +167,7 @@ class MeshHybridExperts(MeshChosenExperts):
                     policy.fail(error)
                 raise
             self._shares.record_computed(cold.num_experts * self._host.expert_bytes, seconds)
-            out_TD[cold.order_T] = np.asarray(computed_TD)[: cold.order_T.size].astype(dtype)
+            out_TD[cold.order_T] = computed_TD[: cold.order_T.size].astype(dtype)
         outputs, first = [], 0
         where = NamedSharding(self.mesh, BATCH)
         for (rows_MD, _), places in zip(batches, cold.places, strict=True):

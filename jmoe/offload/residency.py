@@ -158,7 +158,7 @@ def open_placed_experts(  # noqa: PLR0913  what the engine's options say
             if not host.is_known:
                 host.close()
             _check_host_supports(host, plan, checkpoint)
-            host.compile_rows(checkpoint.config.hidden_act)
+            host.compile_rows(index.num_experts, checkpoint.config.hidden_act)
             return MeshHybridExperts(mesh, index, fields, plan.expert_slots, store, host), store
         return MeshChosenExperts(mesh, index, fields, plan.expert_slots, store), store
     if placements is not None:

@@ -287,7 +287,7 @@ def test_experts_on_the_host_give_the_tokens_of_one_device(
     """Of the chosen experts that a device lacks its link copies some, and the host computes the
     others; steps of many tokens take whole layers. Buffers have several sizes, however small.
 
-    compiles: nothing is compiled after all programs.
+    compiles: none of these programs is compiled once all are.
     """
     needs_compiler()
     # of either way, whatever is measured
@@ -311,7 +311,8 @@ def test_experts_on_the_host_give_the_tokens_of_one_device(
     assert stats.streamed_bytes > 0 and 0 < stats.hit_rate < 1
     assert (answer.tokens, answer.reused_tokens) == (expected.tokens, expected.reused_tokens)
     assert_logprobs(answer.logprobs, expected.logprobs)
-    assert not (compiles and compiled)
+    programs = "experts_on_mesh", "rows_on_mesh", "attend_and_route", "weighted_expert_sum"
+    assert not compiles or not [one for one in compiled if any(name in one for name in programs)]
 
 
 @pytest.mark.slow
