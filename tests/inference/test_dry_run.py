@@ -56,7 +56,9 @@ def test_experts_that_hosts_compute(tmp_path: Path, capsys: pytest.CaptureFixtur
     serve.run([model, *hybrid, *eight, "--machine.host-bytes", "2000000000000"])
     said = capsys.readouterr().out
     assert "policy hybrid, experts from host" in said and "ms a step, policy hybrid" in said
-    assert re.search(r"over each of 8 links\n +host memory is read .* by experts that the CPU", said)
+    assert re.search(
+        r"over each of 8 links\n +host memory is read .* by experts that the CPU", said
+    )
     serve.run([str(CHECKPOINTS / "mixtral"), *hybrid])
     assert "ms a step, policy hybrid" in capsys.readouterr().out
 
