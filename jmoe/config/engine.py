@@ -253,15 +253,16 @@ class EngineConfig:
 
     @property
     def mesh_allows_streaming(self) -> bool:
-        """Whether a mesh of devices may hold only some experts at a time: with policy "ring" or
-        "experts", or with "auto" and the even placement that nothing else determines.
+        """Whether a mesh of devices may hold only some experts at a time: with policy "ring",
+        "experts" or "hybrid", or with "auto" and the even placement that nothing else determines.
         """
         evenly = (
             self.mesh.placement == "even"
             and self.mesh.slots_per_device is None
             and self.mesh.segments is None
         )
-        return self.policy in ("ring", "experts") or (self.policy == "auto" and evenly)
+        streams = self.policy in ("ring", "experts", "hybrid")
+        return streams or (self.policy == "auto" and evenly)
 
     def _check_rounded_activations(self) -> None:
         """Raise ValueError for options with which operations compute on exact inputs."""
@@ -357,10 +358,7 @@ class EngineConfig:
         )
         pins = self.pin_host_memory != "on" or self.policy in ("ring", "experts")
         check_field(pins, self, "pin_host_memory", words)
-        known = self.policy in ("auto", "resident", "ring", "experts")
-        words = f"must be auto, resident, ring or experts with mesh.devices = {devices}"
-        check_field(known, self, "policy", words)
-        if self.policy in ("ring", "experts"):
+        if self.policy in ("ring", "experts", "hybrid"):
             self._check_streaming_mesh()
         if self.mesh_allows_streaming:
             return

@@ -168,6 +168,7 @@ class LoadedModel(Closing):
                     cache_dir=options.cache_dir,
                     bandwidth_limit_bytes_per_s=limits,
                     placements=segment_placements(checkpoint, options),
+                    on_host=load_native_for_mesh(options, self.memory),
                     pin=options.pin_host_memory,
                     make_ranks=record_ranks_factory(options),
                 )
@@ -354,6 +355,14 @@ def load_native_for_host_experts(options: EngineConfig, plan: MemoryPlan) -> boo
     except native.NotBuiltError as error:
         check(not is_asked, "policy", plan.policy, f"needs native operations: {error}")
         return False
+
+
+def load_native_for_mesh(options: EngineConfig, plan: MemoryPlan) -> bool:
+    """Load native operations if the CPU computes experts of several devices; return whether it
+    does: policy "auto" leaves none to it there. Raises ValueError as `load_native_for_host_experts`
+    does.
+    """
+    return options.policy == "hybrid" and load_native_for_host_experts(options, plan)
 
 
 def _load_or_build_native(say: Say, *, waits: bool) -> bool:

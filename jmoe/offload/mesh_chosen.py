@@ -44,37 +44,50 @@ class MeshChosenExperts(MeshExperts):
         self._store = store
         self._experts = expert_numbers_by_local_device(self.placements[0], mesh)
         self._policies = [
-            ChosenExperts(
-                DeviceSlots(num_slots, fields, device, as_bits=device.platform != "cpu"),
-                store,
-                index,
-                experts=experts,
+            self._make_policy(
+                DeviceSlots(num_slots, fields, device, as_bits=device.platform != "cpu"), experts
             )
             for device, experts in self._experts.items()
         ]
         self.num_slots, self.num_bytes = num_slots, num_slots * self.expert_bytes
         self._layer: int | None = None  # the acquired one
+        # its records that are, or will be, in slots, by device
+        self._records: list[list[int]] = []
         self._tables: list[jax.Array] = []  # its int32 [S] on each of this process's devices
         self._whole_layers = False
+
+    def _make_policy(self, slots: DeviceSlots, experts: np.ndarray) -> ChosenExperts:
+        """Return the policy of one device's slots. experts: those of a layer that it owns."""
+        return ChosenExperts(slots, self._store, self.index, experts=experts)
 
     def begin_step(self, *, whole_layers: bool, on_host: bool = False) -> None:
         if used := [record for one in self._policies for record in one.used_records]:
             self._store.count_step(used)
         self._whole_layers = whole_layers
         for policy in self._policies:
-            policy.begin_step(whole_layers=whole_layers)
+            policy.begin_step(whole_layers=whole_layers, on_host=on_host)
 
     def acquire(self, layer: int, chosen_TK: np.ndarray | None = None) -> None:
+        self._begin_acquire(layer, chosen_TK)
+        self._finish_acquire()
+
+    def _begin_acquire(self, layer: int, chosen_TK: np.ndarray | None) -> None:
+        """Begin the copies that a layer waits for."""
         chosen = None if self._whole_layers else chosen_TK
-        records = [policy.begin_acquire(layer, chosen) for policy in self._policies]
+        self._records = [policy.begin_acquire(layer, chosen) for policy in self._policies]
+        self._layer = layer
+
+    def _finish_acquire(self) -> None:
+        """Wait for the layer's copies, and put its tables on the devices."""
+        layer = self._layer
+        assert layer is not None, "no layer is acquired"
         self._tables = []
         for policy, mine, (device, experts) in zip(
-            self._policies, records, self._experts.items(), strict=True
+            self._policies, self._records, self._experts.items(), strict=True
         ):
             table_S = np.zeros(self.placements[layer].slots_per_device, np.int32)
             table_S[: experts.size] = policy.finish_acquire(layer, mine)[experts]
             self._tables.append(jax.device_put(table_S, device))
-        self._layer = layer
 
     def release(self) -> None:
         assert self._layer is not None, "no layer is acquired"
@@ -109,7 +122,9 @@ class MeshChosenExperts(MeshExperts):
         """
         each = [policy.stats() for policy in self._policies]
         names = [field.name for field in fields(ResidencyStats) if field.name != "policy"]
-        return ResidencyStats("experts", *(sum(getattr(one, n) for one in each) for n in names))
+        return ResidencyStats(
+            each[0].policy, *(sum(getattr(one, n) for one in each) for n in names)
+        )
 
     def occupancy(self) -> list[tuple[int, int] | None]:
         return [place for policy in self._policies for place in policy.occupancy()]

@@ -29,6 +29,7 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.host_experts import HostExperts, HybridExperts
 from jmoe.offload.layer_ring import LayerRing
 from jmoe.offload.mesh_chosen import MeshChosenExperts
+from jmoe.offload.mesh_hybrid import MeshHybridExperts
 from jmoe.offload.mesh_ring import MeshRing
 from jmoe.offload.placed_experts import (
     MeshExperts,
@@ -103,13 +104,12 @@ def open_experts(  # noqa: PLR0913  what the engine's options say
         if host.is_known:
             return HybridExperts(slots, store, index, host), store
         host.close()
-    known = f"no native operation takes experts of {fields} and {np.dtype(checkpoint.dtype)} tokens"
-    check(plan.policy != "hybrid", "policy", plan.policy, known)
+        _check_host_supports(host, plan, checkpoint)
     finds = slots.native is not None and slots.native.supports(1, checkpoint.dtype)
     return ChosenExperts(slots, store, index, finds=finds), store
 
 
-def open_placed_experts(
+def open_placed_experts(  # noqa: PLR0913  what the engine's options say
     checkpoint: LazyCheckpoint,
     plan: MemoryPlan,
     mesh: Mesh,
@@ -117,14 +117,18 @@ def open_placed_experts(
     cache_dir: str | os.PathLike[str] | None,
     bandwidth_limit_bytes_per_s: Mapping[LinkName, float] | None,
     placements: Sequence[Placement] | None = None,
+    on_host: bool = False,
     pin: Literal["auto", "on", "off"] = "auto",
     make_ranks: Callable[[int], RecordRanks] = HitCounts,
 ) -> tuple[MeshExperts, TieredStore | None]:
     """Return (experts on a mesh, store), with the experts loaded as the plan says.
 
     The store is None if the experts come directly from the checkpoint. placements: one per layer,
-    permanent; None means even placement. pin: whether to pin the host memory of each device's
-    streamed experts (`memory.pinned.choose_host_allocator`). make_ranks: see `TieredStore`.
+    permanent; None means even placement. on_host: the CPU may compute experts in host memory, which
+    is then not pinned. pin: whether to pin the host memory of each device's streamed experts
+    (`memory.pinned.choose_host_allocator`). make_ranks: see `TieredStore`.
+
+    Raises `ValueError` if the plan's policy is hybrid and no native operation takes the experts.
     """
     index, fields = ExpertIndex.from_model(checkpoint.config), checkpoint.expert_fields
     limits = bandwidth_limit_bytes_per_s
@@ -140,7 +144,7 @@ def open_placed_experts(
         }
         counts = list(map(len, owned_by_device.values()))
         memory = choose_host_allocator(
-            pin,
+            "off" if on_host else pin,
             "pin_host_memory",
             list(owned_by_device),
             counts if plan.expert_tier == "host" else None,
@@ -153,6 +157,13 @@ def open_placed_experts(
         )
         if plan.policy == "ring":
             return MeshRing(mesh, index, fields, plan.ring_slots, store), store
+        if on_host and store.host_records is not None:
+            host = HostExperts(store.host_records, fields, checkpoint.dtype)
+            if not host.is_known:
+                host.close()
+            _check_host_supports(host, plan, checkpoint)
+            host.compile_rows(index.num_experts, checkpoint.config.hidden_act)
+            return MeshHybridExperts(mesh, index, fields, plan.expert_slots, store, host), store
         return MeshChosenExperts(mesh, index, fields, plan.expert_slots, store), store
     if placements is not None:
         read = _record_reader(checkpoint, index)
@@ -165,6 +176,13 @@ def open_placed_experts(
         store = open_expert_store(checkpoint, index, tier, limits, make_ranks=make_ranks)
         return PlacedExperts(mesh, index, fields, slots, store.get), store
     return PlacedExperts(mesh, index, fields, slots, _record_reader(checkpoint, index)), None
+
+
+def _check_host_supports(host: HostExperts, plan: MemoryPlan, checkpoint: LazyCheckpoint) -> None:
+    """Raise `ValueError` if the policy is hybrid and no native operation takes the experts."""
+    kinds = f"experts of {checkpoint.expert_fields} and {np.dtype(checkpoint.dtype)} tokens"
+    known = host.is_known or plan.policy != "hybrid"
+    check(known, "policy", plan.policy, f"no native operation takes {kinds}")
 
 
 def _record_reader(checkpoint: LazyCheckpoint, index: ExpertIndex) -> ReadRecord:

@@ -193,16 +193,20 @@ def _validate_and_complete_options(model: ModelBytes, options: EngineConfig) -> 
         ring_slots,
         "needs policy = 'ring'",
     )
-    if policy == "hybrid":
-        check(
-            options.expert_tier != "nvme",
-            "expert_tier",
-            options.expert_tier,
-            "must be auto or host with policy = 'hybrid'",
-        )
-        options = replace(options, expert_tier="host")
+    options = _with_tier_of_hybrid(options)
     _check_host_cache(options)
     return options
+
+
+def _with_tier_of_hybrid(options: EngineConfig) -> EngineConfig:
+    """Return the options, with `expert_tier` = host for the policy hybrid. Raises `ValueError` for
+    its experts on NVMe.
+    """
+    if options.policy != "hybrid":
+        return options
+    words = "must be auto or host with policy = 'hybrid'"
+    check(options.expert_tier != "nvme", "expert_tier", options.expert_tier, words)
+    return replace(options, expert_tier="host")
 
 
 def default_sequence_length(
@@ -285,7 +289,7 @@ def plan_mesh_memory(
     fits = needed_bytes <= free_bytes and plan.device_expert_bytes <= (
         options.device_bytes or needed_bytes
     )
-    if options.policy in ("ring", "experts") or (
+    if options.policy in ("ring", "experts", "hybrid") or (
         options.mesh_allows_streaming and (options.ring_slots is not None or not fits)
     ):
         return _plan_mesh_streaming(model, free, options, local_devices)
@@ -311,6 +315,7 @@ def _plan_mesh_streaming(
     """Return the memory plan of each of several devices if experts stream to them: whole layers
     through a ring of slots, or single experts, of which each device owns an even share.
     """
+    options = _with_tier_of_hybrid(options)
     _check_host_cache(options)
     mesh, layers, ring_slots = options.mesh, model.weights.num_layers, options.ring_slots
     policy: Policy = "ring" if ring_slots is not None else options.policy

@@ -48,11 +48,8 @@ class ServingRates:
 
     @property
     def host_compute_bytes_per_s(self) -> float:
-        """The rate at which the host's cores read experts beside the copies; above 0 unless the
-        CPU is the device.
-        """
-        left = self.host_memory_bytes_per_s - self.copy_bytes_per_s
-        return max(left, 1.0) if self.launches_s else 0.0
+        """The rate at which the host's cores read experts beside the copies, above 0."""
+        return max(self.host_memory_bytes_per_s - self.copy_bytes_per_s, 1.0)
 
 
 def serving_rates(machine: MachineConfig, num_devices: int) -> ServingRates:
@@ -164,17 +161,22 @@ class ServingEstimator:
                 sync_s=0.0 if between else rates.sync_s,  # counted between devices
                 bandwidth_bytes_per_s=rates.copy_bytes_per_s if streams else float("inf"),
                 nvme_bytes_per_s=rates.nvme_bytes_per_s if streams else float("inf"),
-                host_bytes_per_s=(
-                    rates.host_compute_bytes_per_s
-                    if self._memory.expert_tier == "host" and not between  # hybrid: one device's
-                    else 0.0
-                ),
+                host_bytes_per_s=rates.host_compute_bytes_per_s if self._host_computes else 0.0,
             ),
         )
         policy = plan.choose_policy(step.num_tokens)
         chosen = next(p for p in plan.predictions(step.num_tokens) if p.policy == policy)
         terms = [*on_device, *self._streaming_terms(plan, chosen, step, bool(between))]
         return DecodeEstimate(step, policy, chosen.step_s, tuple(terms))
+
+    @property
+    def _host_computes(self) -> bool:
+        """Whether the host's cores may compute experts: with policy auto not on several devices,
+        nor where the CPU is the device.
+        """
+        memory, on_cpu = self._memory, not self._rates.launches_s
+        may = memory.policy == "hybrid" or (memory.num_devices == 1 and not on_cpu)
+        return may and memory.expert_tier == "host"
 
     def _device_terms(self, step: DecodeStep) -> list[TimeTerm]:
         """Return the times of memory, products and launches, then of exchanges if there are several

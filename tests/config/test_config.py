@@ -416,8 +416,8 @@ BAD_VALUES: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     ),
     (
         EngineConfig,
-        {"mesh": EngineMesh(2), "policy": "hybrid"},
-        "policy = 'hybrid': must be auto, resident, ring or experts",
+        {"mesh": EngineMesh(2, "eplb"), "policy": "hybrid"},
+        "mesh.placement = 'eplb': must be even with policy = 'hybrid'",
     ),
     (
         EngineConfig,

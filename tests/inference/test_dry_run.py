@@ -48,6 +48,21 @@ def test_eight_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "rows cross between devices" in said
 
 
+def test_experts_that_hosts_compute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of eight devices, and where the only device is the CPU itself."""
+    model = configuration(GPT_OSS, tmp_path / "gpt-oss-120b")
+    hybrid = ["--dry-run", "--policy", "hybrid"]
+    eight = ["--machine.accelerator", "h100", "--devices", "8"]
+    serve.run([model, *hybrid, *eight, "--machine.host-bytes", "2000000000000"])
+    said = capsys.readouterr().out
+    assert "policy hybrid, experts from host" in said and "ms a step, policy hybrid" in said
+    assert re.search(
+        r"over each of 8 links\n +host memory is read .* by experts that the CPU", said
+    )
+    serve.run([str(CHECKPOINTS / "mixtral"), *hybrid])
+    assert "ms a step, policy hybrid" in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_fit_is_refused_with_its_sizes(tmp_path: Path) -> None:
     fields = MODELS["DeepSeek-V3, FP8"] | {"num_hidden_layers": 4}
     small = [*CARD, "--machine.device-bytes", "9000000000"]

@@ -475,8 +475,8 @@ def test_streamed_experts_alone_pin_memory_of_several_devices() -> None:
     for policy in ("auto", "resident"):
         with pytest.raises(ValueError, match="pin_host_memory = 'on': must be "):
             EngineConfig(pin_host_memory="on", policy=policy, mesh=EngineMesh(devices=2))
-    with pytest.raises(ValueError, match="policy = 'hybrid': must be auto, resident, ring or "):
-        EngineConfig(policy="hybrid", mesh=EngineMesh(devices=2))
+    with pytest.raises(ValueError, match="pin_host_memory = 'on': must be auto or off with pol"):
+        EngineConfig(pin_host_memory="on", policy="hybrid", mesh=EngineMesh(devices=2))
     options: dict[str, Any] = {"pin_host_memory": "on", "policy": "ring"}
     options["mesh"] = EngineMesh(devices=2)
     with pytest.raises(ValueError, match="or holds each record in host memory for one device"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_engines import tiny_engine
 
-from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.config.engine import EngineConfig
 from jmoe.inference.engine import Engine
 from jmoe.inference.sequence import Completion
 from jmoe.offload.host_experts import LEAST_SHARE, HybridExperts
@@ -97,7 +97,8 @@ def test_the_share_that_is_brought_is_that_of_the_rates(host: float, share: floa
     with hybrid_engine("mixtral") as engine:
         experts = experts_of(engine)
         experts.begin_step(whole_layers=False, on_host=True)
-        experts.link_bytes_per_s, experts.host_bytes_per_s, experts._owed = 3.0, host, 0.0
+        shares = experts.shares
+        shares.link_bytes_per_s, shares.host_bytes_per_s, shares._owed = 3.0, host, 0.0
         experts.pool.counts.scores[:] = np.arange(experts.index.num_records)
         there = experts.pool.slot_of[: experts.index.num_experts] >= 0
         missing = np.flatnonzero(~there)
@@ -118,8 +119,8 @@ def test_rates_are_measured() -> None:
     for limit in (1e5, 1e9):
         with hybrid_engine("qwen3_moe", limits={"host": limit}) as engine:
             engine.generate(PROMPTS[:2], max_new_tokens=12, ignore_eos=True)
-            experts, stats = experts_of(engine), engine.residency.stats()
-            assert experts.host_bytes_per_s > 0 and experts.link_bytes_per_s > 0
+            shares, stats = experts_of(engine).shares, engine.residency.stats()
+            assert shares.host_bytes_per_s > 0 and shares.link_bytes_per_s > 0
             brought[limit] = 1 - stats.on_host / stats.misses
     assert brought[1e5] < brought[1e9]
 
@@ -159,11 +160,6 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match="native = 'off': must be auto or on with policy = 'hybrid'"
     ):
         EngineConfig(policy="hybrid", native="off")
-    with pytest.raises(
-        ValueError,
-        match=r"policy = 'hybrid': must be auto, resident, ring or experts with mesh\.devices = 2",
-    ):
-        EngineConfig(policy="hybrid", mesh=EngineMesh(devices=2))
     with pytest.raises(
         ValueError, match="expert_tier = 'nvme': must be auto or host with policy = 'hybrid'"
     ):

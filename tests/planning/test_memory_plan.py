@@ -216,6 +216,8 @@ def test_plan_of_a_ring_through_several_devices(
         (GPU, {"policy": "experts"}, "experts", 4),
         (GPU, {"policy": "experts", "device_bytes": 5 * MB}, "experts", 5),
         (GPU, {"policy": "experts", "device_bytes": 99 * MB}, "experts", 8),
+        (GPU, {"policy": "hybrid"}, "hybrid", 4),
+        (GPU, {"policy": "hybrid", "device_bytes": 5 * MB}, "hybrid", 5),
         (GPU, {"device_bytes": 7 * MB}, "auto", 7),
         (dataclasses.replace(GPU, device_bytes=10 * MB), {}, "auto", 6),
     ],
@@ -243,6 +245,11 @@ def test_plan_of_chosen_experts_on_several_devices(
             dataclasses.replace(GPU, device_bytes=5 * MB),
             {"policy": "experts"},
             "mesh.devices = 4: each of them needs 40",
+        ),
+        (
+            GPU,
+            {"policy": "hybrid", "expert_tier": "nvme"},
+            "expert_tier = 'nvme': must be auto or host with policy = 'hybrid'",
         ),
         (GPU, {"ring_slots": 5}, "ring_slots = 5: must be between 1 and 4"),
         (

@@ -104,6 +104,31 @@ def test_several_devices_share_experts_and_host_memory() -> None:
     assert "rows cross between devices" in names and "choices reach the host" in names
 
 
+def test_hosts_compute_experts_of_several_devices() -> None:
+    """The missing experts of the busiest device are read by its link and, beside it, by its share
+    of the cores; `auto` leaves none to them.
+    """
+    rates = dataclasses.replace(RATES, host_memory_bytes_per_s=8e10)
+    step = dataclasses.replace(STEP, sent_bytes=1e5)
+    seconds = {}
+    for policy in ("hybrid", "experts", "auto"):
+        options = EngineConfig(policy=policy, device_bytes=400 * MB, mesh=EngineMesh(8))  # type: ignore[arg-type]
+        plan = plan_mesh_memory(MODEL, FreeMemory(100_000 * MB, 100_000 * MB, False), options, 8)
+        estimate = ServingEstimator(plan, rates, 12).estimate(step)
+        seconds[policy] = estimate.seconds
+        if policy == "hybrid":
+            assert estimate.policy == "hybrid"
+            assert "experts that the CPU computes" in str(estimate)
+    busiest = busiest_device_experts(64, 4, 1, 8)
+    missing = 1 - (40 - busiest) / 80  # 40 slots for eight experts of ten layers
+    device_s = (1.01e9 + 10 * busiest * 1e7) / 1e12 + 12e-4
+    device_s += 10 * (2 * (1e5 / 1e11 + 1e-6) + 2e-5)  # rows there and back, choices
+    read_s = 10 * busiest * missing * 1e7
+    assert seconds["hybrid"] == pytest.approx(max(device_s, read_s / 8e10))
+    assert seconds["experts"] == pytest.approx(device_s + read_s / 5e10)
+    assert seconds["auto"] == pytest.approx(seconds["experts"])
+
+
 def test_busiest_device() -> None:
     assert busiest_device_experts(64, 4, 1, 1) == 4
     assert busiest_device_experts(8, 8, 1, 8) == 1
@@ -124,4 +149,4 @@ def test_rates_of_data_sheets_and_of_measurements() -> None:
     assert card.memory_bytes_per_s == 1e12
     assert card.exchange_bytes_per_s == card.link_bytes_per_s  # no NVLink
     on_cpu = serving_rates(MachineConfig(), 1)
-    assert on_cpu.launches_s == 0 and on_cpu.host_compute_bytes_per_s == 0
+    assert on_cpu.launches_s == 0

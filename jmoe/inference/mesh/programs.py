@@ -187,6 +187,8 @@ def experts_on_mesh(
     No token is dropped. A token's number and its expert select the replica (`replica_EC`), so that
     no token goes to the same slot twice.
     """
+    num_tokens, num_experts = routed.h_TD.shape[0], replica_EC.shape[0]
+    tile_rows = rows_of_tiles(mesh, exchange, num_tokens, routed.idx_TK.shape[1], num_experts)
 
     def run_local_experts(
         routed: ExpertInputs,
@@ -194,29 +196,14 @@ def experts_on_mesh(
         weights: Mapping[str, jax.Array],
         table_S: jax.Array | None,
     ) -> jax.Array:
-        (num_tokens, k), num_devices = routed.idx_TK.shape, mesh.size
-        num_physical, num_experts = num_devices * exchange.slots_per_device, replica_EC.shape[0]
-        token_T = lax.axis_index(EXPERT) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
-        real_TK = routed.idx_TK < num_experts
-        turn_TK = replica_EC.at[routed.idx_TK, token_T[:, None] % replica_EC.shape[1]].get(
-            mode="clip"
-        )
-        physical_TK = jnp.where(real_TK, turn_TK, num_physical)
-        numbers = jnp.arange(num_physical, dtype=jnp.int32)
-        counts = (physical_TK[:, :, None] == numbers).sum(axis=(0, 1), dtype=jnp.int32)
-        weights_TK = jnp.where(real_TK, routed.weights_TK, 0.0)
-        chosen = TokenChoices(physical_TK, weights_TK, counts)
-        sent, there = _dispatch_local(mesh, exchange, routed.h_TD, chosen)
-        batched_rows = batched_rows_per_expert(num_tokens * k, exchange.slots_per_device)
-        if mesh.devices.flat[0].platform == "cpu":
-            batched_rows = _batched_rows_per_expert(num_devices * num_tokens, k, num_experts)
+        sent, there = _send_local(mesh, exchange, routed, replica_EC)
         (arrived,) = there.chunks
         out_MD = _run_slot_experts_local(
             arrived.rows_MD,
             arrived.group_sizes_L,
             weights,
             exchange.activation,
-            batched_rows,
+            tile_rows,
             table_S,
         )
         return routed.y_TD + sent.combine([out_MD], there.handle)
@@ -228,22 +215,165 @@ def experts_on_mesh(
     return y_TD
 
 
-def _dispatch_local(
-    mesh: Mesh, exchange: ExchangeShape, h_TD: jax.Array, chosen: TokenChoices
+class SentRows(NamedTuple):
+    """A layer's tokens on the devices of their experts, before the experts run.
+
+    rows_MD: [N M, D], sorted by expert on each device. sizes_S: int32 [N S], the rows of each of a
+    device's experts. handle: the way back, its arrays with an axis of devices in front.
+    """
+
+    rows_MD: jax.Array
+    sizes_S: jax.Array
+    handle: PyTree
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def send_rows_on_mesh(
+    mesh: Mesh, exchange: ExchangeShape, routed: ExpertInputs, replica_EC: jax.Array
+) -> SentRows:
+    """Send tokens to the devices of their experts, as `experts_on_mesh` does.
+
+    With `run_rows_on_mesh` and `return_rows_on_mesh` this computes what `experts_on_mesh` does, in
+    three programs, so that the host can compute some of the rows.
+    """
+
+    def send_local(routed: ExpertInputs, replica_EC: jax.Array) -> SentRows:
+        _, there = _send_local(mesh, exchange, routed, replica_EC)
+        (arrived,) = there.chunks
+        handle = jax.tree.map(lambda x: x[None], there.handle)
+        return SentRows(arrived.rows_MD, arrived.group_sizes_L, handle)
+
+    sent: SentRows = _shard_map(mesh, send_local, (BATCH, REPLICATED), BATCH)(routed, replica_EC)
+    return sent
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def run_rows_on_mesh(
+    mesh: Mesh,
+    activation: str,
+    tile_rows: int,
+    rows_MD: jax.Array,
+    sizes_S: jax.Array,
+    is_cold_S: jax.Array,
+    weights: Mapping[str, jax.Array],
+    table_NS: jax.Array | None,
+) -> jax.Array:
+    """Return the rows of `SentRows` through the experts in their devices' slots, [N M, D]. Rows of
+    cold experts, which the host computes, hold arbitrary values.
+
+    tile_rows: see `rows_of_tiles`. is_cold_S: bool [N S]. weights, table_NS: see
+    `experts_on_mesh`.
+    """
+
+    def run_local(
+        rows_MD: jax.Array,
+        sizes_S: jax.Array,
+        is_cold_S: jax.Array,
+        weights: Mapping[str, jax.Array],
+        table_S: jax.Array | None,
+    ) -> jax.Array:
+        is_cold_M = _rows_of_experts_local(is_cold_S, sizes_S, rows_MD.shape[0])
+        order_M = jnp.argsort(is_cold_M, stable=True)  # cold rows behind all others
+        out_MD = _run_slot_experts_local(
+            rows_MD[order_M],
+            jnp.where(is_cold_S, 0, sizes_S),
+            weights,
+            activation,
+            tile_rows,
+            table_S,
+        )
+        return out_MD[jnp.argsort(order_M)]
+
+    out_MD: jax.Array = _shard_map(mesh, run_local, (BATCH,) * 5, BATCH)(
+        rows_MD, sizes_S, is_cold_S, weights, table_NS
+    )
+    return out_MD
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def return_rows_on_mesh(
+    mesh: Mesh,
+    exchange: ExchangeShape,
+    y_TD: jax.Array,
+    is_cold_S: jax.Array,
+    sent: SentRows,
+    out_MD: jax.Array,
+    host_MD: jax.Array,
+) -> jax.Array:
+    """Return y + the weighted sum of each token's rows, float32, for tokens split over the devices.
+
+    out_MD: of the experts in slots. host_MD: the rows of the cold experts, `is_cold_S`.
+    """
+
+    def return_local(
+        y_TD: jax.Array,
+        is_cold_S: jax.Array,
+        sent: SentRows,
+        out_MD: jax.Array,
+        host_MD: jax.Array,
+    ) -> jax.Array:
+        is_cold_M = _rows_of_experts_local(is_cold_S, sent.sizes_S, out_MD.shape[0])
+        rows_MD = jnp.where(is_cold_M[:, None], host_MD, out_MD)
+        handle = jax.tree.map(lambda x: x[0], sent.handle)
+        return y_TD + _make_exchange(mesh, exchange).combine([rows_MD], handle)
+
+    added_TD: jax.Array = _shard_map(mesh, return_local, (BATCH,) * 5, BATCH)(
+        y_TD, is_cold_S, sent, out_MD, host_MD
+    )
+    return added_TD
+
+
+def _rows_of_experts_local(is_chosen_S: jax.Array, sizes_S: jax.Array, num_rows: int) -> jax.Array:
+    """Return bool [M]: whether each of a device's rows is of one of these experts; arbitrary for
+    rows behind those of all experts.
+    """
+    return jnp.repeat(is_chosen_S, sizes_S, total_repeat_length=num_rows)
+
+
+def rows_of_tiles(
+    mesh: Mesh, exchange: ExchangeShape, num_tokens: int, k: int, num_experts: int
+) -> int:
+    """Return how many rows of each expert one batched product, or one tile, computes.
+
+    num_tokens: of all devices.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        return _batched_rows_per_expert(num_tokens, k, num_experts)
+    return batched_rows_per_expert(num_tokens // mesh.size * k, exchange.slots_per_device)
+
+
+def _send_local(
+    mesh: Mesh, exchange: ExchangeShape, routed: ExpertInputs, replica_EC: jax.Array
 ) -> tuple[Exchange | RaggedExchange, DispatchedTokens]:
     """Return (the exchange, this device's tokens on the devices of their experts)."""
+    num_tokens, num_experts = routed.idx_TK.shape[0], replica_EC.shape[0]
+    num_physical = mesh.size * exchange.slots_per_device
+    token_T = lax.axis_index(EXPERT) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
+    real_TK = routed.idx_TK < num_experts
+    turn_TK = replica_EC.at[routed.idx_TK, token_T[:, None] % replica_EC.shape[1]].get(mode="clip")
+    physical_TK = jnp.where(real_TK, turn_TK, num_physical)
+    numbers = jnp.arange(num_physical, dtype=jnp.int32)
+    counts = (physical_TK[:, :, None] == numbers).sum(axis=(0, 1), dtype=jnp.int32)
+    weights_TK = jnp.where(real_TK, routed.weights_TK, 0.0)
+    chosen = TokenChoices(physical_TK, weights_TK, counts)
+    made = _make_exchange(mesh, exchange)
+    if isinstance(made, PerNodeExchange):
+        return made, made.dispatch_rows(routed.h_TD, chosen, exchange.rows, exchange.device_rows)
+    return made, made.dispatch_rows(routed.h_TD, chosen, exchange.rows, physical_TK.size)
+
+
+def _make_exchange(
+    mesh: Mesh, exchange: ExchangeShape
+) -> PerNodeExchange | PerDeviceExchange | RaggedExchange:
+    """Return the exchange of a step's tokens."""
     if exchange.device_rows:
         nodes, per_node = (mesh.shape[axis] for axis in EXPERT)
         inside = PerDeviceExchange(make_all_to_all(EXPERT[1:]), per_node, None)
         # its buffers have the sizes of `exchange`, so that it needs no expected number of nodes
-        dedup = PerNodeExchange(make_all_to_all(EXPERT[:1]), inside, nodes, 0.0, None)
-        return dedup, dedup.dispatch_rows(h_TD, chosen, exchange.rows, exchange.device_rows)
-    flat = (
-        RaggedExchange(EXPERT, mesh.size)
-        if exchange.ragged
-        else PerDeviceExchange(make_all_to_all(EXPERT), mesh.size, None)
-    )
-    return flat, flat.dispatch_rows(h_TD, chosen, exchange.rows, chosen.topk_idx_TK.size)
+        return PerNodeExchange(make_all_to_all(EXPERT[:1]), inside, nodes, 0.0, None)
+    if exchange.ragged:
+        return RaggedExchange(EXPERT, mesh.size)
+    return PerDeviceExchange(make_all_to_all(EXPERT), mesh.size, None)
 
 
 def _run_slot_experts_local(

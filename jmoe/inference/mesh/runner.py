@@ -57,8 +57,12 @@ from jmoe.inference.mesh.programs import (
     finish_layers_on_mesh,
     gather_row_on_mesh,
     logits_on_mesh,
+    return_rows_on_mesh,
+    rows_of_tiles,
     run_experts_for_timing,
+    run_rows_on_mesh,
     select_last_hidden_of_chunks,
+    send_rows_on_mesh,
 )
 from jmoe.inference.path_table import PathTable
 from jmoe.inference.runner import RECENT_STEPS
@@ -68,8 +72,8 @@ from jmoe.mesh import BATCH, EXPERT_INTER, REPLICATED, put_sharded
 from jmoe.models.functional import ModuleStructure, split_arrays
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
 from jmoe.models.tensor_parallel import per_device_config
+from jmoe.offload.mesh_hybrid import ArrivedBatch, MeshHybridExperts
 from jmoe.offload.placed_experts import MeshExperts, PlacedExperts
-from jmoe.planning.placement import Placement
 
 TIMED_RUNS = 3
 PlacedModule = tuple[ModuleStructure, Arrays]
@@ -123,6 +127,7 @@ class MeshRunner:
         """
         self.config, self.layout, self.residency, self.placer = config, layout, experts, placer
         self.mesh = layout.mesh
+        self._hybrid = experts if isinstance(experts, MeshHybridExperts) else None
         self.dedup = exchange == "dedup"
         self.ragged = not self.dedup and supports_ragged_exchange(self.mesh.devices.flat[0])
         self.leader: Leader | None = None  # rank 0's connection to other processes
@@ -355,31 +360,80 @@ class MeshRunner:
         self.readback_s += time.perf_counter() - begun
         self.placer.record_choices_and_correct_placement(moe_layer, path[-1])
         self.residency.acquire(moe_layer, path[-1])
-        placement = self.residency.placements[moe_layer]
-        replica_EC = self.residency.replica_of_row(moe_layer)
-        out = []
-        with self.residency.locked_operands(moe_layer) as operands:
-            for gate, idx_TK in zip(gates, chosen, strict=True):
-                for rows, device_rows in self._buffer_rows(placement, idx_TK):
-                    exchange = ExchangeShape(
-                        rows,
-                        placement.slots_per_device,
-                        self.config.hidden_act,
-                        self.ragged,
-                        device_rows,
-                    )
-                    y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, *operands)
-                out.append(y_TD)
+        hybrid = self._hybrid
+        out: list[jax.Array] = []
+        if hybrid is not None and (hybrid.on_host or (path[-1] >= hybrid.index.num_experts).all()):
+            out = self._run_experts_beside_host(hybrid, moe_layer, gates, chosen)
+        if hybrid is None or not hybrid.on_host:  # padding compiles the programs of both forms
+            out = self._run_experts_on_devices(moe_layer, gates, chosen)
         self._held = out
         return out
 
-    def _buffer_rows(self, placement: Placement, idx_TK: np.ndarray) -> Sequence[tuple[int, int]]:
-        """Return [the numbers of rows of `ExchangeShape`, device_rows 0 if tokens go to devices
-        directly]; all sizes for pure padding. idx_TK: as for `buffer_row_counts`.
+    def _run_experts_on_devices(
+        self, moe_layer: int, gates: list[GateOutput], chosen: list[np.ndarray]
+    ) -> list[jax.Array]:
+        """Return the output of an acquired layer's experts for every batch.
+
+        chosen: the choices of all devices' tokens, by batch.
         """
+        replica_EC, out = self.residency.replica_of_row(moe_layer), []
+        with self.residency.locked_operands(moe_layer) as operands:
+            for gate, idx_TK in zip(gates, chosen, strict=True):
+                for exchange in self._exchange_shapes(moe_layer, idx_TK):
+                    y_TD = experts_on_mesh(self.mesh, exchange, gate.routed, replica_EC, *operands)
+                out.append(y_TD)
+        return out
+
+    def _run_experts_beside_host(
+        self,
+        hybrid: MeshHybridExperts,
+        moe_layer: int,
+        gates: list[GateOutput],
+        chosen: list[np.ndarray],
+    ) -> list[jax.Array]:
+        """Return what `_run_experts_on_devices` does, with the experts that are in no slot computed
+        by the processes that own them, while the devices compute the others.
+        """
+        replica_EC = self.residency.replica_of_row(moe_layer)
+        shapes = [  # (batch, sizes of its exchange)
+            (n, exchange)
+            for n, idx_TK in enumerate(chosen)
+            for exchange in self._exchange_shapes(moe_layer, idx_TK)
+        ]
+        sent = [
+            send_rows_on_mesh(self.mesh, exchange, gates[n].routed, replica_EC)
+            for n, exchange in shapes
+        ]
+        arrived = [ArrivedBatch(rows.rows_MD, rows.sizes_S) for rows in sent]
+        activation, num_experts = self.config.hidden_act, self.config.num_experts
+        cold = hybrid.start_cold_rows(moe_layer, arrived, activation)
+        out = []
+        with hybrid.locked_operands(moe_layer) as operands:
+            for (n, exchange), batch in zip(shapes, arrived, strict=True):
+                tile_rows = rows_of_tiles(self.mesh, exchange, *chosen[n].shape, num_experts)
+                static = self.mesh, activation, tile_rows
+                out.append(run_rows_on_mesh(*static, *batch, cold.is_cold_NS, *operands))
+        from_host = hybrid.wait_for_cold_rows(cold, arrived)
+        ys: list[jax.Array] = [gate.routed.y_TD for gate in gates]
+        for (n, exchange), *parts in zip(shapes, sent, out, from_host, strict=True):
+            y_TD = gates[n].routed.y_TD
+            ys[n] = return_rows_on_mesh(self.mesh, exchange, y_TD, cold.is_cold_NS, *parts)
+        return ys
+
+    def _exchange_shapes(self, moe_layer: int, idx_TK: np.ndarray) -> list[ExchangeShape]:
+        """Return [the sizes of the exchange of a layer's tokens]; those of all sizes of buffers for
+        pure padding. idx_TK: as for `buffer_row_counts`.
+        """
+        placement = self.residency.placements[moe_layer]
         if self.dedup:
-            return dedup_row_counts(placement, idx_TK, self.mesh.shape[EXPERT_INTER])
-        return [(rows, 0) for rows in buffer_row_counts(placement, idx_TK, self.ragged)]
+            sizes = dedup_row_counts(placement, idx_TK, self.mesh.shape[EXPERT_INTER])
+        else:  # tokens go to devices directly
+            sizes = [(rows, 0) for rows in buffer_row_counts(placement, idx_TK, self.ragged)]
+        slots, activation = placement.slots_per_device, self.config.hidden_act
+        return [
+            ExchangeShape(rows, slots, activation, self.ragged, device_rows)
+            for rows, device_rows in sizes
+        ]
 
     def _release_last_layer(self) -> None:
         """Release the slots of the layer whose experts ran last, once they have finished."""

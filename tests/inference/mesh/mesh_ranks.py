@@ -1,10 +1,11 @@
 """A process of several that share engines: python -m tests.inference.mesh.mesh_ranks MODEL RANK
 PROCESSES PORT FOLDER [NAME ...].
 
-FOLDER: for experts on NVMe, of all processes. NAME: keys of `COMPRESSED`; none for all of
-`PLACEMENTS`.
+FOLDER: for experts on NVMe, of all processes. NAME: keys of `COMPRESSED` or `ON_HOST`; none for all
+of `PLACEMENTS`.
 Engines of every name answer the same requests, one after the other. Rank 0 prints what they
-gave, the last line of every rank says how many experts were copied to its device under each.
+gave, the last line of every rank says how many experts were copied to its devices under each; under
+a name of `ON_HOST`, how many its host computed.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+import jax
 import numpy as np
 
 from jmoe.config import DistributedConfig
@@ -51,6 +53,10 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     },
     "fp8 auto": {"expert_dtype": "fp8", "expert_tier": "host", "device_bytes": 30_000},
 }
+ON_HOST: dict[str, dict[str, Any]] = {
+    "hybrid": {"policy": "hybrid"},
+    "fp8 hybrid": {"policy": "hybrid", "expert_dtype": "fp8"},
+}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "even": {},
     "tensor": {"dense": "tensor"},
@@ -72,17 +78,17 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 class Turns:
     """Engines by turns: what every process does with its part of the one whose turn it is."""
 
-    def __init__(self, model: str, processes: int, folder: str, leader: Leader | None) -> None:
-        self.model, self.processes, self.folder, self.leader = model, processes, folder, leader
+    def __init__(self, model: str, folder: str, leader: Leader | None) -> None:
+        self.model, self.folder, self.leader = model, folder, leader
         self.copied = dict[str, int]()
         self.noted: list[np.ndarray] = []
         self.runner: MeshRunner | None = None
 
     def config(self, name: str) -> EngineConfig:
         sizes: dict[str, Any] = SIZES | {"max_batch": MAX_BATCH, "cache_dir": self.folder}
-        sizes |= (RINGS | COMPRESSED).get(name, {})
+        sizes |= (RINGS | COMPRESSED | ON_HOST).get(name, {})
         placement = PLACEMENTS.get(name, {})
-        return EngineConfig(**sizes, mesh=EngineMesh(devices=self.processes, **placement))
+        return EngineConfig(**sizes, mesh=EngineMesh(devices=jax.device_count(), **placement))
 
     @call_on_all_ranks
     def load(self, name: str) -> None:
@@ -112,8 +118,10 @@ class Turns:
     @call_on_all_ranks
     def done(self, name: str) -> None:
         assert self.runner is not None
-        self.copied[name] = self.runner.residency.copied_experts
-        self.runner.residency.close()
+        residency = self.runner.residency
+        on_host = residency.stats().on_host
+        self.copied[name] = on_host if name in ON_HOST else residency.copied_experts
+        residency.close()
 
 
 class LeaderOfTurns:
@@ -159,7 +167,7 @@ def main() -> None:
         heartbeat_timeout_s=PATIENCE_S,
     )
     with join_lockstep(config) as role:  # type: ignore[union-attr]
-        turns = Turns(model, processes, sys.argv[5], role if isinstance(role, Leader) else None)
+        turns = Turns(model, sys.argv[5], role if isinstance(role, Leader) else None)
         if isinstance(role, Follower):
             role.run_leader_calls(turns)
         else:

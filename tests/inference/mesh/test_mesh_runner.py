@@ -21,7 +21,7 @@ from jmoe.offload.placed_experts import PlacedExperts
 from jmoe.offload.segments import placements_to_segments
 from tests.compiled import compilations
 from tests.damage import flip
-from tests.inference.mesh.mesh_ranks import COMPRESSED
+from tests.inference.mesh.mesh_ranks import COMPRESSED, ON_HOST
 from tests.inference.mesh.mesh_traffic import (
     MAX_BATCH,
     Traffic,
@@ -32,6 +32,7 @@ from tests.inference.mesh.mesh_traffic import (
     traffic,
 )
 from tests.processes import one_device as one_device_each
+from tests.tiny_engines import needs_compiler
 from tests.train_runs import Start, free_port
 
 DEVICES = 8
@@ -268,6 +269,106 @@ def test_chosen_experts_give_the_tokens_of_one_device(
     assert_logprobs(answer.logprobs, expected.logprobs)
 
 
+@pytest.mark.parametrize(
+    ("options", "compiles"),
+    [
+        ({}, False),
+        pytest.param({"dense": "tensor", "devices": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"nodes": 2, "exchange": "dedup"}, True, marks=pytest.mark.slow),
+        pytest.param({"devices": 2, "ragged": True}, False, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_on_the_host_give_the_tokens_of_one_device(
+    options: dict[str, Any],
+    compiles: bool,
+    one_device: tuple[str, Traffic, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the chosen experts that a device lacks its link copies some, and the host computes the
+    others; steps of many tokens take whole layers. Buffers have several sizes, however small.
+
+    compiles: none of these programs is compiled once all are.
+    """
+    needs_compiler()
+    # of either way, whatever is measured
+    monkeypatch.setattr("jmoe.offload.host_experts.LEAST_SHARE", 0.4)
+    monkeypatch.setattr("jmoe.inference.mesh.exchange_rows.FEW_ROWS", 0)
+    name, expected, use = one_device
+    mesh = {"devices": DEVICES} | {n: v for n, v in options.items() if n != "ragged"}
+    with on_mesh(name, "hybrid", **mesh) as engine:
+        assert engine.plan.memory.policy == "hybrid"
+        assert engine.plan.memory.host_bytes == engine.stats().host_expert_bytes > 0
+        runner_of(engine).ragged |= options.get("ragged", False)
+        if compiles:
+            engine.compile_all_programs()
+        engine.reset_stats()
+        with compilations() as compiled:
+            answer = traffic(engine)
+        assert engine.tokens_per_expert().tolist() == use.tolist()
+        stats, residency = engine.stats(), engine.residency.stats()
+    assert residency.policy == "hybrid"
+    assert 0 < residency.on_host == stats.on_host < residency.misses
+    assert stats.streamed_bytes > 0 and 0 < stats.hit_rate < 1
+    assert (answer.tokens, answer.reused_tokens) == (expected.tokens, expected.reused_tokens)
+    assert_logprobs(answer.logprobs, expected.logprobs)
+    programs = "experts_on_mesh", "rows_on_mesh", "attend_and_route", "weighted_expert_sum"
+    assert not compiles or not [one for one in compiled if any(name in one for name in programs)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt_oss_mxfp4", {}), ("mixtral", {"expert_dtype": "fp8"})]
+)
+def test_compressed_experts_on_the_host_of_several_devices(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Experts with biases in mxfp4, and experts in fp8, of two devices."""
+    needs_compiler()
+    with tiny_engine(name, max_batch=MAX_BATCH, policy="resident", **options) as engine:
+        expected = traffic(engine)
+    mesh = {"mesh": EngineMesh(devices=2), "policy": "hybrid", **options}
+    with tiny_engine(name, max_batch=MAX_BATCH, **mesh) as engine:
+        answer = traffic(engine)
+        assert engine.stats().on_host > 0
+    assert answer.tokens == expected.tokens
+    assert_logprobs(answer.logprobs, expected.logprobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [1, 2])
+def test_experts_on_the_hosts_of_two_processes(
+    local: int, start_python: Start, tmp_path: Path
+) -> None:
+    """Each process computes experts of its own devices, `local` of them, from its own memory."""
+    needs_compiler()
+    expected = {}
+    for name, options in ON_HOST.items():
+        formats = {n: v for n, v in options.items() if n == "expert_dtype"}
+        with tiny_engine(
+            "deepseek_v3", max_batch=MAX_BATCH, policy="resident", **formats
+        ) as engine:
+            expected[name] = traffic(engine)
+    environment = one_device_each(tmp_path / "compiled") | {"JAX_NUM_CPU_DEVICES": str(local)}
+    port = free_port()
+    command = ["-m", "tests.inference.mesh.mesh_ranks", "deepseek_v3"]
+    ranks = [
+        start_python(
+            [*command, *map(str, (rank, 2, port, tmp_path / "packed")), *ON_HOST],
+            tmp_path / f"rank-{rank}",
+            environment,
+        )
+        for rank in range(2)
+    ]
+    screens = [rank.end(LONG_S).splitlines() for rank in ranks]
+    found = json.loads(screens[0][-2])
+    for name, answer in found.items():
+        assert answer["tokens"] == expected[name].tokens
+        assert_logprobs(answer["logprobs"], expected[name].logprobs)
+    for screen in screens:
+        computed = json.loads(screen[-1])
+        assert list(computed) == list(ON_HOST) and min(computed.values()) > 0, computed
+
+
 def test_wrong_estimates_change_nothing_but_time() -> None:
     """Every estimate is wrong, so that each layer is placed a second time, after its gate."""
     with on_mesh("deepseek_v3", devices=DEVICES) as engine:
@@ -388,6 +489,10 @@ def test_costs_are_measured_and_decide() -> None:
             "mesh.slots_per_device = 5: must be at most 4",
         ),
         ({"mesh": EngineMesh(devices=2), "estimator": "paths"}, "no such file; make one with"),
+        (
+            {"mesh": EngineMesh(devices=2), "policy": "hybrid", "expert_tier": "nvme"},
+            "expert_tier = 'nvme': must be auto or host with policy = 'hybrid'",
+        ),
         (
             {"mesh": EngineMesh(devices=2, exchange="dedup")},
             "mesh.exchange = 'dedup': needs several hosts, or mesh.nodes",
