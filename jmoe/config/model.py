@@ -448,8 +448,10 @@ class ModelConfig:
         an encoder and a decoder.
         """
         decoder = self.without_encoder()
-        sizes = {"num_hidden_layers": self.num_encoder_layers, "head_bias": False}
-        encoder = dataclasses.replace(decoder, bidirectional=True, **sizes)
+        layers = self.num_encoder_layers
+        encoder = dataclasses.replace(
+            decoder, num_hidden_layers=layers, bidirectional=True, head_bias=False
+        )
         head = 6.0 * self.vocab_size * self.hidden_size
         own, of_encoder = self._num_cross_attention_parameters()
         products = 12 * self.num_attention_heads * self.dim_per_head * encoder_tokens

@@ -740,7 +740,7 @@ class TrainConfig:
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's"
                 f" num_steps = {self.num_steps} are warm-up"
             )
-        if self.sequence_length > self.model.max_position_embeddings:
+        if max(self.text_parts) > self.model.max_position_embeddings:
             warnings.append(
                 f"sequence_length = {self.sequence_length}: longer than"
                 f" model.max_position_embeddings = {self.model.max_position_embeddings}, to which"
