@@ -342,8 +342,9 @@ def prepare_text_data(
         files = replace_chat_files(files, config.data, corpus.shard_folders)
         why = "must not be set with samples, such as chats, in data.path: it takes text alone"
         check(not config.distil.teacher, "distil.teacher", config.distil.teacher, why)
-        encoder = config.model.bidirectional
-        check(not encoder, "model.bidirectional", encoder, why)
+        for name in ("bidirectional", "num_encoder_layers"):
+            value = getattr(config.model, name)
+            check(not value, f"model.{name}", value, why)
         why = (
             "must be False with samples, such as chats, in data.path: data.pack_samples masks them"
         )

@@ -17,6 +17,7 @@ from jmoe.configs.gpt_moe import (
 from jmoe.configs.mixtral import mixtral_8x7b
 from jmoe.configs.olmoe import olmoe_1b_7b
 from jmoe.configs.qwen3 import qwen3_30b_a3b
+from jmoe.configs.t5 import t5_moe
 from jmoe.configs.text import small, tiny
 from jmoe.configs.ufo import ufo_17b, ufo_tiny
 
@@ -48,6 +49,10 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "bert-moe": (
         "BERT-Base with 16 experts in every layer: an encoder, on masked tokens",
         bert_moe,
+    ),
+    "t5-moe": (
+        "T5-Base with 16 experts in every layer: an encoder and a decoder, on left-out spans",
+        t5_moe,
     ),
     "gpt-175b": ("MoESys Table 1: 174.6B parameters, dense, on 128 devices", gpt_175b),
     "tiny-replicated": ("ablation: dense parameters on every device", tiny_replicated),

@@ -169,7 +169,7 @@ def main() -> int:
     config = job.config
     tokens = config.batch_size * config.sequence_length // a.processes
     rate = 2 * ROWS * INNER * COLUMNS / statistics.median(products)
-    flops = config.model.flops_per_token(config.sequence_length) * tokens
+    flops = config.flops_per_token * tokens
     rows = accounted(found, ops, STEPS, found[0].begin_ns, max(span.end_ns for span in found))
     result = {
         "args": report.options(a, "rank", "port"),

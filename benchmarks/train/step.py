@@ -289,7 +289,7 @@ def sizes(config: TrainConfig, seconds: list[float]) -> JsonObject:
     """Return the numbers of parameters, and the rate at which the model's FLOPs are computed."""
     per_step, median = config.batch_size * config.sequence_length, statistics.median(seconds)
     total, active = config.model.total_and_active_parameters()
-    flops = config.model.flops_per_token(config.sequence_length)
+    flops = config.flops_per_token
     return {
         "params_total": total,
         "params_active": active,

@@ -1,11 +1,14 @@
 """Every setting of jmoe and every check of a user's value. Standard library only."""
 
 from jmoe.config.checks import check as check
+from jmoe.config.denoising import DenoisingConfig as DenoisingConfig
 from jmoe.config.distil import DistilConfig as DistilConfig
 from jmoe.config.dpo import DpoConfig as DpoConfig
+from jmoe.config.layers import CROSS_KINDS as CROSS_KINDS
 from jmoe.config.layers import EXPERT_STACKS as EXPERT_STACKS
 from jmoe.config.layers import STACKS as STACKS
 from jmoe.config.layers import TOKEN_ROUTED as TOKEN_ROUTED
+from jmoe.config.layers import WITHOUT_EXPERTS as WITHOUT_EXPERTS
 from jmoe.config.layers import Layer as Layer
 from jmoe.config.layers import LayerKind as LayerKind
 from jmoe.config.linear_attention import LINEAR_ATTENTION as LINEAR_ATTENTION

@@ -14,6 +14,7 @@ from jmoe.config.checks import (
     check_positive_or_none,
     check_unset,
 )
+from jmoe.config.denoising import check_encoder
 from jmoe.config.linear_attention import LINEAR_ATTENTION, check_linear_attention
 from jmoe.config.masking import check_bidirectional
 
@@ -35,6 +36,7 @@ def check_attention(config: ModelConfig) -> None:
     _check_chunks(config)
     check_linear_attention(config)
     check_bidirectional(config)
+    check_encoder(config)
     check_positive_or_none(config, "clip_qkv")
     has_bias = config.attention_bias or config.qkv_bias
     words = "is not supported beside attention_bias or qkv_bias"

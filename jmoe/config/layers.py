@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 # one feed-forward; experts by token; experts by the image's task; experts by token after a gated
-# delta network in place of attention
-LayerKind = Literal["dense", "moe", "task", "linear_moe"]
+# delta network in place of attention; and a decoder's beside an encoder, to which it attends
+LayerKind = Literal["dense", "moe", "task", "linear_moe", "cross_dense", "cross_moe"]
 # the attribute of a model that holds the stacked parameters of each kind of layer
 STACKS: dict[LayerKind, str] = {
     "dense": "dense_layers",
     "moe": "moe_layers",
     "task": "task_layers",
     "linear_moe": "linear_moe_layers",
+    "cross_dense": "cross_dense_layers",
+    "cross_moe": "cross_moe_layers",
 }
-TOKEN_ROUTED: tuple[LayerKind, ...] = ("moe", "linear_moe")  # a router chooses each token's experts
-EXPERT_STACKS = tuple(stack for kind, stack in STACKS.items() if kind != "dense")
+# a router chooses each token's experts
+TOKEN_ROUTED: tuple[LayerKind, ...] = ("moe", "linear_moe", "cross_moe")
+WITHOUT_EXPERTS: tuple[LayerKind, ...] = ("dense", "cross_dense")
+EXPERT_STACKS = tuple(stack for kind, stack in STACKS.items() if kind not in WITHOUT_EXPERTS)
+# the kind of a decoder's layer that attends to an encoder's output, by its kind without an encoder
+CROSS_KINDS: dict[LayerKind, LayerKind] = {"dense": "cross_dense", "moe": "cross_moe"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Layer:
 
     @property
     def has_experts(self) -> bool:
-        return self.kind != "dense"
+        return self.kind not in WITHOUT_EXPERTS
 
 
 def layer_table(kinds: Sequence[LayerKind], windows: Sequence[int | None]) -> tuple[Layer, ...]:

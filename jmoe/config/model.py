@@ -1,7 +1,10 @@
-"""Configuration of a decoder. Field names follow Hugging Face configurations where one exists."""
+"""Configuration of a decoder, or of an encoder and a decoder. Field names follow Hugging Face
+configurations where one exists.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +19,7 @@ from jmoe.config.checks import (
     check_positive,
     check_positive_or_none,
 )
-from jmoe.config.layers import TOKEN_ROUTED, Layer, LayerKind, layer_table
+from jmoe.config.layers import CROSS_KINDS, TOKEN_ROUTED, Layer, LayerKind, layer_table
 from jmoe.config.linear_attention import LINEAR_ATTENTION, num_linear_attention_parameters
 from jmoe.config.moe import HiddenAct, MoEConfig
 from jmoe.config.positions import RopeScaling
@@ -36,7 +39,7 @@ TRAINING_ONLY = ("capacity_factor", *(f"router.{name}" for name in ROUTER_TRAINI
 # What is counted one by one before a tensor is looked at, and sizes of arrays beyond which XLA
 # counts wrongly or ends the process.
 MODEL_LIMITS = {
-    "num_hidden_layers": 10_000,
+    **dict.fromkeys(("num_hidden_layers", "num_encoder_layers"), 10_000),
     **dict.fromkeys(("num_experts", "num_attention_heads", "head_dim"), 1 << 16),
     "hidden_size": 1 << 20,
     **dict.fromkeys(
@@ -50,11 +53,14 @@ MODEL_LIMITS = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: every language-model family by configuration."""
+    """A decoder: every language-model family by configuration; or an encoder and a decoder."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
     num_hidden_layers: int = 4
+    # layers of an encoder, to whose output the `num_hidden_layers` of the decoder attend (T5);
+    # trained by span corruption. 0: a decoder alone
+    num_encoder_layers: int = 0
     num_attention_heads: int = 4
     num_key_value_heads: int = 4
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
@@ -189,8 +195,17 @@ class ModelConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token attends only to itself and earlier tokens."""
-        return not self.bidirectional
+        """Whether a token attends only to itself and earlier tokens, in every layer."""
+        return not self.bidirectional and not self.num_encoder_layers
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the encoder and of the decoder."""
+        return self.num_encoder_layers + self.num_hidden_layers
+
+    def without_encoder(self) -> ModelConfig:
+        """Return the decoder's own configuration, of which every layer is causal."""
+        return dataclasses.replace(self, num_encoder_layers=0)
 
     @property
     def dim_per_head(self) -> int:
@@ -233,8 +248,14 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return of each layer whether its feed-forward is one MLP (`dense`) or experts (`moe`,
-        `linear_moe` after a gated delta network).
+        `linear_moe` after a gated delta network). With an encoder its layers come first, and those
+        of the decoder are `cross_dense` and `cross_moe`.
         """
+        if self.num_encoder_layers:
+            decoder = self.without_encoder()
+            encoder = dataclasses.replace(decoder, num_hidden_layers=self.num_encoder_layers)
+            crossing = (CROSS_KINDS[kind] for kind in decoder.layer_kinds)
+            return (*encoder.layer_kinds, *crossing)
         first = self.first_k_dense_replace
         step = self.decoder_sparse_step
         dense = self.mlp_only_layers
@@ -286,7 +307,7 @@ class ModelConfig:
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers in the order of the forward pass."""
-        types = self.layer_types or ("sliding_attention",) * self.num_hidden_layers
+        types = self.layer_types or ("sliding_attention",) * self.num_layers
         full = None if self.sliding_window is None else NO_WINDOW
         if self.has_chunked_attention:
             full = NO_WINDOW
@@ -331,7 +352,7 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers with a cache of keys and values: all but gated delta networks."""
+        """Layers with attention to their own tokens: all but gated delta networks."""
         return sum(layer.kind != "linear_moe" for layer in self.layers)
 
     def _num_attention_parameters(self) -> int:
@@ -356,6 +377,16 @@ class ModelConfig:
             + bias
         )
 
+    def _num_cross_attention_parameters(self) -> tuple[int, int]:
+        """Return the parameters of a cross-attention that (a token of the decoder, a token of the
+        encoder) passes.
+        """
+        d, dh = self.hidden_size, self.dim_per_head
+        q, kv = self.num_attention_heads * dh, self.num_key_value_heads * dh
+        has_bias = self.attention_bias or self.qkv_bias
+        own = 2 * d * q + q * has_bias + d * self.attention_bias
+        return own, 2 * d * kv + 2 * kv * has_bias
+
     def _num_mlp_parameters(self, hidden_units: int) -> int:
         up, d = 1 if self.hidden_act == "gelu" else 2, self.hidden_size
         return (up + 1) * d * hidden_units + (up * hidden_units + d if self.mlp_bias else 0)
@@ -366,12 +397,14 @@ class ModelConfig:
         return self._num_mlp_parameters(self.moe_intermediate_size)
 
     def total_and_active_parameters(self) -> tuple[int, int]:
-        """Return (total, active per token) parameters, embeddings included."""
+        """Return (total, active per token) parameters, embeddings included; of a model with an
+        encoder, those active per token of either side.
+        """
         d = self.hidden_size
         norm = d * (2 if self.norm == "layernorm" else 1)
         attention = self._num_attention_parameters()
         moe_layers, experts, k = self.num_moe_layers, self.num_experts, self.num_experts_per_tok
-        dense_layers = self.num_hidden_layers - moe_layers
+        dense_layers = self.num_layers - moe_layers
         shared = (
             self._num_mlp_parameters(self.shared_expert_intermediate_size)
             if self.shared_expert_intermediate_size
@@ -382,8 +415,11 @@ class ModelConfig:
         common = self.vocab_size * d * (1 if self.tie_word_embeddings else 2) + norm
         common += self.vocab_size * self.head_bias
         common += self.max_position_embeddings * d if self.position == "learned" else 0
-        linear_layers = self.num_hidden_layers - self.num_attention_layers
-        common += self.num_attention_layers * attention + self.num_hidden_layers * 2 * norm
+        linear_layers = self.num_layers - self.num_attention_layers
+        common += self.num_attention_layers * attention + self.num_layers * 2 * norm
+        if self.num_encoder_layers:
+            crossing = sum(self._num_cross_attention_parameters()) + 2 * norm
+            common += self.num_hidden_layers * crossing
         common += linear_layers * num_linear_attention_parameters(self)
         common += dense_layers * self._num_mlp_parameters(self.intermediate_size)
         common += moe_layers * (d * experts + bias + shared)
@@ -404,5 +440,24 @@ class ModelConfig:
         seen = sequence_length * (1 if self.is_causal else 2)  # keys of two queries
         attention = 3 * self.num_attention_layers * heads * dims * seen
         state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
-        linear = 18 * (self.num_hidden_layers - self.num_attention_layers) * state
+        linear = 18 * (self.num_layers - self.num_attention_layers) * state
         return 6.0 * (active - lookup) + attention + linear
+
+    def flops_per_sequence(self, encoder_tokens: int, decoder_tokens: int) -> float:
+        """Return the model FLOPs of one trained sequence that has so many tokens on each side of
+        an encoder and a decoder.
+        """
+        decoder = self.without_encoder()
+        layers = self.num_encoder_layers
+        encoder = dataclasses.replace(
+            decoder, num_hidden_layers=layers, bidirectional=True, head_bias=False
+        )
+        head = 6.0 * self.vocab_size * self.hidden_size
+        own, of_encoder = self._num_cross_attention_parameters()
+        products = 12 * self.num_attention_heads * self.dim_per_head * encoder_tokens
+        crossing = decoder_tokens * (6.0 * own + products) + encoder_tokens * 6.0 * of_encoder
+        return (
+            encoder_tokens * (encoder.flops_per_token(encoder_tokens) - head)
+            + decoder_tokens * decoder.flops_per_token(decoder_tokens)
+            + self.num_hidden_layers * crossing
+        )

@@ -17,7 +17,7 @@ def check_may_replicate(config: TrainConfig) -> None:
     reasons = {
         "with experts on other tiers": config.tiers.any_off_device,
         "with lora.rank": config.lora.rank is not None,
-        "for image tasks": not config.model.is_causal,
+        "for image tasks": hasattr(config, "tasks"),
         f"with comm.packing = {config.comm.packing!r}": config.comm.packing != 1,
     }
     for why, holds in reasons.items():

@@ -25,8 +25,14 @@ from jmoe.config.checks import (
     check_unset,
 )
 from jmoe.config.context import check_may_share_sequences, devices_per_sequence
+from jmoe.config.denoising import (
+    DenoisingConfig,
+    TextParts,
+    check_may_train_encoder_decoder,
+)
 from jmoe.config.distil import DistilConfig
 from jmoe.config.dpo import DpoConfig
+from jmoe.config.layers import CROSS_KINDS, Layer
 from jmoe.config.linear_attention import check_may_train_linear_attention
 from jmoe.config.lora import LoraConfig
 from jmoe.config.masking import MaskingConfig, check_may_train_bidirectional
@@ -324,6 +330,7 @@ class TrainConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
+    denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
     upcycle: UpcycleConfig = field(default_factory=UpcycleConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     # patterns of the parameters that are trained, such as experts or attention.w_*; empty: all
@@ -391,6 +398,7 @@ class TrainConfig:
         self._check_lora()
         check_may_train_linear_attention(self)
         check_may_train_bidirectional(self)
+        check_may_train_encoder_decoder(self)
         self._check_dpo()
         self._check_yarn()
         check_may_upcycle(self)
@@ -670,9 +678,31 @@ class TrainConfig:
     @property
     def text_vocab_size(self) -> int:
         """Exclusive upper bound of the ids of the text: with masked tokens the vocabulary's last
-        id is the mask's.
+        id is the mask's, and with span corruption the last ones are sentinels.
         """
+        if self.model.num_encoder_layers:
+            return self.model.vocab_size - self.denoising.num_sentinels(self.sequence_length)
         return self.model.vocab_size - self.model.bidirectional
+
+    @property
+    def text_parts(self) -> TextParts:
+        """The positions that encoder and decoder have for a sequence of the text."""
+        if self.model.num_encoder_layers:
+            return self.denoising.parts(self.sequence_length)
+        return TextParts(0, self.sequence_length)
+
+    def positions_of(self, layer: Layer) -> int:
+        """Return how many positions of a sequence pass this layer of the model."""
+        encoder, decoder = self.text_parts
+        crosses = layer.kind in CROSS_KINDS.values()
+        return decoder if crosses or not encoder else encoder
+
+    @property
+    def flops_per_token(self) -> float:
+        """The model FLOPs of a step for each token of its text."""
+        if not self.model.num_encoder_layers:
+            return self.model.flops_per_token(self.sequence_length)
+        return self.model.flops_per_sequence(*self.text_parts) / self.sequence_length
 
     def with_packing(self, packing: int) -> TrainConfig:
         """Return a copy with `packing` times as many experts per device."""
@@ -710,7 +740,7 @@ class TrainConfig:
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps}: all of the run's"
                 f" num_steps = {self.num_steps} are warm-up"
             )
-        if self.sequence_length > self.model.max_position_embeddings:
+        if max(self.text_parts) > self.model.max_position_embeddings:
             warnings.append(
                 f"sequence_length = {self.sequence_length}: longer than"
                 f" model.max_position_embeddings = {self.model.max_position_embeddings}, to which"

@@ -57,6 +57,8 @@ class VisionModelConfig(ModelConfig):
         check_field(self.kv_lora_rank is None, self, "kv_lora_rank", "must be None for images")
         check_field(self.sliding_window is None, self, "sliding_window", "must be None for images")
         check_field(not self.attention_sinks, self, "attention_sinks", "must be False for images")
+        alone = self.num_encoder_layers == 0
+        check_field(alone, self, "num_encoder_layers", "must be 0 for images")
         layers = self.num_hidden_layers
         inside = all(0 <= layer < layers for layer in self.task_layers)
         check_field(inside, self, "task_layers", f"must lie between 0 and {layers - 1}")

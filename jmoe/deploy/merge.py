@@ -129,6 +129,7 @@ def merge_run_to_hugging_face(run_dir: Path, out_dir: Path) -> int:
         if (saved.get("lora") or {}).get("rank") is not None:
             return merge_adapter_run(checkpoints, step, saved, out_dir)
         model = saved_model_config(saved["model"])
+        described_model = hf_config(model)  # raises before anything is read
         # the default may exceed the model's positions, which is an error
         length = min(TrainConfig.sequence_length, model.max_position_embeddings)
         # no step runs, so native operations need not be built
@@ -147,7 +148,7 @@ def merge_run_to_hugging_face(run_dir: Path, out_dir: Path) -> int:
         fields["eos_token_id"] = load_tokenizer(tokenizer, config.model.vocab_size).eot
     initial = read_json_if_present(saved_files / INITIAL_CONFIG)
     fields |= {name: initial[name] for name in TOKEN_IDS if name in initial}
-    write_pretrained(out_dir, config.model, arrays, hf_config(config.model) | fields)
+    write_pretrained(out_dir, config.model, arrays, described_model | fields)
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, out_dir / TOKENIZER)
         copy_files(saved_files, out_dir, companion_file_names(saved_files))

@@ -386,7 +386,7 @@ def full_attention(
     q_BSHd: jax.Array, k_BSGd: jax.Array, v_BSGd: jax.Array, *, scale: float
 ) -> jax.Array:
     """Return softmax(scale q k^T) v without a mask: every token sees its whole sequence, as image
-    patches do.
+    patches do, or all of another one.
     """
     # dot_product_attention takes no precision; its gradients keep the precision of this trace
     with jax.default_matmul_precision("highest" if q_BSHd.dtype == jnp.float32 else "default"):

@@ -3,6 +3,7 @@
 Legend: B sequences, S positions of a sequence, P predicted tokens of a sequence.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,14 @@ class MaskedRows(NamedTuple):
     weights_BS: jax.Array
 
 
+def sequence_keys(tokens_BS: jax.Array, key: jax.Array) -> jax.Array:
+    """Return PRNG keys [B] of sequences, from `key` and each sequence's own tokens."""
+    length = tokens_BS.shape[-1]
+    factors_S = (2 * jnp.arange(length, dtype=jnp.uint32) + 1) * jnp.uint32(_MULTIPLIER)
+    hashes_B = (tokens_BS.astype(jnp.uint32) * factors_S).sum(axis=-1)
+    return jax.vmap(partial(jax.random.fold_in, key))(hashes_B)
+
+
 def mask_rows(
     tokens_BS: jax.Array, key: jax.Array, config: MaskingConfig, vocab_size: int
 ) -> MaskedRows:
@@ -34,10 +43,8 @@ def mask_rows(
     on a device. vocab_size: of the model, whose last id stands for masked tokens.
     """
     length = tokens_BS.shape[-1]
-    factors_S = (2 * jnp.arange(length, dtype=jnp.uint32) + 1) * jnp.uint32(_MULTIPLIER)
-    hashes_B = (tokens_BS.astype(jnp.uint32) * factors_S).sum(axis=-1)
-    draw = jax.vmap(lambda own: jax.random.uniform(jax.random.fold_in(key, own), (3, length)))
-    order_BS, change_BS, other_BS = jnp.moveaxis(draw(hashes_B), 1, 0)
+    draw = jax.vmap(lambda own: jax.random.uniform(own, (3, length)))
+    order_BS, change_BS, other_BS = jnp.moveaxis(draw(sequence_keys(tokens_BS, key)), 1, 0)
     num_predicted = config.num_predicted(length)
     chosen_BP = jnp.argsort(order_BS, axis=-1)[:, :num_predicted]
     is_chosen_BS = jax.vmap(lambda at: jnp.zeros(length, jnp.bool_).at[at].set(True))(chosen_BP)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.nn.initializers import Initializer, normal
@@ -370,7 +371,7 @@ def _gather_and_count_by_choice(
 def balance_loss_local(
     probs_sum_E: jax.Array,
     counts_global_E: jax.Array,
-    num_tokens_global: int | jax.Array,
+    num_tokens_global: int | jax.Array | np.ndarray,
     num_experts: int,
     num_experts_per_tok: int,
 ) -> jax.Array:
@@ -383,12 +384,13 @@ def balance_loss_local(
     (arXiv:2101.03961), over the global batch (arXiv:2501.11873).
 
     probs_sum_E: local. counts_global_E: summed over devices. Leading axes (layers) are kept: [...,
-    E] gives [...].
+    E] gives [...]. num_tokens_global: a number, or one for each of the leading axes.
     """
     for name, value in (("probs_sum_E", probs_sum_E), ("counts_global_E", counts_global_E)):
         ok = value.ndim > 0 and value.shape[-1] == num_experts
         check(ok, f"{name}.shape", value.shape, f"must end in num_experts = {num_experts}")
     tokens = jnp.asarray(num_tokens_global, jnp.float32)
+    tokens = tokens[..., None] if tokens.ndim else tokens
     share_E = lax.stop_gradient(counts_global_E.astype(jnp.float32)) / (
         tokens * num_experts_per_tok
     )

@@ -1,13 +1,14 @@
 """One transformer block, split into phases that every runner of layers calls.
 
 A dense block is `Block.apply_dense`: attention, then the MLP. A block with experts is `attend`,
-`route`, `dispatch` and `apply_experts`; `Block.__call__` composes them. The training scan, the
-runner that streams experts and the decoder with a KV cache call these phases and know nothing else
-of a layer.
+`route`, `dispatch` and `apply_experts`; `Block.__call__` composes them. A decoder's block beside an
+encoder has `attend_to_encoder` after `attend`. The training scan, the runner that streams experts
+and the decoder with a KV cache call these phases and know nothing else of a layer.
 
 Legend:
 B batch
 S sequence
+M positions of an encoder
 T tokens, B * S
 D hidden
 K experts that a token chooses
@@ -23,10 +24,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmoe.collectives.exchange import DispatchedTokens
-from jmoe.config import LayerKind, ModelConfig, Remat
+from jmoe.config import CROSS_KINDS, WITHOUT_EXPERTS, LayerKind, ModelConfig, Remat
 from jmoe.layers.attention import Attention
 from jmoe.layers.context import SplitSequences
 from jmoe.layers.context_attention import attend_over_devices
+from jmoe.layers.cross_attention import CrossAttention
 from jmoe.layers.documents import Documents
 from jmoe.layers.experts import MLP, affine, normal_parameter
 from jmoe.layers.gated_delta import GatedDeltaNet
@@ -107,7 +109,9 @@ class Block(nnx.Module):
 
     The feed-forward is an `MLP` (kind "dense"), or a `MoELayer` whose experts are chosen per token
     (kind "moe") or per task (kind "task"), optionally beside a shared expert. In a block of kind
-    "linear_moe", which is otherwise as "moe", a gated delta network stands in attention's place.
+    "linear_moe", which is otherwise as "moe", a gated delta network stands in attention's place. A
+    block of kind "cross_dense" or "cross_moe" is a decoder's beside an encoder, and also has
+    x + cross_attention(norm(x), norm(encoder's output)) before its feed-forward.
     """
 
     def __init__(
@@ -118,11 +122,16 @@ class Block(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ) -> None:
-        d = config.hidden_size
+        d, crosses = config.hidden_size, kind in CROSS_KINDS.values()
         shared = config.shared_expert_intermediate_size
         out_std = config.output_initializer_range
         self.attention_norm = Norm(d, config.norm, config.stream_norm_eps)
-        self.attention = _attention_class(config, kind)(config, out_std, rngs=rngs)
+        own = config.without_encoder() if crosses else config
+        self.attention = _attention_class(config, kind)(own, out_std, rngs=rngs)
+        self.cross_attention = CrossAttention(config, out_std, rngs=rngs) if crosses else None
+        self.cross_attention_norm, self.encoder_norm = (
+            Norm(d, config.norm, config.stream_norm_eps) if crosses else None for _ in range(2)
+        )
         self.feed_forward_norm = Norm(d, config.norm, config.stream_norm_eps)
         mlp: dict[str, Any] = {
             "activation": config.hidden_act,
@@ -131,7 +140,7 @@ class Block(nnx.Module):
             "init_out_std": out_std,
             "rngs": rngs,
         }
-        moe = kind != "dense"
+        moe = kind not in WITHOUT_EXPERTS
         self.mlp = None if moe else MLP(d, config.intermediate_size, **mlp)
         self.shared_expert = MLP(d, shared, **mlp) if moe and shared else None
         routed = (
@@ -151,8 +160,10 @@ class Block(nnx.Module):
     @property
     def kind(self) -> LayerKind:
         """The layer kind: "dense" for an MLP, "moe" and "linear_moe" for experts chosen per token,
-        "task" for experts chosen per task.
+        "task" for experts chosen per task; "cross_dense" and "cross_moe" with cross-attention.
         """
+        if self.cross_attention is not None:
+            return CROSS_KINDS["dense" if self.moe is None else "moe"]
         if self.moe is None:
             return "dense"
         if isinstance(self.attention, GatedDeltaNet):
@@ -166,6 +177,21 @@ class Block(nnx.Module):
         """
         with jax.named_scope("attention"):
             h_BSD = attention(self.attention, self.attention_norm(x_BSD, dtype))
+            return mark_saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
+
+    def attend_to_encoder(
+        self, x_BSD: jax.Array, encoded_BMD: jax.Array, dtype: DTypeLike
+    ) -> jax.Array:
+        """Return x + cross_attention(norm(x), norm(encoded)), [B, S, D]; only for blocks with
+        cross-attention.
+
+        encoded_BMD: the output of the encoder's last layer.
+        """
+        assert self.cross_attention is not None
+        assert self.cross_attention_norm is not None and self.encoder_norm is not None
+        with jax.named_scope("cross_attention"):
+            encoded_BMD = self.encoder_norm(encoded_BMD, dtype)
+            h_BSD = self.cross_attention(self.cross_attention_norm(x_BSD, dtype), encoded_BMD)
             return mark_saved(x_BSD + h_BSD.astype(x_BSD.dtype), "after_attention")
 
     def feed_forward(self, x_BSD: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -257,6 +283,7 @@ class Block(nnx.Module):
         keep_routing: bool = False,
         documents: Documents | None = None,
         split: SplitSequences | None = None,
+        encoded_BMD: jax.Array | None = None,
         **choices: PyTree,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (output [B, S, D], routing statistics); the statistics are None for a dense block.
@@ -265,12 +292,18 @@ class Block(nnx.Module):
         keep_routing: also put every token's `Routing` into the statistics.
         documents: the documents of each sequence; None if each sequence is one.
         split: of sequences that lie on several devices; None if each device has whole ones.
+        encoded_BMD: the encoder's output, which a block with cross-attention needs.
         choices: keyword arguments of `route` that replace the router's choice of experts.
         """
         attention = causal_attention_fn(window, documents, split)
         if self.kind == "dense":
             return self.apply_dense(x_BSD, attention, dtype), None
         x_BSD = self.attend(x_BSD, attention, dtype)
+        if self.cross_attention is not None:
+            assert encoded_BMD is not None
+            x_BSD = self.attend_to_encoder(x_BSD, encoded_BMD, dtype)
+        if self.moe is None:
+            return add_residual(x_BSD, self.feed_forward(x_BSD, dtype)), None
         choices["documents"] = documents
         h_TD, routing = self.route(x_BSD, dtype, key=key, train=train, **choices)
         dispatched = self.dispatch(h_TD, routing, full_capacity=full_capacity)
@@ -290,6 +323,8 @@ class ApplyBlock:
     in_loop: whether a loop over layers runs the layer. Elsewhere XLA would merge what the backward
         pass computes again with the forward pass and save it, which a barrier prevents that the
         layer's weights do not pass.
+    encoder_length: the first positions of x that are an encoder's, M; the others are the decoder's.
+        A layer changes the positions of its own side. 0 without an encoder.
     """
 
     graphs: Mapping[LayerKind, nnx.GraphDef["Block"]]
@@ -298,6 +333,7 @@ class ApplyBlock:
     options: Mapping[str, Any]
     prepare: Callable[[Block, PyTree], None] | None = None
     in_loop: bool = True
+    encoder_length: int = 0
 
     def __call__(
         self,
@@ -313,7 +349,7 @@ class ApplyBlock:
             block: Block = nnx.merge(self.graphs[kind], self.gather(state))
             if self.prepare is not None:
                 self.prepare(block, state)
-            return block(x_BSD, window, key=key, **self.options)
+            return self._apply_to_own_positions(block, x_BSD, window, key)
 
         names = saved_residual_names(self.remat, self.in_loop)
         policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -321,3 +357,17 @@ class ApplyBlock:
         block = jax.checkpoint(merge_and_apply, policy=policy, prevent_cse=prevent_cse)
         y_BSD, stats = block(state, key, x_BSD)
         return y_BSD, stats
+
+    def _apply_to_own_positions(
+        self, block: Block, x_BSD: jax.Array, window: int | None, key: jax.Array | None
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Return (x with the block applied to the positions of its side, routing statistics)."""
+        if not self.encoder_length:
+            return block(x_BSD, window, key=key, **self.options)
+        encoded_BMD, decoded_BSD = jnp.split(x_BSD, [self.encoder_length], axis=1)
+        if block.cross_attention is None:
+            encoded_BMD, stats = block(encoded_BMD, window, key=key, **self.options)
+        else:
+            options = {"key": key, "encoded_BMD": encoded_BMD, **self.options}
+            decoded_BSD, stats = block(decoded_BSD, window, **options)
+        return jnp.concatenate([encoded_BMD, decoded_BSD], axis=1), stats

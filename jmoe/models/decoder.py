@@ -1,4 +1,5 @@
-"""The decoder of every language-model family: embedding, stacked and scanned layers, norm and head.
+"""The decoder of every language-model family: embedding, stacked and scanned layers, norm and head;
+with an encoder's layers before the decoder's, if the model has one.
 
 Legend:
 B batch
@@ -180,6 +181,7 @@ class DecoderExecution:
     lookup: a function of this device's shard of the embedding table, token ids and a dtype; returns
         the tokens' rows in that dtype.
     gather, remat: see `ApplyBlock`. split: see `Block.__call__`.
+    encoder_length: how many of the first tokens of each row are the encoder's; 0 without one.
     """
 
     layer_runner: LayerScan = scan_layers
@@ -187,6 +189,7 @@ class DecoderExecution:
     gather: Callable[[PyTree], PyTree] = lambda params: params
     remat: Remat = "none"
     split: SplitSequences | None = None
+    encoder_length: int = 0
 
 
 class WithHead(Protocol):
@@ -212,7 +215,9 @@ class Decoder(nnx.Module):
     """Maps tokens [B, S] to hidden states [B, S, D]; `lm_head` returns the matrix that makes
     logits, to which `head_bias` is added.
 
-    The layers of each kind share one stack of parameters, in layer order.
+    The layers of each kind share one stack of parameters, in layer order. An encoder's layers run
+    before the decoder's, over the same array: its first positions are the encoder's, the others the
+    decoder's.
     stack: a function that makes such a stack, called like `stack_layers`.
     """
 
@@ -245,6 +250,8 @@ class Decoder(nnx.Module):
         self.dense_layers = stack_kind("dense")
         self.moe_layers = stack_kind("moe")
         self.linear_moe_layers = stack_kind("linear_moe")
+        self.cross_dense_layers = stack_kind("cross_dense")
+        self.cross_moe_layers = stack_kind("cross_moe")
         self.norm = Norm(
             config.hidden_size, config.norm, config.stream_norm_eps, 1.0 / config.logits_scaling
         )
@@ -307,7 +314,7 @@ class Decoder(nnx.Module):
         execution: DecoderExecution = DecoderExecution(),
     ) -> tuple[jax.Array, MoEStats | None]:
         """Return (hidden states [B, S, D] in `dtype`, `MoEStats` with a leading [N], or None
-        without experts).
+        without experts). With an encoder, the hidden states are those of the decoder's tokens.
 
         Runs inside `shard_map` or on one device.
         key: PRNG key for router noise.
@@ -323,11 +330,13 @@ class Decoder(nnx.Module):
             "documents": documents,
             "split": execution.split,
         }
-        apply_block = ApplyBlock(graphs, execution.gather, execution.remat, options)
+        encoder_length = execution.encoder_length
+        of_run = execution.gather, execution.remat, options
+        apply_block = ApplyBlock(graphs, *of_run, encoder_length=encoder_length)
         layers, first = self.config.layers, self.config.first_k_dense_replace
         patterns = find_patterns(layers[:first]) + find_patterns(layers[first:])
         x_BSD, stats = execution.layer_runner(patterns, apply_block, inputs, x_BSD)
-        return self.norm(x_BSD, dtype), stats
+        return self.norm(x_BSD[:, encoder_length:], dtype), stats
 
     def graphs_and_scan_inputs(
         self, key: jax.Array | None

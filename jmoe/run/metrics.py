@@ -486,7 +486,7 @@ def make_progress_bar(config: TrainConfig, mesh: Mesh) -> ProgressBar:
     return ProgressBar(
         num_steps=config.num_steps,
         tokens_per_step=config.tokens_before_step(1),
-        flops_per_token=config.model.flops_per_token(config.sequence_length),
+        flops_per_token=config.flops_per_token,
         num_devices=mesh.size,
         device_kind=mesh.devices.flat[0].device_kind,
     )

@@ -59,8 +59,10 @@ def training_sizes(config: TrainConfig) -> TrainingSizes:
     tokens = config.batch_size * config.sequence_length // replicas
     expert, experts = model.parameters_per_expert, model.num_moe_layers * model.num_experts
     micro_batches = config.gradient_accumulation_steps
-    expert_flops = 6.0 * expert * model.num_experts_per_tok * model.num_moe_layers
-    flops = model.flops_per_token(config.sequence_length) - expert_flops
+    # beside an encoder a layer has a part of the text's tokens; memory is counted as if it had all
+    passed = sum(map(config.positions_of, model.expert_layers)) / config.sequence_length
+    expert_flops = 6.0 * expert * model.num_experts_per_tok * passed
+    flops = config.flops_per_token - expert_flops
     context = planned_devices_per_sequence(config, devices * replicas)
     activations = _activation_bytes(config, tokens // micro_batches, devices, context)
     return TrainingSizes(
@@ -162,7 +164,7 @@ def _activation_bytes(
     experts *= config.remat == "none"
     residuals = dense * (config.remat != "layer") + experts
     return _ActivationBytes(
-        input_bytes=compute_dtype_bytes * model.num_hidden_layers * num_tokens * model.hidden_size,
+        input_bytes=compute_dtype_bytes * model.num_layers * num_tokens * model.hidden_size,
         working_bytes=max(number_bytes * working, by_rule),
         recomputed_bytes=number_bytes * recomputed,
         residual_bytes=compute_dtype_bytes * residuals,
@@ -222,7 +224,7 @@ def residual_elements(
     num_tokens: of a micro-batch of one replica. buffers: row buffers per device. ragged: rows
     travel by ragged all-to-alls. streamed: experts are off the device.
     """
-    hidden, layers = model.hidden_size, model.num_hidden_layers
+    hidden, layers = model.hidden_size, model.num_layers
     linear = layers - model.num_attention_layers
     mixed = model.num_attention_layers * _attention_elements(model)
     mixed += linear * saved_linear_attention_elements(model)
@@ -282,7 +284,7 @@ def gradient_elements_in_use(
         up_projection_columns(size, model.hidden_act)
         for size in (model.intermediate_size, model.shared_expert_intermediate_size, inner)
     )
-    has_dense = model.num_moe_layers < model.num_hidden_layers
+    has_dense = model.num_moe_layers < model.num_layers
     each = max(attention + 4 * hidden, 2 * hidden + 2 * (dense_up if has_dense else shared_up))
     if not model.num_moe_layers:
         return num_tokens * each, num_tokens * each

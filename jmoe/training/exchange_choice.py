@@ -122,7 +122,7 @@ def time_exchange_s(config: TrainConfig, mesh: Mesh, kind: ExchangeKind) -> floa
         num_experts_per_tok=model.num_experts_per_tok,
     )
     exchange = make_exchange(plan, EXPERT, None)
-    step_tokens = config.batch_size * config.sequence_length
+    step_tokens = config.batch_size * max(config.text_parts)
     tokens = step_tokens // config.gradient_accumulation_steps // mesh.size
 
     def send_and_return(x_TD: jax.Array) -> jax.Array:

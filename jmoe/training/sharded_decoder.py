@@ -58,20 +58,17 @@ _EXPERT_SHARDING_NOTES: dict[ExpertSharding, str] = {
 }
 
 
-def _tokens_per_device(config: TrainConfig, mesh: Mesh) -> int:
-    """Return the number of tokens per device in one accumulation step."""
-    return (
-        config.batch_size
-        * config.sequence_length
-        // config.gradient_accumulation_steps
-        // mesh.size
-    )
+def _tokens_per_device(config: TrainConfig, mesh: Mesh, positions: int) -> int:
+    """Return the number of tokens per device in one accumulation step, of sequences with so many
+    positions.
+    """
+    return config.batch_size * positions // config.gradient_accumulation_steps // mesh.size
 
 
 def _plan_embedding(config: TrainConfig, mesh: Mesh) -> Embedding:
     """Return the embedding, with its layout over devices as planned from sizes and nodes."""
     model, inside = config.model, mesh.shape[ALL[-1]]
-    tokens = _tokens_per_device(config, mesh)
+    tokens = _tokens_per_device(config, mesh, sum(config.text_parts))
     itemsize = jnp.dtype(config.compute_dtype).itemsize
     tied, sharded = model.tie_word_embeddings, config.comm.shard_dense
     vocabulary = EmbeddingSizes(
@@ -102,7 +99,7 @@ class ShardedDecoder(ShardedModel):
         load = None
         if self._links is not None:
             row_bytes = self.dtype.itemsize * config.model.hidden_size
-            tokens = _tokens_per_device(config, self.mesh)
+            tokens = _tokens_per_device(config, self.mesh, max(config.text_parts))
             load = ExchangeLoad(self._links, tokens, row_bytes, config.model.capacity_factor)
         options: JsonObject = {"num_chunks": self.comm_schedule.num_chunks, "load": load}
         parallel = ExpertParallel(self.mesh, EXPERT, exchange=config.comm.exchange, **options)
@@ -276,6 +273,7 @@ class ShardedDecoder(ShardedModel):
             execution = DecoderExecution(
                 layer_runner, self.embedding.lookup, remat=remat, split=split
             )
+        execution = replace(execution, encoder_length=self.config.text_parts.encoder)
         hidden, stats = model(tokens_BS, dtype=self.dtype, execution=execution, **options)
         return hidden, self.head_weight(model), stats
 

@@ -37,6 +37,17 @@ def tokens_per_accumulation_step(config: TrainConfig) -> int:
     return config.batch_size * config.sequence_length // config.gradient_accumulation_steps
 
 
+def tokens_of_layers(config: TrainConfig) -> int | np.ndarray:
+    """Return the number of tokens that pass a layer with experts in one accumulation step, over all
+    devices; of a model with an encoder one number for each of these layers, float32 [N].
+    """
+    if not config.model.num_encoder_layers:
+        return tokens_per_accumulation_step(config)
+    sequences = config.batch_size // config.gradient_accumulation_steps
+    layers = config.model.expert_layers
+    return np.asarray([sequences * config.positions_of(layer) for layer in layers], np.float32)
+
+
 def router_key(
     config: TrainConfig, step: jax.Array, device: jax.Array | int, accumulation: jax.Array
 ) -> jax.Array:
@@ -58,18 +69,22 @@ def auxiliary_losses(
     """Return this device's addends to the weighted (balance, z) losses of one accumulation step.
 
     Inputs may have leading layer dimensions, which are summed; the losses are means over all MoE
-    layers. loss_tokens: summed over all devices; the number of tokens is equal in all layers.
+    layers. loss_tokens: summed over all devices; the number of tokens is equal in all layers, but
+    for a model with an encoder, whose tokens all count.
     """
     model = config.model
     router = config.model.router
-    num_tokens: jax.Array | int = tokens_per_accumulation_step(config)
+    num_tokens: jax.Array | int | np.ndarray = tokens_of_layers(config)
     if loss_tokens.number is not None:
         num_tokens = jnp.maximum(loss_tokens.number.reshape(-1)[0], 1).astype(jnp.float32)
     balance = balance_loss_local(
         probs_sum_E, loss_tokens.counts_E, num_tokens, model.num_experts, model.num_experts_per_tok
     )
     layers, accumulation = model.num_moe_layers, config.gradient_accumulation_steps
-    z = router.z_loss_coef * z_sum.sum() / num_tokens / layers
+    if isinstance(num_tokens, np.ndarray):
+        z = router.z_loss_coef * (z_sum / num_tokens).sum() / layers
+    else:
+        z = router.z_loss_coef * z_sum.sum() / num_tokens / layers
     return router.aux_loss_coef * balance.sum() / layers / accumulation, z / accumulation
 
 

@@ -95,6 +95,8 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "masking.share": (0.3, {}),
         "masking.as_mask": (0.5, {}),
         "masking.as_random": (0.2, {}),
+        "denoising.share": (0.3, {}),
+        "denoising.span_length": (4.0, {}),
         "dpo.beta": (0.1, {"init_from": ""}),
         "dpo.label_smoothing": (0.1, {}),
         "upcycle.num_experts": (8, {"init_from": ""}),
@@ -168,6 +170,7 @@ REFUSED: dict[str, dict[str, tuple[Any, Change]]] = {
         "elastic.max_imbalance": (1.5, {}),
         "model.learn_paths": (True, {}),
         "model.bidirectional": (True, {}),
+        "model.num_encoder_layers": (2, {}),
         "model.kv_lora_rank": (4, {}),
         "model.sliding_window": (4, {}),
         "model.attention_sinks": (True, {}),
@@ -245,6 +248,7 @@ COUNTS: dict[str, dict[str, str]] = {
         ),
         "model.kv_lora_rank": "latent attention, instead of the ordinary kind",
         "model.bidirectional": "the mask of every attention, and what the run learns",
+        "model.num_encoder_layers": "layers of its own, and what the run learns",
         "model.rope_theta": (
             "the angles of rotary positions; models with learned ones have it in their files as"
             " well"

@@ -73,7 +73,8 @@ TABLES = (
         "other data and models: 95th percentile over the ideal time",
         "BERT on two kinds of reviews 1.08 and 1.11, T5 on two languages 1.04 and 1.08",
         f"the same ratio for other data; the models are decoders, since the engine runs no "
-        f"encoders, which can only be trained; {TWO_DEVICES}",
+        f"encoders: models like BERT and T5 (presets bert-moe and t5-moe) can only be trained; "
+        f"{TWO_DEVICES}",
         "lina-inference",
         words.generality_text,
     ),

@@ -11,6 +11,7 @@ from jmoe.config import TrainConfig
 from jmoe.layers.context import SplitSequences
 from jmoe.layers.masked_tokens import MaskedRows, mask_rows
 from jmoe.mesh import ALL
+from jmoe.training.fused.denoising import DenoisingTrainer
 from jmoe.training.fused.step import FusedTrainer, Metrics
 from jmoe.training.state import TrainState
 from jmoe.training.update import num_dropped_assignments
@@ -68,4 +69,6 @@ class MaskedTrainer(FusedTrainer):
 
 def fused_trainer_class(config: TrainConfig) -> type[FusedTrainer]:
     """Return the class of the trainer of text that keeps all experts on the devices."""
+    if config.model.num_encoder_layers:
+        return DenoisingTrainer
     return MaskedTrainer if config.model.bidirectional else FusedTrainer

@@ -63,6 +63,7 @@ from jmoe.training.update import (
     router_key,
     run_without_drops,
     sum_over_mesh,
+    tokens_of_layers,
     tokens_per_accumulation_step,
 )
 from jmoe.types import PyTree
@@ -306,6 +307,9 @@ class FusedTrainer:
             terms |= counted
         if stats is None:
             return loss + 0.0, lax.stop_gradient(terms)
+        layer_tokens: PyTree = num_tokens
+        if totals is None:
+            layer_tokens = tokens_of_layers(config) * config.gradient_accumulation_steps
         with jax.named_scope("auxiliary_losses"):
             loss_tokens = lax.psum(loss_tokens_of(stats), ALL)
             balance, z = auxiliary_losses(config, stats.probs_sum_E, stats.z_sum, loss_tokens)
@@ -313,7 +317,7 @@ class FusedTrainer:
             "balance_loss": balance,
             "z_loss": z,
             "counts": stats.counts_E,
-            "entropy": stats.entropy_sum / num_tokens,
+            "entropy": stats.entropy_sum / layer_tokens,
             "dropped": stats.dropped,
         }
         return loss + scale_loss(balance + z, loss_scale), lax.stop_gradient(metrics)
@@ -322,7 +326,7 @@ class FusedTrainer:
         self, micro_batch: PyTree, split: SplitSequences | None
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return (inputs, targets) [B, S] of a micro-batch, and what multiplies the weight of each
-        target, None for 1. `MaskedTrainer` overrides this.
+        target, None for 1. Subclasses override this; a model with an encoder has more inputs.
         """
         return *inputs_and_targets(jax.tree.leaves(micro_batch)[0], split), None
 

@@ -64,8 +64,7 @@ class StepEstimate:
         """The model FLOP/s per device: matrix products of one forward and backward pass, without
         recomputation.
         """
-        flops = self.config.model.flops_per_token(self.config.sequence_length)
-        return flops * self.tokens_per_s / self.num_devices
+        return self.config.flops_per_token * self.tokens_per_s / self.num_devices
 
     @property
     def mfu(self) -> float:
