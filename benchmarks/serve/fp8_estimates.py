@@ -86,8 +86,8 @@ def main() -> None:
         "machine": "CPU cores alone: compiled with the CUDA 13 libraries, run nowhere",
         "notes": [
             "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch;"
-            " the share that Triton's grouped_matmul reaches of the FP8 rate (0.7) is assumed, as of"
-            " the bfloat16 rate",
+            " the share that grouped_matmul in Triton reaches of the FP8 rate (0.7) is assumed, as"
+            " of the bfloat16 rate",
             "exact: on an H100 the kernel for Hopper, which decodes experts in shared memory; on an"
             " RTX 4090 the one in Triton, which decodes in registers",
         ],

@@ -17,6 +17,7 @@ from jmoe.layers.slot_experts import (
 )
 from kernels_pallas.compressed import compress, decompress
 from kernels_pallas.formats import FP8, INT8
+from kernels_pallas.fp8_dot import fp8_dot
 from kernels_pallas.grouped_matmul import mosaic_gpu, triton
 from kernels_pallas.grouped_matmul.fp8_inputs import (
     E4M3,
@@ -73,6 +74,15 @@ def test_groups_of_inputs_are_rounded_to_their_largest() -> None:
             bound = np.maximum(np.abs(x[n, group]) / 16, peak / 448 * 2**-10) * (1 + 1e-5)
             assert (np.abs(wide[n, group] - x[n, group]) <= bound).all()
     assert np.array_equal(rounded(jnp.asarray(x)), wide)
+
+
+def test_products_of_blocks_have_float32_sums() -> None:
+    """Under `jit` and alone, as in Pallas' interpreter."""
+    a, b = (jnp.asarray(normal(i, 16, 128)).astype(E4M3) for i in (0, 1))
+    expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    for product in (fp8_dot(a, b), jax.jit(fp8_dot)(a, b)):
+        assert product.dtype == jnp.float32
+        assert_close(product, expected, 1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
