@@ -404,7 +404,8 @@ def experts_that_choose(shape: MoEShape, t: int) -> tuple[Callable[..., object],
     logits_TE = jax.ShapeDtypeStruct((t, shape.num_experts), jnp.float32)
     positions_T = jax.ShapeDtypeStruct((t,), jnp.int32)
     logits = RouterLogits(logits_TE, rules, positions_T=positions_T, end=1)
-    function = partial(choose_and_apply_experts, products=ExpertProducts("swiglu"))
+    products = ExpertProducts("swiglu")
+    function = partial(choose_and_apply_experts, products=products, tile_rows=t)
     return function, (UnchosenInputs(routed.h_TD, logits, None), slots, table_E)
 
 

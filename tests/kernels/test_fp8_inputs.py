@@ -2,6 +2,7 @@
 against products group after group.
 """
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from jmoe.layers.slot_experts import (
     ExpertProducts,
     add_expert_outputs_by_slot_table,
 )
+from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas.compressed import compress, decompress
 from kernels_pallas.formats import FP8, INT8
 from kernels_pallas.fp8_dot import fp8_dot
@@ -227,9 +229,13 @@ def test_a_gpus_program_multiplies_e4m3(tokens: int) -> None:
             routed, slots, table, tile_rows=64, **products._asdict()
         )
 
+    operands = routed, slots, of(jnp.int32, e)
     with trace_for_device(gpu("8.9")):
-        traced = jax.jit(experts).trace(routed, slots, of(jnp.int32, e))
+        traced = jax.jit(experts).trace(*operands)
     dtypes = [[x.aval.dtype for x in dot.invars] for dot in products_of(traced.jaxpr)]
-    assert len(dtypes) == 3 and {dtype for pair in dtypes for dtype in pair} == {
-        E4M3
-    }  # gate, up, down
+    # of a gate, an up and a down projection
+    assert len(dtypes) == 3 and {dtype for pair in dtypes for dtype in pair} == {E4M3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
+        _, lowered = lower_for_device(gpu("8.9"), jax.jit(experts), *operands)
+    assert lowered.as_text().count("@__gpu$xla.gpu.triton") >= 2
