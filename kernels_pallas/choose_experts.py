@@ -42,7 +42,7 @@ def choose_experts(logits: RouterLogits, *, interpret: bool = False) -> tuple[ja
     A tie goes to the lowest expert; softmax alone keeps the order of the logits, which decide then.
     Raises NotImplementedError for other scores and for more than `MAX_EXPERTS` experts.
     """
-    choice, operands = TokenChoice.of(logits)
+    choice, operands = TokenChoice.from_logits(logits)
     body, grid = _ChooseExperts(choice), (choice.num_tokens,)
     idx_TK, weights_TK = launch_with_results(
         body, choice.results(), grid, operands, blocks=SETTINGS, interpret=interpret
@@ -73,7 +73,7 @@ class TokenChoice:
     has_positions: bool
 
     @classmethod
-    def of(cls, logits: RouterLogits) -> tuple["TokenChoice", list[jax.Array]]:
+    def from_logits(cls, logits: RouterLogits) -> tuple["TokenChoice", list[jax.Array]]:
         """Return (the choice from these logits, the kernel's operands that it reads). Raises
         NotImplementedError as `choose_experts`.
         """
@@ -147,8 +147,8 @@ class TokenChoice:
         values = self._ranked(refs, refs.logits.at[token, column], column, exists)
         is_ahead = _is_ahead((values[None], column[None]), (values[:, None], column[:, None]))
         rank_E = (is_ahead & exists[None]).astype(jnp.int32).sum(axis=1)
-        found = jnp.where((rank_E == rank) & exists, column, 0).sum()
-        return jnp.minimum(found, self.num_experts - 1)  # NaN leaves several in one rank
+        expert = jnp.where((rank_E == rank) & exists, column, 0).sum()
+        return jnp.minimum(expert, self.num_experts - 1)  # NaN leaves several in one rank
 
     def ranks_of(self, refs: ChoiceRefs, token_R: jax.Array, expert: jax.Array) -> jax.Array:
         """Return int32 [R]: which choice of each token an expert is, K or more if none; also for

@@ -78,7 +78,7 @@ def rotate_and_write(
     (p, c, _), (_, g, _, d) = qkv_PCX.shape, k_NGLd.shape
     if v_NGLd.shape != k_NGLd.shape:
         raise NotImplementedError(f"a cache of {k_NGLd.dtype} {v_NGLd.shape}")
-    heads, arrays = NewHeads.of(qkv_PCX, k_NGLd, rotary, bias)
+    heads, arrays = NewHeads.from_columns(qkv_PCX, k_NGLd, rotary, bias)
     outs = [
         jax.ShapeDtypeStruct((p, c, heads.num_heads, d), heads.dtype),
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
@@ -128,7 +128,7 @@ class NewHeads:
     k_eps: float
 
     @classmethod
-    def of(
+    def from_columns(
         cls,
         qkv_PCX: jax.Array,
         k_NGLd: jax.Array,

@@ -4,6 +4,9 @@ Also compiled: the gradients, attention, and the exchange of an engine over eigh
 
     python benchmarks/kernels/aot.py                       all named shapes
     python benchmarks/kernels/aot.py --shapes olmoe tiny   some of them
+    python benchmarks/kernels/aot.py --programs rotate fp8 --write
+        programs whose names have one of these words; replaces their rows of
+        benchmarks/results/kernels_aot.json, and keeps the others
 
 Needs the CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no driver; without them it says so
 and ends with status 0. XLA refuses a Triton kernel that needs more shared memory than the GPU has.
@@ -22,15 +25,18 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from typing import Any
 
+from benchmarks import RESULTS
 from benchmarks.lib.report import JsonObject
 
 if __name__ == "__main__":
@@ -47,29 +53,41 @@ from jax.typing import DTypeLike
 from benchmarks.lib import ahead_of_time, report
 from jmoe.inference.mesh.programs import ExchangeShape, experts_on_mesh
 from jmoe.layers.attention import causal_attention
-from jmoe.layers.slot_experts import ExpertInputs, add_expert_outputs_by_slot_table
+from jmoe.layers.slot_experts import (
+    ExpertInputs,
+    ExpertProducts,
+    UnchosenInputs,
+    add_expert_outputs_by_slot_table,
+    choose_and_apply_experts,
+)
 from jmoe.mesh import BATCH, REPLICATED, make_mesh
-from jmoe.offload.slot_arrays import dtype_of_stored_bits
+from jmoe.offload.slot_arrays import dtype_of_stored_bits, with_transposed
 from jmoe.planning.gpu_estimate import TRITON
 from kernels_pallas.add_norm import RouterWeights, add_and_norm
-from kernels_pallas.choose_experts import ChoiceRules, choose_experts
+from kernels_pallas.choose_experts import choose_experts
 from kernels_pallas.compressed import stored_fields
+from kernels_pallas.expert_choices import ChoiceRules, RouterLogits
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
 from kernels_pallas.implementations import Name
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention.rotated_triton import rotate_write_and_attend
+from kernels_pallas.rotary_write import Rotary
 from kernels_pallas.shapes import MODELS, MoEShape
 from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expert
 
 Operands = tuple[object, ...]  # trees of abstract arrays
 TARGETS = ("h200", "a100", "b200", "rtx-4090", "rtx-5090")
+RESULT = RESULTS / "kernels_aot.json"
 
 
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["h200", "a100"])
+    parser.add_argument("--programs", nargs="+", default=[""], help="words of programs' names")
+    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
     return parser.parse_args()
 
 
@@ -216,6 +234,10 @@ def programs(
         for tokens in (64, 256) if in_triton else (64,):  # by choice, sorted
             what = f"experts out of slots, {kind}, {tokens} tokens"
             yield what, *experts_in_slots(shape, kind, implementation, tokens)
+    for tokens in (64, 256):  # in Triton on every GPU that multiplies fp8
+        what = f"experts out of slots, fp8, inputs in fp8, {tokens} tokens"
+        yield what, *experts_in_slots(shape, "fp8", "triton", tokens, fp8_inputs=True)
+    yield "experts out of slots that choose, 64 tokens", *experts_that_choose(shape, 64)
     yield "experts, forward", experts, (of((n, d)), sizes, up, down)
     routing = jax.ShapeDtypeStruct((t, k), jnp.int32), jax.ShapeDtypeStruct((t, k), jnp.float32)
     loss = jax.value_and_grad(partial(moe_loss, shape, implementation), (0, 1, 3))
@@ -290,6 +312,12 @@ def cache_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
             function = partial(paged_attention, scale=1.0, value_dim=e, implementation="triton")
             operands = of(jnp.bfloat16, rows, 1, h, d), k, v, *places
             yield f"{name}'s cache, {rows} tokens", function, operands
+            if v is not None:
+                qkv = of(jnp.bfloat16, rows, 1, (h + 2 * g) * d)
+                rotary = Rotary(np.ones(d // 2, np.float32))
+                rotated = partial(rotate_write_and_attend, rotary=rotary, scale=1.0)
+                what = f"{name}'s cache, {rows} tokens that the kernel rotates and writes"
+                yield what, rotated, (qkv, (k, v), *places)
 
 
 def few_token_programs() -> Iterator[tuple[str, Callable[..., object], Operands]]:
@@ -324,13 +352,16 @@ def route(
     x_TD, h_TD, logits_TE = add_and_norm(x_TD, y_TD, scale_D, 1e-5, bias_D=scale_D, router=router)
     assert logits_TE is not None
     positions_T = jnp.zeros(x_TD.shape[0], jnp.int32)
-    return x_TD, h_TD, *choose_experts(logits_TE, rules, positions_T=positions_T, end=1)
+    logits = RouterLogits(logits_TE, rules, positions_T=positions_T, end=1)
+    return x_TD, h_TD, *choose_experts(logits)
 
 
 def experts_in_slots(
-    shape: MoEShape, kind: str, implementation: Name, t: int
+    shape: MoEShape, kind: str, implementation: Name, t: int, *, fp8_inputs: bool = False
 ) -> tuple[Callable[..., object], Operands]:
-    """Return (function, operands) of experts for t tokens, with two slots an expert."""
+    """Return (function, operands) of experts for t tokens, with two slots an expert. With
+    fp8_inputs slots hold matrices transposed.
+    """
     k = shape.num_experts_per_tok
     d = shape.hidden_size
     f = shape.moe_intermediate_size
@@ -340,6 +371,8 @@ def experts_in_slots(
         shape_KN = (inner, columns)
         bits = {name: (shape_KN, jnp.dtype(jnp.uint16))}
         fields = stored_fields(FORMATS[kind], name, shape_KN) if kind in FORMATS else bits
+        if fp8_inputs:
+            fields = with_transposed(fields, (name,))
         slots |= {
             n: jax.ShapeDtypeStruct((2 * e, *sizes), dtype) for n, (sizes, dtype) in fields.items()
         }
@@ -354,12 +387,26 @@ def experts_in_slots(
         "activation": "swiglu",
         "tile_rows": 64,
         "implementation": implementation,
+        "fp8_inputs": fp8_inputs,
     }
     return partial(add_expert_outputs_by_slot_table, **options), (
         ExpertInputs(*routed),
         slots,
         of(jnp.int32, e),
     )
+
+
+def experts_that_choose(shape: MoEShape, t: int) -> tuple[Callable[..., object], Operands]:
+    """Return (function, operands) of wide experts for t tokens, chosen in their first product."""
+    (_, (routed, slots, table_E)) = experts_in_slots(shape, "wide", "triton", t)
+    assert isinstance(routed, ExpertInputs)
+    rules = ChoiceRules("softmax", shape.num_experts_per_tok, True)
+    logits_TE = jax.ShapeDtypeStruct((t, shape.num_experts), jnp.float32)
+    positions_T = jax.ShapeDtypeStruct((t,), jnp.int32)
+    logits = RouterLogits(logits_TE, rules, positions_T=positions_T, end=1)
+    products = ExpertProducts("swiglu")
+    function = partial(choose_and_apply_experts, products=products, tile_rows=t)
+    return function, (UnchosenInputs(routed.h_TD, logits, None), slots, table_E)
 
 
 def engine_exchange(shape: MoEShape, devices: list[jax.Device], kind: str = "wide") -> JsonObject:
@@ -430,10 +477,12 @@ def main() -> None:
         chosen += [("layers of few tokens", each) for each in few_token_programs()]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
         for name, (what, function, operands) in chosen:
+            if not any(word in what for word in a.programs):
+                continue
             result = compile_for(device, function, operands)
             results.append({"target": target, "shape": name, "program": what, **result})
             print(f"{target} {name} {described(results[-1])}", flush=True)
-    if "h200" in a.targets:
+    if "h200" in a.targets and any(word in "ragged exchange" for word in a.programs):
         devices = ahead_of_time.abstract_gpu_devices("h200", 1, 8)
         for name in a.shapes:
             if MODELS[name].num_experts % len(devices):
@@ -447,7 +496,18 @@ def main() -> None:
                     f"8 x h200 {name} {what}: {result['compile_s']} s, {size:.1f} MiB of"
                     " temporaries"
                 )
+    if a.write:
+        write_rows(results)
     report.finish({"jax": jax.__version__, "programs": results})
+
+
+def write_rows(rows: list[JsonObject]) -> None:
+    """Replace rows of the committed result, or add them."""
+    result = json.loads(RESULT.read_text())
+    now = {"date": f"{date.today()}", "jax": jax.__version__}
+    key = lambda row: (row["target"], row["shape"], row["program"])  # noqa: E731
+    newest = {key(row): row for row in [*result["programs"], *({**row, **now} for row in rows)]}
+    report.write(result | {"programs": list(newest.values())}, RESULT)
 
 
 if __name__ == "__main__":

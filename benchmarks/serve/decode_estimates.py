@@ -251,6 +251,7 @@ def main() -> None:
     rows = []
     kinds = itertools.product(a.models, a.targets, a.attention, a.kv_cache_dtypes)
     for model, target, attention, cache in kinds:
+        jax.clear_caches()  # functions that were traced for another GPU have its kernels
         compiled: dict[Any, Any] = {}
         for sizes in itertools.product(a.batches, a.contexts):
             step = model, target, attention, cache, *sizes

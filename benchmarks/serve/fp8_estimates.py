@@ -31,6 +31,8 @@ from jmoe.runtime import hide_devices
 if __name__ == "__main__":
     hide_devices()
 
+import jax
+
 from benchmarks.lib import ahead_of_time, report
 from benchmarks.serve.decode_estimates import make_estimator
 from jmoe.config.engine import EngineConfig
@@ -77,8 +79,11 @@ def main() -> None:
     a = parser.parse_args()
     if ahead_of_time.skip_without_cuda_libraries():
         return
-    kinds = itertools.product(a.targets, STEPS, INPUTS)
-    rows = [report.progress(estimate(*kind)) for kind in kinds]
+    rows = []
+    for target in a.targets:
+        jax.clear_caches()  # functions that were traced for another GPU have its kernels
+        kinds = itertools.product([target], STEPS, INPUTS)
+        rows += [report.progress(estimate(*kind)) for kind in kinds]
     result = {
         "benchmark": "steps with inputs in fp8 on GPUs that are not here: estimated, not measured",
         "command": "python benchmarks/serve/fp8_estimates.py --write",
@@ -86,8 +91,8 @@ def main() -> None:
         "machine": "CPU cores alone: compiled with the CUDA 13 libraries, run nowhere",
         "notes": [
             "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch;"
-            " the share that Triton's grouped_matmul reaches of the FP8 rate (0.7) is assumed, as of"
-            " the bfloat16 rate",
+            " the share that grouped_matmul in Triton reaches of the FP8 rate (0.7) is assumed, as"
+            " of the bfloat16 rate",
             "exact: on an H100 the kernel for Hopper, which decodes experts in shared memory; on an"
             " RTX 4090 the one in Triton, which decodes in registers",
         ],

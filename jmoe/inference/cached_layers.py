@@ -15,7 +15,7 @@ W blocks of a table
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from jmoe.models.functional import ModuleStructure
 from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.implementations import Name, default_implementations, first_supported
 
+# (x + attention [P, C, D], cache, output of a dense MLP or inputs of experts)
+Routed = tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]
 Arrays = tuple[jax.Array, ...]  # of a module, as `functional.split` returns them
 
 
@@ -183,7 +185,7 @@ def attend_and_route_local(
     adapters: LayerAdapters | None = None,
     *,
     chooses: bool = True,
-) -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]:
+) -> Routed:
     """Run a block without its experts; return (x + attention [P, C, D], cache, y).
 
     y is the dense MLP's output [T, D], or the inputs of a block's experts: `UnchosenInputs` if not
@@ -196,10 +198,10 @@ def attend_and_route_local(
     if adapters is not None:
         adapters.install(block, places.positions_PC.size)
 
-    def by_xla() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs]:
+    def by_xla() -> Routed:
         return _attend_and_route_in_xla(block, cache, hidden, places, layer_runner)
 
-    def by_kernels() -> tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]:
+    def by_kernels() -> Routed:
         if adapters is not None:
             raise NotImplementedError("LoRA adapters")
         cached = CachedAttention(cache, places)
@@ -212,10 +214,8 @@ def attend_and_route_local(
         return by_xla()
     if not few_tokens.fit_few_token_kernels(places.positions_PC.size):
         return by_xla()
-    forms: list[tuple[str, Callable[[], Any]]] = [("triton", by_kernels), ("xla", by_xla)]
-    found: tuple[jax.Array, LayerCache, jax.Array | ExpertInputs | UnchosenInputs]
-    found = first_supported("layer of few tokens", forms)
-    return found
+    forms: list[tuple[str, Callable[[], Routed]]] = [("triton", by_kernels), ("xla", by_xla)]
+    return first_supported("layer of few tokens", forms)
 
 
 def _attend_and_route_in_xla(

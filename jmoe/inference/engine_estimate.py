@@ -365,10 +365,10 @@ class _StepEstimator:
                 tiles, function, self._products, routed, self._slots, table_E, chosen=chosen
             )
             parts.append(("experts", config.num_moe_layers, mlp))
-        found = Hidden(x_PCD, y)
-        if routed is not None and jax.tree.structure(found) != jax.tree.structure(hidden):
-            return self._estimate_layers(batch, found, context)  # as after another layer
-        return found, parts
+        output = Hidden(x_PCD, y)
+        if routed is not None and jax.tree.structure(output) != jax.tree.structure(hidden):
+            return self._estimate_layers(batch, output, context)  # as after another layer
+        return output, parts
 
     def _estimate_layers_of_single_tokens(
         self, batch: TokenBatch, hidden: Hidden, context: int

@@ -46,7 +46,7 @@ def attend_and_route(
     """
     # imported on first use: needs Pallas' Triton backend
     from kernels_pallas.add_norm import RouterWeights, add_and_norm
-    from kernels_pallas.choose_experts import choose_experts
+    from kernels_pallas.choose_experts import TokenChoice, choose_experts
 
     _check_kernels_support(block)
     (x_PCD, added_TD), options = hidden, dict[str, Any](interpret=interpret)
@@ -75,6 +75,7 @@ def attend_and_route(
             padding_position,
         )
         if not chooses:
+            TokenChoice.from_logits(logits)  # raises for what no kernel chooses
             has_shared = block.shared_expert is not None
             shared_TD = block.shared_output(h_TD) if has_shared else None
             return x_TD.reshape(shape), UnchosenInputs(h_TD, logits, shared_TD)

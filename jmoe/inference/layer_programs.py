@@ -206,10 +206,11 @@ def apply_layers(
                 y = _add_experts_in_slots(static, y, slots, table_E)
             elif isinstance(y, UnchosenInputs):
                 assert isinstance(slots, dict)
-                y = choose_and_apply_experts(
-                    y, slots, tables[len(choices)], products=static.products
+                operands, tile_rows = (slots, tables[len(choices)]), y.h_TD.shape[0]
+                y, idx_TK = choose_and_apply_experts(
+                    y, *operands, products=static.products, tile_rows=tile_rows
                 )
-                choices.append(y.idx_TK)
+                choices.append(idx_TK)
             hidden = Hidden(x_PCD, y)
             if static.layout is None:
                 hidden = lax.optimization_barrier(hidden)

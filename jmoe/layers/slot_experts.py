@@ -11,6 +11,7 @@ a tile, A experts of a bundle, D hidden, F expert hidden, U = 2F (SwiGLU) or F.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -250,31 +251,37 @@ def choose_and_apply_experts(
     table_E: jax.Array,
     *,
     products: ExpertProducts,
+    tile_rows: int,
     interpret: bool = False,
-) -> WeightedOutputs:
-    """Return `expert_outputs_by_slot_table` of tokens whose experts are not chosen yet, for few
-    tokens on an NVIDIA GPU.
+) -> tuple[jax.Array | WeightedOutputs, jax.Array]:
+    """Return (`expert_outputs_by_slot_table` of tokens whose experts are not chosen yet; the chosen
+    experts [T, K]), for few tokens on an NVIDIA GPU.
 
     The first product's kernel chooses, or a kernel of its own where comparing experts with each
-    other does not suffice. Raises NotImplementedError for operands that neither supports.
+    other does not suffice.
     """
-    triton = import_module(MODULES["triton"])
-    choose_experts = import_module("kernels_pallas.choose_experts").choose_experts
     h_TD, logits, y_TD = unchosen
-    operands, num_experts = (slots, table_E), table_E.shape[0]
+    num_experts = table_E.shape[0]
 
-    def in_product() -> WeightedOutputs:
-        rows, idx_TK, weights_TK = triton.mlp_of_logits(
-            h_TD, logits, *operands, interpret=interpret, **products._asdict()
+    def in_product() -> tuple[jax.Array | WeightedOutputs, jax.Array]:
+        # imported on first use: the import takes a second
+        mlp_of_logits = import_module(MODULES["triton"]).mlp_of_logits
+        rows, idx_TK, weights_TK = mlp_of_logits(
+            h_TD, logits, slots, table_E, interpret=interpret, **products._asdict()
         )
-        return WeightedOutputs(rows, weights_TK, idx_TK, y_TD, num_experts)
+        return WeightedOutputs(rows, weights_TK, idx_TK, y_TD, num_experts), idx_TK
 
-    def before() -> WeightedOutputs:
+    def before() -> tuple[jax.Array | WeightedOutputs, jax.Array]:
+        choose_experts = import_module("kernels_pallas.choose_experts").choose_experts
         idx_TK, weights_TK = choose_experts(logits, interpret=interpret)
-        rows = triton.mlp_of_choices(
-            h_TD, idx_TK, *operands, interpret=interpret, **products._asdict()
+        added_TD = jnp.zeros(h_TD.shape, jnp.float32) if y_TD is None else y_TD
+        routed = ExpertInputs(h_TD, idx_TK, weights_TK, added_TD)
+        outputs = expert_outputs_by_slot_table(
+            routed, slots, table_E, products=products, tile_rows=tile_rows
         )
-        return WeightedOutputs(rows, weights_TK, idx_TK, y_TD, num_experts)
+        if isinstance(outputs, WeightedOutputs):  # which need no zeros
+            outputs = replace(outputs, y_TD=y_TD)
+        return outputs, idx_TK
 
     candidates = [("the product's kernel", in_product), ("a kernel of its own", before)]
     return first_supported("choice of experts", candidates)

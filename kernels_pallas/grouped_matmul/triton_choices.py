@@ -83,7 +83,7 @@ def choose_and_multiply(
     Each program finds its tile's expert, and the tokens that chose it, by comparing logits. Raises
     NotImplementedError as `matmul_of_choices`, and for choices by more than such comparisons.
     """
-    choice, choice_operands = TokenChoice.of(logits)
+    choice, choice_operands = TokenChoice.from_logits(logits)
     choice.check_ranks()
     num_tokens, k = x_TD.shape[0], logits.rules.num_choices
     tiles = _tiles_of_choices((num_tokens, k), slots)

@@ -52,7 +52,7 @@ def rotate_write_and_attend(  # noqa: PLR0913  as `rotate_and_write` and `paged_
         raise NotImplementedError(f"{c} tokens a row")
     if v_NGLd.shape != k_NGLd.shape:
         raise NotImplementedError(f"a cache of keys {k_NGLd.shape} and values {v_NGLd.shape}")
-    heads, arrays = NewHeads.of(qkv_PCX, k_NGLd, rotary, bias)
+    heads, arrays = NewHeads.from_columns(qkv_PCX, k_NGLd, rotary, bias)
     queries = jax.ShapeDtypeStruct((p, c, heads.num_heads, d), heads.dtype)
     plan = make_plan(queries, k_NGLd, blocks_PW, d, True, num_splits)
     if plan.num_tiles > 1:

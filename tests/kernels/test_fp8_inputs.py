@@ -2,6 +2,7 @@
 against products group after group.
 """
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from jmoe.layers.slot_experts import (
     ExpertProducts,
     add_expert_outputs_by_slot_table,
 )
+from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas.compressed import compress, decompress
 from kernels_pallas.formats import FP8, INT8
+from kernels_pallas.fp8_dot import fp8_dot
 from kernels_pallas.grouped_matmul import mosaic_gpu, triton
 from kernels_pallas.grouped_matmul.fp8_inputs import (
     E4M3,
@@ -73,6 +76,15 @@ def test_groups_of_inputs_are_rounded_to_their_largest() -> None:
             bound = np.maximum(np.abs(x[n, group]) / 16, peak / 448 * 2**-10) * (1 + 1e-5)
             assert (np.abs(wide[n, group] - x[n, group]) <= bound).all()
     assert np.array_equal(rounded(jnp.asarray(x)), wide)
+
+
+def test_products_of_blocks_have_float32_sums() -> None:
+    """Under `jit` and alone, as in Pallas' interpreter."""
+    a, b = (jnp.asarray(normal(i, 16, 128)).astype(E4M3) for i in (0, 1))
+    expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    for product in (fp8_dot(a, b), jax.jit(fp8_dot)(a, b)):
+        assert product.dtype == jnp.float32
+        assert_close(product, expected, 1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -217,9 +229,13 @@ def test_a_gpus_program_multiplies_e4m3(tokens: int) -> None:
             routed, slots, table, tile_rows=64, **products._asdict()
         )
 
+    operands = routed, slots, of(jnp.int32, e)
     with trace_for_device(gpu("8.9")):
-        traced = jax.jit(experts).trace(routed, slots, of(jnp.int32, e))
+        traced = jax.jit(experts).trace(*operands)
     dtypes = [[x.aval.dtype for x in dot.invars] for dot in products_of(traced.jaxpr)]
-    assert len(dtypes) == 3 and {dtype for pair in dtypes for dtype in pair} == {
-        E4M3
-    }  # gate, up, down
+    # of a gate, an up and a down projection
+    assert len(dtypes) == 3 and {dtype for pair in dtypes for dtype in pair} == {E4M3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
+        _, lowered = lower_for_device(gpu("8.9"), jax.jit(experts), *operands)
+    assert lowered.as_text().count("@__gpu$xla.gpu.triton") >= 2

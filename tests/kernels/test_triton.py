@@ -21,16 +21,18 @@ from jmoe.layers import slot_experts
 from jmoe.layers.low_rank import ExpertAdapters, LowRank
 from jmoe.layers.slot_experts import (
     ExpertInputs,
+    ExpertProducts,
     UnchosenInputs,
     add_expert_outputs_by_slot_table,
     choose_and_apply_experts,
+    sum_outputs,
 )
 from jmoe.run.ahead_of_time import lower_for_device
 from kernels_pallas import grouped_matmul as gm
 from kernels_pallas import token_permute as tp
 from kernels_pallas.choose_experts import choose_experts
 from kernels_pallas.compressed import SCALES, compress, decompress
-from kernels_pallas.expert_choices import ChoiceRules, RouterLogits
+from kernels_pallas.expert_choices import ChoiceRules, RouterLogits, WeightedOutputs
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import reference as gm_reference
 from kernels_pallas.grouped_matmul import triton as gm_triton
@@ -339,16 +341,22 @@ def test_a_product_that_chooses(rules: ChoiceRules, tokens: int, experts: int) -
         9 if tokens > 2 else 100,
     )
     h_TD = normal(8, (tokens, d), jnp.float32)
-    given = {"activation": "swiglu", "interpret": True}
-    ours = choose_and_apply_experts(UnchosenInputs(h_TD, logits, None), slots, table, **given)
+    options: dict[str, Any] = {"products": ExpertProducts("swiglu"), "tile_rows": tokens}
+    unchosen = UnchosenInputs(h_TD, logits, None)
+    outputs, chosen_TK = choose_and_apply_experts(unchosen, slots, table, interpret=True, **options)
     idx_TK, weights_TK = choose_experts(logits, interpret=True)
-    assert np.array_equal(ours.idx_TK, idx_TK)
+    assert np.array_equal(chosen_TK, idx_TK)
     assert (np.asarray(idx_TK)[2:3] == experts).all()  # padding
-    np.testing.assert_array_equal(ours.weights_TK, weights_TK)
+    # experts out of groups are chosen before, and then computed as a CPU does
+    assert isinstance(outputs, WeightedOutputs) == (rules.num_groups == 1)
+    if isinstance(outputs, WeightedOutputs):
+        np.testing.assert_array_equal(outputs.weights_TK, weights_TK)
     routed = ExpertInputs(h_TD, idx_TK, weights_TK, jnp.zeros((tokens, d)))
-    options: dict[str, Any] = {"activation": "swiglu", "tile_rows": 4, "implementation": "xla"}
+    options = {"activation": "swiglu", "tile_rows": 4, "implementation": "xla"}
     assert_close(
-        ours.sum(), add_expert_outputs_by_slot_table(routed, slots, table, **options), 1e-5
+        sum_outputs(outputs),
+        add_expert_outputs_by_slot_table(routed, slots, table, **options),
+        1e-5,
     )
 
 

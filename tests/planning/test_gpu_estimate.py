@@ -200,6 +200,41 @@ def test_attention_over_a_cache_reads_what_rows_attend_to() -> None:
         assert kernel.num_bytes == pytest.approx(2 * 2 * 8 * 64 + out + cached)
 
 
+def test_attention_that_rotates_reads_no_more_of_the_cache_than_it_attends_to() -> None:
+    cache = "u16[99,4,128,64]{3,2,1,0}"
+    call = (
+        "  %t = s32[2,4]{1,0} parameter(0)\n  %p = s32[2,1]{1,0} parameter(1)\n"
+        "  %w = s32[1]{0} parameter(2)\n  %x = bf16[2,1,1024]{2,1,0} parameter(3)\n"
+        f"  %f = f32[32]{{0}} parameter(4)\n  %k = {cache} parameter(5)\n"
+        f"  %v = {cache} parameter(6)\n"
+        f"  %o = (bf16[2,1,8,64]{{3,2,1,0}}, {cache}, {cache}) custom-call(%t, %p, %w, %x, %f, %k,"
+        ' %v), custom_call_target="__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/attention/rotated_attention_kernel/pallas_call"}\n'
+    )
+    (kernel,) = estimate(call, facts=KernelFacts(attended=100)).kernels
+    assert kernel.name == "rotated_attention in Triton"
+    assert kernel.flops == 4 * 2 * 8 * 100 * 64
+    places, columns, out = 4 * (8 + 2 + 1 + 32), 2 * 2 * 1024, 2 * 2 * 8 * 64
+    # the keys and values before, and one token's that are written
+    assert kernel.num_bytes == pytest.approx(places + columns + out + 2 * 101 * 4 * 2 * 2 * 64)
+
+
+def test_products_of_fp8_have_twice_the_rate() -> None:
+    """E4M3 is bytes to the kernel, and slots hold matrices transposed: [experts, outputs, inputs]."""
+    call = (
+        "  %t = s32[3,4]{1,0} parameter(0)\n  %x = TYPE[4096,1024]{1,0} parameter(1)\n"
+        "  %w = u8[4,2048,1024]{2,1,0} parameter(2)\n  %s = f32[4,8,2048]{2,1,0} parameter(3)\n"
+        "  %r = f32[4096,8]{1,0} parameter(4)\n"
+        "  %o = bf16[4096,1024]{1,0} custom-call(%t, %x, %w, %s, %r), custom_call_target="
+        '"__gpu$xla.gpu.triton",'
+        ' metadata={op_name="jit(f)/experts/grouped_matmul_kernel/pallas_call"}\n'
+    )
+    exact, rounded = (estimate(call.replace("TYPE", kind)).kernels[0] for kind in ("bf16", "u8"))
+    assert exact.flops == rounded.flops == 2 * 4096 * 1024 * 2048  # a gate and an up projection
+    launch = RATES.launch_s
+    assert exact.seconds - launch == pytest.approx(2 * (rounded.seconds - launch))
+
+
 def test_attention_to_ranges_of_keys_as_if_rows_were_one_document() -> None:
     meta = (
         'custom_call_target="__gpu$xla.gpu.triton",'
