@@ -168,7 +168,8 @@ class MeshHybridExperts(MeshChosenExperts):
                 raise
             self._shares.record_computed(cold.num_experts * self._host.expert_bytes, seconds)
             out_TD[cold.order_T] = computed_TD[: cold.order_T.size].astype(dtype)
-        outputs, first = [], 0
+        outputs: list[jax.Array] = []
+        first = 0
         where = NamedSharding(self.mesh, BATCH)
         for (rows_MD, _), places in zip(batches, cold.places, strict=True):
             shape, shards = (rows_MD.shape[0] // self.mesh.size, hidden), []

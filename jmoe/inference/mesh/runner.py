@@ -410,7 +410,8 @@ class MeshRunner:
         out = []
         with hybrid.locked_operands(moe_layer) as operands:
             for (n, exchange), batch in zip(shapes, arrived, strict=True):
-                tile_rows = rows_of_tiles(self.mesh, exchange, *chosen[n].shape, num_experts)
+                num_tokens, k = chosen[n].shape
+                tile_rows = rows_of_tiles(self.mesh, exchange, num_tokens, k, num_experts)
                 static = self.mesh, activation, tile_rows
                 out.append(run_rows_on_mesh(*static, *batch, cold.is_cold_NS, *operands))
         from_host = hybrid.wait_for_cold_rows(cold, arrived)
