@@ -121,6 +121,9 @@ class MeshHybridExperts(MeshChosenExperts):
         """Begin to compute the rows of an acquired layer's experts that have no slot, in a thread.
         Waits until the rows are on this process's devices.
         """
+        for x in (x for batch in batches for x in batch):
+            for shard in x.addressable_shards:  # all devices send at once
+                shard.data.copy_to_host_async()
         is_cold = [
             policy.pool.slot_of[self.index.record_numbers(layer, experts)] < 0
             for policy, experts in zip(self._by_device, self._experts.values(), strict=True)
