@@ -137,13 +137,16 @@ def test_states_are_planned_and_announced(caplog: pytest.LogCaptureFixture) -> N
             model_bytes(checkpoint, EngineConfig(max_batch=2, max_seq_len=n, dtype="float32"))
             for n in (8, 64)
         )
+        drafting = EngineConfig(max_batch=2, max_seq_len=8, dtype="float32", speculation="lookup")
+        drafts = model_bytes(checkpoint, drafting)
     assert short.state_bytes == long.state_bytes == planned
+    # after each of the six tokens of a step with drafts, and before them
+    assert 2 * drafts.state_bytes == 7 * planned
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculation": "lookup"}, "speculation = 'lookup': must be off for a model with linear"),
         ({"lora": ("a=b",)}, "lora = .*: must be empty for a model with linear"),
         ({"mesh": EngineMesh(devices=2)}, "mesh.devices = 2: must be 1"),
     ],

@@ -482,7 +482,8 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
     length = checkpoint.choose_sequence_length(options.max_seq_len)
     blocks = replace(options, max_seq_len=length).num_cache_blocks()
     dtype = cache_value_dtype(options, checkpoint.dtype)
-    return empty_caches(config, blocks, dtype, copies, num_rows=options.max_batch)
+    rows = {"num_rows": options.max_batch, "draft_width": options.draft_width}
+    return empty_caches(config, blocks, dtype, copies, **rows)
 
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:
