@@ -16,7 +16,8 @@ D hidden
 
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmoe.config import LINEAR_SIZES, ModelConfig
+from jmoe.config import LINEAR_SIZES, ModelConfig, check
 from jmoe.layers.norm import Norm
 from jmoe.models.announced import AnnouncedCheckpoint
 from jmoe.models.block import Block
@@ -83,6 +84,22 @@ BESIDE_DECODER = TensorNames(
 )
 
 
+def _check_named_layer(
+    fields: JsonObject, stored: Mapping[str, StoredTensor], used: Collection[str]
+) -> None:
+    """Raise ValueError naming what a layer under `mtp.` has and `PredictionLayer` lacks.
+
+    used: the names of the tensors that it reads.
+    """
+    name = "mtp_use_dedicated_embeddings"
+    words = "must be false with speculation = 'mtp'"
+    check(not fields.get(name), name, fields.get(name), words)
+    for name, tensor in stored.items():
+        is_further = re.match(r"mtp\.layers\.[1-9]", name)  # a model's first layer drafts
+        if name.startswith("mtp.") and not is_further and name not in used:
+            raise tensor.error("is unexpected: a prediction layer has no place for it")
+
+
 class JoinAndHead(EmbedAndHead):
     """The modules before and after a prediction layer: the join of hidden states with embeddings,
     and the layer's norm before the decoder's head.
@@ -120,8 +137,8 @@ class PredictionLayer(LazyCheckpoint):
     is_beside_decoder: the layer is one of Qwen3-Next or Qwen3.5, which for longer drafts joins its
     own hidden state behind its last norm, as it does the decoder's.
 
-    Raises ValueError naming the tensor that a checkpoint without such a layer lacks, and as
-    `LazyCheckpoint` does.
+    Raises ValueError naming the tensor that a checkpoint without such a layer lacks, or that such a
+    layer has and this one does not, and as `LazyCheckpoint` does.
     """
 
     def __init__(
@@ -144,6 +161,8 @@ class PredictionLayer(LazyCheckpoint):
                 f" {self._names.w_join!r} of a layer that predicts further tokens"
             )
         tensors = {name: t for name, t in stored.items() if self._is_used(name)}
+        if self.is_beside_decoder:
+            _check_named_layer(fields, stored, tensors.keys())
         super().__init__(
             folder, dtype, expert_dtype, announced=AnnouncedCheckpoint(fields, tensors)
         )

@@ -19,7 +19,7 @@ from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Scheduler
 from jmoe.inference.sequence import Sequence
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
-from jmoe.models.prediction_layer import BESIDE_DECODER, TensorNames
+from jmoe.models.prediction_layer import BESIDE_DECODER, PredictionLayer, TensorNames
 from tests.checkpoint_variants import Tensors, write_variant
 from tests.compiled import compilations
 from tests.model_configs import CHECKPOINTS
@@ -160,6 +160,10 @@ def test_answers_are_those_without_drafts(options: dict[str, Any], predictable: 
             {**MTP, "policy": "experts", "device_bytes": 30_000, "num_speculative_tokens": 5},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {**MTP, "policy": "resident", "native": "off", "accelerator": True},
+            marks=pytest.mark.slow,
+        ),
         {"speculation": "lookup", "policy": "resident", "native": "off"},
         pytest.param(
             {"speculation": "lookup", "policy": "resident", "num_speculative_tokens": 2},
@@ -168,13 +172,16 @@ def test_answers_are_those_without_drafts(options: dict[str, Any], predictable: 
     ],
 )
 def test_states_after_accepted_tokens_go_on(
-    options: dict[str, Any], predictable_states: Path
+    options: dict[str, Any], predictable_states: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of gated delta networks: tokens are those without drafts, wherever drafts end; a row that
     another sequence takes begins anew.
     """
+    options = dict(options)
     if options.get("native") == "on":
         needs_compiler()
+    if options.pop("accelerator", False):
+        run_as_on_accelerator(monkeypatch)
     drafting = "speculation", "num_speculative_tokens"
     plain = {name: value for name, value in options.items() if name not in drafting}
     with open_engine(predictable_states, **plain) as engine:
@@ -310,6 +317,25 @@ def test_models_without_such_a_layer_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         open_engine(CHECKPOINTS / family, **options)
+
+
+def test_other_layers_beside_a_decoder_are_refused(tmp_path: Path) -> None:
+    """An embedding of their own, and tensors without a place; further layers are not read."""
+    further = "mtp.layers.1.input_layernorm.weight"
+    unknown = "mtp.hc_head.weight"
+
+    def open_variant(name: str, *tensors: str, **fields: Any) -> None:
+        ones = dict.fromkeys(tensors, np.ones(4, np.float32))
+        folder = write_variant(
+            PREDICTING / "qwen3_next", tmp_path / name, lambda made: made | ones, **fields
+        )
+        PredictionLayer(folder, "float32").close()
+
+    open_variant("further", further)
+    with pytest.raises(ValueError, match="is unexpected: a prediction layer has no place"):
+        open_variant("unknown", further, unknown)
+    with pytest.raises(ValueError, match="mtp_use_dedicated_embeddings = True: must be false"):
+        open_variant("dedicated", mtp_use_dedicated_embeddings=True)
 
 
 def test_options_that_drafts_do_not_take_are_refused() -> None:
