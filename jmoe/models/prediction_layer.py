@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import flax.nnx as nnx
 import jax
@@ -177,8 +177,9 @@ class PredictionLayer(LazyCheckpoint):
         """Return the configuration of a decoder of one layer, with attention and experts."""
         if not self.is_beside_decoder:
             return model_config(fields | {"num_hidden_layers": 1, "first_k_dense_replace": 0})
-        alone = {"num_hidden_layers": 1, "layer_types": (), "linear_projections_by_head": False}
-        return replace(model_config(fields), **alone, **dict.fromkeys(LINEAR_SIZES, 0))
+        alone: dict[str, Any] = dict.fromkeys(LINEAR_SIZES, 0)
+        alone |= {"num_hidden_layers": 1, "layer_types": (), "linear_projections_by_head": False}
+        return replace(model_config(fields), **alone)
 
     def _list_parameters(self, stored: Mapping[str, StoredTensor]) -> list[Parameter]:
         """Return the parameters of the layer and those around it, with the names of its tensors."""
