@@ -169,7 +169,7 @@ class EngineConfig:
     # drafts of a sequence's next tokens, which one step verifies together; the tokens are those of
     # steps without drafts. lookup: what followed the last earlier occurrence of the sequence's
     # latest tokens (vLLM's ngram); mtp: what the checkpoint's layer for multi-token prediction
-    # predicts (DeepSeek-V3, GLM-4.5); off: no drafts
+    # predicts (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5); off: no drafts
     speculation: Speculation = "off"
     # maximum tokens of a draft; None: 5 with lookup, 1 with mtp
     num_speculative_tokens: int | None = None

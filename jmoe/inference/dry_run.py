@@ -124,8 +124,9 @@ def _busiest_device_decode_step(
     caches = jax.eval_shape(lambda: make_mesh_caches(checkpoint, options))
     for layer, cache in zip(config.layers, caches, strict=True):
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache)]
-        if isinstance(cache, DeltaCache):  # a row's states, of two kept, are read and written
-            cache_bytes += own_rows * sum(sizes) / options.max_batch
+        if isinstance(cache, DeltaCache):  # a row's state is read, and the next one written
+            kept = cache.memory_NMHde.shape[0]
+            cache_bytes += own_rows * 2 * sum(sizes) / kept / options.max_batch
             continue
         attended = context if layer.window is None else min(context, layer.window)
         cache_bytes += own_rows * attended * sum(sizes) / positions

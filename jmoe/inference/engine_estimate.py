@@ -308,9 +308,8 @@ class _StepEstimator:
         """Return the shapes of each layer's cache or states."""
         options = self._options
         sizes = options.num_cache_blocks(), cache_value_dtype(options, self._dtype)
-        return jax.eval_shape(
-            lambda: empty_caches(self._config, *sizes, num_rows=options.max_batch)
-        )
+        make = partial(empty_caches, num_rows=options.max_batch, draft_width=options.draft_width)
+        return jax.eval_shape(lambda: make(self._config, *sizes))
 
     def _estimate_layers(
         self, batch: TokenBatch, hidden: Hidden, context: int

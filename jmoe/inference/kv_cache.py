@@ -90,11 +90,13 @@ def empty_caches(
     head_copies: int = 1,
     *,
     num_rows: int = 0,
+    draft_width: int = 1,
 ) -> list[LayerCache]:
     """Return zeroed caches of `num_blocks` blocks, one cache for each layer; for a gated delta
     network the states of `num_rows` rows.
 
-    head_copies: how often every key/value head is repeated.
+    head_copies: how often every key/value head is repeated. draft_width: tokens a row of a step
+    with drafts, 1 without speculation.
     """
     assert num_rows or not config.has_linear_attention, "states belong to rows"
     stored = stored_dtype(dtype)
@@ -104,7 +106,7 @@ def empty_caches(
         heads, dims = config.num_key_value_heads, [config.dim_per_head] * 2
     shapes = [(num_blocks, heads * head_copies, BLOCK, dim) for dim in dims]
     return [
-        empty_delta_cache(config, num_rows)
+        empty_delta_cache(config, num_rows, draft_width)
         if layer.kind == "linear_moe"
         else KVCache(*(jnp.zeros(shape, stored) for shape in shapes))
         for layer in config.layers

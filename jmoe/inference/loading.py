@@ -197,7 +197,6 @@ def _check_linear_attention(checkpoint: LazyCheckpoint, options: EngineConfig) -
     beside = "for a model with linear_attention layers"
     several = _uses_several_devices(options)
     check(not several, "mesh.devices", options.mesh.devices, f"must be 1, in one process, {beside}")
-    check(options.speculation == "off", "speculation", options.speculation, f"must be off {beside}")
     check(not options.lora, "lora", options.lora, f"must be empty {beside}")
 
 
@@ -287,6 +286,7 @@ def _make_runner_on_one_device(
             options.num_cache_blocks(),
             cache_value_dtype(options, dtype),
             num_rows=options.max_batch,
+            draft_width=options.draft_width,
         ),
         jax.devices()[0],
     )

@@ -70,13 +70,22 @@ class _Rows(NamedTuple):
 class TokenPredictor:
     """Runs a prediction layer after each step, and gives its tokens to the sequences' drafts."""
 
-    def __init__(self, model: ModelRunner, layer: ModelRunner, max_drafted: int) -> None:
+    def __init__(
+        self,
+        model: ModelRunner,
+        layer: ModelRunner,
+        max_drafted: int,
+        *,
+        joins_normed: bool = False,
+    ) -> None:
         """Start without hidden states.
 
         model: the runner of the decoder. layer: that of the layer, whose `embed_and_head` is a
-        `JoinAndHead`.
+        `JoinAndHead`. joins_normed: whether the layer joins its own hidden states behind its last
+        norm.
         """
         self._model, self._layer, self._max_drafted = model, layer, max_drafted
+        self._joins_normed = joins_normed
         self._step: list[tuple[ChunkGroup, jax.Array]] = []
 
     def record_hidden_states(
@@ -164,6 +173,8 @@ class TokenPredictor:
             (output,) = self._layer.forward([batch._replace(previous_PCD=hidden_PCD)])
             logits_PV = self._layer.logits(output, at_P)
             tokens_P, hidden_PCD = _most_likely_and_hidden(logits_PV, output.x_PCD, at_P)
+            if self._joins_normed:
+                hidden_PCD = _apply_last_norm(*self._layer.embed_and_head, hidden_PCD)
             drafted.append(tokens_P)
         return drafted
 
@@ -239,4 +250,5 @@ def load_predictor(
         native=model.native,
         draft_width=options.draft_width,
     )
-    return TokenPredictor(model, runner, options.draft_width - 1)
+    drafted = options.draft_width - 1
+    return TokenPredictor(model, runner, drafted, joins_normed=layer.is_beside_decoder)

@@ -21,6 +21,7 @@ from jmoe.layers.experts import affine, normal_parameter
 from jmoe.layers.gated_delta_rule import (
     DeltaTokens,
     chunked_delta_rule,
+    delta_rule_states,
     delta_rule_step,
 )
 from jmoe.layers.norm import Norm
@@ -184,15 +185,38 @@ class GatedDeltaNet(nnx.Module):
 
         real_BS: bool, False for padding, which lies after the other tokens of its row.
         """
+        projected, tokens, joined_BSJ = self._tokens_after(x_BSD, state, real_BS)
+        rule = delta_rule_step if x_BSD.shape[1] == 1 else chunked_delta_rule
+        out_BSHe, memory = rule(tokens, state.memory)
+        count_B = real_BS.sum(axis=1, dtype=jnp.int32)
+        last = count_B[:, None] + jnp.arange(state.conv.shape[1])
+        conv = jnp.take_along_axis(joined_BSJ, last[..., None], axis=1)
+        y_BSD = self._output(out_BSHe, projected, x_BSD.dtype)
+        return y_BSD, DeltaState(conv.astype(state.conv.dtype), memory)
+
+    def continue_by_token(
+        self, x_BSD: jax.Array, state: DeltaState, real_BS: jax.Array
+    ) -> tuple[jax.Array, DeltaState]:
+        """Return (float32 [B, S, D], the states after each token) of tokens after `state`, computed
+        one after the other as if each ran alone. The states have an axis S behind B.
+
+        real_BS: as for `continue_from`.
+        """
+        projected, tokens, joined_BSJ = self._tokens_after(x_BSD, state, real_BS)
+        out_BSHe, memory = delta_rule_states(tokens, state.memory)
+        after = jnp.arange(x_BSD.shape[1])[:, None] + 1
+        conv = joined_BSJ[:, after + jnp.arange(state.conv.shape[1])]
+        y_BSD = self._output(out_BSHe, projected, x_BSD.dtype)
+        return y_BSD, DeltaState(conv.astype(state.conv.dtype), memory)
+
+    def _tokens_after(
+        self, x_BSD: jax.Array, state: DeltaState, real_BS: jax.Array
+    ) -> tuple[_Projected, DeltaTokens, jax.Array]:
+        """Return (the projections of tokens after `state`, the rule's inputs, the convolution's
+        inputs with those of the state in front).
+        """
         projected = self._project(x_BSD)
         before = state.conv.astype(x_BSD.dtype)
         conv_BSJ = causal_convolution(projected.mixed_BSJ, self.w_conv[...], before)
         tokens = self._tokens(projected, conv_BSJ, real_BS)
-        rule = delta_rule_step if x_BSD.shape[1] == 1 else chunked_delta_rule
-        out_BSHe, memory = rule(tokens, state.memory)
-        joined = jnp.concatenate([before, projected.mixed_BSJ], axis=1)
-        count_B = real_BS.sum(axis=1, dtype=jnp.int32)
-        last = count_B[:, None] + jnp.arange(before.shape[1])
-        conv = jnp.take_along_axis(joined, last[..., None], axis=1)
-        y_BSD = self._output(out_BSHe, projected, x_BSD.dtype)
-        return y_BSD, DeltaState(conv.astype(state.conv.dtype), memory)
+        return projected, tokens, jnp.concatenate([before, projected.mixed_BSJ], axis=1)

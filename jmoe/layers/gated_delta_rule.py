@@ -71,6 +71,25 @@ def delta_rule_step(tokens: DeltaTokens, state_BHde: jax.Array) -> tuple[jax.Arr
     return out_BHe[:, None], state_BHde
 
 
+def delta_rule_states(tokens: DeltaTokens, state_BHde: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (output float32 [B, S, H, e], float32 [B, S, H, d, e], the state after each token),
+    token by token.
+    """
+    if tokens.q_BSGd.shape[1] == 1:
+        out, state = delta_rule_step(tokens, state_BHde)
+        return out, state[:, None]
+
+    def one_token(
+        state: jax.Array, token: DeltaTokens
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        out, state = _delta_step_float32(token, state)
+        return state, (out, state)
+
+    in_order = jax.tree.map(lambda x: x.swapaxes(0, 1), tokens)
+    _, (out, states) = lax.scan(one_token, state_BHde.astype(jnp.float32), in_order)
+    return out.swapaxes(0, 1), states.swapaxes(0, 1)
+
+
 def recurrent_delta_rule(tokens: DeltaTokens, state_BHde: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (output float32 [B, S, H, e], state float32 [B, H, d, e]), token by token."""
 

@@ -53,7 +53,7 @@ from jmoe.models.weights import (
     flatten_by_path,
     list_parameters,
 )
-from jmoe.types import PyTree
+from jmoe.types import JsonObject, PyTree
 from kernels_pallas.compressed import SCALES, compress, stored_fields
 from kernels_pallas.formats import FORMATS, MXFP4, Format
 
@@ -143,7 +143,7 @@ class LazyCheckpoint(Closing):
         self._given_dtypes = dtype, expert_dtype
         fields = read_config(folder) if announced is None else announced.fields
         self.folder, self.fields = folder, fields
-        self.config: ModelConfig = model_config(fields)
+        self.config: ModelConfig = self._read_config(fields)
         check(
             self.config.num_moe_layers > 0,
             "num_experts",
@@ -164,6 +164,10 @@ class LazyCheckpoint(Closing):
         self.expert_format = FORMATS.get(expert_dtype) if expert_dtype else self.stored_format
         self._cache_exponents: dict[int, Exponents] = {}
         self._check_inputs_fill_blocks(expert_dtype)
+
+    def _read_config(self, fields: JsonObject) -> ModelConfig:
+        """Return the configuration that the fields of `config.json` describe."""
+        return model_config(fields)
 
     def apply_cache_scales(self) -> str:
         """Let layers that are loaded from now on have the scales of the checkpoint's keys and

@@ -121,6 +121,9 @@ class MeshHybridExperts(MeshChosenExperts):
         """Begin to compute the rows of an acquired layer's experts that have no slot, in a thread.
         Waits until the rows are on this process's devices.
         """
+        for x in (x for batch in batches for x in batch):
+            for shard in x.addressable_shards:  # all devices send at once
+                shard.data.copy_to_host_async()
         is_cold = [
             policy.pool.slot_of[self.index.record_numbers(layer, experts)] < 0
             for policy, experts in zip(self._by_device, self._experts.values(), strict=True)
@@ -168,7 +171,8 @@ class MeshHybridExperts(MeshChosenExperts):
                 raise
             self._shares.record_computed(cold.num_experts * self._host.expert_bytes, seconds)
             out_TD[cold.order_T] = computed_TD[: cold.order_T.size].astype(dtype)
-        outputs, first = [], 0
+        outputs: list[jax.Array] = []
+        first = 0
         where = NamedSharding(self.mesh, BATCH)
         for (rows_MD, _), places in zip(batches, cold.places, strict=True):
             shape, shards = (rows_MD.shape[0] // self.mesh.size, hidden), []

@@ -66,39 +66,46 @@ def run_together(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) 
 
 
 @pytest.mark.parametrize(
-    "native", ["on", *(pytest.param(n, marks=pytest.mark.slow) for n in ("accelerator", "off"))]
+    "native",
+    ["on", *(pytest.param(n, marks=pytest.mark.slow) for n in ("accelerator", "off", "drafts"))],
 )
 def test_no_step_changes_another_sequence(
     native: str, long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps in common, chunks of prompts, preemption and steps that ran ahead in vain give each
-    request the tokens that it gets alone, in a row that others have used.
+    """Steps in common, chunks of prompts, preemption, steps that ran ahead in vain and drafts give
+    each request the tokens that it gets alone, in a row that others have used.
     """
-    if native == "on":
+    drafting: dict[str, Any] = {"speculation": "lookup"} if native == "drafts" else {}
+    if native in ("on", "drafts"):
+        native = "on"
         needs_compiler()
     elif native == "accelerator":
         native = "off"
         run_as_on_accelerator(monkeypatch)
     monkeypatch.setattr(Scheduler, "_num_sequences_that_may_grow", lambda *_: 0)
     asked, options = requests(12), {"policy": "resident", "native": native}
-    with tiny_engine(long_model, **SIZES, cache_tokens=5 * 128, **options) as engine:
+    with tiny_engine(long_model, **SIZES, cache_tokens=5 * 128, **options, **drafting) as engine:
         together = run_together(engine, asked)
         stats = engine.scheduler_stats()
         assert stats.preemptions > 0
+        assert not drafting or 0 < engine.stats().accepted < engine.stats().drafted
     with tiny_engine(long_model, **SIZES, **options) as engine:
         for sequence, (prompt, sampling) in zip(together, asked, strict=True):
             (alone,) = engine.generate([prompt], sampling)
             assert sequence.output_token_ids == alone.token_ids
 
 
-def test_a_conversation_continues_in_the_row_of_its_last_turn(long_model: Path) -> None:
+@pytest.mark.parametrize("speculation", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
+def test_a_conversation_continues_in_the_row_of_its_last_turn(
+    speculation: str, long_model: Path
+) -> None:
     """Only its new tokens run, with the log-probabilities of the whole text; another text that
     begins alike shares nothing, and a row that another sequence has taken is computed again.
     """
     rng = random.Random(7)
     first, further = ([rng.randrange(3, 64) for _ in range(n)] for n in (140, 9))
     asked: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": 1}
-    options = {"policy": "resident", "native": "off"}
+    options = {"policy": "resident", "native": "off", "speculation": speculation}
     with tiny_engine(long_model, **SIZES, **options) as engine:
         (turn,) = engine.generate([first], **asked)
         second = first + turn.token_ids + further
@@ -137,13 +144,16 @@ def test_states_are_planned_and_announced(caplog: pytest.LogCaptureFixture) -> N
             model_bytes(checkpoint, EngineConfig(max_batch=2, max_seq_len=n, dtype="float32"))
             for n in (8, 64)
         )
+        drafting = EngineConfig(max_batch=2, max_seq_len=8, dtype="float32", speculation="lookup")
+        drafts = model_bytes(checkpoint, drafting)
     assert short.state_bytes == long.state_bytes == planned
+    # after each of the six tokens of a step with drafts, and before them
+    assert 2 * drafts.state_bytes == 7 * planned
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculation": "lookup"}, "speculation = 'lookup': must be off for a model with linear"),
         ({"lora": ("a=b",)}, "lora = .*: must be empty for a model with linear"),
         ({"mesh": EngineMesh(devices=2)}, "mesh.devices = 2: must be 1"),
     ],

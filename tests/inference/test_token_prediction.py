@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from jmoe.config.engine import EngineConfig, EngineMesh
+from jmoe.inference.delta_states import DeltaCache
 from jmoe.inference.engine import Engine
 from jmoe.inference.loading import model_bytes
 from jmoe.inference.runner import ModelRunner
 from jmoe.inference.runner_protocol import BatchOutput, TokenBatch
 from jmoe.inference.sampling_params import SamplingParams
 from jmoe.inference.scheduler import Scheduler
+from jmoe.inference.sequence import Sequence
 from jmoe.models.lazy_checkpoint import LazyCheckpoint
+from jmoe.models.prediction_layer import BESIDE_DECODER, PredictionLayer, TensorNames
 from tests.checkpoint_variants import Tensors, write_variant
 from tests.compiled import compilations
 from tests.model_configs import CHECKPOINTS
@@ -39,15 +42,16 @@ def made_predictable(tensors: Tensors, noise: float) -> Tensors:
     made = dict(tensors)
     size = made["model.norm.weight"].size
     last = max(int(name.split(".")[2]) for name in made if name.startswith("model.layers."))
-    own = f"model.layers.{last}."
+    is_beside = BESIDE_DECODER.w_join in made
+    names = BESIDE_DECODER if is_beside else TensorNames.behind_decoder(last)
     for name, values in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            made[name] = values * (0 if name.startswith(own) else noise)
-    ones = np.ones_like(made[own + "enorm.weight"])
-    made[own + "enorm.weight"] = ones
-    made[own + "shared_head.norm.weight"] = made["model.norm.weight"]
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            made[name] = values * (0 if name.startswith(names.block) else noise)
+    ones = np.ones_like(made[names.token_norm])
+    made[names.token_norm] = 0 * ones if is_beside else ones  # norms centred at zero, or not
+    made[names.norm] = made["model.norm.weight"]
     joined = np.concatenate([np.eye(size), np.zeros((size, size))], axis=1)
-    made[own + "eh_proj.weight"] = joined.astype(ones.dtype)
+    made[names.w_join] = joined.astype(ones.dtype)
     return made
 
 
@@ -58,11 +62,21 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_variant(source, folder, lambda tensors: made_predictable(tensors, 0.05))
 
 
+@pytest.fixture(scope="module")
+def predictable_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with gated delta networks."""
+    folder = tmp_path_factory.mktemp("predictable states") / "model"
+    source = PREDICTING / "qwen3_next"
+    return write_variant(source, folder, lambda tensors: made_predictable(tensors, 0.05))
+
+
 @pytest.mark.parametrize(
     ("family", "chunk", "native"),
     [
         ("deepseek_v3", 16, "off"),
         ("glm4_moe", 5, "auto"),
+        ("qwen3_next", 5, "auto"),
+        pytest.param("qwen3_5_moe_text", 16, "off", marks=pytest.mark.slow),
         pytest.param("glm4_moe", 16, "off", marks=pytest.mark.slow),
     ],
 )
@@ -134,9 +148,98 @@ def test_answers_are_those_without_drafts(options: dict[str, Any], predictable: 
     assert stats.drafted >= stats.drafts > 20 and 0.1 < stats.accepted_share < 1
 
 
-def test_a_layer_that_is_right_halves_the_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**MTP, "policy": "resident", "native": "on"},
+        pytest.param(
+            {**MTP, "policy": "ring", "ring_slots": 1, "num_speculative_tokens": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**MTP, "policy": "experts", "device_bytes": 30_000, "num_speculative_tokens": 5},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {**MTP, "policy": "resident", "native": "off", "accelerator": True},
+            marks=pytest.mark.slow,
+        ),
+        {"speculation": "lookup", "policy": "resident", "native": "off"},
+        pytest.param(
+            {"speculation": "lookup", "policy": "resident", "num_speculative_tokens": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_states_after_accepted_tokens_go_on(
+    options: dict[str, Any], predictable_states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gated delta networks: tokens are those without drafts, wherever drafts end; a row that
+    another sequence takes begins anew.
+    """
+    options = dict(options)
+    if options.get("native") == "on":
+        needs_compiler()
+    if options.pop("accelerator", False):
+        run_as_on_accelerator(monkeypatch)
+    drafting = "speculation", "num_speculative_tokens"
+    plain = {name: value for name, value in options.items() if name not in drafting}
+    with open_engine(predictable_states, **plain) as engine:
+        expected, steps = answers(engine), engine.stats().steps
+    with open_engine(predictable_states, **options) as engine:
+        assert answers(engine) == expected
+        stats = engine.stats()
+    assert stats.steps < steps
+    assert stats.drafts > 5 and 0.1 < stats.accepted_share < 1
+
+
+def test_the_state_of_each_accepted_token_is_kept(
+    predictable_states: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step the row has the state that single tokens leave, to rounding, at the number
+    of computed tokens modulo the number of states.
+    """
+    prompt, most = PROMPTS[0], 24
+    with open_engine(predictable_states, policy="resident", native="off") as engine:
+        (plain,) = engine.generate([prompt], max_new_tokens=most, ignore_eos=True)
+        tokens = prompt + plain.token_ids
+        states = {}
+        sequence = engine.add_request(prompt, SamplingParams(max_new_tokens=most, ignore_eos=True))
+        while engine.has_unfinished:
+            engine._ahead = None
+            engine.step()
+            if sequence.row is not None:
+                states[sequence.num_computed_tokens] = states_of(engine, sequence)
+    options = {**MTP, "num_speculative_tokens": 3, "policy": "resident", "native": "off"}
+    with open_engine(predictable_states, **options) as engine:
+        sequence = engine.add_request(prompt, SamplingParams(max_new_tokens=most, ignore_eos=True))
+        lengths = []
+        while engine.has_unfinished:
+            engine.step()
+            if sequence.row is not None:
+                lengths.append(sequence.num_computed_tokens)
+                for found, expected in zip(
+                    states_of(engine, sequence), states[lengths[-1]], strict=True
+                ):
+                    scale = np.abs(expected).max()
+                    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * scale)
+    assert sequence.known_token_ids == tokens
+    grown = np.diff(lengths)
+    assert grown.max() > 1 and 0 < engine.stats().accepted_share < 1
+
+
+def states_of(engine: Engine, sequence: Sequence) -> list[np.ndarray]:
+    """Return the states of a running sequence's row after its computed tokens."""
+    caches = [cache for cache in engine._runner.caches if isinstance(cache, DeltaCache)]
+    arrays = [x for cache in caches for x in (cache.conv_NMKJ, cache.memory_NMHde)]
+    assert arrays and sequence.row is not None
+    return [np.asarray(x[sequence.num_computed_tokens % len(x), sequence.row]) for x in arrays]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_a_layer_that_is_right_halves_the_steps(family: str, tmp_path: Path) -> None:
     folder = write_variant(
-        PREDICTING / "glm4_moe", tmp_path / "model", lambda t: made_predictable(t, 0.0)
+        PREDICTING / family, tmp_path / "model", lambda t: made_predictable(t, 0.0)
     )
     for drafted, most in ((1, 17), (4, 9)):
         options = {"num_speculative_tokens": drafted, "native": "off"}
@@ -206,7 +309,7 @@ def test_memory_plans_have_the_layer() -> None:
     [
         ("glm4_moe", MTP, "speculation = 'mtp': must be off or lookup: .*model.layers.4.eh_proj"),
         ("mixtral", MTP, "speculation = 'mtp': must be off or lookup: .*model.layers.2.eh_proj"),
-        ("qwen3_next", MTP, "speculation = 'mtp': must be off for a model with linear_attention"),
+        ("qwen3_next", MTP, "speculation = 'mtp': must be off or lookup: .*tensor 'mtp.fc.weight'"),
     ],
 )
 def test_models_without_such_a_layer_are_refused(
@@ -214,6 +317,25 @@ def test_models_without_such_a_layer_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         open_engine(CHECKPOINTS / family, **options)
+
+
+def test_other_layers_beside_a_decoder_are_refused(tmp_path: Path) -> None:
+    """An embedding of their own, and tensors without a place; further layers are not read."""
+    further = "mtp.layers.1.input_layernorm.weight"
+    unknown = "mtp.hc_head.weight"
+
+    def open_variant(name: str, *tensors: str, **fields: Any) -> None:
+        ones = dict.fromkeys(tensors, np.ones(4, np.float32))
+        folder = write_variant(
+            PREDICTING / "qwen3_next", tmp_path / name, lambda made: made | ones, **fields
+        )
+        PredictionLayer(folder, "float32").close()
+
+    open_variant("further", further)
+    with pytest.raises(ValueError, match="is unexpected: a prediction layer has no place"):
+        open_variant("unknown", further, unknown)
+    with pytest.raises(ValueError, match="mtp_use_dedicated_embeddings = True: must be false"):
+        open_variant("dedicated", mtp_use_dedicated_embeddings=True)
 
 
 def test_options_that_drafts_do_not_take_are_refused() -> None:

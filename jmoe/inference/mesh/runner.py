@@ -410,7 +410,8 @@ class MeshRunner:
         out = []
         with hybrid.locked_operands(moe_layer) as operands:
             for (n, exchange), batch in zip(shapes, arrived, strict=True):
-                tile_rows = rows_of_tiles(self.mesh, exchange, *chosen[n].shape, num_experts)
+                num_tokens, k = chosen[n].shape
+                tile_rows = rows_of_tiles(self.mesh, exchange, num_tokens, k, num_experts)
                 static = self.mesh, activation, tile_rows
                 out.append(run_rows_on_mesh(*static, *batch, cold.is_cold_NS, *operands))
         from_host = hybrid.wait_for_cold_rows(cold, arrived)
@@ -481,7 +482,8 @@ def make_mesh_caches(checkpoint: LazyCheckpoint, options: EngineConfig) -> list[
     length = checkpoint.choose_sequence_length(options.max_seq_len)
     blocks = replace(options, max_seq_len=length).num_cache_blocks()
     dtype = cache_value_dtype(options, checkpoint.dtype)
-    return empty_caches(config, blocks, dtype, copies, num_rows=options.max_batch)
+    rows = {"num_rows": options.max_batch, "draft_width": options.draft_width}
+    return empty_caches(config, blocks, dtype, copies, **rows)
 
 
 def _load_replicated(checkpoint: LazyCheckpoint, mesh: Mesh) -> list[PlacedModule]:

@@ -25,7 +25,7 @@ LINEAR_FIELDS = {
         router_aux_loss_coef layer_types full_attention_interval partial_rotary_factor
         {" ".join(LINEAR_SIZES)}"""
     ),
-    # the state is float32 here too; layers that predict further tokens are not read
+    # the state is float32 here too; layers that predict further tokens change no logits
     **harmless_fields("mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings"),
     "attention_bias": SupportedValues((False,)),
     "attn_output_gate": SupportedValues((True,)),
