@@ -93,6 +93,18 @@ def decoded_matrices(stored: Mapping[str, jax.Array], dtype: DTypeLike) -> dict[
     return matrices
 
 
+def decoded_zeros(stored: Mapping[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Array]:
+    """Return zeros of the shapes of `decoded_matrices`, on the device of the stored arrays."""
+    shapes = jax.eval_shape(partial(decoded_matrices, dtype=dtype), dict(stored))
+    (device,) = next(iter(stored.values())).devices()
+    return {name: jnp.zeros(s.shape, s.dtype, device=device) for name, s in shapes.items()}
+
+
+def is_compressed(stored: Mapping[str, jax.Array]) -> bool:
+    """Return whether stored arrays of experts hold compressed matrices."""
+    return any(name.endswith(SCALES) for name in stored)
+
+
 def without_matrices(tree: PyTree) -> PyTree:
     """Return a tree of parameters without the matrices of experts; their biases stay."""
     kept = {name: w for name, w in experts_of(tree, STACK).items() if name not in MATRICES}

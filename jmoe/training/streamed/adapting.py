@@ -32,7 +32,13 @@ from jmoe.offload.expert_index import ExpertIndex
 from jmoe.offload.frozen_ring import FrozenExpertRing
 from jmoe.offload.residency import ExpertTier, open_expert_store
 from jmoe.offload.slot_arrays import Arrays
-from jmoe.training.frozen_experts import open_frozen_experts, stored_matrices
+from jmoe.training.frozen_experts import (
+    decoded_matrices,
+    decoded_zeros,
+    is_compressed,
+    open_frozen_experts,
+    stored_matrices,
+)
 from jmoe.training.fused.adapting import ADAPTERS, AdapterTrainer, FrozenModel, LayerInputs
 from jmoe.training.gradient_reduction import squared_norms_local
 from jmoe.training.sample_batch import documents_of, sample_totals_local
@@ -71,8 +77,9 @@ class StepValues(NamedTuple):
 class StreamedAdapterTrainer(AdapterTrainer):
     """An `AdapterTrainer` on one device whose model has its experts on the tier `tiers.experts`.
 
-    run: the folder name of the experts' records on the tier nvme. Raises ValueError on several
-    devices.
+    Compressed experts are decoded once a pass for all micro-batches, each layer into the memory of
+    the one before. run: the folder name of the experts' records on the tier nvme. Raises ValueError
+    on several devices.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, run: str = "run") -> None:
@@ -82,11 +89,13 @@ class StreamedAdapterTrainer(AdapterTrainer):
         super().__init__(config, mesh)
         self._run, self._layers = run, config.model.layers
         self.ring: FrozenExpertRing | None = None
+        self._decoded: Arrays | None = None  # of the layer that runs; None if nothing is compressed
         self._filled = 0
         self.progress_counters = lambda: self._filled
         self.evaluation_batches = len(self._layers) * config.gradient_accumulation_steps
         self.step = self._step_streamed  # type: ignore[assignment]
         program = self._program
+        self._decode = program(self._decode_layer, donate=(1,))
         self._split = program(self._split_batch)
         self._embed = program(self.model.embed_tokens)
         self._loss = program(self._loss_and_gradient)
@@ -103,7 +112,8 @@ class StreamedAdapterTrainer(AdapterTrainer):
             specs = tuple(REPLICATED for _ in args)
             return self.shard_over_mesh(body, in_specs=specs, out_specs=REPLICATED)(*args)
 
-        return jax.jit(run, donate_argnums=donate)
+        # a donated argument that is not read must stay, or its memory could not be the result's
+        return jax.jit(run, donate_argnums=donate, keep_unused=bool(donate))
 
     # Experts
 
@@ -149,16 +159,36 @@ class StreamedAdapterTrainer(AdapterTrainer):
 
     @contextmanager
     def _experts_of(self, layer: Layer, results: list[PyTree]) -> Iterator[Arrays]:
-        """Yield the stored arrays of a layer's experts, {} for a dense layer. results: what reads
-        them, which a CPU waits for.
+        """Yield the matrices of a layer's experts, decoded if they are compressed; {} for a dense
+        layer. results: what reads them, which a CPU waits for.
         """
         if layer.kind == "dense":
             yield {}
             return
         with self._open_experts.next_layer(layer.record) as stored:
-            yield stored
-            if self.model.mesh.devices.flat[0].platform == "cpu":
-                jax.block_until_ready(results)
+            if not is_compressed(stored):
+                yield stored
+                self._wait_on_cpu(results)
+                return
+            if self._decoded is None:
+                self._decoded = decoded_zeros(stored, self.model.dtype)
+            self._decoded = self._decode(stored, self._decoded)
+            self._wait_on_cpu(self._decoded)
+        yield self._decoded
+        self._wait_on_cpu(results)
+
+    def _decode_layer(self, stored: Arrays, memory: Arrays) -> Arrays:
+        """Return the decoded matrices of a layer's experts, in the memory of its donated
+        argument.
+        """
+        return decoded_matrices(stored, self.model.dtype)
+
+    def _wait_on_cpu(self, results: PyTree) -> None:
+        """Wait for `results` on a CPU, whose programs read the ring's memory itself. Of a GPU, the
+        programs run in order, and so do the copies into the ring.
+        """
+        if self.model.mesh.devices.flat[0].platform == "cpu":
+            jax.block_until_ready(results)
 
     def close(self) -> None:
         """Stop the threads that copy experts, and close their store."""
