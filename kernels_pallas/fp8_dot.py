@@ -8,6 +8,7 @@ lowering adds the attribute. The caller multiplies few inputs at a time and adds
 float32 itself, as DeepSeek-V3 does every 128 inputs. Ada and Blackwell add in float32 anyway.
 """
 
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -18,12 +19,19 @@ from jax.interpreters import mlir
 
 from kernels_pallas.triton import dot
 
-try:  # JAX exports neither the table of Triton's lowerings nor the types of their operations
-    from jax._src.lib.mlir import ir
-    from jax._src.pallas.triton.lowering import triton_lowering_rules as RULES
-except ImportError:  # a later JAX
-    RULES = None
 
+def _import_lowering() -> Any:
+    """Return JAX's module of Triton lowerings, which it does not export; None if a later JAX has
+    moved it.
+    """
+    try:
+        lowering: Any = import_module("jax._src.pallas.triton.lowering")
+    except ImportError:
+        return None
+    return lowering if hasattr(lowering, "triton_lowering_rules") else None
+
+
+_LOWERING = _import_lowering()
 _ATTRIBUTE = "maxNumImpreciseAcc"
 _fp8_dot = Primitive("fp8_dot")
 
@@ -32,7 +40,7 @@ def fp8_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the float32 product of blocks [M, K] and [N, K] in E4M3, over at most 128 inputs,
     which an instruction may add up with fewer bits.
     """
-    if RULES is None:
+    if _LOWERING is None:
         return dot(a, b, (1, 1))
     product: jax.Array = _fp8_dot.bind(a, b)
     return product
@@ -44,7 +52,7 @@ def _evaluate(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _lower_in_triton(context: Any, a: Any, b: Any) -> Any:
     """Lower the product as `lax.dot_general`, and allow sums of K inputs of fewer bits."""
-    product = RULES[lax.dot_general_p](
+    product = _LOWERING.triton_lowering_rules[lax.dot_general_p](
         context,
         a,
         b,
@@ -54,6 +62,7 @@ def _lower_in_triton(context: Any, a: Any, b: Any) -> Any:
         out_sharding=None,
     )
     num_inputs = context.avals_in[0].shape[1]
+    ir: Any = _LOWERING.ir
     integer = ir.IntegerType.get_signless(32)
     product.owner.attributes[_ATTRIBUTE] = ir.IntegerAttr.get(integer, num_inputs)
     return product
@@ -64,5 +73,5 @@ _fp8_dot.def_abstract_eval(
     lambda a, b: jax.core.ShapedArray((a.shape[0], b.shape[0]), jnp.dtype(jnp.float32))
 )
 mlir.register_lowering(_fp8_dot, mlir.lower_fun(_evaluate, multiple_results=False))
-if RULES is not None:
-    RULES[_fp8_dot] = _lower_in_triton
+if _LOWERING is not None:
+    _LOWERING.triton_lowering_rules[_fp8_dot] = _lower_in_triton

@@ -69,8 +69,9 @@ from kernels_pallas.compressed import stored_fields
 from kernels_pallas.expert_choices import ChoiceRules, RouterLogits
 from kernels_pallas.formats import FORMATS
 from kernels_pallas.grouped_matmul import grouped_matmul, quantized_grouped_matmul
+from kernels_pallas.grouped_matmul.fp8_inputs import has_fp8_products
 from kernels_pallas.grouped_mlp import MLPWeights, grouped_mlp
-from kernels_pallas.implementations import Name
+from kernels_pallas.implementations import Name, trace_for_device
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.rotated_triton import rotate_write_and_attend
 from kernels_pallas.rotary_write import Rotary
@@ -80,6 +81,7 @@ from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expe
 Operands = tuple[object, ...]  # trees of abstract arrays
 TARGETS = ("h200", "a100", "b200", "rtx-4090", "rtx-5090")
 RESULT = RESULTS / "kernels_aot.json"
+INPUTS_IN_FP8 = "inputs in fp8"  # in the name of programs that need FP8 tensor cores
 
 
 def parse() -> argparse.Namespace:
@@ -235,7 +237,7 @@ def programs(
             what = f"experts out of slots, {kind}, {tokens} tokens"
             yield what, *experts_in_slots(shape, kind, implementation, tokens)
     for tokens in (64, 256):  # in Triton on every GPU that multiplies fp8
-        what = f"experts out of slots, fp8, inputs in fp8, {tokens} tokens"
+        what = f"experts out of slots, fp8, {INPUTS_IN_FP8}, {tokens} tokens"
         yield what, *experts_in_slots(shape, "fp8", "triton", tokens, fp8_inputs=True)
     yield "experts out of slots that choose, 64 tokens", *experts_that_choose(shape, 64)
     yield "experts, forward", experts, (of((n, d)), sizes, up, down)
@@ -476,8 +478,10 @@ def main() -> None:
         chosen += [("attention over a cache", each) for each in cache_programs()]
         chosen += [("layers of few tokens", each) for each in few_token_programs()]
         chosen += [(n, each) for n in a.shapes for each in programs(MODELS[n], implementation)]
+        with trace_for_device(device):
+            no_fp8 = not has_fp8_products()
         for name, (what, function, operands) in chosen:
-            if not any(word in what for word in a.programs):
+            if not any(word in what for word in a.programs) or (no_fp8 and INPUTS_IN_FP8 in what):
                 continue
             result = compile_for(device, function, operands)
             results.append({"target": target, "shape": name, "program": what, **result})

@@ -92,7 +92,7 @@ def _apply_layer(
         y = add_expert_outputs_by_slot_table(
             y, experts, table_E, activation=activation, tile_rows=tile_rows, implementation="xla"
         )
-    assert not isinstance(y, UnchosenInputs), "chooses, by default"
+    assert not isinstance(y, UnchosenInputs), "experts are chosen, by default"
     return cache, Hidden(x_PCD, y)
 
 

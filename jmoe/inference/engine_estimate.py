@@ -48,6 +48,7 @@ from jmoe.planning.roofline import distinct_experts
 from jmoe.run import ahead_of_time
 from jmoe.runtime import gpu_memory_fraction
 from jmoe.types import PyTree
+from kernels_pallas.expert_choices import WeightedOutputs
 from kernels_pallas.implementations import trace_for_device
 
 MOST_COSTLY = 5  # number of slowest kernels that an estimate lists
@@ -365,7 +366,8 @@ class _StepEstimator:
             )
             parts.append(("experts", config.num_moe_layers, mlp))
         output = Hidden(x_PCD, y)
-        if routed is not None and jax.tree.structure(output) != jax.tree.structure(hidden):
+        is_weighted = isinstance(output.y_TD, WeightedOutputs)
+        if is_weighted and not isinstance(hidden.y_TD, WeightedOutputs):
             return self._estimate_layers(batch, output, context)  # as after another layer
         return output, parts
 

@@ -96,8 +96,10 @@ def choose_and_multiply(
         arrays, others = refs[:num_arrays], refs[num_arrays:]
         choice_refs, (slot_E, out, idx_out, weights_out) = choice.split((first, *others))
 
+        program = pl.program_id(0)
+
         def write_choice(i: jax.Array, _: None) -> None:
-            token = pl.program_id(0) + i * num_programs
+            token = program + i * num_programs
 
             @pl.when(token < num_tokens)
             def write_token() -> None:

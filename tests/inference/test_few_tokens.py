@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jmoe.config import ModelConfig
-from jmoe.inference import cached_layers
+from jmoe.inference import cached_layers, layer_programs
 from jmoe.inference.cached_layers import (
     UNSHARDED,
     CachedAttention,
@@ -21,10 +21,12 @@ from jmoe.inference.cached_layers import (
 )
 from jmoe.inference.few_tokens import attend_and_route
 from jmoe.inference.kv_cache import BLOCK, KVCache
-from jmoe.layers.slot_experts import ExpertInputs
+from jmoe.inference.runner_protocol import TokenBatch
+from jmoe.layers.slot_experts import ExpertInputs, ExpertProducts
 from jmoe.models.block import Block
 from jmoe.models.functional import split_arrays
 from jmoe.run.ahead_of_time import lower_for_device
+from kernels_pallas.expert_choices import WeightedOutputs
 from tests.arrays import assert_close
 
 ROWS, HIDDEN, EXPERTS, HEADS, SIZE = 3, 64, 12, 2, 16
@@ -122,3 +124,41 @@ def test_a_gpus_program_of_few_tokens(rows: int, kernels: int) -> None:
     count = text.count("@__gpu$xla.gpu.triton")
     assert count == kernels or (rows > 64 and count == kernels + 1)
     assert ("chlo.top_k" in text) == (rows > 64)
+
+
+def test_a_gpus_layer_passes_on_what_the_next_one_adds_up() -> None:
+    """Two sums with norms, attention and its combination, and two products, of which the first
+    chooses; no kernel chooses or adds up alone.
+    """
+    device: Any = SimpleNamespace(platform="gpu", compute_capability="8.9")
+    structure, arrays = split_arrays(block_of())
+    of: Any = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    static = layer_programs.LayerGroupOptions(
+        *((structure,), None, ExpertProducts("swiglu"), jnp.bfloat16, structure),
+        *(False, False, 0),
+    )
+    outputs = WeightedOutputs(
+        of(jnp.bfloat16, ROWS, 3, HIDDEN),
+        *(of(dtype, ROWS, 3) for dtype in (jnp.float32, jnp.int32)),
+        None,
+        EXPERTS,
+    )
+    slots = {
+        "w_up": of(jnp.uint16, EXPERTS, HIDDEN, 64),
+        "w_down": of(jnp.uint16, EXPERTS, 32, HIDDEN),
+    }
+    operands = (
+        (layer_programs.LayerOperands(arrays, None, None),),
+        (KVCache(*[of(jnp.uint16, 600, HEADS, BLOCK, SIZE)] * 2),),
+        (),
+        Hidden(of(jnp.bfloat16, ROWS, 1, HIDDEN), outputs),
+        TokenBatch(of(jnp.int32, ROWS), of(jnp.int32, ROWS, 8), of(jnp.int32, ROWS, 1)),
+        (slots, (of(jnp.int32, EXPERTS),)),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Pallas' Triton backend
+        results, lowered = lower_for_device(device, layer_programs.apply_layers, static, *operands)
+    assert isinstance(results[0].y_TD, WeightedOutputs) and results[0].y_TD.y_TD is None
+    assert results[3].shape == (1, ROWS, 3)
+    text = lowered.as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 6 and "top_k" not in text

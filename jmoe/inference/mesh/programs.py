@@ -45,7 +45,7 @@ from jmoe.inference.cached_layers import (
 from jmoe.inference.kv_cache import KVCache, LayerCache
 from jmoe.inference.mesh.dense_layout import RowLayout, broadcast_from_local
 from jmoe.layers.experts import SLOT_MULTIPLE, batched_rows_per_expert
-from jmoe.layers.slot_experts import ExpertInputs, grouped_mlp_from_slots
+from jmoe.layers.slot_experts import ExpertInputs, UnchosenInputs, grouped_mlp_from_slots
 from jmoe.mesh import BATCH, EXPERT, REPLICATED
 from jmoe.models.functional import ModuleStructure
 from jmoe.offload.slot_arrays import as_mlp_weights
@@ -154,6 +154,7 @@ def attend_and_route_on_mesh(
             CachePlaces(blocks, at, window),
             layers,
         )
+        assert not isinstance(y, UnchosenInputs), "experts are chosen, by default"
         if not isinstance(y, ExpertInputs):
             return x_PCD, cache, y
         return x_PCD, cache, GateOutput(y, lax.all_gather(y.idx_TK, EXPERT, tiled=True))

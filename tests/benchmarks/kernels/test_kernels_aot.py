@@ -13,7 +13,10 @@ installed = any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
 @pytest.mark.skipif(installed, reason="the CUDA libraries are installed here")
-@pytest.mark.parametrize("program", ["kernels/aot", "train/estimates", "serve/decode_estimates"])
+@pytest.mark.parametrize(
+    "program",
+    ["kernels/aot", "train/estimates", "serve/decode_estimates", "serve/fp8_estimates"],
+)
 def test_without_the_cuda_libraries(
     run_python: Callable[..., subprocess.CompletedProcess[str]], program: str
 ) -> None:
@@ -41,7 +44,8 @@ def test_compiles_for_gpus_that_are_not_here(
     }
     assert {p["target"] for p in programs} >= set(targets)
     others = [p for p in programs if p["target"] != "h200" and p["shape"] == "tiny"]
-    assert len(others) == 2 * 7 and all(p["triton_kernels"] for p in others)
+    assert len(others) == 17 + 19 and all(p["triton_kernels"] for p in others)
+    assert {p["target"] for p in others if "inputs in fp8" in p["program"]} == {"rtx-5090"}
     attention = [p["cudnn"] for p in programs if p["shape"] == "attention"]
     assert attention == (4 + 2 * 3) * [["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]]
     within = [p for p in programs if p["shape"] == "attention within documents"]
