@@ -202,7 +202,7 @@ class HybridExperts(ChosenExperts):
             raise
         num_bytes = np.unique(idx_TK[is_cold]).size * self.host.expert_bytes
         self.host_bytes_per_s = _smoothed_rate(self.host_bytes_per_s, num_bytes / seconds)
-        sum_TD: jax.Array = _sum(y_TD, jax.device_put(cold_TD, routed.y_TD.device))
+        sum_TD: jax.Array = _sum(y_TD, jax.device_put(cold_TD, routed.h_TD.device))
         return sum_TD
 
     def close(self) -> None:
