@@ -81,6 +81,7 @@ from kernels_pallas.token_permute import RowMap, combine, dispatch, sort_by_expe
 Operands = tuple[object, ...]  # trees of abstract arrays
 TARGETS = ("h200", "a100", "b200", "rtx-4090", "rtx-5090")
 RESULT = RESULTS / "kernels_aot.json"
+LATER_ROWS = "a row with a date of its own was compiled then, by the JAX that it names"
 INPUTS_IN_FP8 = "inputs in fp8"  # in the name of programs that need FP8 tensor cores
 
 
@@ -511,7 +512,8 @@ def write_rows(rows: list[JsonObject]) -> None:
     now = {"date": f"{date.today()}", "jax": jax.__version__}
     key = lambda row: (row["target"], row["shape"], row["program"])  # noqa: E731
     newest = {key(row): row for row in [*result["programs"], *({**row, **now} for row in rows)]}
-    report.write(result | {"programs": list(newest.values())}, RESULT)
+    notes = [*result["notes"], *({LATER_ROWS} - set(result["notes"]))]
+    report.write(result | {"notes": notes, "programs": list(newest.values())}, RESULT)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ TITLES = {
     "starting_cpu": ("inference", "From the command to the first answer"),
     "serving_aot": ("inference", "Engine programs, compiled for an H200"),
     "decode_estimates": ("inference", "Decoding steps on GPUs, estimated: the cache in place"),
-    "fp8_estimates": ("inference", "Experts in fp8 with inputs in fp8 on GPUs, estimated"),
     "eplb_cpu": ("inference", "Expert placements under a skewed load"),
     "training_tiers_cpu": ("offloading", "Training with experts in host memory or on NVMe"),
     "tiers_two_nodes_cpu": ("offloading", "Offloaded training on two nodes with a slow link"),

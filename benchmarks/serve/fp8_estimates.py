@@ -2,7 +2,8 @@
 rounded to fp8 (`EngineConfig.expert_activations`).
 
     python benchmarks/serve/fp8_estimates.py             prints and writes nothing
-    python benchmarks/serve/fp8_estimates.py --write     into benchmarks/results/fp8_estimates.json
+    python benchmarks/serve/fp8_estimates.py --write     replaces `inputs_in_fp8` of
+        benchmarks/results/decode_estimates.json
 
 OLMoE, all experts on the device: a step of 64 single tokens with 1,000 tokens before each, and one
 of 8 prompts of 512 tokens. Needs JAX's CUDA libraries (`make setup EXTRA=cuda13`), no GPU and no
@@ -20,11 +21,11 @@ if __name__ == "__main__":
     script.start()
 
 import itertools
+import json
 import time
 from datetime import date
 from typing import Literal
 
-from benchmarks import RESULTS
 from benchmarks.lib.report import JsonObject
 from jmoe.runtime import hide_devices
 
@@ -34,10 +35,9 @@ if __name__ == "__main__":
 import jax
 
 from benchmarks.lib import ahead_of_time, report
-from benchmarks.serve.decode_estimates import make_estimator
+from benchmarks.serve.decode_estimates import RESULT, make_estimator
 from jmoe.config.engine import EngineConfig
 
-RESULT = RESULTS / "fp8_estimates.json"
 MODEL = "olmoe"
 TARGETS = ("h100", "rtx-4090")
 # (rows, tokens of each, tokens before them)
@@ -84,21 +84,7 @@ def main() -> None:
         jax.clear_caches()  # functions that were traced for another GPU have its kernels
         kinds = itertools.product([target], STEPS, INPUTS)
         rows += [report.progress(estimate(*kind)) for kind in kinds]
-    result = {
-        "benchmark": "steps with inputs in fp8 on GPUs that are not here: estimated, not measured",
-        "command": "python benchmarks/serve/fp8_estimates.py --write",
-        "date": f"{date.today()}",
-        "machine": "CPU cores alone: compiled with the CUDA 13 libraries, run nowhere",
-        "notes": [
-            "estimated: a kernel's bytes or FLOPs at shares of a GPU's rates, and 2.5 us a launch;"
-            " the share that grouped_matmul in Triton reaches of the FP8 rate (0.7) is assumed, as"
-            " of the bfloat16 rate",
-            "exact: on an H100 the kernel for Hopper, which decodes experts in shared memory; on an"
-            " RTX 4090 the one in Triton, which decodes in registers",
-        ],
-        "rows": rows,
-        "versions": report.versions("jax", "jaxlib"),
-    }
+    result = json.loads(RESULT.read_text()) | {"inputs_in_fp8": rows}
     if a.write:
         report.write(result, RESULT)
     report.finish(result)

@@ -306,7 +306,7 @@ class HybridExperts(PartlyCopiedExperts):
             raise
         num_bytes = np.unique(idx_TK[is_cold]).size * self.host.expert_bytes
         self.shares.record_computed(num_bytes, seconds)
-        sum_TD: jax.Array = _sum(y_TD, jax.device_put(cold_TD, routed.y_TD.device))
+        sum_TD: jax.Array = _sum(y_TD, jax.device_put(cold_TD, routed.h_TD.device))
         return sum_TD
 
     def close(self) -> None:
