@@ -171,7 +171,7 @@ class PredictionLayer(LazyCheckpoint):
         """Return whether a tensor is of the layer, or of the decoder's embedding or head."""
         if name.startswith(self._names.block):
             return not name.removeprefix(self._names.block).startswith(OWN_COPIES)
-        return name in self._names or name.startswith(("model.embed_tokens.", "lm_head."))
+        return name.startswith((*self._names[1:], "model.embed_tokens.", "lm_head."))
 
     def _read_config(self, fields: JsonObject) -> ModelConfig:
         """Return the configuration of a decoder of one layer, with attention and experts."""
