@@ -46,6 +46,7 @@ TITLES = {
     "decode_estimates": ("inference", "Decoding steps on GPUs, estimated: the cache in place"),
     "eplb_cpu": ("inference", "Expert placements under a skewed load"),
     "training_tiers_cpu": ("offloading", "Training with experts in host memory or on NVMe"),
+    "frozen_experts_cpu": ("offloading", "Adapters over a model on NVMe under a memory limit"),
     "tiers_two_nodes_cpu": ("offloading", "Offloaded training on two nodes with a slow link"),
     "limited_link_cpu": (
         "offloading",

@@ -4,9 +4,11 @@
 
 Writes a model of --layers layers with random bfloat16 weights, and runs `train.py` with LoRA on
 attention and experts: with all experts in memory and no limit (device); on NVMe in a memory cgroup
-(nvme); and on NVMe, ended with SIGKILL behind step --killed-step and resumed in such a cgroup. The
-limit is what Python, JAX and the programs need, and --limit-mb beside it. Each run is a process of
-its own. Losses are compared step by step, the adapters of the last step as files.
+(nvme); and on NVMe, ended with SIGKILL once a checkpoint is written and resumed in such a cgroup.
+The limit is what Python, JAX and the programs need, and --limit-mb beside it. Each run is a process
+of its own. Losses are compared step by step, the adapters of the last step as files. Compilations,
+which take memory of their own, are those of earlier runs: a resumed run has programs that no other
+run has, so it runs twice.
 
 predicted_mib: the sum that `docs/fine_tuning.md` names: `tiers.device_layers` layers' stored
 experts, one layer's decoded experts, the host cache, the other parameters, 16 bytes for each
@@ -32,6 +34,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -151,7 +154,7 @@ class Run:
     @property
     def command(self) -> list[str]:
         """The command line of the run."""
-        steps = ("--num-steps", self.a.steps, "--checkpoint.every-steps", self.a.killed_step - 1)
+        steps = ("--num-steps", self.a.steps, "--checkpoint.every-steps", self.a.killed_step)
         sizes = ("--batch-size", BATCH, "--sequence-length", LENGTH, "--remat", "layer")
         lora = ("--lora.rank", self.a.rank, "--lora.targets", *TARGETS)
         if self.kind not in WIDE:
@@ -188,8 +191,12 @@ class Run:
         """Return the steps at which the run resumed."""
         return [r["step"] for r in self.records() if r.get("event") == "resume"]
 
-    def start(self, limit_bytes: int | None = None, until: int | None = None) -> JsonObject:
-        """Run to the end, or until a step is in the metrics and SIGKILL; return peaks in MiB and
+    def is_saved(self) -> bool:
+        """Return whether a checkpoint is complete."""
+        return any(path.name.isdigit() for path in (self.out / "checkpoints").glob("*"))
+
+    def start(self, limit_bytes: int | None = None, until_saved: bool = False) -> JsonObject:
+        """Run to the end, or until a checkpoint is complete and SIGKILL; return peaks in MiB and
         seconds. limit_bytes: of a memory cgroup.
         """
         begun, log = time.perf_counter(), self.out.with_suffix(".log")
@@ -208,13 +215,15 @@ class Run:
                 while process.poll() is None:
                     for name, value in memory_of(process.pid).items():
                         peaks[name] = max(peaks[name], value)
-                    if until is not None and until in self.losses():
+                    if until_saved and self.is_saved():
                         break
                     time.sleep(POLL_S)
             finally:
                 process.kill()
                 status = process.wait()
-        if until is None and status:
+        if until_saved and status != -signal.SIGKILL:
+            sys.exit(f"{' '.join(self.command)}: ended before SIGKILL; give more --steps")
+        if not until_saved and status:
             sys.exit(f"{' '.join(self.command)}: status {status}\n{log.read_text()[-2000:]}")
         seconds = round(time.perf_counter() - begun, 1)
         return {name: kib // 1024 for name, kib in peaks.items()} | {"seconds": seconds}
@@ -279,7 +288,12 @@ class Runs:
     def run_all(self) -> None:
         """Take all runs, one after the other."""
         self.run_narrow()
-        self.killed.start(until=self.a.killed_step - 1)  # compiles, which takes memory of its own
+        self.killed.start(until_saved=True)
+        saved = self.killed.out.with_suffix(".saved")
+        shutil.copytree(self.killed.out, saved)
+        self.killed.start()  # compiles
+        shutil.rmtree(self.killed.out)
+        saved.rename(self.killed.out)
         self.note("resumed", self.killed.start(self.limit_bytes))
         self.note("nvme", self.whole.start(self.limit_bytes))
         self.note("device", self.device.start())
@@ -300,6 +314,7 @@ class Runs:
             "limit_mib": self.limit_bytes // MIB,
             "limit_beside_programs_mib": self.a.limit_mb,
             "model_to_limit_beside_programs": round(stored / (self.a.limit_mb * MIB), 2),
+            "records_to_limit_beside_programs": round(on_disk / (self.a.limit_mb * MIB), 2),
             "peak_mib": peak["VmHWM"],
             "peak_anonymous_mib": peak["RssAnon"],
             "of_programs_mib": share["VmHWM"],
@@ -313,6 +328,9 @@ class Runs:
             "adapter_equals_device": whole.adapter() == device.adapter(),
             "resumed_at": killed.resumed_at(),
             "resumed_peak_mib": self.peaks["resumed"]["VmHWM"],
+            "resumed_to_predicted": round(
+                (self.peaks["resumed"]["VmHWM"] - share["VmHWM"]) * MIB / predicted, 3
+            ),
             "loss_difference_of_resumed": difference(whole, killed),
             "adapter_equals_resumed": whole.adapter() == killed.adapter(),
         }
@@ -327,12 +345,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--limit-mb", type=int, default=300, help="beside the programs'")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--killed-step", type=int, default=3, help="the step after which to kill")
+    parser.add_argument(
+        "--killed-step", type=int, default=2, help="the checkpoint after which to kill"
+    )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     a = parser.parse_args()
-    if not 2 <= a.killed_step < a.steps:
+    if not 1 <= a.killed_step < a.steps:
         parser.error(
-            f"--killed-step {a.killed_step}: must be at least 2 and below --steps {a.steps}"
+            f"--killed-step {a.killed_step}: must be at least 1 and below --steps {a.steps}"
         )
     a.folder = a.folder.resolve()
     a.folder.mkdir(parents=True)

@@ -13,7 +13,8 @@ import pytest
 
 from jmoe.config import LoraConfig, TiersConfig
 from jmoe.models.lora import AdapterApplier
-from jmoe.training.frozen_experts import open_frozen_experts, stored_shapes
+from jmoe.offload.slot_arrays import Arrays
+from jmoe.training.frozen_experts import MATRICES, open_frozen_experts, stored_shapes
 from jmoe.training.fused.adapting import ADAPTERS, STORED, AdaptedDecoder, AdapterTrainer
 from jmoe.training.streamed.adapting import StreamedAdapterTrainer
 from tests.model_configs import mesh_of
@@ -74,6 +75,25 @@ def test_streamed_experts_train_as_on_the_device(
         assert [float(x) for x in with_tier.evaluate_batches(own, [batch])] == held_out
         assert_equal(with_tier.next_logits(own, tokens[:, :-1], jnp.int32(3)), logits)
         with_tier.close()
+
+
+def test_a_layer_is_decoded_into_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    """Once forwards and once backwards, for all micro-batches together."""
+    base = small_base(tmp_path / "base")
+    options: Any = {"native": "off", "gradient_accumulation_steps": 2}
+    trainer = streamed(base, COMPRESSED, "host", tmp_path, **options)
+    decode, seen = trainer._decode, []
+
+    def noted(stored: Arrays, memory: Arrays) -> Arrays:
+        seen.append([memory[name].unsafe_buffer_pointer() for name in MATRICES])
+        decoded: Arrays = decode(stored, memory)
+        assert [decoded[name].unsafe_buffer_pointer() for name in MATRICES] == seen[0]
+        return decoded
+
+    trainer._decode = noted
+    train(trainer, 1)
+    trainer.close()
+    assert seen == [seen[0]] * (2 * SMALL.num_hidden_layers)
 
 
 class _StoredDecoder(AdaptedDecoder):
