@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jmoe.config import EvaluationConfig, MaskingConfig, TrainConfig
+from jmoe.config import EvaluationConfig, MaskingConfig, MeshConfig, TrainConfig
 from jmoe.layers.masked_tokens import mask_rows
 from jmoe.mesh import ACCUMULATED_BATCH, BATCH
 from jmoe.models.decoder import Decoder
@@ -21,7 +21,7 @@ from jmoe.training.fused.masking import MaskedTrainer
 from jmoe.training.trainer import make_trainer
 from tests import model_configs
 from tests.config.test_honoured import changed
-from tests.model_configs import OPTIMIZER, mesh_of, spread_over
+from tests.model_configs import OPTIMIZER, mesh_of
 
 SEQUENCE, BATCH_SIZE = 16, 8
 MODEL = dataclasses.replace(model_configs.MODEL, bidirectional=True)
@@ -39,16 +39,18 @@ TOKENS = np.random.default_rng(0).integers(0, 127, (2, BATCH_SIZE // 2, SEQUENCE
 
 
 @functools.cache
-def trainer_on(shape: tuple[int, int, int]) -> MaskedTrainer:
-    trainer = make_trainer(spread_over(CONFIG, *shape), mesh_of(*shape))
+def trainer_on(shape: tuple[int, int, int], replicas: int = 1) -> MaskedTrainer:
+    mesh = MeshConfig(*shape, replicate=replicas)
+    config = dataclasses.replace(CONFIG, mesh=mesh)
+    trainer = make_trainer(config, mesh_of(*shape, replicas=replicas))
     assert isinstance(trainer, MaskedTrainer)
     return trainer
 
 
 @functools.cache
-def losses_on(shape: tuple[int, int, int]) -> tuple[list[float], float]:
+def losses_on(shape: tuple[int, int, int], replicas: int = 1) -> tuple[list[float], float]:
     """The losses of three steps, and the held-out loss after them."""
-    trainer, losses = trainer_on(shape), []
+    trainer, losses = trainer_on(shape, replicas), []
     mesh, state = trainer.model.mesh, trainer.init()
     batch = jax.device_put(TOKENS, NamedSharding(mesh, ACCUMULATED_BATCH))
     for _ in range(3):
@@ -84,8 +86,9 @@ def test_the_loss_is_that_of_masked_tokens() -> None:
     assert losses[0] != pytest.approx(plain_loss(1), rel=1e-5)
 
 
-def test_devices_mask_alike() -> None:
-    for one, several in zip(losses_on((1, 1, 1)), losses_on((2, 1, 2)), strict=True):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_devices_mask_alike(replicas: int) -> None:
+    for one, several in zip(losses_on((1, 1, 1)), losses_on((2, 1, 2), replicas), strict=True):
         np.testing.assert_allclose(several, one, rtol=2e-5)
 
 
