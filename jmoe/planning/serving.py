@@ -18,8 +18,9 @@ from jmoe.planning.streaming import Calibration, StreamingPlan
 LINK_SHARE = 0.84  # of PCIe's data sheet: 54 of 64 GB/s from pinned memory, measured on an H100
 # kernels reach this share of a copy's bytes/s (`gpu_estimate.SHARES`)
 KERNEL_SHARE = 0.8
-# programs of OLMoE compiled for an H100, of one sequence (benchmarks/results/decode_estimates.json)
-LAUNCHES_PER_LAYER = 42
+# programs of OLMoE and gpt-oss compiled for an H100 (benchmarks/results/decode_estimates.json)
+LAUNCHES_PER_LAYER = 9
+LAUNCHES_PER_LAYER_OF_DEVICES = 42  # assumed: that many before kernels of one device were joined
 SYNC_S = 3e-5  # assumed: a GPU's choices of experts reach the host, which begins the next program
 
 
@@ -64,6 +65,7 @@ def serving_rates(machine: MachineConfig, num_devices: int) -> ServingRates:
     link = machine.link_bytes_per_s or nominal.link_bytes_per_s * (LINK_SHARE if sheet else 1.0)
     sharing = min(num_devices, GPUS_PER_NODE)
     has_nvlink = sheet is not None and not machine.accelerator.startswith("rtx")
+    launches = LAUNCHES_PER_LAYER if num_devices == 1 else LAUNCHES_PER_LAYER_OF_DEVICES
     return ServingRates(
         memory_bytes_per_s=machine.memory_bytes_per_s or reached * nominal.memory_bytes_per_s,
         flops=machine.flops or (PRODUCT_SHARE if sheet else 1.0) * nominal.flops,
@@ -72,7 +74,7 @@ def serving_rates(machine: MachineConfig, num_devices: int) -> ServingRates:
         nvme_bytes_per_s=machine.nvme_read_bytes_per_s / sharing,
         exchange_bytes_per_s=GPU_LINKS.inside_bytes_per_s if has_nvlink else link,
         exchange_latency_s=GPU_LINKS.inside_latency_s,
-        launches_s=0.0 if on_cpu else LAUNCHES_PER_LAYER * LAUNCH_S,
+        launches_s=0.0 if on_cpu else launches * LAUNCH_S,
         sync_s=0.0 if on_cpu else SYNC_S,
     )
 
