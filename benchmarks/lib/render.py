@@ -32,8 +32,9 @@ from benchmarks.paper.pictures import PICTURES
 PAGES = DOCS / "benchmarks"
 HEAD = """# Benchmarks
 
-`python -m benchmarks` lists every program and what it measures; with a name and options it runs one.
-
+```
+python -m benchmarks     # every program, and what it measures; with a name and options it runs one
+```
 The newest first. Compare ratios of one run. The [papers' tables](papers.md) are apart.
 
 | area | what was measured | machine | date |
