@@ -35,7 +35,6 @@ HEAD = """# Benchmarks
 ```
 python -m benchmarks     # every program, and what it measures; with a name and options it runs one
 ```
-
 The newest first. Compare ratios of one run. The [papers' tables](papers.md) are apart.
 
 | area | what was measured | machine | date |
