@@ -284,18 +284,15 @@ MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "in two chunks": ((1, 2, 2), {"schedule": "pipelined"}),
     "copies of the state": ((4, 1, 2), {"replicate": 2}),
 }
-# as `comm` has them for every model
 MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "parameters one by one": ((2, 1, 2), {"fuse_dense": False, "schedule": "none"}),
+    "experts split over data": ((2, 1, 2), {"shard_experts": "weights"}),
+    "split embedding": ((2, 1, 2), {"embedding": "rows"}),
+    "gradients as they come": ((2, 1, 2), {"schedule": "ready", "bucket_bytes": 4000}),
+}
+ACCUMULATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "data": ((4, 1, 1), {}),
     "experts alone, all-to-alls first": ((1, 1, 4), {"schedule": "priority"}),
-    "in any order": ((2, 1, 2), {"schedule": "none"}),
-    "in pieces": ((2, 1, 2), {"schedule": "chunks", "chunk_bytes": 1000}),
-    "gradients as they come": ((2, 1, 2), {"schedule": "ready", "bucket_bytes": 4000}),
-    "parameters one by one": ((2, 1, 2), {"fuse_dense": False}),
-    "whole dense parameters": ((2, 1, 2), {"shard_dense": False}),
-    "experts split over data": ((2, 1, 2), {"shard_experts": "weights"}),
-    "rows without padding": ((2, 1, 2), {"exchange": "ragged"}),
-    "split embedding": ((2, 1, 2), {"embedding": "rows"}),
 }
 
 
@@ -321,6 +318,12 @@ def test_devices_lose_alike(shape: tuple[int, int, int], options: dict[str, Any]
 def test_no_order_of_collectives_changes_losses(
     shape: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
+    assert_devices_lose_alike(AT_ONCE, shape, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "options"), ACCUMULATED.values(), ids=ACCUMULATED)
+def test_devices_accumulate_alike(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     """With layers of four kinds, and gradients of two accumulation steps."""
     assert_devices_lose_alike(CONFIG, shape, options)
 
