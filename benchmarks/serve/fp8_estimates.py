@@ -1,5 +1,6 @@
-"""Estimate steps with experts in fp8 on GPUs that are not here, with exact inputs and with inputs
-rounded to fp8 (`EngineConfig.expert_activations`).
+"""Estimate steps with experts in fp8, with exact inputs and with inputs in fp8.
+
+For GPUs that are not here; `EngineConfig.expert_activations` rounds the inputs.
 
     python benchmarks/serve/fp8_estimates.py             prints and writes nothing
     python benchmarks/serve/fp8_estimates.py --write     replaces `inputs_in_fp8` of
