@@ -11,7 +11,7 @@ import functools
 import numbers
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 
@@ -61,6 +61,18 @@ def check_unset(config: object, section: str, names: Sequence[str], why: str) ->
             full,
             f"must be {defaults[name]!r} {why}",
         )
+
+
+def check_refused(config: object, refused: Mapping[str, bool], why: str) -> None:
+    """Raise ValueError for the first option that is in use and not supported.
+
+    refused: whether each option is in use, by its name, e.g. "lora.rank". why: ends the error's
+    constraint, e.g. "with model.bidirectional".
+    """
+    for name, in_use in refused.items():
+        section, _, own = name.rpartition(".")
+        value = getattr(getattr(config, section) if section else config, own)
+        check(not in_use, name, value, f"is not supported {why}")
 
 
 MOST_STEPS = 2**31 - 1  # that a run's state counts

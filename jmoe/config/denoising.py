@@ -7,7 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jmoe.config.checks import check, check_field, check_field_types, check_unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_refused,
+    check_unset,
+)
 
 TrainConfig = Any  # `config.train`, which imports this module
 ModelConfig = Any  # `config.model`, which imports this module
@@ -108,10 +114,7 @@ def check_may_train_encoder_decoder(config: TrainConfig) -> None:
         "evaluation.sample_tokens": config.evaluation.sample_tokens > 0,
         "plan": config.plan,
     }
-    for name, holds in refused.items():
-        section, _, own = name.rpartition(".")
-        value = getattr(getattr(config, section) if section else config, own)
-        check(not holds, name, value, "is not supported with model.num_encoder_layers")
+    check_refused(config, refused, "with model.num_encoder_layers")
     length = config.sequence_length
     check(length > 1, "sequence_length", length, "must be at least 2 with model.num_encoder_layers")
     sentinels, size = config.denoising.num_sentinels(length), config.model.vocab_size

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jmoe.config.checks import check, check_field, check_field_types, check_unset
+from jmoe.config.checks import (
+    check,
+    check_field,
+    check_field_types,
+    check_refused,
+    check_unset,
+)
 
 TrainConfig = Any  # `config.train`, which imports this module
 ModelConfig = Any  # `config.model`, which imports this module
@@ -69,7 +75,4 @@ def check_may_train_bidirectional(config: TrainConfig) -> None:
         "data.mask_documents": config.data.mask_documents,
         "evaluation.sample_tokens": config.evaluation.sample_tokens > 0,
     }
-    for name, holds in refused.items():
-        section, _, own = name.rpartition(".")
-        value = getattr(getattr(config, section) if section else config, own)
-        check(not holds, name, value, "is not supported with model.bidirectional")
+    check_refused(config, refused, "with model.bidirectional")

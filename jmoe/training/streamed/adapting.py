@@ -184,8 +184,8 @@ class StreamedAdapterTrainer(AdapterTrainer):
         return decoded_matrices(stored, self.model.dtype)
 
     def _wait_on_cpu(self, results: PyTree) -> None:
-        """Wait for `results` on a CPU, whose programs read the ring's memory itself. Of a GPU, the
-        programs run in order, and so do the copies into the ring.
+        """Wait for `results` on a CPU, whose programs read the ring's memory itself. A GPU runs its
+        programs and the copies into the ring in order.
         """
         if self.model.mesh.devices.flat[0].platform == "cpu":
             jax.block_until_ready(results)
