@@ -14,6 +14,7 @@ from jmoe.layers.experts import affine
 from jmoe.layers.low_rank import BASE, AdaptedParam, ExpertAdapters, LayerAdapters, LowRank
 from jmoe.layers.slot_experts import (
     ExpertInputs,
+    ExpertProducts,
     add_expert_outputs_by_slot_table,
     add_expert_outputs_in_bundles,
 )
@@ -99,7 +100,7 @@ def test_experts(num_tokens: int, adapted: tuple[str, ...]) -> None:
     experts = [{name: w[i] for name, w in arrays.items()} for i in range(e)]
     by_table = add_expert_outputs_by_slot_table(routed, arrays, table_E, **options)
     np.testing.assert_allclose(by_table, expected, atol=2e-3, rtol=1e-4)
-    by_bundles = add_expert_outputs_in_bundles(routed, experts, "swiglu")
+    by_bundles = add_expert_outputs_in_bundles(routed, experts, ExpertProducts("swiglu"))
     np.testing.assert_allclose(by_bundles, expected, atol=2e-3, rtol=1e-4)
 
 
