@@ -7,7 +7,8 @@
 its experts here (wide: bfloat16) and the same weights for llama.cpp, which runs once with each
 number of `--threads`: the faster one counts, figure by figure. A round runs both sides of every
 pair, in processes of their own; medians, and of a round's ratios. bits: a weight's on either side,
-by the bytes of all weights.
+by the bytes of all weights. --context N: one sequence after a prompt of N tokens, and that prompt's
+prefill, in place of short prompts.
 """
 
 if __name__ == "__main__":
@@ -35,9 +36,9 @@ from jmoe.models.lazy_checkpoint import LazyCheckpoint
 
 HERE = Path(__file__).resolve().parent
 OURS = BENCHMARKS / "serve" / "decoding.py"
-SIZES = (
-    "--policy resident --dtype bfloat16 --batch 1 8 --new-tokens 33 --long-prompt 512 --rounds 2"
-)
+COMMON = "--policy resident --dtype bfloat16 --new-tokens 33"
+SHORT = f"{COMMON} --batch 1 8 --long-prompt 512 --rounds 2"
+Speeds = dict[str, float]
 
 
 def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
@@ -52,10 +53,26 @@ def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
     return {"here": round(here, 2), "there": round(8 * Path(gguf).stat().st_size / weights, 2)}
 
 
-def llama_cpp(node: Path, gguf: str, threads: int) -> dict[str, float]:
-    """Return llama.cpp's speeds with this number of threads."""
-    command = ["node", str(HERE / "llamacpp.mjs"), str(Path(gguf).resolve()), str(threads), "2"]
-    return decoding_speeds(run_for_last_object(command, node))
+def speeds_here(model: str, experts: str, context: int | None) -> Speeds:
+    """Return jmoe's tokens a second, from a process of its own."""
+    sizes = SHORT if context is None else f"{COMMON} --batch 1 --prompt {context} --rounds 1"
+    command = f"{OURS} --model {model} --expert-dtype {experts} {sizes}"
+    side = run_for_last_object([sys.executable, *command.split()])
+    if context is None:
+        return decoding_speeds(side)
+    return {"one": side["decode_tokens_per_s"]["1"], "prefill": side["prefill_tokens_per_s"]["1"]}
+
+
+def speeds_there(node: Path, gguf: str, threads: int, context: int | None) -> Speeds:
+    """Return llama.cpp's tokens a second with this number of threads."""
+    sizes = ["2"] if context is None else ["1", str(context)]
+    script = str(HERE / "llamacpp.mjs")
+    side = run_for_last_object(
+        ["node", script, str(Path(gguf).resolve()), str(threads), *sizes], node
+    )
+    if context is None:
+        return decoding_speeds(side)
+    return {"one": side["decode_tokens_per_s"], "prefill": side["prefill_tokens_per_s"]}
 
 
 def main() -> None:
@@ -63,17 +80,17 @@ def main() -> None:
     parser.add_argument("--node", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", required=True)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--context", type=int, help="tokens of the prompt")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
     a = parser.parse_args()
     rows = [
         dict(zip(("model", "experts", "gguf"), pair.split(":"), strict=True)) for pair in a.pairs
     ]
-    rounds: list[list[tuple[dict[str, float], dict[str, float]]]] = [[] for _ in rows]
+    rounds: list[list[tuple[Speeds, Speeds]]] = [[] for _ in rows]
     for _ in range(a.rounds):
         for row, both in zip(rows, rounds, strict=True):
-            ours = f"{OURS} --model {row['model']} --expert-dtype {row['experts']} {SIZES}"
-            here = decoding_speeds(run_for_last_object([sys.executable, *ours.split()]))
-            there = [llama_cpp(a.node, row["gguf"], threads) for threads in a.threads]
+            here = speeds_here(row["model"], row["experts"], a.context)
+            there = [speeds_there(a.node, row["gguf"], t, a.context) for t in a.threads]
             both.append((here, fastest_figures(there)))
             report.progress(
                 {"gguf": row["gguf"], "here": here}

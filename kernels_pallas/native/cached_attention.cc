@@ -7,6 +7,7 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#include "few_queries.h"
 #include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
@@ -38,9 +39,6 @@ struct Head {
     return first + table[position / kBlock] * block_elements + position % kBlock * row;
   }
 };
-
-// The last position, at most `last`, of the block that has this one.
-int64_t end_of_block(int64_t position, int64_t last) { return std::min(last, position / kBlock * kBlock + kBlock - 1); }
 
 // What the new tokens of one row have to do with one key head. Query i is that of a token and of a head of the group.
 // T: of queries and results. S: of the cache, T or e4m3.
@@ -108,63 +106,8 @@ int64_t write(const HeadOfRow<T, S>& h) {
   return longest;
 }
 
-// Softmax over the positions that a query sees, then values, query by query: for a few heads in a group.
-template <class T, class S>
-void attend_one_by_one(const HeadOfRow<T, S>& h, int64_t window, float scale) {
-  thread_local std::vector<float> scratch;
-  const Shape& s = h.s;
-  const float* sinks = h.sinks;
-  const int64_t R = s.group();
-  const int64_t longest = write(h);
-  scratch.resize(longest + kLanes + s.d + s.e);
-  float* weights = scratch.data();
-  float* wide = weights + longest + kLanes;
-  float* sums = wide + s.d;
-  for (int64_t c = 0; c < s.C; c++) {
-    const int64_t at = h.positions[c];
-    for (int64_t r = 0; r < R; r++) {
-      T* to = h.out + (c * s.H + r) * s.e;
-      if (at >= s.S) {  // padding
-        std::fill(to, to + s.e, T{});
-        continue;
-      }
-      const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, at - window + 1);
-      widen(h.q + (c * s.H + r) * s.d, s.d, wide);
-      float top = sinks ? sinks[r] : -std::numeric_limits<float>::infinity();
-      for (int64_t i = first; i <= at;) {
-        const S* key = h.keys.at(i);
-        for (const int64_t last = end_of_block(i, at); i <= last; i++, key += s.d) {
-          float score;
-          dots<1, 1>(key, s.d, wide, s.d, &score, 1);
-          weights[i] = score * scale;
-          top = std::max(top, weights[i]);
-        }
-      }
-      float total = sinks ? std::exp(sinks[r] - top) : 0.0f;
-      std::fill(sums, sums + s.e, 0.0f);
-      int64_t i = first;
-      for (; i + kLanes <= at + 1; i += kLanes) {
-        const Floats w = exp(load<Floats>(weights + i) - top);
-        store(weights + i, w);
-        total += sum(w);
-      }
-      for (; i <= at; i++) total += weights[i] = std::exp(weights[i] - top);
-      for (i = first; i <= at;) {
-        const S* value = h.values.at(i);
-        for (const int64_t last = end_of_block(i, at); i <= last; i++, value += s.e) {
-          int64_t n = 0;
-          for (; n + kLanes <= s.e; n += kLanes)
-            store(sums + n, load<Floats>(sums + n) + floats(value + n) * weights[i]);
-          for (; n < s.e; n++) sums[n] += float(value[n]) * weights[i];
-        }
-      }
-      for (int64_t n = 0; n < s.e; n++) put(sums[n] / total, to + n);
-    }
-  }
-}
-
 constexpr int64_t kFewTokens = 32;
-constexpr int64_t kManyHeads = 4;  // of a group, for which keys are read and decoded once for all
+constexpr int64_t kFewHeads = 8;  // of a group: each key is multiplied by one query after the other
 constexpr int64_t kSplit = 512;  // keys of a part that is a task by itself where tasks are few
 constexpr int64_t kFewQueries = 64, kManyQueries = 128, kManyTokens = 64;  // of a task
 constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
@@ -380,6 +323,106 @@ class Queries {
   int32_t *last_, *before_;
 };
 
+// Queries [begin, begin + count) of a head, where few share the keys: each has its scores and weights in a row.
+template <class T, class S>
+class FewQueries {
+ public:
+  FewQueries(const Call<T, S>& call, const HeadOfRow<T, S>& head, int64_t begin, int64_t count)
+      : window_(call.window), scale_(call.scale), h_(head), begin_(begin), count_(count) {
+    const int64_t d = h_.s.d;
+    static thread_local Scratch memory;
+    memory.begin(count * (d + kKeys + 1));
+    wide_ = memory.take<float>(count * d);
+    weights_ = memory.take<float>(count * kKeys);
+    kept_ = memory.take<float>(count);
+    first_ = h_.s.S;
+    for (int64_t i = 0; i < count; i++) {
+      widen(h_.q + h_.place(begin + i) * d, d, wide_ + i * d);
+      const int64_t at = h_.position(begin + i);
+      if (at >= h_.s.S) continue;  // padding
+      first_ = std::min(first_, first_of(at));
+      end_ = std::max(end_, at + 1);
+    }
+  }
+
+  // Adds the keys [first, end) that the queries see.
+  void attend(int64_t first, int64_t end, Softmax& to) {
+    first = std::max(first, first_ / kKeys * kKeys), end = std::min(end, end_);
+    for (int64_t key = first; key < end; key += kKeys) {
+      const int64_t keys = std::min(kKeys, end - key);
+      const S* next = key + kKeys < end ? h_.keys.at(key + kKeys) : nullptr;
+      score(key, keys);
+      for (int64_t i = 0; i < count_; i++) weigh(key, keys, i, to);
+      add_values(key, keys, next, to);
+    }
+  }
+
+ private:
+  int64_t first_of(int64_t at) const { return window_ < 0 ? 0 : std::max<int64_t>(0, at - window_ + 1); }
+
+  static void fetch(const S* from, int64_t count) {
+    const char* bytes = reinterpret_cast<const char*>(from);
+    for (int64_t line = 0; line < count * int64_t(sizeof(S)); line += 64) __builtin_prefetch(bytes + line, 0, 2);
+  }
+
+  // Of whole vectors: behind the last key is the rest of its block. Values are fetched meanwhile.
+  void score(int64_t key, int64_t keys) {
+    const Shape& s = h_.s;
+    const S *from = h_.keys.at(key), *values = h_.values.at(key);
+    for (int64_t n = 0; n < keys; n += kLanes) {
+      fetch(values + n * s.value_row, kLanes * s.value_row);
+      for (int64_t i = 0; i < count_; i += kMostAtOnce)
+        with_queries(count_ - i, [&](auto r) {
+          score_lanes<r.value>(from + n * s.d, s.d, wide_ + i * s.d, weights_ + i * kKeys + n, kKeys);
+        });
+    }
+  }
+
+  // Makes weights of query i's scores.
+  void weigh(int64_t key, int64_t keys, int64_t i, Softmax& to) {
+    const int64_t at = h_.position(begin_ + i);
+    const int32_t last = at < h_.s.S ? int32_t(at) : -1, first = int32_t(first_of(at));
+    float* scores = weights_ + i * kKeys;
+    Ints lane;
+    for (int n = 0; n < kLanes; n++) lane[n] = n;
+    Floats tops = splat(to.top[i]);
+    for (int64_t n = 0; n < keys; n += kLanes) {
+      const Ints place = lane + int32_t(key + n);
+      const Floats mine = (place <= last) & (place >= first) ? load<Floats>(scores + n) * scale_ : splat(kNone);
+      tops = mine > tops ? mine : tops;
+      store(scores + n, mine);
+    }
+    float top = tops[0];
+    for (int n = 1; n < kLanes; n++) top = std::max(top, tops[n]);
+    Floats totals = splat(0);
+    for (int64_t n = 0; n < keys; n += kLanes) {
+      const Floats w = exp(load<Floats>(scores + n) - top);
+      store(scores + n, w);
+      totals += w;
+    }
+    kept_[i] = exp(splat(to.top[i] - top))[0];
+    to.total[i] = to.total[i] * kept_[i] + sum(totals);
+    to.top[i] = top;
+  }
+
+  void add_values(int64_t key, int64_t keys, const S* next, Softmax& to) {
+    const Shape& s = h_.s;
+    const S* values = h_.values.at(key);
+    if (next) fetch(next, kKeys * s.d);
+    for (int64_t i = 0; i < count_; i += kMostAtOnce)
+      with_queries(count_ - i, [&](auto r) {
+        add_rows_of_values<r.value>(
+            values, s.value_row, keys, weights_ + i * kKeys, kKeys, kept_ + i, s.e, to.sums + i * to.row, to.row);
+      });
+  }
+
+  int64_t window_;
+  float scale_;
+  HeadOfRow<T, S> h_;
+  int64_t begin_, count_, first_, end_ = 0;
+  float *wide_, *weights_, *kept_;
+};
+
 // Runs of at most so many queries of every row and key head
 struct Runs {
   int64_t queries, most, per_head;
@@ -409,13 +452,13 @@ void attend_to_blocks(const Call<T, C>& call) {
   Pool::get().run({&write_all, &attend_all});
 }
 
-// For few tokens with many heads in a group: keys are added up in parts, each by itself, so that they can be tasks too.
-// The parts are the same whatever other tokens and threads there are.
-template <class T, class C>
-void attend_to_parts(const Call<T, C>& call) {
+// For few tokens: keys are added up in parts, each by itself, so that they can be tasks too. The parts are the same
+// whatever other tokens and threads there are.
+template <template <class, class> class Some, class T, class C>
+void attend_to_parts(const Call<T, C>& call, int64_t most_queries) {
   constexpr int64_t kMostBytes = 64 << 20;  // of parts that wait to be added
   const Shape& s = call.s;
-  const Runs runs(s.C * s.group(), kFewQueries);
+  const Runs runs(s.C * s.group(), most_queries);
   const int64_t count = call.heads() * runs.per_head, size = Softmax::size(std::min(runs.queries, runs.most), s.e);
   int64_t end = 0;
   for (int64_t i = 0; i < s.P * s.C; i++)
@@ -427,17 +470,17 @@ void attend_to_parts(const Call<T, C>& call) {
   if (apart) partial.resize(count * parts * size);
   float* all_parts = partial.data();
 
-  auto part_of = [&](Queries<T, C>& queries, int64_t part, Softmax sums) {
+  auto part_of = [&](Some<T, C>& queries, int64_t part, Softmax sums) {
     sums.clear();
     queries.attend(part * kSplit, (part + 1) * kSplit, sums);
     return sums;
   };
   auto queries_of = [&](int64_t run) {
-    return Queries<T, C>(call, call.head(runs.head(run)), runs.begin(run), runs.count(run));
+    return Some<T, C>(call, call.head(runs.head(run)), runs.begin(run), runs.count(run));
   };
   Phase write_all(int(call.heads()), [&](int i) { write(call.head(i)); });
   Phase attend_parts(apart ? int(count * parts) : 0, [&](int i) {
-    Queries<T, C> queries = queries_of(i / parts);
+    Some<T, C> queries = queries_of(i / parts);
     part_of(queries, i % parts, Softmax(all_parts + i * size, runs.count(i / parts), s.e));
   });
   Phase add_parts(int(count), [&](int run) {
@@ -449,7 +492,7 @@ void attend_to_parts(const Call<T, C>& call) {
     if (apart) {
       for (int64_t part = 0; part < parts; part++) total.add(sums_at(all_parts + (run * parts + part) * size));
     } else {
-      Queries<T, C> queries = queries_of(run);
+      Some<T, C> queries = queries_of(run);
       for (int64_t part = 0; part < parts; part++) total.add(part_of(queries, part, sums_at(memory.data() + size)));
     }
     finish(call.head(runs.head(run)), runs.begin(run), total);
@@ -461,9 +504,9 @@ template <class T, class C>
 void attend(const Call<T, C>& call) {
   const Shape& s = call.s;
   if (in_pairs<T>(s) && s.P * s.C > kFewTokens) return attend_to_blocks(call);
-  if (s.value_row != s.e || s.group() >= kManyHeads) return attend_to_parts(call);
-  Phase all(int(call.heads()), [&](int i) { attend_one_by_one(call.head(i), call.window, call.scale); });
-  Pool::get().run({&all});
+  const bool whole = s.d % kLanes == 0 && s.e % kLanes == 0;  // vectors
+  if (whole && s.group() <= kFewHeads) return attend_to_parts<FewQueries>(call, kFewHeads);
+  attend_to_parts<Queries>(call, kFewQueries);
 }
 
 // What both operations take. tables: [P, S / kBlock]; window: [1], or [0] for none; sinks: [H], or [0].
