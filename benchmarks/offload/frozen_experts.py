@@ -60,7 +60,8 @@ from jmoe.training.finetune import with_pretrained_model
 from jmoe.training.frozen_experts import open_frozen_experts, stored_matrices
 from jmoe.training.streamed.adapting import StreamedAdapterTrainer
 
-FORMATS = ("bfloat16", "mxfp4")
+BITS = {"bfloat16": 16, "mxfp4": 4.25}  # of a stored weight
+FORMATS = tuple(BITS)
 WIDE = ("bfloat16",)  # not compressed
 MIB = 2**20
 POLL_S = 0.02
@@ -102,16 +103,18 @@ def write_shards(folder: Path) -> Path:
     return folder
 
 
-def cache_bytes_of(model: Path) -> int:
-    """Return the host cache that a run over this model gets: room for 16 experts in bfloat16."""
+def cache_bytes_of(model: Path, kind: str) -> int:
+    """Return the host cache that a run over this model gets: room for 16 stored experts."""
     shape = model_config(read_config(model))
-    return 16 * 3 * shape.hidden_size * shape.moe_intermediate_size * 2
+    return int(16 * 3 * shape.hidden_size * shape.moe_intermediate_size * BITS[kind] / 8)
 
 
 def predicted_bytes(model: Path, kind: str, a: argparse.Namespace) -> dict[str, int]:
     """Return the parts of the memory that a streamed run needs beside its programs."""
     lora = LoraConfig(a.rank, targets=TARGETS, expert_dtype="wide" if kind in WIDE else kind)
-    tiers = TiersConfig(experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes_of(model))
+    tiers = TiersConfig(
+        experts="nvme", optimizer="nvme", host_cache_bytes=cache_bytes_of(model, kind)
+    )
     config = with_pretrained_model(
         TrainConfig(
             init_from=str(model),
@@ -164,7 +167,7 @@ class Run:
         none = ("--evaluation.sample-tokens", 0, "--optimizer.warmup-steps", 0)
         tiers: tuple[object, ...] = ()
         if self.on_nvme:
-            cache = ("--tiers.host-cache-bytes", cache_bytes_of(self.model))
+            cache = ("--tiers.host-cache-bytes", cache_bytes_of(self.model, self.kind))
             place = ("--tiers.path", self.records_folder)
             tiers = ("--tiers.experts", "nvme", "--tiers.optimizer", "nvme", *cache, *place)
         start = ("train.py", "tiny", "--init-from", self.model, "--data.path", self.shards)

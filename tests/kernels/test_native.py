@@ -212,7 +212,9 @@ def test_attention_writes_the_cache_and_reads_it(
     assert all(map(same, caches, (x[blocks.reshape(-1)] for x in jax.tree.leaves(written))))
     if tokens <= native.MAX_ROWS:
         last = [x[:1, -1:] for x in (q, k, v)]
-        alone, *_ = attention(last, (written.k_NGLd, written.v_NGLe), blocks[:1], positions[:1, -1:])
+        alone, *_ = attention(
+            last, (written.k_NGLd, written.v_NGLe), blocks[:1], positions[:1, -1:]
+        )
         assert same(alone[0, 0], got[0, -1])
 
 
