@@ -3,6 +3,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "vectors.h"
 
@@ -10,19 +11,26 @@ constexpr int kMostAtOnce = 4;                              // queries
 constexpr int kKeysAtOnce = kManyRegisters ? 4 : 2;         // whose sums are in registers
 constexpr int kVectorsAtOnce = kManyRegisters ? 4 : 2;      // of values
 
-// In each lane the sum of one of as many vectors.
+#if defined(__clang__)
+#define JMOE_CHOOSE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define JMOE_CHOOSE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// a[i] + a[i + kApart] in lanes i without the bit kApart, b[i - kApart] + b[i] in those with it
+template <int kApart, int... i>
+inline Floats folded(const Floats& a, const Floats& b, std::integer_sequence<int, i...>) {
+  return JMOE_CHOOSE(a, b, (i & kApart ? i - kApart + kLanes : i)...) +
+         JMOE_CHOOSE(a, b, (i & kApart ? i + kLanes : i + kApart)...);
+}
+
+// In lane i the sum of x[i].
+template <int kApart = kLanes / 2>
 inline Floats sums_of(Floats (&x)[kLanes]) {
-  Ints lane;
-  for (int i = 0; i < kLanes; i++) lane[i] = i;
-#pragma GCC unroll 4
-  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
-    const Ints is_second = (lane & apart) != 0;
-    const Ints firsts = is_second ? lane - apart + kLanes : lane;
-    const Ints seconds = is_second ? lane + kLanes : lane + apart;
 #pragma GCC unroll 8
-    for (int i = 0; i < apart; i++)
-      x[i] = __builtin_shuffle(x[i], x[i + apart], firsts) + __builtin_shuffle(x[i], x[i + apart], seconds);
-  }
+  for (int i = 0; i < kApart; i++)
+    x[i] = folded<kApart>(x[i], x[i + kApart], std::make_integer_sequence<int, kLanes>());
+  if constexpr (kApart > 1) return sums_of<kApart / 2>(x);
   return x[0];
 }
 

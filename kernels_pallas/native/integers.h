@@ -34,7 +34,7 @@ struct IntegerBlocks : Blocks<kFormat> {
   static_assert(Base::kBlock == 32);
   static constexpr bool kTwoAByte = Base::kTwoAByte, kInPairs = false;
   static constexpr int kOffset = kFormat == Format::kInt4 ? 8 : kFormat == Format::kMxfp4 ? 12 : kAddsFour ? 128 : 0;
-  static constexpr Sixteen kMoved = Base::kValues + int8_t(kOffset);  // of 4 bits
+  static constexpr Sixteen kMoved = Base::kValues + int8_t(kTwoAByte ? kOffset : 0);  // used with 4 bits
   static constexpr bool kSumsOf16Bits = kTwoAByte && !kAddsFour;
 
   // Which input of a block is at place i: products take the low bits of four bytes, then the high ones.

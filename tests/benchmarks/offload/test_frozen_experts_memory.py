@@ -28,7 +28,7 @@ def test_parts(kind: str, bits: float, tmp_path: Path) -> None:
     elements = 3 * hidden * SMALL.moe_intermediate_size
     assert parts["ring"] == 2 * experts * elements * bits / 8  # two layers
     assert parts["decoded"] == (0 if kind == "bfloat16" else experts * elements * 2)
-    assert parts["host_cache"] == 16 * elements * 2
+    assert parts["host_cache"] == 16 * elements * bits / 8  # as many experts
     assert parts["layer_inputs"] == layers * BATCH * LENGTH * hidden * 2
     heads = SMALL.num_attention_heads + 2 * SMALL.num_key_value_heads
     dim = hidden // SMALL.num_attention_heads
