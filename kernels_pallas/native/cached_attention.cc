@@ -107,7 +107,7 @@ int64_t write(const HeadOfRow<T, S>& h) {
 }
 
 constexpr int64_t kFewTokens = 32;
-constexpr int64_t kFewHeads = 8;  // of a group: each key is multiplied by one query after the other
+constexpr int64_t kFewHeads = 8;  // of a group, at most, for `FewQueries`
 constexpr int64_t kSplit = 512;  // keys of a part that is a task by itself where tasks are few
 constexpr int64_t kFewQueries = 64, kManyQueries = 128, kManyTokens = 64;  // of a task
 constexpr float kNone = -1e30f;  // of what is not seen: a number, so that differences are
@@ -323,7 +323,7 @@ class Queries {
   int32_t *last_, *before_;
 };
 
-// Queries [begin, begin + count) of a head, where few share the keys: each has its scores and weights in a row.
+// As `Queries`, for at most kFewHeads: scores and weights are [queries, keys], and vectors are of keys.
 template <class T, class S>
 class FewQueries {
  public:
@@ -407,12 +407,14 @@ class FewQueries {
 
   void add_values(int64_t key, int64_t keys, const S* next, Softmax& to) {
     const Shape& s = h_.s;
-    const S* values = h_.values.at(key);
+    const int64_t unseen = std::max<int64_t>(0, first_ - key);  // before the window: perhaps not even numbers
+    const S* values = h_.values.at(key) + unseen * s.value_row;
     if (next) fetch(next, kKeys * s.d);
     for (int64_t i = 0; i < count_; i += kMostAtOnce)
       with_queries(count_ - i, [&](auto r) {
         add_rows_of_values<r.value>(
-            values, s.value_row, keys, weights_ + i * kKeys, kKeys, kept_ + i, s.e, to.sums + i * to.row, to.row);
+            values, s.value_row, keys - unseen, weights_ + i * kKeys + unseen, kKeys, kept_ + i, s.e,
+            to.sums + i * to.row, to.row);
       });
   }
 

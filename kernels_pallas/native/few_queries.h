@@ -1,5 +1,5 @@
-// Scores of keys and sums of values for up to four queries, read once for all of them; rows of whole vectors. Each query is
-// added up in one order, whatever others there are.
+// Scores of keys and sums of values for up to four queries, read once for all of them; rows are of whole vectors. Each
+// query is added up in one order, whatever others there are.
 #pragma once
 
 #include <type_traits>
@@ -7,9 +7,9 @@
 
 #include "vectors.h"
 
-constexpr int kMostAtOnce = 4;                              // queries
-constexpr int kKeysAtOnce = kManyRegisters ? 4 : 2;         // whose sums are in registers
-constexpr int kVectorsAtOnce = kManyRegisters ? 4 : 2;      // of values
+constexpr int kMostAtOnce = 4;                          // queries
+constexpr int kKeysAtOnce = kManyRegisters ? 4 : 2;     // whose sums are in registers
+constexpr int kVectorsAtOnce = kManyRegisters ? 4 : 2;  // of values
 
 #if defined(__clang__)
 #define JMOE_CHOOSE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -57,8 +57,8 @@ inline void score_lanes(const S* keys, int64_t d, const float* q, float* scores,
   for (int r = 0; r < R; r++) store(scores + r * row, sums_of(sums[r]));
 }
 
-// sums[r, column] = kept[r] times itself and the values of `keys` keys times weights[r * weights_row + n], for V vectors
-// of columns.
+// sums[r, column] = kept[r] times itself, and the values of `keys` keys times weights[r * weights_row + n]; V vectors of
+// columns.
 template <int R, int V, class S>
 inline void add_columns(
     const S* values, int64_t values_row, int64_t keys, const float* weights, int64_t weights_row, const float* kept,
@@ -82,6 +82,7 @@ inline void add_columns(
     for (int v = 0; v < V; v++) store(sums + r * sums_row + v * kLanes, x[r][v]);
 }
 
+// The same for all columns, a multiple of a vector.
 template <int R, class S>
 inline void add_rows_of_values(
     const S* values, int64_t values_row, int64_t keys, const float* weights, int64_t weights_row, const float* kept,
