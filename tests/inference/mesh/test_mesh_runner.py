@@ -180,15 +180,19 @@ def test_every_placement_over_processes(start_python: Start, tmp_path: Path) -> 
     screens = [rank.end(LONG_S).splitlines() for rank in ranks]
     found = json.loads(screens[0][-2])
     for name, answer in found.items():
-        assert (
-            answer["tokens"] == expected.tokens
-            and answer["reused_tokens"] == expected.reused_tokens
-        )
+        assert answer["tokens"] == expected.tokens
         assert_logprobs(answer["logprobs"], expected.logprobs)
         assert (
             name in ("tensor", "dedup") or answer["logprobs"] == found["even"]["logprobs"]
         )  # bit for bit
-        assert answer["tokens_per_expert"] == use.tolist()
+        # only under "tensor" is the cache one pool, as on one device: a pool of two blocks gives
+        # another prefix up than one of eight
+        cached = answer["reused_tokens"], answer["tokens_per_expert"]
+        if name == "tensor":
+            assert cached == (expected.reused_tokens, use.tolist())
+        else:
+            assert cached == (found["even"]["reused_tokens"], found["even"]["tokens_per_expert"])
+            assert 0 < cached[0] < expected.reused_tokens
     assert found["wrong"]["estimates"] >= found["wrong"]["replans"] > 0
     # phase one makes room for the wrong ones
     assert found["wrong"]["swaps"] > found["wrong"]["replans"]
