@@ -32,6 +32,7 @@ def _import_lowering() -> Any:
 
 
 _LOWERING = _import_lowering()
+ALLOWS_FEWER_BITS = _LOWERING is not None  # else Hopper multiplies as float16
 _ATTRIBUTE = "maxNumImpreciseAcc"
 _fp8_dot = Primitive("fp8_dot")
 

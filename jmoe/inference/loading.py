@@ -55,7 +55,7 @@ from jmoe.planning.roofline import ExpertWeightSizes
 from jmoe.run.compile_cache import enable_compile_cache
 from jmoe.status import status
 from jmoe.types import PyTree
-from kernels_pallas import native
+from kernels_pallas import fp8_dot, native
 from kernels_pallas.formats import FP8, INT8_TAKING
 from kernels_pallas.grouped_matmul.fp8_inputs import has_fp8_products
 
@@ -241,6 +241,11 @@ def _check_expert_activations(
     if value == "int8":
         return ""
     how = "the tensor cores multiply E4M3"
+    if not fp8_dot.ALLOWS_FEWER_BITS:
+        how += (
+            ", which Hopper widens to float16, at half of the rate: this version of JAX has no"
+            " place to ask for sums of fewer bits"
+        )
     if platform == "cpu":
         how = (
             "XLA multiplies the rounded values in float32, without native operations: slower than"

@@ -208,6 +208,20 @@ def test_inputs_in_fp8_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         _check_expert_activations(checkpoint, options, False)
 
 
+def test_a_jax_that_widens_fp8_on_hopper_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "jmoe.inference.loading.jax.devices",
+        lambda: [SimpleNamespace(platform="gpu", compute_capability="9.0")],
+    )
+    options = EngineConfig(expert_dtype="fp8", expert_activations="fp8")
+    checkpoint: Any = SimpleNamespace(expert_format=FORMATS["fp8"])
+    line = "expert_activations = fp8 on a gpu: the tensor cores multiply E4M3"
+    assert _check_expert_activations(checkpoint, options, False) == line
+    monkeypatch.setattr("kernels_pallas.fp8_dot.ALLOWS_FEWER_BITS", False)
+    said = _check_expert_activations(checkpoint, options, False)
+    assert said.startswith(f"{line}, which Hopper widens to float16")
+
+
 def test_activations_that_nothing_rounds_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
