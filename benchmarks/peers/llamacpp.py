@@ -8,7 +8,8 @@ its experts here (wide: bfloat16) and the same weights for llama.cpp, which runs
 number of `--threads`: the faster one counts, figure by figure. A round runs both sides of every
 pair, in processes of their own; medians, and of a round's ratios. bits: a weight's on either side,
 by the bytes of all weights. --context N: one sequence after a prompt of N tokens, and that prompt's
-prefill, in place of short prompts.
+prefill, in place of short prompts. --expert-activations int8: ours multiplies inputs in 8 bits too,
+as llama.cpp does.
 """
 
 if __name__ == "__main__":
@@ -53,10 +54,11 @@ def bits(model: str, kind: str, gguf: str) -> dict[str, float]:
     return {"here": round(here, 2), "there": round(8 * Path(gguf).stat().st_size / weights, 2)}
 
 
-def speeds_here(model: str, experts: str, context: int | None) -> Speeds:
+def speeds_here(model: str, experts: str, activations: str, context: int | None) -> Speeds:
     """Return jmoe's tokens a second, from a process of its own."""
     sizes = SHORT if context is None else f"{COMMON} --batch 1 --prompt {context} --rounds 1"
-    command = f"{OURS} --model {model} --expert-dtype {experts} {sizes}"
+    options = f"--expert-dtype {experts} --expert-activations {activations}"
+    command = f"{OURS} --model {model} {options} {sizes}"
     side = run_for_last_object([sys.executable, *command.split()])
     if context is None:
         return decoding_speeds(side)
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--context", type=int, help="tokens of the prompt")
+    parser.add_argument("--expert-activations", choices=("exact", "int8"), default="exact")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of llama.cpp")
     a = parser.parse_args()
     rows = [
@@ -89,7 +92,7 @@ def main() -> None:
     rounds: list[list[tuple[Speeds, Speeds]]] = [[] for _ in rows]
     for _ in range(a.rounds):
         for row, both in zip(rows, rounds, strict=True):
-            here = speeds_here(row["model"], row["experts"], a.context)
+            here = speeds_here(row["model"], row["experts"], a.expert_activations, a.context)
             there = [speeds_there(a.node, row["gguf"], t, a.context) for t in a.threads]
             both.append((here, fastest_figures(there)))
             report.progress(

@@ -17,9 +17,9 @@ from jmoe.layers.slot_experts import (
     add_expert_outputs_by_slot_table,
 )
 from jmoe.run.ahead_of_time import lower_for_device
+from kernels_pallas import fp8_dot as fp8_dot_module
 from kernels_pallas.compressed import compress, decompress
 from kernels_pallas.formats import FP8, INT8
-from kernels_pallas import fp8_dot as fp8_dot_module
 from kernels_pallas.fp8_dot import fp8_dot
 from kernels_pallas.grouped_matmul import mosaic_gpu, triton
 from kernels_pallas.grouped_matmul.fp8_inputs import (
