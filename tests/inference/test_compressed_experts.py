@@ -37,7 +37,7 @@ BITS = {
     "fp8": lambda k: 8 + 32 * -(-k // 128) / k,
 }
 # int8: also in tests/deploy/test_compress.py
-SLOW_KINDS = ("fp8 of powers", "int4", "int4 in 128", "int8")
+SLOW_KINDS = ("fp8", "fp8 of powers", "int4", "int4 in 128", "int8")
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": 6,
     "ignore_eos": True,

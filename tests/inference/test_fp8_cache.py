@@ -55,7 +55,9 @@ def use_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "paged_attention", attend)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3_yarn"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "gpt_oss", pytest.param("deepseek_v3_yarn", marks=pytest.mark.slow)]
+)
 def test_a_plain_reference_that_rounds_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of prompts and single tokens; windows and sinks; latents."""
     ours = answers(name, kv_cache_dtype="fp8", **RESIDENT)

@@ -64,8 +64,12 @@ def step(trainer: FusedTrainer, state: TrainState, number: int) -> tuple[TrainSt
     ("shape", "changes"),
     [
         (SHAPE, {}),
-        ((2, 1, 2), {"shard_experts": "weights"}),
-        (SHAPE, {"optimizer": OptimizerConfig(kind="muon", learning_rate=0.001)}),
+        pytest.param((2, 1, 2), {"shard_experts": "weights"}, marks=pytest.mark.slow),
+        pytest.param(
+            SHAPE,
+            {"optimizer": OptimizerConfig(kind="muon", learning_rate=0.001)},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["adamw", "sharded", "muon"],
 )

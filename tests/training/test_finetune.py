@@ -104,7 +104,8 @@ def test_model_and_tokenizer_of_the_folder(tmp_path: Path) -> None:
         with_pretrained_model(dataclasses.replace(tiny, init_from=str(tmp_path / "nowhere")))
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "deepseek_v3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_longer_context_is_what_its_export_says(name: str, tmp_path: Path) -> None:
     """The first loss is that of the model that its `config.json` with YaRN describes."""
     config = config_of(name, yarn_factor=4.0)

@@ -185,6 +185,7 @@ def test_an_overflow_on_two_devices_with_experts_in_host_memory(
         assert_overflow_changes_the_scale_alone(trainer)
 
 
+@pytest.mark.slow
 @PLACES
 def test_skipped_steps_leave_no_trace(trainer: Trainer) -> None:
     """A run that skips steps ends where one ends that takes the others with the same scales, bit
@@ -271,7 +272,8 @@ def carried_over(source: Trainer, state: TrainState, target: Trainer) -> TrainSt
             return restore_checkpoint(target, checkpoints, int(state.step))[0]
 
 
-@pytest.mark.parametrize("place", [pytest.param("device", marks=pytest.mark.slow), "nvme"])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["device", "nvme"])
 def test_a_checkpoint_goes_on_to_the_bit(place: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         trainer = on_device()

@@ -77,7 +77,9 @@ def test_a_step_of_muon_is_that_of_optax() -> None:
     assert metrics["ok"] and "experts" not in muon.v["moe_layers"]["moe"]
 
 
-@pytest.mark.parametrize("optimizer", [MUON, CODED], ids=["muon", "8bit"])
+@pytest.mark.parametrize(
+    "optimizer", [MUON, pytest.param(CODED, marks=pytest.mark.slow)], ids=["muon", "8bit"]
+)
 @pytest.mark.parametrize(
     ("shape", "comm"),
     [

@@ -274,15 +274,14 @@ def on_one_device() -> Any:
     return one_step(ACCUMULATING, batch(PACKED, 2))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in ((2, 1, 1), (2, 2, 1)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 1), (2, 2, 1)])
 def test_on_devices(shape: tuple[int, int, int], on_one_device: Any) -> None:
     compare(one_step(ACCUMULATING, batch(PACKED, 2), shape), on_one_device)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2)])
 def test_with_experts_on_the_host(shape: tuple[int, int, int], on_one_device: Any) -> None:
     streamed = dataclasses.replace(
         ACCUMULATING, tiers=TiersConfig(experts="host", optimizer="host")

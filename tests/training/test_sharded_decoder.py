@@ -151,6 +151,7 @@ def test_a_whole_table_is_reduced() -> None:
     assert len(reduced_tables(program(EIGHT, shard_dense=False))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "tied"), FIRST)
 def test_evaluation_and_logits(embedding: str, tied: bool) -> None:
     state = steps(ONE, "replicated", tied)[1]

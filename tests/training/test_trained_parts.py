@@ -127,7 +127,7 @@ def test_frozen_parameters_stay_and_the_norm_is_that_of_the_others() -> None:
     ("parts", "moves"),
     [
         ({}, True),
-        ({"freeze": ("router",)}, False),
+        pytest.param({"freeze": ("router",)}, False, marks=pytest.mark.slow),
         pytest.param({"train": ("experts",)}, False, marks=pytest.mark.slow),
     ],
 )

@@ -85,7 +85,8 @@ def values(
     return of_states
 
 
-@pytest.mark.parametrize("tiers", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["device", "host"])
 def test_an_evaluation_takes_trainings_buffers_and_runs_again_where_they_are_too_small(
     rooms: list[bool], tiers: str
 ) -> None:

@@ -406,17 +406,14 @@ def test_a_ragged_exchange_gives_the_same_tokens(
     assert_logprobs(answer.logprobs, expected.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "options"),
     [
         (2, {}),
-        pytest.param(8, {}, marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            {"placement": "lina", "slots_per_device": 3},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(4, {"dense": "tensor", "devices": 4}, marks=pytest.mark.slow),
+        (8, {}),
+        (2, {"placement": "lina", "slots_per_device": 3}),
+        (4, {"dense": "tensor", "devices": 4}),
     ],
 )
 def test_tokens_that_cross_once_to_a_node_give_the_tokens_of_one_device(

@@ -152,9 +152,10 @@ def sent_bytes(module: HloModule, computation: HloComputation, num_devices: int)
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [CONFIG.model, pytest.param(LATENT, marks=pytest.mark.slow)],
+    [CONFIG.model, LATENT],
     ids=["windows", "latent"],
 )
 def test_bytes_of_the_compiled_step_are_the_plans(model: ModelConfig) -> None:

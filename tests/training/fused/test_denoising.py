@@ -227,7 +227,11 @@ def plain_losses(config: TrainConfig, step: int) -> tuple[float, float, float]:
     return float(np.mean(nll)), float(balance), float(z)
 
 
-@pytest.mark.parametrize("model", [MODEL, EVERY_LAYER], ids=["some layers", "all layers"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(MODEL, marks=pytest.mark.slow), EVERY_LAYER],
+    ids=["some layers", "all layers"],
+)
 def test_losses_are_those_of_a_plain_model(model: ModelConfig) -> None:
     config = dataclasses.replace(CONFIG, model=model)
     steps, _ = run_on(config, (1, 1, 1))
@@ -290,6 +294,7 @@ MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "split embedding": ((2, 1, 2), {"embedding": "rows"}),
     "gradients as they come": ((2, 1, 2), {"schedule": "ready", "bucket_bytes": 4000}),
 }
+QUICK = "data and experts"
 ACCUMULATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "data": ((4, 1, 1), {}),
     "experts alone, all-to-alls first": ((1, 1, 4), {"schedule": "priority"}),
@@ -308,7 +313,14 @@ def assert_devices_lose_alike(
     assert held_out_there == pytest.approx(held_out, rel=2e-5)
 
 
-@pytest.mark.parametrize(("shape", "options"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param(*MESHES[name], marks=() if name == QUICK else pytest.mark.slow)
+        for name in MESHES
+    ],
+    ids=MESHES,
+)
 def test_devices_lose_alike(shape: tuple[int, int, int], options: dict[str, Any]) -> None:
     assert_devices_lose_alike(AT_ONCE, shape, options)
 
@@ -349,7 +361,10 @@ def test_the_held_out_loss_is_that_of_the_targets() -> None:
     assert float(without_last) == pytest.approx(SEQUENCE * sum(means), rel=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "remat"), [("bfloat16", "none"), ("float32", "layer")])
+@pytest.mark.parametrize(
+    ("dtype", "remat"),
+    [pytest.param("bfloat16", "none", marks=pytest.mark.slow), ("float32", "layer")],
+)
 def test_what_is_computed_again_changes_nothing(dtype: Any, remat: Any) -> None:
     config = dataclasses.replace(AT_ONCE, compute_dtype=dtype, remat=remat, native="off")
     with jax.numpy_dtype_promotion("standard"):  # JAX's attention needs it in bfloat16

@@ -110,9 +110,8 @@ def test_gradients_are_those_of_the_plain_decoder(start: Any, alone: Any) -> Non
         np.testing.assert_allclose(metrics["grad_norms"][stack], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 2, 2), pytest.param((1, 1, 8), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)], ids=str)
 def test_meshes_train_alike(shape: tuple[int, int, int], start: Any, alone: Any) -> None:
     state, metrics = run(shape, start)
     for a, b in zip(metrics, alone[1], strict=True):

@@ -86,7 +86,7 @@ def test_the_loss_is_that_of_masked_tokens() -> None:
     assert losses[0] != pytest.approx(plain_loss(1), rel=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_devices_mask_alike(replicas: int) -> None:
     for one, several in zip(losses_on((1, 1, 1)), losses_on((2, 1, 2), replicas), strict=True):
         np.testing.assert_allclose(several, one, rtol=2e-5)

@@ -166,7 +166,8 @@ def test_all_parameters_train_as_in_torch(name: str) -> None:
     assert record[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
-@pytest.mark.parametrize("embedding", ["replicated", pytest.param("rows", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("embedding", ["replicated", "rows"])
 def test_several_devices_and_accumulation_steps(embedding: Any) -> None:
     """Pairs are counted over all devices and accumulation steps, whose rows hold different numbers
     of them; the log-probabilities of a split vocabulary are those of the whole one.

@@ -569,7 +569,8 @@ def test_what_routers_draw_is_traced_on_every_mesh(
         assert metrics["counts"].shape == (N, E)
 
 
-@pytest.mark.parametrize("shape", [ONE, pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [ONE, (1, 2, 2)], ids=str)
 def test_weights_that_are_cast_once_change_no_number(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

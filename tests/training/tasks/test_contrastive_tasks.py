@@ -134,6 +134,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_batch() -> None:
         np.testing.assert_allclose(grads["heads"][name], expected["heads"][name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_task_that_compares_images_learns_their_classes() -> None:
     """Bright, medium and dark images: held-out ones have the nearest mean of their own class."""
     labels = np.arange(48, dtype=np.int32) % 3

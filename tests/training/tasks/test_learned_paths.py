@@ -56,6 +56,7 @@ def train(
     return state, np.array(losses)
 
 
+@pytest.mark.slow
 def test_a_planted_preference_is_learned() -> None:
     """Logits learn to compute what the same network does on a path that is not the one they
     begin with.

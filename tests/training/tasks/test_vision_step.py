@@ -65,16 +65,17 @@ def expected() -> tuple[np.ndarray, np.ndarray]:
     return run((1, 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
         # 1 / 1 / 1 / 1: devices take 4, 2, 1 and 1 micro-batches
         ((4, 1, 1), {"layout": "elastic"}),
-        pytest.param((2, 1, 1), {"layout": "elastic"}, marks=pytest.mark.slow),  # 2 | 1 + 1 + ...
-        pytest.param((8, 1, 1), {"layout": "elastic"}, marks=pytest.mark.slow),  # 4 / 2 / 1 / 1
-        pytest.param((4, 1, 1), {}, marks=pytest.mark.slow),
+        ((2, 1, 1), {"layout": "elastic"}),  # 2 | 1 + 1 + ...
+        ((8, 1, 1), {"layout": "elastic"}),  # 4 / 2 / 1 / 1
+        ((4, 1, 1), {}),
         # experts apart: tokens are exchanged
-        pytest.param((2, 1, 2), {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        ((2, 1, 2), {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_no_layout_changes_a_loss(
