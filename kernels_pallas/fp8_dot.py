@@ -32,7 +32,8 @@ def _import_lowering() -> Any:
 
 
 _LOWERING = _import_lowering()
-ALLOWS_FEWER_BITS = _LOWERING is not None  # else Hopper multiplies as float16
+# Whether Hopper may add products up with fewer bits; if not, it multiplies E4M3 as float16.
+ALLOWS_FEWER_BITS = _LOWERING is not None
 _ATTRIBUTE = "maxNumImpreciseAcc"
 _fp8_dot = Primitive("fp8_dot")
 
@@ -41,7 +42,7 @@ def fp8_dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the float32 product of blocks [M, K] and [N, K] in E4M3, over at most 128 inputs,
     which an instruction may add up with fewer bits.
     """
-    if _LOWERING is None:
+    if not ALLOWS_FEWER_BITS:
         return dot(a, b, (1, 1))
     product: jax.Array = _fp8_dot.bind(a, b)
     return product

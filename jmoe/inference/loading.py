@@ -241,15 +241,15 @@ def _check_expert_activations(
     if value == "int8":
         return ""
     how = "the tensor cores multiply E4M3"
-    if not fp8_dot.ALLOWS_FEWER_BITS:
-        how += (
-            ", which Hopper widens to float16, at half of the rate: this version of JAX has no"
-            " place to ask for sums of fewer bits"
-        )
     if platform == "cpu":
         how = (
             "XLA multiplies the rounded values in float32, without native operations: slower than"
             " exact, to compare numbers"
+        )
+    elif not fp8_dot.ALLOWS_FEWER_BITS:
+        how += (
+            ", which Hopper widens to float16, at half of the rate or less:"
+            " kernels_pallas/fp8_dot.py does not know this version of JAX"
         )
     return f"expert_activations = fp8 on a {platform}: {how}"
 

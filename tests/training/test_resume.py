@@ -79,7 +79,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return train
 
 
-# A restore onto the device compiles the ordinary step once more, training in host memory its own.
+# Quick: from NVMe. A restore onto the device compiles the ordinary step once more; training in host
+# memory, to move from there, compiles its own step.
 QUICK_MOVES = {("nvme", "host"), ("nvme", "device")}
 MOVES = [
     pytest.param(*move, marks=() if move in QUICK_MOVES else pytest.mark.slow)

@@ -294,7 +294,7 @@ MORE: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "split embedding": ((2, 1, 2), {"embedding": "rows"}),
     "gradients as they come": ((2, 1, 2), {"schedule": "ready", "bucket_bytes": 4000}),
 }
-QUICK = "data and experts"
+QUICK = "data and experts"  # of MESHES; the others are slow
 ACCUMULATED: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "data": ((4, 1, 1), {}),
     "experts alone, all-to-alls first": ((1, 1, 4), {"schedule": "priority"}),
