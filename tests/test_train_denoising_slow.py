@@ -9,7 +9,6 @@ import pytest
 from tests.test_train_encoder_slow import assert_same_until_a_token_changes_experts
 from tests.train_runs import (
     ENDLESS,
-    Run,
     Start,
     TrainRuns,
     committed,
