@@ -48,7 +48,7 @@ from kernels_pallas.native import (
     SIZE_MULTIPLE,
     SLOT_ARRAYS,
     ExpertByteOffsets,
-    multiplies_many_rows,
+    computes_experts_of_many_tokens,
     slot_mlp,
 )
 
@@ -212,11 +212,11 @@ class NativeSlots:
         """Return True if the native operation should compute the experts of this many tokens.
 
         True for up to `MAX_ROWS` tokens, and for any number with `int8_activations`; otherwise for
-        more if they are bfloat16, the sizes are multiples of `SIZE_MULTIPLE`, and the CPU is fast
-        at it (`multiplies_many_rows`).
+        more if the sizes are multiples of `SIZE_MULTIPLE` and the CPU is fast at it
+        (`computes_experts_of_many_tokens`).
         """
         fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
-        many = dtype == jnp.bfloat16 and fits and multiplies_many_rows()
+        many = fits and computes_experts_of_many_tokens()
         many |= self.layout.int8_activations
         return self._supports_dtype(dtype) and (many or num_tokens <= MAX_ROWS)
 

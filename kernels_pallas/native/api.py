@@ -85,8 +85,8 @@ def slot_mlp(
     they are compressed; idx is int32, E or more for no expert; weights and y are float32.
 
     slots_MR: uint8, a slot of R bytes per expert. table_E: int32, each expert's slot. With more
-    than `MAX_ROWS` bfloat16 tokens each matrix is converted once for all rows, if
-    `multiplies_many_rows` and if D and F are multiples of 16.
+    than `MAX_ROWS` tokens each matrix is converted once for all rows, if
+    `computes_experts_of_many_tokens` and if D and F are multiples of 16.
     """
     y = jax.ShapeDtypeStruct(tokens[3].shape, jnp.float32)
     call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})

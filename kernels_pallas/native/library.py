@@ -185,6 +185,14 @@ def multiplies_many_rows() -> bool:
     return bool(ctypes.CDLL(str(load())).jmoe_multiplies_many_rows())
 
 
+@cache
+def computes_experts_of_many_tokens() -> bool:
+    """Return whether `slot_mlp` of many tokens, float32 or bfloat16, is faster than XLA's products:
+    the processor has AVX2.
+    """
+    return bool(ctypes.CDLL(str(load())).jmoe_computes_experts_of_many_tokens())
+
+
 def start_recording_background() -> None:
     """Discard earlier records, and record background operations until `stop_recording_background`
     is called.

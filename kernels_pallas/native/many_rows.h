@@ -1,11 +1,12 @@
-// Products of many rows in bfloat16 with a matrix of any format: a strip of its columns is widened to a panel of pairs of
-// bfloat16 in a near cache, once for all rows.
+// Products of many rows with a matrix of any format: a strip of its columns is widened in a near cache, once for all rows:
+// of rows in bfloat16 to a panel of pairs, where the processor multiplies them, else to floats.
 #pragma once
 
 #include "products.h"
 #include "rows.h"
 
-constexpr int64_t kDeep = 1024;      // rows of a strip that are widened at a time: 128 KB
+constexpr int64_t kDeep = 1024;      // rows of a strip that are widened at a time: 128 KB of pairs
+constexpr int64_t kDeepFloats = (128 << 10) / (kPanel * sizeof(float));
 constexpr int64_t kRowsATime = 256;  // of x, whose sums with a strip take 64 KB
 
 // Vectors of columns of a matrix, which need not be neighbours: up projections have gates and what they gate apart.
@@ -50,8 +51,8 @@ inline void widen_vector(const Blocks<kFormat>& w, int64_t first, int64_t last, 
   }
 }
 
-// sums[r, 64] of at most kRowsATime rows of x with the strip of w
-template <class W>
+// sums[r, kPanel] of at most kRowsATime rows of x with the strip of w
+template <class T, class W>
 inline void product_with_strip(const W& w, const Strip& columns, const bfloat16* const* x, int64_t rows, float* sums) {
   alignas(64) static thread_local uint32_t strip[kDeep / 2 * kPanel];
   for (int64_t first = 0; first < w.K; first += kDeep) {
@@ -60,4 +61,101 @@ inline void product_with_strip(const W& w, const Strip& columns, const bfloat16*
     const Panel panel{strip, kPanel, columns.count};
     multiply(Rows{x, first}, rows, panel, (last - first) / 2, sums, kPanel, first > 0);
   }
+}
+
+// Floats lie `kFloatVectors` vectors of columns together: what registers hold beside the sums.
+constexpr int64_t kFloatVectors = kManyRegisters ? 4 : 2, kFloatColumns = kFloatVectors * kLanes;
+
+// A column of vectors as floats, of numbers of T, `kFloatColumns` apart
+template <class T>
+inline void widen_to_floats(const Matrix<T>& w, int64_t first, int64_t last, int64_t n, float* to) {
+  for (int64_t k = first; k < last; k++, to += kFloatColumns) {
+    const T* row = w.data + k * w.N + n;
+    __builtin_prefetch(row + 16 * w.N);
+    store(to, floats(row));
+  }
+}
+
+template <class T, Format kFormat>
+inline void widen_to_floats(const Blocks<kFormat>& w, int64_t first, int64_t last, int64_t n, float* to) {
+  constexpr bool kTwoAByte = Blocks<kFormat>::kTwoAByte;
+  const T* type = nullptr;
+  const Table table = table_of(w.kValues);
+  for (int64_t begin = first; begin < last;) {
+    const int64_t end = std::min(last, (begin / w.kBlock + 1) * w.kBlock);
+    const Floats scales = w.scales_at(begin, n);
+    for (int64_t k = begin; k < end; k += kTwoAByte ? 2 : 1, to += (kTwoAByte ? 2 : 1) * kFloatColumns) {
+      const uint8_t* row = w.data + (kTwoAByte ? k / 2 : k) * w.N + n;
+      __builtin_prefetch(row + 16 * w.N);
+      if constexpr (kTwoAByte) {
+        const FloatPair both = look_up(table, row);
+        store(to, rounded(both.low * scales, type));
+        store(to + kFloatColumns, rounded(both.high * scales, type));
+      } else {
+        store(to, rounded(w.values(row) * scales, type));
+      }
+    }
+    begin = end;
+  }
+}
+
+// c[R rows, V vectors] = the rows of x from `first` on times so many rows of floats, or more of it. Each is added up row by
+// row of these, whatever others there are.
+template <int R, int V>
+inline void tile_of_floats(
+    const float* const* x, int64_t first, const float* right, int64_t depth, float* c, bool more) {
+  Floats sums[R][V];
+  const float* row[R];
+  for (int m = 0; m < R; m++) {
+    row[m] = x[m] + first;
+    for (int v = 0; v < V; v++) sums[m][v] = more ? load<Floats>(c + m * kPanel + v * kLanes) : splat(0);
+  }
+  for (int64_t k = 0; k < depth; k++, right += kFloatColumns) {
+    Floats part[V];
+    for (int v = 0; v < V; v++) part[v] = load<Floats>(right + v * kLanes);
+    for (int m = 0; m < R; m++) {
+      const Floats mine = splat(row[m][k]);
+      for (int v = 0; v < V; v++) sums[m][v] = add(sums[m][v], part[v], mine);
+    }
+  }
+  for (int m = 0; m < R; m++)
+    for (int v = 0; v < V; v++) store(c + m * kPanel + v * kLanes, sums[m][v]);
+}
+
+template <int V>
+inline void tiles_of_floats(
+    const float* const* x, int64_t rows, int64_t first, const float* right, int64_t depth, float* c, bool more) {
+  int64_t m = 0;
+  auto tiles = [&]<int R>(std::integral_constant<int, R>) {
+    for (; m + R <= rows; m += R) tile_of_floats<R, V>(x + m, first, right, depth, c + m * kPanel, more);
+  };
+  tiles(std::integral_constant<int, 6>());
+  tiles(std::integral_constant<int, 3>());
+  tiles(std::integral_constant<int, 1>());
+}
+
+// The same of rows of floats. T: what matrices that are compressed are rounded to
+template <class T, class W>
+inline void product_with_strip(const W& w, const Strip& columns, const float* const* x, int64_t rows, float* sums) {
+  alignas(64) static thread_local float strip[kDeepFloats * kFloatColumns];
+  for (int64_t v = 0; v < columns.count; v += kFloatVectors)
+    for (int64_t first = 0; first < w.K; first += kDeepFloats) {
+      const int64_t last = std::min(w.K, first + kDeepFloats), vectors = std::min(kFloatVectors, columns.count - v);
+      for (int64_t i = 0; i < vectors; i++) {
+        float* to = strip + i * kLanes;
+        if constexpr (std::is_same_v<W, Matrix<T>>)
+          widen_to_floats(w, first, last, columns.at[v + i], to);
+        else
+          widen_to_floats<T>(w, first, last, columns.at[v + i], to);
+      }
+      const auto multiply = [&]<int V>(std::integral_constant<int, V>) {
+        tiles_of_floats<V>(x, rows, first, strip, last - first, sums + v * kLanes, first > 0);
+      };
+      switch (vectors) {
+        case 4: multiply(std::integral_constant<int, 4>()); break;
+        case 3: multiply(std::integral_constant<int, 3>()); break;
+        case 2: multiply(std::integral_constant<int, 2>()); break;
+        case 1: multiply(std::integral_constant<int, 1>()); break;
+      }
+    }
 }

@@ -18,6 +18,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr bool kWideVectors = kLanes >= 8;
 constexpr int64_t kFewTokens = 32;  // whose products read a matrix once, in its format
 constexpr int64_t kMostRows = 4096;   // of all experts, computed at once: their sums are memory that a thread keeps
 
@@ -227,22 +228,34 @@ std::vector<Part> parts_of(const std::vector<Group>& groups, int64_t columns, in
   return parts;
 }
 
-// The same for many tokens; D and F are multiples of 16.
-template <class W>
+// The same for many tokens; D and F are multiples of 16. Products take rows as X: floats, or bfloat16 in pairs.
+template <class T, class W>
 void slot_mlp_of_many(
-    const Shape& s, const bfloat16* h, const int32_t* idx, const float* weights, const float* y, const uint8_t* slots,
+    const Shape& s, const T* h, const int32_t* idx, const float* weights, const float* y, const uint8_t* slots,
     const int32_t* table, float* out) {
+  using X = std::conditional_t<kHasPairs, T, float>;
   constexpr int64_t kTokens = 16;  // of a task of the sums
-  const bfloat16* const type = nullptr;
+  const T* const type = nullptr;
   const bool gated = s.activation != kGelu;
   Scratch a;
   const int64_t rows = sort_by_expert(s, idx, slots, table, a);
-  const std::unique_ptr<bfloat16[]> inner(new bfloat16[rows * s.F]), outputs(new bfloat16[rows * s.D]);
+  const std::unique_ptr<X[]> inner(new X[rows * s.F]);
+  const std::unique_ptr<T[]> outputs(new T[rows * s.D]);
+  constexpr bool kWidens = !std::is_same_v<T, X>;
+  const std::unique_ptr<X[]> widened(kWidens ? new X[s.tokens * s.D] : nullptr);
   const int64_t width = gated ? kPanel / 2 : kPanel;
   const std::vector<Part> up = parts_of(a.groups, s.F, width), down = parts_of(a.groups, s.D, kPanel);
   alignas(64) static thread_local float sums[kRowsATime * kPanel];
-  static thread_local const bfloat16* x[kRowsATime];
+  static thread_local const X* x[kRowsATime];
+  const X* inputs;
+  if constexpr (kWidens)
+    inputs = widened.get();
+  else
+    inputs = h;
 
+  Phase widen_tokens(kWidens ? int(s.tokens) : 0, [&](int t) {
+    if constexpr (kWidens) widen(h + t * s.D, s.D, widened.get() + t * s.D);
+  });
   Phase project_up(int(up.size()), [&](int i) {
     const Part& part = up[i];
     const uint8_t* slot = part.group->slot;
@@ -252,8 +265,8 @@ void slot_mlp_of_many(
       strip.at[v] = part.column + v * kLanes;
       if (gated) strip.at[vectors + v] = s.F + strip.at[v];
     }
-    for (int64_t r = 0; r < part.count; r++) x[r] = h + int64_t(a.token[part.begin + r]) * s.D;
-    product_with_strip(matrix<W>(slot, s.w_up, s.w_up_scales, s.D, s.columns()), strip, x, part.count, sums);
+    for (int64_t r = 0; r < part.count; r++) x[r] = inputs + int64_t(a.token[part.begin + r]) * s.D;
+    product_with_strip<T>(matrix<W>(slot, s.w_up, s.w_up_scales, s.D, s.columns()), strip, x, part.count, sums);
     const Bias bias{s.b_up < 0 ? nullptr : slot + s.b_up, s.wide_biases};
     for (int64_t r = 0; r < part.count; r++)
       for (int64_t v = 0; v < vectors; v++) {
@@ -262,7 +275,7 @@ void slot_mlp_of_many(
         Floats other = splat(0);
         if (gated) other = load<Floats>(from + vectors * kLanes) + bias.vector(s.F + strip.at[v]);
         const Floats value = activated(rounded(gate, type), rounded(other, type), s.activation);
-        put(value, inner.get() + (part.begin + r) * s.F + strip.at[v]);
+        put(rounded(value, type), inner.get() + (part.begin + r) * s.F + strip.at[v]);
       }
   });
   Phase project_down(int(down.size()), [&](int i) {
@@ -271,7 +284,7 @@ void slot_mlp_of_many(
     Strip strip{std::min(kPanel, s.D - part.column) / kLanes, {}};
     for (int64_t v = 0; v < strip.count; v++) strip.at[v] = part.column + v * kLanes;
     for (int64_t r = 0; r < part.count; r++) x[r] = inner.get() + (part.begin + r) * s.F;
-    product_with_strip(matrix<W>(slot, s.w_down, s.w_down_scales, s.F, s.D), strip, x, part.count, sums);
+    product_with_strip<T>(matrix<W>(slot, s.w_down, s.w_down_scales, s.F, s.D), strip, x, part.count, sums);
     const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
     for (int64_t r = 0; r < part.count; r++)
       for (int64_t v = 0; v < strip.count; v++)
@@ -283,13 +296,13 @@ void slot_mlp_of_many(
       float* to = out + token * s.D;
       if (to != y + token * s.D) std::memcpy(to, y + token * s.D, s.D * sizeof(float));
       for_choices(s, a, token, [&](int64_t row, int64_t choice) {
-        const bfloat16* from = outputs.get() + row * s.D;
+        const T* from = outputs.get() + row * s.D;
         const float weight = weights[token * s.choices + choice];
         for (int64_t d = 0; d < s.D; d += kLanes) store(to + d, load<Floats>(to + d) + floats(from + d) * weight);
       });
     }
   });
-  Pool::get().run({&project_up, &project_down, &add});
+  Pool::get().run({&widen_tokens, &project_up, &project_down, &add});
 }
 
 ffi::Error handle(
@@ -302,9 +315,9 @@ ffi::Error handle(
                 wide_biases};
   auto call = [&]<class T, class W>(const T*, const W*) {
     const T* tokens = static_cast<const T*>(h.untyped_data());
-    if constexpr (kHasPairs && std::is_same_v<T, bfloat16> && !IsRounded<W>)
+    if constexpr (kWideVectors && !IsRounded<W>)
       if (s.tokens > kFewTokens && s.D % kLanes == 0 && s.F % kLanes == 0)
-        return slot_mlp_of_many<W>(
+        return slot_mlp_of_many<T, W>(
             s, tokens, idx.typed_data(), weights.typed_data(), y.typed_data(), slots.typed_data(), table.typed_data(),
             out->typed_data());
     // parts of more than `kFewTokens` tokens each, as a token's sums depend on whether they are few
@@ -366,5 +379,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<bool>("wide_biases")
         .Attr<bool>("int8_activations"));
 
-// Whether operations on many tokens are faster than XLA's on this processor: of bfloat16, sizes being multiples of 16.
+// Whether operations on many tokens are faster than XLA's on this processor, sizes being multiples of 16: all of them, of
+// bfloat16; and experts out of slots.
 extern "C" int32_t jmoe_multiplies_many_rows() { return kHasPairs; }
+extern "C" int32_t jmoe_computes_experts_of_many_tokens() { return kWideVectors; }

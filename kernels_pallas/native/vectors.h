@@ -76,7 +76,13 @@ inline Floats e4m3_over_256(const Bytes& x) {
 }
 #endif
 
+#if defined(__AVX512F__)
+inline Floats splat(float x) { return (Floats)_mm512_set1_ps(x); }
+#elif defined(__AVX2__)
+inline Floats splat(float x) { return (Floats)_mm256_set1_ps(x); }
+#else
 inline Floats splat(float x) { return Floats{} + x; }
+#endif
 
 // table[low 4 bits] and table[high 4 bits] of as many bytes as a vector has numbers; the table has sixteen whole numbers.
 struct FloatPair {
