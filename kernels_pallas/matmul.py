@@ -3,7 +3,8 @@
 On a CPU a bfloat16 product that contracts the *rows* of its left operand (every weight gradient,
 x^T g) misses XLA's fast path and takes 2 to 3 times as long, and XLA folds a plain transpose into
 the product. `transposed` therefore copies the transpose behind a branch that XLA cannot fold. A
-product of few rows uses `kernels_pallas.native` where the trace allows it.
+product of few rows, or of many where that is faster, uses `kernels_pallas.native` where the trace
+allows it.
 
 Legend: the last two dimensions are M rows, K inner, N columns; leading dimensions (experts) are
 batched.
@@ -15,7 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.native import few_row_matmul, uses_native_inference
+from kernels_pallas.native import (
+    MAX_ROWS,
+    SIZE_MULTIPLE,
+    native_matmul,
+    uses_native_inference,
+    uses_native_products_of_many_rows,
+)
 
 
 def _transpose_by_copy(x: jax.Array) -> jax.Array:
@@ -51,21 +58,24 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
     if b.ndim == 2 and a.ndim > 2:
         y = dot(a.reshape(-1, a.shape[-1]), b, b_transposed=b_transposed)
         return y.reshape(*a.shape[:-1], y.shape[-1])
+    if _is_native(a, b, b_transposed):
+        return native_matmul(a, b, transposed=b_transposed)
     rows = a.shape[-2]
-    is_narrow = b.dtype == jnp.bfloat16
-    if (
-        uses_native_inference()
-        and a.ndim == b.ndim
-        and a.ndim <= 3
-        and (rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32)
-    ):
-        return few_row_matmul(a, b, transposed=b_transposed)
     product = partial(_dot_general, b_transposed=b_transposed)
     if rows < MIN_ROWS and a.dtype == jnp.bfloat16:
         return lax.platform_dependent(
             a, b, cpu=partial(_padded_dot, b_transposed=b_transposed), default=product
         )
     return product(a, b)
+
+
+def _is_native(a: jax.Array, b: jax.Array, b_transposed: bool) -> bool:
+    rows, is_narrow = a.shape[-2], b.dtype == jnp.bfloat16
+    if uses_native_inference():
+        fits = rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32
+        return fits and a.ndim == b.ndim and a.ndim <= 3
+    is_matrix = a.ndim == b.ndim == 2 and not b_transposed and b.shape[-1] % SIZE_MULTIPLE == 0
+    return is_narrow and is_matrix and rows > MAX_ROWS and uses_native_products_of_many_rows()
 
 
 def _padded_dot(a: jax.Array, b: jax.Array, *, b_transposed: bool) -> jax.Array:

@@ -25,7 +25,7 @@ from jmoe.config import RouterConfig, check, check_routing
 from jmoe.layers.low_rank import AdaptedParam
 from kernels_pallas.implementations import target_device
 from kernels_pallas.matmul import dot, matmul_by_parts
-from kernels_pallas.native import few_row_matmul, uses_native_inference
+from kernels_pallas.native import native_matmul, uses_native_inference
 from kernels_pallas.native import top_k_indices as native_top_k_indices
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
@@ -422,7 +422,7 @@ MIN_TOKENS_BY_PARTS = 512
 def _router_logits(x_TD: jax.Array, kernel_DE: jax.Array) -> jax.Array:
     """Return the float32 product of a router, in the form that is fastest on the platform."""
     if uses_native_inference():
-        return few_row_matmul(x_TD.astype(jnp.float32), kernel_DE)
+        return native_matmul(x_TD.astype(jnp.float32), kernel_DE)
     kernel_DE = kernel_DE.astype(jnp.float32)
     by_parts = x_TD.dtype == jnp.bfloat16 and x_TD.shape[0] >= MIN_TOKENS_BY_PARTS
     if by_parts and target_device().platform == "gpu":

@@ -21,12 +21,13 @@ from kernels_pallas.native.scope import runs_in_background
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
-def few_row_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
+def native_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Return float32 [..., T, N] = x w for w [..., K, N], or x w^T for w [..., N, K] if
     `transposed`.
 
     x and w are float32 or bfloat16, with the same leading dimensions: one product for each. Sums
-    are float32, and a row's order of summation does not depend on the other rows.
+    are float32, and a row's order of summation does not depend on the other rows. More than
+    `MAX_ROWS` rows share each matrix's conversion to floats, if N is a multiple of 16.
     """
     columns = w.shape[-2] if transposed else w.shape[-1]
     call = jax.ffi.ffi_call(

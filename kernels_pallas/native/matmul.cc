@@ -1,9 +1,10 @@
 // float32 y [T, N] = x [T, K] w, for few rows: w [K, N], or [N, K] with its rows as columns, one product or many of one
-// shape; and RMSNorm of a few rows.
+// shape; for many rows where XLA's products in bfloat16 are slower; and RMSNorm of a few rows.
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
+#include "many_rows.h"
 #include "parallel.h"
 #include "rows.h"
 
@@ -12,6 +13,35 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kRowsOfTask = 256;  // of w [N, K]
+constexpr int64_t kFewRows = 32;      // which read a matrix once, in its format
+
+// For more rows; N is a multiple of 16. A task is a strip of columns for at most kRowsATime rows.
+template <class X, class T>
+void matmul_of_many(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N) {
+  thread_local std::vector<float> scratch;
+  const float* from;
+  float* wide = nullptr;
+  if constexpr (std::is_same_v<X, float>) {
+    from = x;
+  } else {
+    scratch.resize(rows * K);
+    from = wide = scratch.data();
+  }
+  const int64_t strips = (N + kPanel - 1) / kPanel, blocks = (rows + kRowsATime - 1) / kRowsATime;
+  Phase widen_rows(wide ? int(rows) : 0, [=](int t) { widen(x + t * K, K, wide + t * K); });
+  Phase multiply(int(strips * blocks), [=](int i) {
+    alignas(64) static thread_local float sums[kRowsATime * kPanel];
+    const float* row[kRowsATime];
+    const int64_t first = i / strips * kRowsATime, count = std::min(kRowsATime, rows - first), n = i % strips * kPanel;
+    for (int64_t r = 0; r < count; r++) row[r] = from + (first + r) * K;
+    Strip strip{std::min(kPanel, N - n) / kLanes, {}};
+    for (int64_t v = 0; v < strip.count; v++) strip.at[v] = n + v * kLanes;
+    product_with_strip<T>(Matrix<T>{data, K, N}, strip, row, count, sums);
+    for (int64_t r = 0; r < count; r++)
+      std::memcpy(y + (first + r) * N + n, sums + r * kPanel, strip.count * kLanes * sizeof(float));
+  });
+  Pool::get().run({&widen_rows, &multiply});
+}
 
 template <class X, class T>
 void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N, bool transposed) {
@@ -97,6 +127,8 @@ ffi::Error handle(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32
   auto call = [&]<class X, class T>(const X*, const T*) {
     const X* from = static_cast<const X*>(x.untyped_data());
     const T* by = static_cast<const T*>(w.untyped_data());
+    if (last == 1 && rows > kFewRows && !transposed && N % kLanes == 0)
+      return matmul_of_many(from, by, y->typed_data(), rows, K, N);
     if (last == 1) return matmul(from, by, y->typed_data(), rows, K, N, transposed);
     const int64_t count = rows * K ? int64_t(x.element_count()) / (rows * K) : 0;
     matmuls(from, by, y->typed_data(), count, rows, K, N, transposed);

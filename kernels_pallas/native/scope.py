@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels_pallas.native.library import multiplies_many_rows
+from kernels_pallas.native.library import multiplies_bfloat16_as_floats, multiplies_many_rows
 
 SIZE_MULTIPLE = 16  # sizes of matrices and values in native products of many rows are multiples
 MAX_ROWS = 32  # with more rows arithmetic takes longer than reading weights: XLA is as fast
@@ -27,9 +27,10 @@ def allow_native_inference(num_tokens: int) -> Iterator[None]:
     `num_tokens` tokens is traced.
 
     With more than `MAX_ROWS` tokens only attention is native, if the processor multiplies many
-    bfloat16 rows; with 0 tokens nothing is. A function that is compiled both with and without this
-    context needs a static argument that tells the two apart. The library must be loaded (`load`)
-    and the program run on a CPU. These operations have no gradients.
+    bfloat16 rows, or else products of bfloat16; with 0 tokens nothing is. A function that is
+    compiled both with and without this context needs a static argument that tells the two apart.
+    The library must be loaded (`load`) and the program run on a CPU. These operations have no
+    gradients.
     """
     token = _TOKENS.set(num_tokens)
     try:
@@ -43,6 +44,13 @@ def uses_native_inference() -> bool:
     `allow_native_inference` with 1 to `MAX_ROWS` tokens.
     """
     return 0 < _TOKENS.get() <= MAX_ROWS
+
+
+def uses_native_products_of_many_rows() -> bool:
+    """Return whether the current trace uses native products of bfloat16 for many rows: it is inside
+    `allow_native_inference` with more than `MAX_ROWS` tokens, and they are faster than XLA's.
+    """
+    return _TOKENS.get() > MAX_ROWS and multiplies_bfloat16_as_floats()
 
 
 def uses_native_attention(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:

@@ -380,6 +380,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<bool>("int8_activations"));
 
 // Whether operations on many tokens are faster than XLA's on this processor, sizes being multiples of 16: all of them, of
-// bfloat16; and experts out of slots.
+// bfloat16; products of bfloat16 by floats; and experts out of slots.
 extern "C" int32_t jmoe_multiplies_many_rows() { return kHasPairs; }
+extern "C" int32_t jmoe_multiplies_bfloat16_as_floats() { return kWideVectors && !kHasPairs; }
 extern "C" int32_t jmoe_computes_experts_of_many_tokens() { return kWideVectors; }
