@@ -6,6 +6,7 @@ import ast
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -89,7 +90,7 @@ training.fused.gradient_buckets
 training.tasks.streamed_model training.tasks.summary training.tasks.task training.update"""
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+def sources() -> Iterator[tuple[str, Path]]:
     paths = [
         path
         for folder in ("jmoe", "kernels_pallas", "configs")
@@ -101,10 +102,15 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         parts = [
             part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"
         ]
-        yield ".".join(["jmoe"] * (parts[0] == "configs") + parts), ast.parse(path.read_text())
+        yield ".".join(["jmoe"] * (parts[0] == "configs") + parts), path
 
 
 SOURCES = dict(sources())
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text())
 
 
 def unit_of(name: str, units: Iterable[str]) -> str:
@@ -164,7 +170,7 @@ def violations(module: str, tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_house_rules(module: str) -> None:
-    assert list(violations(module, SOURCES[module])) == []
+    assert list(violations(module, tree_of(module))) == []
 
 
 def test_offenders_are_found() -> None:
@@ -211,7 +217,7 @@ def test_no_text_is_cut() -> None:
 
 
 def test_no_imports_go_round_in_a_circle() -> None:
-    names = {module: imports(tree) for module, tree in SOURCES.items()}
+    names = {module: imports(tree_of(module)) for module in SOURCES}
     TopologicalSorter(
         {m: {*ns, *(n.rpartition(".")[0] for n in ns)} - {m} for m, ns in names.items()}
     ).prepare()
@@ -227,7 +233,7 @@ def test_a_run_starts_without_matplotlib() -> None:
         if module in SOURCES and module not in reached:
             at_once = [
                 node
-                for node in SOURCES[module].body
+                for node in tree_of(module).body
                 if isinstance(node, ast.Import | ast.ImportFrom)
             ]
             names = imports(ast.Module(at_once, []))
@@ -240,9 +246,9 @@ def test_a_run_starts_without_matplotlib() -> None:
 def test_no_two_public_things_have_one_name() -> None:
     names = Counter(
         name
-        for module, tree in SOURCES.items()
+        for module in SOURCES
         if module.startswith("jmoe")
-        for name in defined(tree)
+        for name in defined(tree_of(module))
     )
     assert [name for name, times in names.items() if times > 1] == []
 
@@ -262,7 +268,7 @@ def test_every_module_is_mirrored() -> None:
         names = imports(ast.parse(path.read_text()))
         names |= {name.rpartition(".")[0] for name in names}
         tests[path.parent.relative_to(ROOT / "tests").parts] |= {path.stem, *names}
-    for module in (module for module, tree in SOURCES.items() if defined(tree)):
+    for module in (module for module in SOURCES if defined(tree_of(module))):
         *folders, name = (
             module.replace("kernels_pallas", "kernels").removeprefix("jmoe.").split(".")
         )

@@ -222,6 +222,7 @@ def test_servers_that_start_at_once(
         assert f"step 5 of {output_dir} is in {merged_step(output_dir)}\n" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_merge_stays_while_it_is_served(trained: Path, tmp_path: Path) -> None:
     """A newer one removes older ones, but none that a server may still read experts from."""
     output_dir = copied(trained, tmp_path)

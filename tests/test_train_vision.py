@@ -57,6 +57,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_step_records(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_ends_with_a_table_and_a_picture(
     run_python: Run, runs: TrainRuns, tmp_path: Path
 ) -> None:

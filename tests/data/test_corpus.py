@@ -790,6 +790,7 @@ def test_an_absurd_vocabulary_is_refused(tmp_path: Path, texts: Path) -> None:
         prepare_corpus(config(texts), 10**9, tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_standard_library(tmp_path: Path) -> None:
     names = [file.name for file in text_files.standard_library_files()]
     assert "inspect.py" in names

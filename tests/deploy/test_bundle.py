@@ -129,6 +129,7 @@ def check_served(folder: Path, tmp_path: Path, **env: str) -> None:
     assert not (tmp_path / "empty").exists() and not (tmp_path / "unused").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled(whole: Path, tmp_path: Path) -> None:
     """Moved to another place, by a real server."""
     check_served(

@@ -15,6 +15,7 @@ from jmoe.deploy.extract import main as extract
 from tests.vision_runs import CLASS_NAMES, CONFIG, saved_run
 
 
+@pytest.mark.slow
 def test_an_extracted_path_computes_what_the_super_network_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

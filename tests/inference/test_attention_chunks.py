@@ -108,6 +108,7 @@ def test_chunks_count(folder: Path) -> None:
     assert np.abs(one[:, CHUNK:] - other[:, CHUNK:]).max() > 0.1
 
 
+@pytest.mark.slow
 def test_policies_and_drafts_give_the_resident_tokens(folder: Path) -> None:
     """Streamed experts bit for bit; drafts end with their chunk."""
     with tiny_engine(folder, **SIZES, native="off") as engine:

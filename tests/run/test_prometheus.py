@@ -140,6 +140,7 @@ def test_bad_settings_are_named(field: str, value: Any) -> None:
         MetricsConfig(**{field: value})
 
 
+@pytest.mark.slow
 def test_a_real_run_is_watched(runs: TrainRuns, tmp_path: Path, start_python: Start) -> None:
     """Two of one port: the second one ends before it has compiled or written anything."""
     run, port = tmp_path / "run", free_port()

@@ -204,6 +204,7 @@ def test_skipped_steps_leave_no_trace(trainer: Trainer) -> None:
     assert differing(*ends) == []
 
 
+@pytest.mark.slow
 def test_gradients_wait_with_the_scale_of_their_step(
     in_host_memory: Trainer, updated_on_host: Trainer
 ) -> None:

@@ -383,6 +383,7 @@ def hidden_of(decoder: Decoder, encoder: NDArray[np.int32], own: NDArray[np.int3
     return hidden[0]
 
 
+@pytest.mark.slow
 def test_each_side_sees_what_it_may() -> None:
     """The decoder's tokens see all of the encoder's text and their own past, and the encoder sees
     nothing of the decoder.
@@ -404,6 +405,7 @@ def test_each_side_sees_what_it_may() -> None:
     assert_close(hidden_of(decoder, encoder, own[:3]), whole[:3], 1e-5)
 
 
+@pytest.mark.slow
 def test_the_last_layer_of_the_encoder_is_read() -> None:
     """Both sides have layers of their own: a change of either reaches the hidden states."""
     decoder = Decoder(MODEL, rngs=nnx.Rngs(0))

@@ -111,6 +111,7 @@ def test_a_device_holds_its_share_of_a_copy() -> None:
             assert own == full // split or (own == full and not all_split), path
 
 
+@pytest.mark.slow
 def test_copies_of_the_state_change_no_number() -> None:
     """Nor do accumulation steps, after the last of which alone the copies add their gradients."""
     one, _ = train(trainer_of(ONE, 2), 2)

@@ -61,6 +61,7 @@ def room_for_all() -> Trained:
     return train(MANY, HOST, STEPS)
 
 
+@pytest.mark.slow
 def test_slots_grow_where_there_is_no_room(
     room_for_all: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:
