@@ -245,10 +245,7 @@ def test_a_run_starts_without_matplotlib() -> None:
 
 def test_no_two_public_things_have_one_name() -> None:
     names = Counter(
-        name
-        for module in SOURCES
-        if module.startswith("jmoe")
-        for name in defined(tree_of(module))
+        name for module in SOURCES if module.startswith("jmoe") for name in defined(tree_of(module))
     )
     assert [name for name, times in names.items() if times > 1] == []
 

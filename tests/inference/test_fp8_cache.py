@@ -56,7 +56,12 @@ def use_plain_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "gpt_oss", pytest.param("deepseek_v3_yarn", marks=pytest.mark.slow)]
+    "name",
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        "gpt_oss",
+        pytest.param("deepseek_v3_yarn", marks=pytest.mark.slow),
+    ],
 )
 def test_a_plain_reference_that_rounds_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of prompts and single tokens; windows and sinks; latents."""

@@ -117,7 +117,7 @@ def serve_all_kinds(served: Engine) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "options", "most"),
     [
-        ("mixtral", {}, 32),
+        pytest.param("mixtral", {}, 32, marks=pytest.mark.slow),
         pytest.param("mixtral", {"expert_dtype": "fp8"}, 32, marks=pytest.mark.slow),
         ("gpt_oss", {}, 32),  # windows and sinks
         ("deepseek_v3_yarn", {}, 1),  # latents, and a program for each layer

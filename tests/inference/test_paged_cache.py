@@ -110,7 +110,7 @@ def assert_same(some: list[Sequence], others: list[Sequence]) -> None:
 @pytest.mark.parametrize(
     ("name", "native"),
     [
-        ("qwen3_moe", "off"),
+        pytest.param("qwen3_moe", "off", marks=pytest.mark.slow),
         ("gpt_oss", "on"),
         pytest.param("qwen3_moe", "accelerator", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "on", marks=pytest.mark.slow),

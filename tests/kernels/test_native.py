@@ -181,8 +181,15 @@ def test_top_k_breaks_ties_as_the_other_form() -> None:
 @dtypes
 # the last: in blocks, where bfloat16 is multiplied in pairs
 @pytest.mark.parametrize("tokens", [1, 3, 90])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("sinks", "window"),
+    [
+        (False, None),
+        (True, 5),
+        pytest.param(False, 5, marks=pytest.mark.slow),
+        pytest.param(True, None, marks=pytest.mark.slow),
+    ],
+)
 # groups of 3, 1, 6 and 9 heads; only 32 is a multiple of every vector
 @pytest.mark.parametrize(("h", "d"), [(6, 24), (2, 32), (12, 32), (18, 32)])
 def test_attention_writes_the_cache_and_reads_it(

@@ -35,8 +35,15 @@ def test_positions() -> None:
     }
 
 
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("with_sinks", "window"),
+    [
+        (True, None),
+        (False, 50),
+        pytest.param(False, None, marks=pytest.mark.slow),
+        pytest.param(True, 50, marks=pytest.mark.slow),
+    ],
+)
 def test_documents_do_not_see_each_other(window: int | None, with_sinks: bool) -> None:
     """Values and gradients."""
     rng = np.random.default_rng(0)

@@ -69,7 +69,12 @@ def with_scales(tensors: Tensors, layers: int, k: float, v: float, k_name: str) 
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+    "name",
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        "gpt_oss",
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_scales_recover_what_they_divide(name: str, tmp_path: Path) -> None:
     """Keys and values beyond 448 are cut without scales; with them, tokens and log-probabilities

@@ -456,7 +456,14 @@ REGULAR: list[Callable[[int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("options", REGULAR, ids=lambda options: str(options(4)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        option if n in (4, 5) else pytest.param(option, marks=pytest.mark.slow)
+        for n, option in enumerate(REGULAR)
+    ],
+    ids=lambda options: str(options(4)),
+)
 def test_the_program_does_not_grow_with_depth(options: Callable[[int], dict[str, Any]]) -> None:
     def program_size(num_layers: int) -> int:
         config = config_of(num_hidden_layers=num_layers, **options(num_layers))

@@ -194,8 +194,11 @@ PLACES_OF_HOST_UPDATES = [
     (ExpertGroup, "send"),
     (jmoe.offload.training_slots, "put_records"),
 ]
-# Neighbours of these in the same path stay quick: get, write, sync, read_into, moe_gradients.
-SLOW_PLACES = ("prefetch", "count_step", "flush", "pin_versions", "put_record", "route")
+# Neighbours of these in the same path stay quick: write, read_into, moe_gradients.
+SLOW_PLACES = (
+    *("get", "prefetch", "count_step", "flush", "pin_versions", "put_record", "route", "sync"),
+    "_write",
+)
 OF_SAVES = ("pin_versions", "write_record_list", "_drain", "flush")  # the experts are as they were
 
 

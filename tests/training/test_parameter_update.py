@@ -122,7 +122,9 @@ def test_codes_hold_the_moments_of_adamw() -> None:
         np.testing.assert_allclose(own, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", [MUON, CODED], ids=["muon", "8bit"])
+@pytest.mark.parametrize(
+    "optimizer", [MUON, pytest.param(CODED, marks=pytest.mark.slow)], ids=["muon", "8bit"]
+)
 def test_a_checkpoint_goes_on_to_the_bit(optimizer: OptimizerConfig, tmp_path: Path) -> None:
     """Saved after a step on one device, and restored on one and on four."""
     trainer = FusedTrainer(wide(optimizer), mesh_of(1, 1, 1))

@@ -15,7 +15,12 @@ installed = any(find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 @pytest.mark.skipif(installed, reason="the CUDA libraries are installed here")
 @pytest.mark.parametrize(
     "program",
-    ["kernels/aot", "train/estimates", "serve/decode_estimates", "serve/fp8_estimates"],
+    [
+        "kernels/aot",
+        pytest.param("train/estimates", marks=pytest.mark.slow),
+        pytest.param("serve/decode_estimates", marks=pytest.mark.slow),
+        pytest.param("serve/fp8_estimates", marks=pytest.mark.slow),
+    ],
 )
 def test_without_the_cuda_libraries(
     run_python: Callable[..., subprocess.CompletedProcess[str]], program: str

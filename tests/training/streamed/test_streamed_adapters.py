@@ -44,7 +44,7 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "tiers"),
     [
-        ("small", "float32", ["nvme"]),
+        pytest.param("small", "float32", ["nvme"], marks=pytest.mark.slow),
         pytest.param("small", "float32", ["host"], marks=pytest.mark.slow),
         pytest.param("small", "bfloat16", ["host", "nvme"], marks=pytest.mark.slow),
         pytest.param("gpt_oss", "float32", ["host", "nvme"], marks=pytest.mark.slow),

@@ -116,7 +116,8 @@ def own_parts(run: VisionSession, state: Any, task: str, expert: int) -> Any:
     }
 
 
-@pytest.mark.parametrize("tier", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_task_that_ends_leaves_its_devices_and_keeps_its_parameters(
     tmp_path: Path, tier: Any
 ) -> None:
