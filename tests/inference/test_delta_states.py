@@ -95,6 +95,7 @@ def test_no_step_changes_another_sequence(
             assert sequence.output_token_ids == alone.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
 def test_a_conversation_continues_in_the_row_of_its_last_turn(
     speculation: str, long_model: Path

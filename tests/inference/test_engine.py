@@ -842,6 +842,7 @@ def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
 SLOW_RELOADS = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("resident", "ring")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["nvme", *SLOW_RELOADS])
 def test_other_weights(policy: str, tmp_path: Path) -> None:
     """A reloaded engine answers as one that begins with these weights, bit for bit, also after it

@@ -164,7 +164,10 @@ def test_answers_are_those_without_drafts(options: dict[str, Any], predictable: 
             {**MTP, "policy": "resident", "native": "off", "accelerator": True},
             marks=pytest.mark.slow,
         ),
-        {"speculation": "lookup", "policy": "resident", "native": "off"},
+        pytest.param(
+            {"speculation": "lookup", "policy": "resident", "native": "off"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"speculation": "lookup", "policy": "resident", "num_speculative_tokens": 2},
             marks=pytest.mark.slow,

@@ -115,6 +115,7 @@ def test_named_shapes(name: str, dtype: Any) -> None:
         assert_same(ours, expected, n, TOLERANCE[dtype], f"{routing}, tokens")
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 80) | st.just(0), min_size=5, max_size=5),

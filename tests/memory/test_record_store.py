@@ -157,9 +157,13 @@ def test_reads_bypass_the_page_cache(tmp_path: Path) -> None:
     with pack(tmp_path) as store:
         if store.io != "O_DIRECT" or in_page_cache(other):
             pytest.skip("a file system without O_DIRECT, or in memory")
-        drop_from_page_cache(store.path)
-        check_content(store)
-        assert not in_page_cache(store.path)
+        for _ in range(5):  # a page that something else holds at that moment is not dropped
+            drop_from_page_cache(store.path)
+            check_content(store)
+            if not in_page_cache(store.path):
+                break
+        else:
+            pytest.fail("reads leave the file in the page cache")
         other.read_bytes()
         assert in_page_cache(other)
 

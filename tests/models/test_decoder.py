@@ -384,6 +384,7 @@ def test_remat_changes_nothing() -> None:
     assert products[0] < products[1] < products[2]  # more and more are computed again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["layer", pytest.param("none", marks=pytest.mark.slow)])
 def test_layers_without_loops_equal_those_of_the_scan(
     monkeypatch: pytest.MonkeyPatch, remat: Remat

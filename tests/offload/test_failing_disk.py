@@ -45,6 +45,7 @@ def undisturbed() -> Trained:
     return train(BY_XLA, HOST)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "update"),
     [

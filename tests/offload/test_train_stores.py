@@ -128,6 +128,7 @@ def test_updated_on_the_host_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     check_that_it_goes_on(undisturbed, dataclasses.replace(NVME, update="host"), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [("host", "device"), pytest.param("device", "host", marks=pytest.mark.slow)],

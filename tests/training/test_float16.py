@@ -236,6 +236,7 @@ class OneOverflows(FusedTrainer):
         ), metrics
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_device_skips_the_step_on_all() -> None:
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(2, 2, 2), loss_scale=LossScaleConfig(4096))
     trainer = OneOverflows(config, mesh_of(2, 2, 2))

@@ -91,6 +91,7 @@ def run(
     return jax.device_get(state), seen
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_the_norm_is_that_of_the_others() -> None:
     """Beside a run of all parameters: the same first step, without and with clipping."""
     adamw = OptimizerConfig(1e-2, "constant", warmup_steps=0, clip_norm=0.0)

@@ -36,6 +36,7 @@ def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, n
         yield request.param, traffic(engine), engine.tokens_per_expert()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_heads_on_several_devices_give_the_tokens_of_one(
     one_device: tuple[str, Traffic, np.ndarray], devices: int

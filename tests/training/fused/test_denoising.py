@@ -361,6 +361,7 @@ def test_the_held_out_loss_is_that_of_the_targets() -> None:
     assert float(without_last) == pytest.approx(SEQUENCE * sum(means), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "remat"),
     [pytest.param("bfloat16", "none", marks=pytest.mark.slow), ("float32", "layer")],
