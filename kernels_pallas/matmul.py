@@ -19,10 +19,10 @@ from jax import lax
 from kernels_pallas.native import (
     MAX_ROWS,
     SIZE_MULTIPLE,
-    native_matmul,
     uses_native_inference,
     uses_native_products_of_many_rows,
 )
+from kernels_pallas.native import matmul as native_matmul
 
 
 def _transpose_by_copy(x: jax.Array) -> jax.Array:
@@ -70,6 +70,7 @@ def dot(a: jax.Array, b: jax.Array, *, b_transposed: bool = False) -> jax.Array:
 
 
 def _is_native(a: jax.Array, b: jax.Array, b_transposed: bool) -> bool:
+    """Return True if the current trace allows native products and has one for these operands."""
     rows, is_narrow = a.shape[-2], b.dtype == jnp.bfloat16
     if uses_native_inference():
         fits = rows <= NATIVE_ROWS if is_narrow else b.dtype == jnp.float32

@@ -9,6 +9,7 @@ import pytest
 from tests.test_train_encoder_slow import assert_same_until_a_token_changes_experts
 from tests.train_runs import (
     ENDLESS,
+    Run,
     Start,
     TrainRuns,
     committed,
@@ -79,3 +80,27 @@ def test_two_processes_go_on_as_two_devices_of_one(
     assert resumes(run) == [begin]
     assert losses(run) == losses(undisturbed)
     assert evaluations(run)[-1] == evaluations(undisturbed)[-1]
+
+
+def test_the_state_is_no_model_of_the_engine(
+    runs: TrainRuns, tmp_path: Path, run_python: Run, whole: Path
+) -> None:
+    """Neither a merge, nor the server, nor another run takes it, and each says why."""
+    why = "no Hugging Face family has all its options"
+    merged = run_python(("-m", "jmoe.deploy.merge", whole, tmp_path / "hf"))
+    assert merged.returncode == 1 and "Traceback" not in merged.stderr
+    served = run_python(("serve.py", whole))
+    assert served.returncode != 0 and "Traceback" not in served.stderr
+    options = ("--init-from", whole, "--data.path", runs.shards, "--output-dir", tmp_path / "run")
+    continued = run_python(("train.py", "tiny", *options))
+    assert continued.returncode == 1 and "Traceback" not in continued.stderr
+    for words in (merged.stderr, served.stderr, continued.stderr):
+        assert why in words and "num_encoder_layers: 2 -> 0" in words
+    assert not (tmp_path / "hf").exists()
+
+
+def test_samples_are_refused(runs: TrainRuns, tmp_path: Path) -> None:
+    done = runs.run(tmp_path / "run", "--model.num-encoder-layers", 2)
+    assert done.returncode == 2, done.stdout
+    words = " ".join(done.stderr.replace("│", " ").split())  # as the frame of tyro wraps them
+    assert "evaluation.sample_tokens = 4: is not supported with model.num_encoder_layers" in words

@@ -79,6 +79,7 @@ Call = Callable[[], object]
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of products; tokens")
     parser.add_argument(
         "--bytes", type=int, default=768 << 20, help="of weights that calls take in turn"
     )
@@ -121,7 +122,7 @@ def products(rows: int, dtype: DTypeLike, total: int) -> Calls:
     num_bytes = INNER * COLUMNS * jnp.dtype(dtype).itemsize
     matrices = itertools.cycle([make(i) for i in range(max(2, total // num_bytes // 4))])
     x = jax.random.normal(jax.random.key(0), (rows, INNER), dtype)
-    ours, theirs = jax.jit(native.native_matmul), jax.jit(dot)
+    ours, theirs = jax.jit(native.matmul), jax.jit(dot)
     flops = 2.0 * rows * INNER * COLUMNS
     again = next(matrices)
     calls = (
@@ -269,7 +270,7 @@ def main() -> None:
     large = {name: large_product(name) for name in ("bfloat16", "float32")}
     peaks: dict[str, list[float]] = {name: [] for name in large}
     rows = []
-    for kind, count in itertools.product(("bfloat16", "float32", *FORMATS), ROWS):
+    for kind, count in itertools.product(("bfloat16", "float32", *FORMATS), a.rows):
         names = (*EXPERTS,) if kind in FORMATS else (f"{INNER} x {COLUMNS}", *EXPERTS)
         for name in names:
             made = (

@@ -25,8 +25,9 @@ from jmoe.config import RouterConfig, check, check_routing
 from jmoe.layers.low_rank import AdaptedParam
 from kernels_pallas.implementations import target_device
 from kernels_pallas.matmul import dot, matmul_by_parts
-from kernels_pallas.native import native_matmul, uses_native_inference
+from kernels_pallas.native import matmul as native_matmul
 from kernels_pallas.native import top_k_indices as native_top_k_indices
+from kernels_pallas.native import uses_native_inference
 
 _TINY = 1e-20  # keeps a sum of sigmoids that all underflowed from dividing 0 by 0
 

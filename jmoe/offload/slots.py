@@ -48,7 +48,7 @@ from kernels_pallas.native import (
     SIZE_MULTIPLE,
     SLOT_ARRAYS,
     ExpertByteOffsets,
-    computes_experts_of_many_tokens,
+    has_wide_vectors,
     slot_mlp,
 )
 
@@ -212,11 +212,11 @@ class NativeSlots:
         """Return True if the native operation should compute the experts of this many tokens.
 
         True for up to `MAX_ROWS` tokens, and for any number with `int8_activations`; otherwise for
-        more if the sizes are multiples of `SIZE_MULTIPLE` and the CPU is fast at it
-        (`computes_experts_of_many_tokens`).
+        more if the sizes are multiples of `SIZE_MULTIPLE` and the CPU has AVX2, so that the
+        operation is faster than XLA.
         """
         fits = hidden_size % SIZE_MULTIPLE == 0 and self.layout.hidden % SIZE_MULTIPLE == 0
-        many = fits and computes_experts_of_many_tokens()
+        many = fits and has_wide_vectors()
         many |= self.layout.int8_activations
         return self._supports_dtype(dtype) and (many or num_tokens <= MAX_ROWS)
 

@@ -21,13 +21,14 @@ from kernels_pallas.native.scope import runs_in_background
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
-def native_matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
+def matmul(x_TK: jax.Array, w: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Return float32 [..., T, N] = x w for w [..., K, N], or x w^T for w [..., N, K] if
     `transposed`.
 
     x and w are float32 or bfloat16, with the same leading dimensions: one product for each. Sums
-    are float32, and a row's order of summation does not depend on the other rows. More than
-    `MAX_ROWS` rows share each matrix's conversion to floats, if N is a multiple of 16.
+    are float32, and a row's order of summation depends on nothing but whether there are more than
+    `MAX_ROWS` rows. Those of one product [K, N] share its conversion to float32, if N is a multiple
+    of 16.
     """
     columns = w.shape[-2] if transposed else w.shape[-1]
     call = jax.ffi.ffi_call(
@@ -86,8 +87,8 @@ def slot_mlp(
     they are compressed; idx is int32, E or more for no expert; weights and y are float32.
 
     slots_MR: uint8, a slot of R bytes per expert. table_E: int32, each expert's slot. With more
-    than `MAX_ROWS` tokens each matrix is converted once for all rows, if
-    `computes_experts_of_many_tokens` and if D and F are multiples of 16.
+    than `MAX_ROWS` tokens each matrix is converted once for all rows, if the processor has AVX2
+    (`has_wide_vectors`) and D and F are multiples of 16.
     """
     y = jax.ShapeDtypeStruct(tokens[3].shape, jnp.float32)
     call = jax.ffi.ffi_call("jmoe_slot_mlp", y, input_output_aliases={3: 0})

@@ -186,19 +186,9 @@ def multiplies_many_rows() -> bool:
 
 
 @cache
-def multiplies_bfloat16_as_floats() -> bool:
-    """Return whether native products of many bfloat16 rows, widened to floats, are faster than
-    XLA's: the processor has AVX2 and no AVX512-BF16.
-    """
-    return bool(ctypes.CDLL(str(load())).jmoe_multiplies_bfloat16_as_floats())
-
-
-@cache
-def computes_experts_of_many_tokens() -> bool:
-    """Return whether `slot_mlp` of many tokens, float32 or bfloat16, is faster than XLA's products:
-    the processor has AVX2.
-    """
-    return bool(ctypes.CDLL(str(load())).jmoe_computes_experts_of_many_tokens())
+def has_wide_vectors() -> bool:
+    """Return whether the library's vectors have 8 floats or more: the processor has AVX2."""
+    return bool(ctypes.CDLL(str(load())).jmoe_has_wide_vectors())
 
 
 def start_recording_background() -> None:

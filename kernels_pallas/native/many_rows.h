@@ -1,5 +1,5 @@
-// Products of many rows with a matrix of any format: a strip of its columns is widened in a near cache, once for all rows:
-// of rows in bfloat16 to a panel of pairs, where the processor multiplies them, else to floats.
+// Products of many rows with a matrix of any format: a strip of its columns is widened in a near cache, once for all rows.
+// Rows of bfloat16 take a strip of pairs of bfloat16, rows of floats one of floats.
 #pragma once
 
 #include "products.h"
@@ -13,6 +13,13 @@ constexpr int64_t kRowsATime = 256;  // of x, whose sums with a strip take 64 KB
 struct Strip {
   int64_t count, at[kPanelVectors];
 };
+
+// Columns [n, n + kPanel) of N, a multiple of 16, or those that are left
+inline Strip neighbours(int64_t n, int64_t N) {
+  Strip strip{std::min(kPanel, N - n) / kLanes, {}};
+  for (int64_t v = 0; v < strip.count; v++) strip.at[v] = n + v * kLanes;
+  return strip;
+}
 
 // x[k] in the lower halves, x[k + 1] in the upper ones, each rounded to bfloat16
 inline Words rounded_pairs(const Floats& low, const Floats& high) {
@@ -51,7 +58,7 @@ inline void widen_vector(const Blocks<kFormat>& w, int64_t first, int64_t last, 
   }
 }
 
-// sums[r, kPanel] of at most kRowsATime rows of x with the strip of w
+// sums[r, kPanel] = rows r of x, at most kRowsATime, times the strip of w
 template <class T, class W>
 inline void product_with_strip(const W& w, const Strip& columns, const bfloat16* const* x, int64_t rows, float* sums) {
   alignas(64) static thread_local uint32_t strip[kDeep / 2 * kPanel];
@@ -63,10 +70,10 @@ inline void product_with_strip(const W& w, const Strip& columns, const bfloat16*
   }
 }
 
-// Floats lie `kFloatVectors` vectors of columns together: what registers hold beside the sums.
+// A strip of floats is computed in parts of kFloatVectors vectors: registers hold their sums with 6 rows.
 constexpr int64_t kFloatVectors = kManyRegisters ? 4 : 2, kFloatColumns = kFloatVectors * kLanes;
 
-// A column of vectors as floats, of numbers of T, `kFloatColumns` apart
+// Writes rows [first, last) of a vector of columns at n as floats, kFloatColumns apart; compressed weights are rounded to T.
 template <class T>
 inline void widen_to_floats(const Matrix<T>& w, int64_t first, int64_t last, int64_t n, float* to) {
   for (int64_t k = first; k < last; k++, to += kFloatColumns) {
@@ -99,8 +106,8 @@ inline void widen_to_floats(const Blocks<kFormat>& w, int64_t first, int64_t las
   }
 }
 
-// c[R rows, V vectors] = the rows of x from `first` on times so many rows of floats, or more of it. Each is added up row by
-// row of these, whatever others there are.
+// c[m, V vectors] = sum over k < depth of x[m][first + k] right[k], added to c if `more`; for R rows m, c's being kPanel
+// apart. Each sum is in the order of k, whatever other rows there are.
 template <int R, int V>
 inline void tile_of_floats(
     const float* const* x, int64_t first, const float* right, int64_t depth, float* c, bool more) {
@@ -122,6 +129,7 @@ inline void tile_of_floats(
     for (int v = 0; v < V; v++) store(c + m * kPanel + v * kLanes, sums[m][v]);
 }
 
+// The same for any number of rows
 template <int V>
 inline void tiles_of_floats(
     const float* const* x, int64_t rows, int64_t first, const float* right, int64_t depth, float* c, bool more) {
@@ -134,20 +142,15 @@ inline void tiles_of_floats(
   tiles(std::integral_constant<int, 1>());
 }
 
-// The same of rows of floats. T: what matrices that are compressed are rounded to
+// The same for rows of floats. T: dtype that compressed weights are rounded to
 template <class T, class W>
 inline void product_with_strip(const W& w, const Strip& columns, const float* const* x, int64_t rows, float* sums) {
   alignas(64) static thread_local float strip[kDeepFloats * kFloatColumns];
   for (int64_t v = 0; v < columns.count; v += kFloatVectors)
     for (int64_t first = 0; first < w.K; first += kDeepFloats) {
       const int64_t last = std::min(w.K, first + kDeepFloats), vectors = std::min(kFloatVectors, columns.count - v);
-      for (int64_t i = 0; i < vectors; i++) {
-        float* to = strip + i * kLanes;
-        if constexpr (std::is_same_v<W, Matrix<T>>)
-          widen_to_floats(w, first, last, columns.at[v + i], to);
-        else
-          widen_to_floats<T>(w, first, last, columns.at[v + i], to);
-      }
+      for (int64_t i = 0; i < vectors; i++)
+        widen_to_floats<T>(w, first, last, columns.at[v + i], strip + i * kLanes);
       const auto multiply = [&]<int V>(std::integral_constant<int, V>) {
         tiles_of_floats<V>(x, rows, first, strip, last - first, sums + v * kLanes, first > 0);
       };

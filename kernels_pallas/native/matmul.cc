@@ -1,5 +1,5 @@
-// float32 y [T, N] = x [T, K] w, for few rows: w [K, N], or [N, K] with its rows as columns, one product or many of one
-// shape; for many rows where XLA's products in bfloat16 are slower; and RMSNorm of a few rows.
+// float32 y [T, N] = x [T, K] w: of few rows, w [K, N], or [N, K] with its rows as columns, one product or many of one shape;
+// of many rows, one product with w [K, N]. And RMSNorm of a few rows.
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -13,35 +13,6 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kRowsOfTask = 256;  // of w [N, K]
-constexpr int64_t kFewRows = 32;      // which read a matrix once, in its format
-
-// For more rows; N is a multiple of 16. A task is a strip of columns for at most kRowsATime rows.
-template <class X, class T>
-void matmul_of_many(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N) {
-  thread_local std::vector<float> scratch;
-  const float* from;
-  float* wide = nullptr;
-  if constexpr (std::is_same_v<X, float>) {
-    from = x;
-  } else {
-    scratch.resize(rows * K);
-    from = wide = scratch.data();
-  }
-  const int64_t strips = (N + kPanel - 1) / kPanel, blocks = (rows + kRowsATime - 1) / kRowsATime;
-  Phase widen_rows(wide ? int(rows) : 0, [=](int t) { widen(x + t * K, K, wide + t * K); });
-  Phase multiply(int(strips * blocks), [=](int i) {
-    alignas(64) static thread_local float sums[kRowsATime * kPanel];
-    const float* row[kRowsATime];
-    const int64_t first = i / strips * kRowsATime, count = std::min(kRowsATime, rows - first), n = i % strips * kPanel;
-    for (int64_t r = 0; r < count; r++) row[r] = from + (first + r) * K;
-    Strip strip{std::min(kPanel, N - n) / kLanes, {}};
-    for (int64_t v = 0; v < strip.count; v++) strip.at[v] = n + v * kLanes;
-    product_with_strip<T>(Matrix<T>{data, K, N}, strip, row, count, sums);
-    for (int64_t r = 0; r < count; r++)
-      std::memcpy(y + (first + r) * N + n, sums + r * kPanel, strip.count * kLanes * sizeof(float));
-  });
-  Pool::get().run({&widen_rows, &multiply});
-}
 
 template <class X, class T>
 void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N, bool transposed) {
@@ -78,6 +49,30 @@ void matmul(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_
     for (int64_t s = 1; s < slices; s++) add_to(y + t * N, parts + (s * rows + t) * stride, N);
   });
   Pool::get().run({&multiply, &add});
+}
+
+// The same for more than kFewRows rows and w [K, N], N a multiple of 16. Rows are widened to floats once; a task multiplies
+// at most kRowsATime of them with a strip of columns.
+template <class X, class T>
+void matmul_of_many(const X* x, const T* data, float* y, int64_t rows, int64_t K, int64_t N) {
+  constexpr bool kWidens = !std::is_same_v<X, float>;
+  thread_local std::vector<float> scratch;
+  if (kWidens) scratch.resize(rows * K);
+  float* const wide = scratch.data();
+  const float* const from = kWidens ? wide : reinterpret_cast<const float*>(x);
+  const int64_t strips = (N + kPanel - 1) / kPanel, blocks = (rows + kRowsATime - 1) / kRowsATime;
+  Phase widen_rows(kWidens ? int(rows) : 0, [=](int t) { widen(x + t * K, K, wide + t * K); });
+  Phase multiply(int(strips * blocks), [=](int i) {
+    alignas(64) static thread_local float sums[kRowsATime * kPanel];
+    const float* row[kRowsATime];
+    const int64_t first = i / strips * kRowsATime, count = std::min(kRowsATime, rows - first), n = i % strips * kPanel;
+    for (int64_t r = 0; r < count; r++) row[r] = from + (first + r) * K;
+    const Strip strip = neighbours(n, N);
+    product_with_strip<T>(Matrix<T>{data, K, N}, strip, row, count, sums);
+    for (int64_t r = 0; r < count; r++)
+      std::memcpy(y + (first + r) * N + n, sums + r * kPanel, strip.count * kLanes * sizeof(float));
+  });
+  Pool::get().run({&widen_rows, &multiply});
 }
 
 // As many products of one shape, which lie one behind the other: each is a task.

@@ -11,6 +11,8 @@
 #include "parallel.h"
 #include "vectors.h"
 
+constexpr int64_t kFewRows = 32;  // at most so many rows of x are multiplied with a matrix in its format
+
 // How many parts of k, multiples of 32, are added up by themselves: four where they are worth a thread's while.
 inline int64_t slices_of(int64_t K, int64_t num_bytes) {
   return num_bytes < (128 << 10) ? 1 : std::min<int64_t>(4, (K + 31) / 32);

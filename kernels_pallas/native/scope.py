@@ -9,10 +9,10 @@ from contextvars import ContextVar
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kernels_pallas.native.library import multiplies_bfloat16_as_floats, multiplies_many_rows
+from kernels_pallas.native.library import has_wide_vectors, multiplies_many_rows
 
 SIZE_MULTIPLE = 16  # sizes of matrices and values in native products of many rows are multiples
-MAX_ROWS = 32  # with more rows arithmetic takes longer than reading weights: XLA is as fast
+MAX_ROWS = 32  # with more rows arithmetic takes longer than reading weights
 
 _TOKENS = ContextVar("tokens of native operations", default=0)
 _TRAINING = ContextVar("native operations of a training step", default=False)
@@ -26,8 +26,9 @@ def allow_native_inference(num_tokens: int) -> Iterator[None]:
     """Allow native products, norms, top-k and attention over a KV cache while a function of
     `num_tokens` tokens is traced.
 
-    With more than `MAX_ROWS` tokens only attention is native, if the processor multiplies many
-    bfloat16 rows, or else products of bfloat16; with 0 tokens nothing is. A function that is
+    With more than `MAX_ROWS` tokens only attention is native on a processor with AVX512-BF16
+    (`uses_native_attention`), and only dense bfloat16 products on one with AVX2 alone
+    (`uses_native_products_of_many_rows`). With 0 tokens nothing is native. A function that is
     compiled both with and without this context needs a static argument that tells the two apart.
     The library must be loaded (`load`) and the program run on a CPU. These operations have no
     gradients.
@@ -47,10 +48,11 @@ def uses_native_inference() -> bool:
 
 
 def uses_native_products_of_many_rows() -> bool:
-    """Return whether the current trace uses native products of bfloat16 for many rows: it is inside
-    `allow_native_inference` with more than `MAX_ROWS` tokens, and they are faster than XLA's.
+    """Return whether the current trace uses native products of many bfloat16 rows, which widen
+    weights to float32: it is inside `allow_native_inference` with more than `MAX_ROWS` tokens, and
+    the processor has AVX2 but not AVX512-BF16, with which XLA's products are as fast.
     """
-    return _TOKENS.get() > MAX_ROWS and multiplies_bfloat16_as_floats()
+    return _TOKENS.get() > MAX_ROWS and has_wide_vectors() and not multiplies_many_rows()
 
 
 def uses_native_attention(dtype: DTypeLike, key_dim: int, value_dim: int) -> bool:

@@ -19,7 +19,6 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr bool kWideVectors = kLanes >= 8;
-constexpr int64_t kFewTokens = 32;  // whose products read a matrix once, in its format
 constexpr int64_t kMostRows = 4096;   // of all experts, computed at once: their sums are memory that a thread keeps
 
 struct Shape {
@@ -131,7 +130,7 @@ void slot_mlp(
   const int64_t d_stride = s.D + kPad, u_stride = U + kPad;
   const int64_t rows = sort_by_expert(s, idx, slots, table, a);
   const int64_t groups = a.groups.size();
-  const bool few = s.tokens <= kFewTokens;  // else there is work for all threads without slices, and sums take memory
+  const bool few = s.tokens <= kFewRows;  // else there is work for all threads without slices, and sums take memory
   const int64_t up_slices = few ? slices_of(s.D, W::bytes(s.D, U)) : 1;
   const int64_t down_slices = few ? slices_of(s.F, W::bytes(s.F, s.D)) : 1;
   a.x.resize(rows * d_stride);
@@ -228,7 +227,8 @@ std::vector<Part> parts_of(const std::vector<Group>& groups, int64_t columns, in
   return parts;
 }
 
-// The same for many tokens; D and F are multiples of 16. Products take rows as X: floats, or bfloat16 in pairs.
+// The same for many tokens; D and F are multiples of 16. X: dtype of the rows that products take, float32 where the
+// processor does not multiply pairs of bfloat16.
 template <class T, class W>
 void slot_mlp_of_many(
     const Shape& s, const T* h, const int32_t* idx, const float* weights, const float* y, const uint8_t* slots,
@@ -247,11 +247,7 @@ void slot_mlp_of_many(
   const std::vector<Part> up = parts_of(a.groups, s.F, width), down = parts_of(a.groups, s.D, kPanel);
   alignas(64) static thread_local float sums[kRowsATime * kPanel];
   static thread_local const X* x[kRowsATime];
-  const X* inputs;
-  if constexpr (kWidens)
-    inputs = widened.get();
-  else
-    inputs = h;
+  const X* const inputs = kWidens ? widened.get() : reinterpret_cast<const X*>(h);
 
   Phase widen_tokens(kWidens ? int(s.tokens) : 0, [&](int t) {
     if constexpr (kWidens) widen(h + t * s.D, s.D, widened.get() + t * s.D);
@@ -275,14 +271,17 @@ void slot_mlp_of_many(
         Floats other = splat(0);
         if (gated) other = load<Floats>(from + vectors * kLanes) + bias.vector(s.F + strip.at[v]);
         const Floats value = activated(rounded(gate, type), rounded(other, type), s.activation);
-        put(rounded(value, type), inner.get() + (part.begin + r) * s.F + strip.at[v]);
+        X* const to = inner.get() + (part.begin + r) * s.F + strip.at[v];
+        if constexpr (kWidens)
+          store(to, rounded(value, type));
+        else
+          put(value, to);
       }
   });
   Phase project_down(int(down.size()), [&](int i) {
     const Part& part = down[i];
     const uint8_t* slot = part.group->slot;
-    Strip strip{std::min(kPanel, s.D - part.column) / kLanes, {}};
-    for (int64_t v = 0; v < strip.count; v++) strip.at[v] = part.column + v * kLanes;
+    const Strip strip = neighbours(part.column, s.D);
     for (int64_t r = 0; r < part.count; r++) x[r] = inner.get() + (part.begin + r) * s.F;
     product_with_strip<T>(matrix<W>(slot, s.w_down, s.w_down_scales, s.F, s.D), strip, x, part.count, sums);
     const Bias bias{s.b_down < 0 ? nullptr : slot + s.b_down, s.wide_biases};
@@ -316,12 +315,12 @@ ffi::Error handle(
   auto call = [&]<class T, class W>(const T*, const W*) {
     const T* tokens = static_cast<const T*>(h.untyped_data());
     if constexpr (kWideVectors && !IsRounded<W>)
-      if (s.tokens > kFewTokens && s.D % kLanes == 0 && s.F % kLanes == 0)
+      if (s.tokens > kFewRows && s.D % kLanes == 0 && s.F % kLanes == 0)
         return slot_mlp_of_many<T, W>(
             s, tokens, idx.typed_data(), weights.typed_data(), y.typed_data(), slots.typed_data(), table.typed_data(),
             out->typed_data());
-    // parts of more than `kFewTokens` tokens each, as a token's sums depend on whether they are few
-    const int64_t parts = std::max<int64_t>(1, std::min(s.tokens * s.choices / kMostRows, s.tokens / (kFewTokens + 1)));
+    // parts of more than `kFewRows` tokens each, as a token's sums depend on whether they are few
+    const int64_t parts = std::max<int64_t>(1, std::min(s.tokens * s.choices / kMostRows, s.tokens / (kFewRows + 1)));
     for (int64_t i = 0; i < parts; i++) {
       const int64_t first = s.tokens * i / parts;
       Shape part = s;
@@ -379,8 +378,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<bool>("wide_biases")
         .Attr<bool>("int8_activations"));
 
-// Whether operations on many tokens are faster than XLA's on this processor, sizes being multiples of 16: all of them, of
-// bfloat16; products of bfloat16 by floats; and experts out of slots.
+// Whether products of many bfloat16 rows multiply pairs, and whether vectors are wide enough to multiply many rows of floats
+// faster than XLA does. Sizes are multiples of 16.
 extern "C" int32_t jmoe_multiplies_many_rows() { return kHasPairs; }
-extern "C" int32_t jmoe_multiplies_bfloat16_as_floats() { return kWideVectors && !kHasPairs; }
-extern "C" int32_t jmoe_computes_experts_of_many_tokens() { return kWideVectors; }
+extern "C" int32_t jmoe_has_wide_vectors() { return kWideVectors; }

@@ -96,7 +96,7 @@ def test_no_step_changes_another_sequence(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculation", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("speculation", ["off", "lookup"])
 def test_a_conversation_continues_in_the_row_of_its_last_turn(
     speculation: str, long_model: Path
 ) -> None:

@@ -839,11 +839,8 @@ def test_a_sequence_whose_constraint_is_not_ready_rests() -> None:
         np.testing.assert_allclose(found, [lp.logprob for lp in expected.logprobs], atol=2e-5)
 
 
-SLOW_RELOADS = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("resident", "ring")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["nvme", *SLOW_RELOADS])
+@pytest.mark.parametrize("policy", ["nvme", "resident", "ring"])
 def test_other_weights(policy: str, tmp_path: Path) -> None:
     """A reloaded engine answers as one that begins with these weights, bit for bit, also after it
     was asked to load a damaged file.

@@ -82,7 +82,7 @@ def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
         x, x64 = drawn(rng, (rows, inner), dtype)
         w, w64 = drawn(rng, (columns, inner) if transposed else (inner, columns), dtype)
         close(
-            native.native_matmul(x, w, transposed=transposed),
+            native.matmul(x, w, transposed=transposed),
             x64 @ (w64.T if transposed else w64),
             inner,
         )
@@ -91,15 +91,15 @@ def test_products_of_few_rows(rows: int, transposed: bool, dtype: Any) -> None:
 @dtypes
 @pytest.mark.parametrize("rows", [33, 300])
 def test_products_of_many_rows(rows: int, dtype: Any) -> None:
-    """Strips that are not full, inputs that are widened in parts, more rows than a task takes; one
-    row alone gives the same bits as between others.
+    """Strips that are not full, inputs that are widened in parts, more rows than a task takes. A
+    row's bits depend neither on its place nor on how many rows there are.
     """
     rng = np.random.default_rng(rows)
     for inner, columns in ((40, 16), (33, 112), (1100, 64), (2500, 48)):
         (x, x64), (w, w64) = drawn(rng, (rows, inner), dtype), drawn(rng, (inner, columns), dtype)
-        y = native.native_matmul(x, w)
+        y = native.matmul(x, w)
         close(y, x64 @ w64, inner)
-        again = native.native_matmul(jnp.concatenate([x[5:33], x[:5], x[5:7]]), w)
+        again = native.matmul(jnp.concatenate([x[5:33], x[:5], x[5:7]]), w)
         assert np.array_equal(again[28:33], y[:5]) and np.array_equal(again[:28], y[5:33])
 
 
@@ -110,9 +110,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         (jnp.float32, jnp.bfloat16), ((200, 700), (130, 2500))
     ):
         x, w = drawn(rng, (32, inner), dtype)[0], drawn(rng, (inner, columns), dtype)[0]
-        alone = np.concatenate([native.native_matmul(x[t : t + 1], w) for t in range(32)])
+        alone = np.concatenate([native.matmul(x[t : t + 1], w) for t in range(32)])
         for rows in (2, 3, 4, 7, 8, 32):
-            assert np.array_equal(native.native_matmul(x[:rows], w), alone[:rows])
+            assert np.array_equal(native.matmul(x[:rows], w), alone[:rows])
 
 
 @dtypes
@@ -121,14 +121,12 @@ def test_the_weights_may_have_another_dtype(inner: int, dtype: Any) -> None:
     rng = np.random.default_rng(0)
     other = jnp.bfloat16 if dtype == jnp.float32 else jnp.float32
     (x, x64), (w, w64) = drawn(rng, (3, inner), dtype), drawn(rng, (inner, 20), other)
-    close(native.native_matmul(x, w), x64 @ w64, inner)
+    close(native.matmul(x, w), x64 @ w64, inner)
 
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="must be float32 or bfloat16"):
-        native.native_matmul(
-            jnp.ones((2, 4), jnp.int32), jnp.ones((4, 4), jnp.int32)
-        ).block_until_ready()
+        native.matmul(jnp.ones((2, 4), jnp.int32), jnp.ones((4, 4), jnp.int32)).block_until_ready()
 
 
 def test_dot_takes_them_in_their_scope_alone() -> None:
@@ -145,7 +143,7 @@ def test_dot_takes_them_in_their_scope_alone() -> None:
         3, native.MAX_ROWS + 1
     )
     many = native.MAX_ROWS + 1
-    faster = native.multiplies_bfloat16_as_floats()
+    faster = native.has_wide_vectors() and not native.multiplies_many_rows()
     assert ("jmoe_matmul" in programs(many, many, jnp.bfloat16)) == faster
     assert "jmoe_matmul" not in programs(many, many, jnp.bfloat16, columns=24)
     assert "jmoe_matmul" not in programs(many, many) + programs(many, 0, jnp.bfloat16)
@@ -560,10 +558,11 @@ def test_experts_in_slots(dtype: Any, activation: str, biases: Any) -> None:
     ("kind", "activation", "biases"),
     [
         *((kind, "swiglu", None) for kind in (*FORMATS.values(), None)),
-        *((kind, "clamped_swiglu", jnp.float32) for kind in (FORMATS["int4"], None)),
+        (FORMATS["int4"], "clamped_swiglu", jnp.float32),
+        (None, "clamped_swiglu", jnp.float32),
         (None, "gelu", None),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=[*FORMATS, "plain", "int4 clamped", "plain clamped", "plain gelu"],
 )
 def test_experts_of_many_tokens(
     kind: Format | None, activation: str, biases: Any, dtype: Any
@@ -577,10 +576,7 @@ def test_experts_of_many_tokens(
     for (d, f, experts), tokens in sizes:
         (fast, plain), table_E = slots_of(dtype, activation, biases, (d, f, experts), kind)
         assert fast.native is not None
-        assert (
-            fast.native.should_compute_experts(tokens, d, dtype)
-            == native.computes_experts_of_many_tokens()
-        )
+        assert fast.native.should_compute_experts(tokens, d, dtype) == native.has_wide_vectors()
         rng = np.random.default_rng(tokens)
         idx = np.stack([rng.permutation(experts + 1)[:2] for _ in range(tokens)]).astype(np.int32)
         # most tokens choose one expert, some none
@@ -625,7 +621,7 @@ def test_a_token_does_not_depend_on_the_others(kind: Format | None, int8_activat
 
     alone = np.concatenate([run(slice(t, t + 1)) for t in range(20)])
     assert np.array_equal(run(slice(0, 20)), alone) and np.array_equal(run(slice(3, 9)), alone[3:9])
-    if native.computes_experts_of_many_tokens() or int8_activations:
+    if native.has_wide_vectors() or int8_activations:
         together = run(slice(0, 90))
         assert np.array_equal(run(slice(0, 33)), together[:33]) and np.array_equal(
             run(slice(37, 77)), together[37:77]
@@ -637,7 +633,7 @@ def test_many_threads_may_call_at_once() -> None:
     rng = np.random.default_rng(0)
     w, w64 = drawn(rng, (256, 2000), jnp.float32)
     xs = [drawn(rng, (2, 256), jnp.float32) for _ in range(40)]
-    multiply = jax.jit(native.native_matmul)
+    multiply = jax.jit(native.matmul)
     with ThreadPoolExecutor(8) as threads:
         for (_, x64), y in zip(xs, threads.map(lambda pair: multiply(pair[0], w), xs), strict=True):
             close(y, x64 @ w64, 256)

@@ -385,7 +385,7 @@ def test_remat_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["layer", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["layer", "none"])
 def test_layers_without_loops_equal_those_of_the_scan(
     monkeypatch: pytest.MonkeyPatch, remat: Remat
 ) -> None:

@@ -30,7 +30,7 @@ from jmoe.optim.adamw import OptimizerStepScalars, adamw_update
 from tests.model_configs import CHECKPOINTS
 
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
-# one of every kind of attention; the others are slow
+# every kind of attention is among these; the others are slow
 PADDED = ("deepseek_v3", "gpt_oss", "granitemoe", "llama4_text_chunks", "mixtral", "qwen3_next")
 TOLERANCE = 1e-4  # of a logit
 LOSS_TOLERANCE = 1e-4

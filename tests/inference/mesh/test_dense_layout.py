@@ -37,7 +37,7 @@ def one_device(request: pytest.FixtureRequest) -> Iterator[tuple[str, Traffic, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("devices", [2, 4])
 def test_heads_on_several_devices_give_the_tokens_of_one(
     one_device: tuple[str, Traffic, np.ndarray], devices: int
 ) -> None:

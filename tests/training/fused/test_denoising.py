@@ -364,7 +364,7 @@ def test_the_held_out_loss_is_that_of_the_targets() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "remat"),
-    [pytest.param("bfloat16", "none", marks=pytest.mark.slow), ("float32", "layer")],
+    [("bfloat16", "none"), ("float32", "layer")],
 )
 def test_what_is_computed_again_changes_nothing(dtype: Any, remat: Any) -> None:
     config = dataclasses.replace(AT_ONCE, compute_dtype=dtype, remat=remat, native="off")

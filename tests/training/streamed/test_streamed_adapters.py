@@ -41,13 +41,14 @@ def assert_equal(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(own, its)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "tiers"),
     [
-        pytest.param("small", "float32", ["nvme"], marks=pytest.mark.slow),
-        pytest.param("small", "float32", ["host"], marks=pytest.mark.slow),
-        pytest.param("small", "bfloat16", ["host", "nvme"], marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "float32", ["host", "nvme"], marks=pytest.mark.slow),
+        ("small", "float32", ["nvme"]),
+        ("small", "float32", ["host"]),
+        ("small", "bfloat16", ["host", "nvme"]),
+        ("gpt_oss", "float32", ["host", "nvme"]),
     ],
 )
 def test_streamed_experts_train_as_on_the_device(
