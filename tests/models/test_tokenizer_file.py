@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, processors
 from jmoe.models.tokenizer_file import open_tokenizer, tokenizer_file
 from jmoe.programs.generate import encode_prompt
 from tests.model_configs import CHECKPOINTS
-from tests.test_architecture import SOURCES
+from tests.test_architecture import SOURCES, tree_of
 from tests.tiny_engines import tiny_engine
 from tests.word_tokenizers import BOS, LONG, word_tokenizer, write_word_tokenizer
 
@@ -161,8 +161,8 @@ def test_one_module_opens_tokenizers() -> None:
     """
     opening = [
         module
-        for module, tree in SOURCES.items()
-        for node in ast.walk(tree)
+        for module in SOURCES
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Tokenizer.from_")
     ]
     assert opening == ["jmoe.deploy.portable", "jmoe.models.tokenizer_file"]
