@@ -168,7 +168,8 @@ def step_programs(
         operands = ExpertProducts(config.hidden_act), routed, arrays, table_E
         y_TD = do(f"experts, {name}, {what}", slots.expert_outputs_in_tiles, *operands)
     do(f"next layer's router, {what}", popularity._route_other_layer, *router, routed.h_TD)
-    do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, y_TD)
+    cold_TD = of(jnp.float32, tokens, config.hidden_size)
+    do(f"sum with the CPU's part, {what}", host_experts._sum, y_TD, cold_TD)
     x_PCD = do(f"sum, {what}", layer_programs.add_alone, Hidden(x_PCD, y_TD))
     last_P = of(jnp.int32, rows)
     logits_PV = do(f"head, {what}", layer_programs.logits_at_tokens, *outside, x_PCD, last_P, False)
