@@ -15,6 +15,7 @@ from benchmarks.lib.published import tiny_config
 from benchmarks.offload import retention, retention_aot
 from benchmarks.serve import engine_aot
 from jmoe.config import MachineConfig
+from jmoe.layers.slot_experts import WeightedOutputs
 from jmoe.models.huggingface import model_config
 from jmoe.run.planner import training_plan
 
@@ -30,6 +31,25 @@ class Traced(Programs):
 @pytest.fixture
 def programs() -> Traced:
     return Traced(jax.devices()[0])
+
+
+class TracedForGPU(Traced):
+    """Decode steps leave the sum of a token's experts open, as Triton's kernels do."""
+
+    def compile(self, name: str, function: Any, *operands: Any, **options: Any) -> Any:
+        results = super().compile(name, function, *operands, **options)
+        if not (name.startswith("experts, ") and name.endswith(" x 1 tokens")):
+            return results
+        routed = operands[1]
+        outputs_TKD = self.abstract_array(results.dtype, *routed.idx_TK.shape, results.shape[-1])
+        return WeightedOutputs(
+            outputs_TKD, routed.weights_TK, routed.idx_TK, routed.y_TD, operands[3].shape[0]
+        )
+
+
+def test_sums_that_decode_steps_leave_open() -> None:
+    programs = TracedForGPU(jax.devices()[0])
+    engine_aot.engine_programs(programs, model_config(tiny_config("olmoe")), engine_aot.options())
 
 
 def test_engines(programs: Traced) -> None:
